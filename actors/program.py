@@ -1,0 +1,122 @@
+"""The seam to the training program: all that a worker knows of models, data and files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from elastic.assignment import Assignment
+from elastic.regions import Region
+from elastic.specs import TensorSpec
+from elastic.votes import Vote
+
+Interrupt = Callable[[], None]
+"""Raises if the generation is being aborted; a program calls it at least once a layer."""
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one generation, as one rank sees them."""
+
+    assignment: Assignment
+    world_rank: int
+    device: torch.device
+    world: ProcessGroup
+    mesh: DeviceMesh
+    """Axes `dp` and `fsdp` (others as they come), over `device`."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """What a replica holds on its device, read from torch's storages."""
+
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True)
+class Applied:
+    """What apply has to tell of a step."""
+
+    lr: float
+    grad_norm: float | None
+    skipped: bool
+
+
+class Replica(Protocol):
+    """One rank's part of the model and optimizer under one assignment.
+
+    Between `build` and `adopt` it has shapes but no values (meta device).
+    """
+
+    def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Take these as the local state, one for each tensor that this rank holds, uncopied
+        where the program can. Each has the shape of the rank's region in the shard map."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The local state by logical name, sharing memory with what is trained."""
+
+    def compute(self, step: int, interrupt: Interrupt) -> torch.Tensor:
+        """Forward, backward and gradient reduction for this rank's microbatches of a step.
+
+        Returns float64 `(loss sum, token count, squared norm of the local gradients, each
+        divided by its number of copies)`, shape (3,), on the device. When the host has read a
+        value that depends on it, the reduced gradients are complete.
+        """
+
+    def apply(self, step: int, vote: Vote) -> Applied:
+        """Scale by 1/tokens, clip, step the optimizer: local, without any collective."""
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that nobody has seen the vote of."""
+
+    def evaluate(self, step: int, interrupt: Interrupt) -> float:
+        """The mean loss over the held-out split: the same value under any layout."""
+
+    def state_bytes(self) -> StateBytes: ...
+
+
+class Program(Protocol):
+    """One training job as a worker process sees it; made once a process from JSON settings."""
+
+    device: torch.device
+    steps: int
+    """The run is complete when this step has committed."""
+    eval_every: int
+    """Evaluate after each so many steps; 0 is never."""
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every logical tensor of the state, in a fixed order, whatever the layout."""
+
+    def warm_up(self) -> None:
+        """One throw-away build and step without groups, so that the first real ones are quick."""
+
+    def build(self, groups: Groups) -> Replica: ...
+
+    def initial(self, spec: TensorSpec, region: Region) -> torch.Tensor:
+        """A region of a tensor at step 0: a function of (seed, name) alone, on the device."""
+
+    def write_part(
+        self, file: Path, parts: Mapping[str, tuple[Region, torch.Tensor]]
+    ) -> None:
+        """Write one worker's regions of a checkpoint to one file (host tensors)."""
+
+    def read_regions(
+        self, folder: Path, wanted: Mapping[str, Region]
+    ) -> dict[str, torch.Tensor]:
+        """Read regions from a whole checkpoint, whatever layout wrote it (host tensors)."""
+
+
+@dataclass(frozen=True)
+class Factory:
+    """How to make an object in another process: `module:callable` and JSON keyword arguments."""
+
+    target: str
+    kwargs: dict[str, Any]

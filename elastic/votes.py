@@ -1,0 +1,38 @@
+"""What one step's vote carries, and what is recorded of a committed step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """The sums over all ranks that decide a step; every rank reads the same values.
+
+    `sq_grad_norm` is of the summed, not yet normalised gradients. A step whose
+    `num_nonfinite` is positive is committed as skipped: parameters untouched.
+    """
+
+    step: int
+    loss_sum: float
+    num_tokens: int
+    sq_grad_norm: float
+    num_contributions: int
+    num_nonfinite: int = 0
+    num_pause_wishes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One committed step as it stands in `metrics.jsonl`; `time` is seconds since the epoch."""
+
+    time: float
+    step: int
+    generation: int
+    world_size: int
+    loss: float | None
+    tokens: int
+    lr: float
+    grad_norm: float | None
+    step_s: float
+    skipped: bool

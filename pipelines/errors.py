@@ -1,0 +1,5 @@
+"""What is the user's doing: told in one line, ends with exit code 2."""
+
+
+class UserError(Exception):
+    """The message says what is wrong, where, and how to mend it."""
