@@ -7,3 +7,11 @@ class ElasticError(ValueError):
 
 class InvalidLayout(ElasticError):
     """The degrees of a layout do not make a mesh."""
+
+
+class InvalidSpec(ElasticError):
+    """A tensor spec does not say where the tensor lies under a layout."""
+
+
+class InvalidRelayout(ElasticError):
+    """A re-layout that nobody can carry out: its holders do not have what is needed."""

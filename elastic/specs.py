@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 ITEMSIZE_BYTES = {
     "float64": 8,
@@ -16,14 +17,19 @@ ITEMSIZE_BYTES = {
     "bool": 1,
 }
 
+Kind = Literal["parameter", "optimizer", "buffer"]
+"""What a tensor is to ZeRO: `fsdp` splits parameters at zero=3, optimizer state from zero=1
+on, buffers never."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One logical tensor: its whole shape, and which dim each axis splits.
 
-    `layer` is the layer it belongs to (None: held by every pipeline stage); `fsdp_dim`,
-    `tp_dim` and `ep_dim` are the dims that those axes split (None: replicated over the axis).
-    `dtype` is a key of `ITEMSIZE_BYTES`.
+    `layer` is the layer it belongs to, of `num_layers` in all (None: held by every pipeline
+    stage; `num_layers` matters only where `pp` > 1). `fsdp_dim`, `tp_dim` and `ep_dim` are
+    the dims that those axes split (None: replicated over the axis); a tensor with an
+    `ep_dim` belongs to experts. `dtype` is a key of `ITEMSIZE_BYTES`.
     """
 
     name: str
@@ -33,7 +39,13 @@ class TensorSpec:
     fsdp_dim: int | None = None
     tp_dim: int | None = None
     ep_dim: int | None = None
+    kind: Kind = "parameter"
+    num_layers: int = 0
+
+    @property
+    def itemsize_bytes(self) -> int:
+        return ITEMSIZE_BYTES[self.dtype]
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * ITEMSIZE_BYTES[self.dtype]
+        return prod(self.shape) * self.itemsize_bytes

@@ -1,0 +1,21 @@
+"""What can go wrong in a worker, by what must be done about it."""
+
+
+class Interrupted(Exception):
+    """The generation is being aborted: unwind, nothing is wrong here."""
+
+
+class Mismatch(RuntimeError):
+    """Two workers of one generation do not run the same program."""
+
+
+class TornApply(RuntimeError):
+    """An apply broke half-way: this worker's state is of no step."""
+
+
+class LeaseLost(RuntimeError):
+    """Somebody else drives the run now: nothing more may be written."""
+
+
+class RunTaken(RuntimeError):
+    """The run is being driven by somebody else."""

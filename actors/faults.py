@@ -1,0 +1,47 @@
+"""Faults on purpose: a worker does itself harm at a stated moment, as a sentence asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+Moment = Literal["compute", "vote", "apply", "forming", "relaying", "evaluation"]
+MOMENTS: tuple[Moment, ...] = ("compute", "vote", "apply", "forming", "relaying", "evaluation")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kill`, `stop` (SIGSTOP), `hang` or `raise`: done by `worker` to itself, once.
+
+    At the given moment of `step`; forming and re-laying out have no step of their own: there
+    `step` is the first one that the generation would train.
+    """
+
+    action: Literal["kill", "stop", "hang", "raise"]
+    worker: str
+    step: int
+    moment: Moment = "compute"
+
+
+class Faults:
+    """One worker's share of the run's faults."""
+
+    def __init__(self, worker: str, faults: tuple[Fault, ...] = ()) -> None:
+        self._due = [fault for fault in faults if fault.worker == worker]
+
+    def at(self, moment: Moment, step: int) -> None:
+        """Do what is due now. `hang` blocks without ever asking for interruptions."""
+        for fault in [f for f in self._due if f.moment == moment and f.step == step]:
+            self._due.remove(fault)
+            match fault.action:
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "hang":
+                    time.sleep(3600)
+                case "raise":
+                    raise RuntimeError(f"{fault.worker} was told to raise at step {step}")

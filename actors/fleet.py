@@ -1,0 +1,31 @@
+"""What the controller's shell needs of the world: to start, command, probe and end workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from actors.worker import Order
+
+
+class Fleet(Protocol):
+    """Workers and the store, however they run; what happens to them comes back as events."""
+
+    def start_store(self) -> None:
+        """Answered by `StoreReady`; later, perhaps, `StoreLost`."""
+
+    def start_workers(self, workers: Sequence[str]) -> None:
+        """Each is answered by `WorkerReady`, or by `WorkerLost`."""
+
+    def stop_worker(self, worker: str) -> None:
+        """End a process at once, even a stopped one; answered by `WorkerLost`."""
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        """Orders for one worker arrive in the order in which they were sent."""
+
+    def probe(self, worker: str) -> Future[int]:
+        """Ask for the worker's number of signs of life."""
+
+    def close(self) -> None:
+        """End every process; return when none is left (invariant 12)."""

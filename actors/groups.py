@@ -1,0 +1,130 @@
+"""Form, break and dissolve the process groups of a generation; runs without Ray."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+
+from actors.errors import Mismatch
+from actors.gloo_sockets import shut_connections_to, shut_gloo_connections
+from actors.program import Groups
+from actors.torch_private import (
+    abort_nccl_groups,
+    bare_group,
+    group_options,
+    reset_group_tables,
+)
+from elastic.commands import Form
+
+MESH_AXES = ("dp", "fsdp")
+
+
+class Formation:
+    """The groups that one process is in for one generation.
+
+    `form` and `dissolve` belong to the training thread; `break_off` may be called from any other
+    at any time, also while `form` blocks, and makes the training thread's calls raise.
+    """
+
+    def __init__(self, worker: str, order: Form, device: torch.device, timeout_s: float) -> None:
+        self._worker = worker
+        self._order = order
+        self._device = device
+        self._timeout = timedelta(seconds=timeout_s)
+        self._breaking = threading.Lock()
+        self._dissolved = False
+        self.groups: Groups | None = None
+        self.transfer: ProcessGroup | None = None
+
+    def form(self, digest: str) -> None:
+        """Meet the others of the generation at the store.
+
+        Raises `Mismatch` if another worker's `digest` of sources and tensors differs, and
+        torch's errors if the store or a peer is gone or the time is over.
+        """
+        order = self._order
+        client = TCPStore(
+            order.store_host,
+            order.store_port,
+            is_master=False,
+            wait_for_workers=False,
+            timeout=self._timeout,
+        )
+        store = PrefixStore(f"generation-{order.generation}", client)
+        _check_digest(store, digest)
+        if self._worker in order.assignment.members:
+            self.groups = self._form_world(store)
+        self.transfer = self._form_transfer(store)
+
+    def break_off(self) -> None:
+        """Make every blocked or coming call on these groups raise."""
+        with self._breaking:
+            if self._dissolved:
+                return
+            shut_connections_to(self._order.store_host, self._order.store_port)
+            if self._device.type == "cuda":
+                abort_nccl_groups()
+            else:
+                shut_gloo_connections()
+
+    def dissolve(self) -> None:
+        """Leave no trace of the generation in torch; the caller has dropped model and mesh."""
+        with self._breaking:
+            self._dissolved = True
+            self.groups = self.transfer = None
+            reset_group_tables()
+        gc.collect()
+
+    def _form_world(self, store: Store) -> Groups:
+        order, device_type = self._order, self._device.type
+        world_rank = order.assignment.world_rank(self._worker)
+        layout = order.assignment.layout
+        dist.init_process_group(
+            group_options(device_type, self._timeout)[0],
+            store=store,
+            rank=world_rank,
+            world_size=layout.num_workers,
+            timeout=self._timeout,
+            device_id=self._device if device_type == "cuda" else None,
+        )
+        mesh = init_device_mesh(
+            device_type,
+            (layout.dp, layout.fsdp),
+            mesh_dim_names=MESH_AXES,
+            backend_override={
+                axis: group_options(device_type, self._timeout) for axis in MESH_AXES
+            },
+        )
+        world = dist.group.WORLD
+        assert world is not None
+        return Groups(order.assignment, world_rank, self._device, world, mesh)
+
+    def _form_transfer(self, store: Store) -> ProcessGroup | None:
+        """The world's own group where nobody else takes part in the transfers."""
+        plan = self._order.plan
+        if plan.participants == self._order.assignment.members:
+            assert self.groups is not None
+            return self.groups.world
+        return bare_group(
+            self._device.type,
+            PrefixStore("transfer", store),
+            plan.transfer_rank(self._worker),
+            len(plan.participants),
+            self._timeout,
+        )
+
+
+def _check_digest(store: Store, digest: str) -> None:
+    """All must run the same sources on the same tensors before the first byte moves."""
+    agreed = store.compare_set("digest", "", digest).decode()
+    if agreed != digest:
+        raise Mismatch(
+            "this worker runs other sources or other settings than the first one to arrive "
+            f"(digest {digest[:12]} against {agreed[:12]}): start all from one working tree"
+        )

@@ -1,0 +1,189 @@
+"""A fleet of plain child processes on this machine: no Ray, the same workers.
+
+For tests, for bare GPU machines, and to see the protocol without anything around it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from actors.program import Factory
+from actors.store import host_store
+from actors.trainer import WorkerOptions
+from actors.worker import Envelope, Order, Worker
+from elastic.events import Event, StoreLost, StoreReady, WorkerLost
+
+SPAWN = multiprocessing.get_context("spawn")
+HOST = "127.0.0.1"
+NODE = "this-machine"
+
+
+@dataclass
+class _Child:
+    process: BaseProcess
+    pipe: Connection
+    sending: threading.Lock = field(default_factory=threading.Lock)
+    probes: list[Future[int]] = field(default_factory=list)
+
+    def send(self, message: Any) -> None:
+        with self.sending, suppress(OSError):  # its death is told by its sentinel
+            self.pipe.send(message)
+
+
+class ProcessFleet:
+    """Children talk through pipes; one thread reads them all and watches for deaths."""
+
+    def __init__(
+        self,
+        program: Factory,
+        options: WorkerOptions,
+        post: Callable[[Event], None],
+        incarnation: int = 1,
+    ) -> None:
+        self._program = program
+        self._options = options
+        self._post = post
+        self._incarnation = incarnation
+        self._workers: dict[str, _Child] = {}
+        self._store: _Child | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+        self._wake_reader, self._woken = SPAWN.Pipe()
+        self._reader = threading.Thread(target=self._read, name="fleet", daemon=True)
+        self._reader.start()
+
+    def start_store(self) -> None:
+        self._store = self._spawn(host_store, HOST)
+
+    def start_workers(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            child = self._spawn(serve_worker, worker, self._program, self._options)
+            with self._lock:
+                self._workers[worker] = child
+        self._wake_reader.send(None)
+
+    def stop_worker(self, worker: str) -> None:
+        with self._lock:
+            child = self._workers.get(worker)
+        if child is not None:
+            child.process.kill()
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        for worker in workers:
+            with self._lock:
+                child = self._workers.get(worker)
+            if child is not None:
+                child.send(Envelope(self._incarnation, order))
+
+    def probe(self, worker: str) -> Future[int]:
+        answer: Future[int] = Future()
+        with self._lock:
+            child = self._workers.get(worker)
+        if child is None:
+            answer.set_exception(ProcessLookupError(worker))
+            return answer
+        child.probes.append(answer)
+        child.send("probe")
+        return answer
+
+    def pids(self) -> dict[str, int]:
+        """The living workers' process ids."""
+        with self._lock:
+            return {name: child.process.pid or 0 for name, child in self._workers.items()}
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock:
+            children = [*self._workers.values(), *([self._store] if self._store else [])]
+        for child in children:
+            child.process.kill()
+        for child in children:
+            child.process.join()
+            child.pipe.close()
+        self._wake_reader.send(None)
+        self._reader.join()
+        self._wake_reader.close()
+        self._woken.close()
+
+    def _spawn(self, target: Callable[..., None], *arguments: Any) -> _Child:
+        ours, theirs = SPAWN.Pipe()
+        process = SPAWN.Process(target=target, args=(theirs, *arguments), daemon=True)
+        process.start()
+        theirs.close()
+        self._wake_reader.send(None)
+        return _Child(process, ours)
+
+    def _read(self) -> None:
+        while not self._closed:
+            with self._lock:
+                children = dict(self._workers)
+            sources: dict[Any, str] = {child.pipe: name for name, child in children.items()}
+            store = self._store
+            extra = [store.pipe] if store else []
+            for ready in wait([*sources, *extra, self._woken]):
+                if ready is self._woken:
+                    self._woken.recv()
+                elif store and ready is store.pipe:
+                    self._read_store(store)
+                elif ready in sources:
+                    self._read_worker(sources[ready], children[sources[ready]])
+
+    def _read_store(self, store: _Child) -> None:
+        try:
+            self._post(StoreReady(HOST, store.pipe.recv()))
+        except (EOFError, OSError):
+            self._store = None
+            if not self._closed:
+                self._post(StoreLost("its process died"))
+
+    def _read_worker(self, worker: str, child: _Child) -> None:
+        """A message, or the end of the pipe, which is the end of the process."""
+        try:
+            message = child.pipe.recv()
+        except (EOFError, OSError):
+            with self._lock:
+                self._workers.pop(worker, None)
+            if not self._closed:
+                child.process.join()
+                self._post(WorkerLost(worker, f"exit code {child.process.exitcode}"))
+                child.pipe.close()
+            return
+        if isinstance(message, int):
+            child.probes.pop(0).set_result(message)
+        else:
+            self._post(message)
+
+
+def serve_worker(
+    pipe: Connection, name: str, program: Factory, options: WorkerOptions
+) -> None:
+    """The child's main: obey until the parent is gone."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides how a run ends
+    sending = threading.Lock()
+
+    def report(message: Event | int) -> None:
+        with sending:
+            pipe.send(message)
+
+    worker = Worker(name, NODE, program, options, report)
+    worker.start()
+    while True:
+        try:
+            message = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if message == "probe":
+            report(worker.num_signs_of_life())
+        else:
+            worker.take(message)

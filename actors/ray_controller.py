@@ -1,0 +1,173 @@
+"""The controller as a named Ray actor: the shell in a thread, and doors for workers and driver."""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+
+from actors.journal import LineFile
+from actors.lease import claim
+from actors.program import Factory
+from actors.ray_fleet import RayFleet
+from actors.ray_worker import Orphanage
+from actors.shell import Shell
+from actors.trainer import WorkerOptions
+from elastic.commands import Stopped
+from elastic.events import Event, RunOpened, StopRequested, WorkerReady
+
+CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2}
+OBSERVER_PATIENCE_S = 30.0
+POLL_S = 1.0
+
+
+class Observer(Protocol):
+    """Follows a run's files beside the training, in a process of its own."""
+
+    def poll(self) -> None:
+        """Look for what is new; called about once a second."""
+
+    def finish(self, patience_s: float) -> str | None:
+        """Deliver the rest; return one line about what could not be delivered, or None."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a controller needs to drive a run."""
+
+    name: str
+    folder: str
+    opening: RunOpened
+    program: Factory
+    options: WorkerOptions
+    observers: tuple[Factory, ...] = ()
+    num_gpus: float = 0.0
+    orphan_timeout_s: float = 30.0
+    detached: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What the driver is told when it asks."""
+
+    outcome: Stopped | None = None
+    failure: str = ""
+    undelivered: tuple[str, ...] = field(default_factory=tuple)
+
+
+class RayObserver:
+    """An observer's process."""
+
+    def __init__(self, factory: Factory, orphan_timeout_s: float) -> None:
+        self._orphanage = Orphanage(orphan_timeout_s)
+        module, _, name = factory.target.partition(":")
+        self._observer: Observer = getattr(importlib.import_module(module), name)(
+            **factory.kwargs
+        )
+
+    def poll(self) -> None:
+        self._orphanage.hear()
+        self._observer.poll()
+
+    def finish(self, patience_s: float) -> str | None:
+        return self._observer.finish(patience_s)
+
+
+class RayController:
+    """Drives one run from begin to end; it lives as long as somebody asks or it is detached."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._driver_heard = time.monotonic()
+        self._orphanage = Orphanage(run.orphan_timeout_s)
+        self._progress = Progress()
+        folder = Path(run.folder)
+        self._lease = claim(folder)
+        self._samples = LineFile(folder / "system.jsonl")
+        self._shell = Shell(folder, self._lease)
+        self._fleet = RayFleet(
+            run.name,
+            run.program,
+            run.options,
+            run.num_gpus,
+            run.orphan_timeout_s,
+            self._shell.post,
+            self._lease.epoch,
+        )
+        self._observers = [self._observe(i, f) for i, f in enumerate(run.observers)]
+        threading.Thread(target=self._drive, name="controller", daemon=True).start()
+        threading.Thread(target=self._attend, name="attendance", daemon=True).start()
+
+    def report(self, event: Event) -> None:
+        """A worker's events, in its order."""
+        if isinstance(event, WorkerReady):
+            self._fleet.note(event)
+        self._shell.post(event)
+
+    def report_sample(self, line: dict[str, Any]) -> None:
+        self._samples.write(line)
+
+    def progress(self) -> Progress:
+        """Asked by the driver several times a second, which also shows that it lives."""
+        self._driver_heard = time.monotonic()
+        return self._progress
+
+    def request_stop(self, cause: str) -> None:
+        self._shell.post(StopRequested(cause))
+
+    def _drive(self) -> None:
+        try:
+            outcome = self._shell.run(self._fleet, self._run.opening)
+        except Exception as error:
+            self._progress = Progress(
+                Stopped("failed", 0, f"the controller broke: {error}", traceback.format_exc())
+            )
+            return
+        self._lease.release()
+        undelivered = tuple(told for told in self._finish_observers() if told)
+        self._progress = Progress(outcome, undelivered=undelivered)
+
+    def _attend(self) -> None:
+        """Poll the observers; ask for a stop when the driver has gone silent."""
+        asked = False
+        while True:
+            time.sleep(POLL_S)
+            for observer in self._observers:
+                observer.poll.remote()
+            silence_s = time.monotonic() - self._driver_heard
+            running = self._progress.outcome is None
+            if silence_s < self._run.orphan_timeout_s / 3 or (running and self._run.detached):
+                self._orphanage.hear()
+            elif running and not asked:
+                asked = True
+                self.request_stop("the driver is gone")
+            elif running:
+                self._orphanage.hear()  # the last checkpoint is being written
+
+    def _observe(self, number: int, factory: Factory) -> Any:
+        return (
+            ray.remote(RayObserver)
+            .options(
+                name=f"{self._run.name}:observer-{number}-{self._lease.epoch}",
+                lifetime="detached",
+                num_cpus=0,
+            )
+            .remote(factory, self._run.orphan_timeout_s)
+        )
+
+    def _finish_observers(self) -> list[str | None]:
+        told: list[str | None] = []
+        for observer in self._observers:
+            try:
+                answer = observer.finish.remote(OBSERVER_PATIENCE_S)
+                told.append(ray.get(answer, timeout=2 * OBSERVER_PATIENCE_S))
+            except ray.exceptions.RayError as error:
+                told.append(f"an observer broke: {str(error).splitlines()[-1]}")
+            ray.kill(observer)
+        return told

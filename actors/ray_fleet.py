@@ -1,0 +1,185 @@
+"""A fleet of detached Ray actors in the run's namespace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.program import Factory
+from actors.ray_worker import RayAgent, RayStore, RayWorker
+from actors.trainer import WorkerOptions
+from actors.worker import Envelope, Order
+from elastic.events import Event, StoreLost, StoreReady, WorkerLost, WorkerReady
+
+WORKER_GROUPS = {"orders": 1, "probes": 1, "life": 1}
+HEARTBEAT_S = 2.0
+
+
+@dataclass
+class _Seat:
+    """One worker's actor and, once it is warm, where its process is."""
+
+    actor: Any
+    node: str = ""
+    pid: int = 0
+
+
+class RayFleet:
+    """One actor a worker with plain resources: those that find no place stay pending, and that
+    is the demand which the Ray autoscaler sees."""
+
+    def __init__(
+        self,
+        run_name: str,
+        program: Factory,
+        options: WorkerOptions,
+        num_gpus: float,
+        orphan_timeout_s: float,
+        post: Callable[[Event], None],
+        incarnation: int,
+    ) -> None:
+        self._run_name = run_name
+        self._program = program
+        self._options = options
+        self._num_gpus = num_gpus
+        self._orphan_timeout_s = orphan_timeout_s
+        self._post = post
+        self._incarnation = incarnation
+        self._node = ray.get_runtime_context().get_node_id()
+        self._controller = ray.get_runtime_context().current_actor
+        self._seats: dict[str, _Seat] = {}
+        self._agents: dict[str, Any] = {}
+        self._store: Any = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def note(self, event: WorkerReady) -> None:
+        """Where a worker runs, so that it can be ended by signal; its node gets an agent."""
+        with self._lock:
+            if event.worker in self._seats:
+                seat = self._seats[event.worker]
+                seat.node, seat.pid = event.node, event.pid
+            if event.node != self._node and event.node not in self._agents:
+                self._agents[event.node] = self._detached(
+                    RayAgent,
+                    f"agent-{event.node}",
+                    num_cpus=0,
+                    scheduling_strategy=NodeAffinitySchedulingStrategy(event.node, soft=False),
+                ).remote(self._orphan_timeout_s)
+
+    def start_store(self) -> None:
+        name = f"store-{self._incarnation}-{time.monotonic_ns()}"
+        store = self._detached(RayStore, name, num_cpus=0, max_concurrency=3)
+        self._store = store.remote(self._orphan_timeout_s)
+        self._when_done(self._store.address.remote(), self._store_ready)
+        self._when_done(self._store.live.remote(), self._store_lost)
+
+    def start_workers(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            actor = self._detached(
+                RayWorker,
+                worker,
+                num_cpus=0 if self._num_gpus else 1,
+                num_gpus=self._num_gpus,
+                concurrency_groups=WORKER_GROUPS,
+            ).remote(
+                worker, self._program, self._options, self._controller, self._orphan_timeout_s
+            )
+            with self._lock:
+                self._seats[worker] = _Seat(actor)
+            life = actor.live.options(concurrency_group="life").remote()
+            actor.start.options(concurrency_group="orders").remote()
+            self._when_done(life, lambda error, worker=worker: self._worker_lost(worker, error))
+
+    def stop_worker(self, worker: str) -> None:
+        with self._lock:
+            seat = self._seats.get(worker)
+        if seat is None:
+            return
+        if seat.pid and seat.node == self._node:
+            with suppress(ProcessLookupError):  # gone already: as wanted
+                os.kill(seat.pid, signal.SIGKILL)
+        elif seat.pid and seat.node in self._agents:
+            self._agents[seat.node].kill.remote(seat.pid)
+        else:
+            ray.kill(seat.actor)
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        shared = ray.put(Envelope(self._incarnation, order))
+        for worker in workers:
+            with self._lock:
+                seat = self._seats.get(worker)
+            if seat is not None:
+                seat.actor.take.options(concurrency_group="orders").remote(shared)
+
+    def probe(self, worker: str) -> Future[int]:
+        with self._lock:
+            seat = self._seats.get(worker)
+        if seat is None:
+            missing: Future[int] = Future()
+            missing.set_exception(ProcessLookupError(worker))
+            return missing
+        answer = seat.actor.signs_of_life.options(concurrency_group="probes").remote()
+        future: Future[int] = answer.future()
+        return future
+
+    def close(self) -> None:
+        """End all actors of the run and wait until Ray has seen the last of them gone."""
+        self._closed.set()
+        with self._lock:
+            workers = list(self._seats)
+        for worker in workers:
+            self.stop_worker(worker)
+        for actor in [self._store, *self._agents.values()]:
+            if actor is not None:
+                ray.kill(actor)
+        deadline = time.monotonic() + 10.0
+        while self._seats and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def _detached(self, kind: type, name: str, **options: Any) -> Any:
+        return ray.remote(kind).options(
+            name=f"{self._run_name}:{name}", lifetime="detached", max_restarts=0, **options
+        )
+
+    def _when_done(self, answer: Any, then: Callable[[Future[Any]], None]) -> None:
+        answer.future().add_done_callback(then)
+
+    def _store_ready(self, answer: Future[Any]) -> None:
+        if answer.exception() is None:
+            self._post(StoreReady(*answer.result()))
+
+    def _store_lost(self, answer: Future[Any]) -> None:
+        if not self._closed.is_set():
+            self._post(StoreLost(_first_line(answer.exception())))
+
+    def _worker_lost(self, worker: str, life: Future[Any]) -> None:
+        with self._lock:
+            self._seats.pop(worker, None)
+        if not self._closed.is_set():
+            self._post(WorkerLost(worker, _first_line(life.exception())))
+
+    def _beat(self) -> None:
+        """Keep the actors that get no probes from thinking themselves orphans."""
+        while not self._closed.wait(HEARTBEAT_S):
+            with self._lock:
+                quiet = [*self._agents.values(), *([self._store] if self._store else [])]
+            for actor in quiet:
+                actor.hear.remote()
+
+
+def _first_line(error: BaseException | None) -> str:
+    """Ray's errors are long; the first telling line is the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else "it ended"

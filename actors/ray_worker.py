@@ -1,0 +1,119 @@
+"""The Ray actors that hold one process each: a worker, the store, a node's agent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+import ray
+
+from actors.interface import choose_interface
+from actors.program import Factory
+from actors.store import open_store
+from actors.system import sample
+from actors.trainer import WorkerOptions
+from actors.worker import Envelope, Worker
+from elastic.events import Event
+
+SAMPLE_EVERY_S = 10.0
+
+
+class Orphanage:
+    """Ends this process when nobody has been heard for too long: detached, never orphaned."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._heard = time.monotonic()
+        threading.Thread(target=self._serve, name="orphanage", daemon=True).start()
+
+    def hear(self) -> None:
+        self._heard = time.monotonic()
+
+    def _serve(self) -> None:
+        while time.monotonic() - self._heard < self._timeout_s:
+            time.sleep(min(1.0, self._timeout_s / 4))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RayWorker:
+    """A worker as a Ray actor: orders, probes and its life each have a thread of their own."""
+
+    def __init__(
+        self,
+        name: str,
+        program: Factory,
+        options: WorkerOptions,
+        controller: Any,
+        orphan_timeout_s: float,
+    ) -> None:
+        choose_interface()
+        self._name = name
+        self._controller = controller
+        self._orphanage = Orphanage(orphan_timeout_s)
+        self._worker = Worker(
+            name, ray.get_runtime_context().get_node_id(), program, options, self._report
+        )
+        threading.Thread(target=self._sample, name="sampler", daemon=True).start()
+
+    def start(self) -> None:
+        self._worker.start()
+
+    def take(self, envelope: Envelope) -> None:
+        self._orphanage.hear()
+        self._worker.take(envelope)
+
+    def signs_of_life(self) -> int:
+        self._orphanage.hear()
+        return self._worker.num_signs_of_life()
+
+    def live(self) -> None:
+        """Never returns: the end of this call is the end of the process."""
+        threading.Event().wait()
+
+    def _report(self, event: Event) -> None:
+        self._controller.report.remote(event)
+
+    def _sample(self) -> None:
+        process = psutil.Process()
+        while True:
+            process.cpu_percent()
+            time.sleep(SAMPLE_EVERY_S)
+            self._controller.report_sample.remote(sample(self._name, process))
+
+
+class RayStore:
+    """The store as a Ray actor; it listens only on the address that it tells."""
+
+    def __init__(self, orphan_timeout_s: float) -> None:
+        self._orphanage = Orphanage(orphan_timeout_s)
+        self._host = ray.util.get_node_ip_address()
+        self._store = open_store(self._host)
+
+    def address(self) -> tuple[str, int]:
+        return self._host, self._store.port
+
+    def hear(self) -> None:
+        self._orphanage.hear()
+
+    def live(self) -> None:
+        threading.Event().wait()
+
+
+class RayAgent:
+    """One a node: ends processes by signal, which Ray cannot do to a stopped one in time."""
+
+    def __init__(self, orphan_timeout_s: float) -> None:
+        self._orphanage = Orphanage(orphan_timeout_s)
+
+    def kill(self, pid: int) -> None:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return  # it is gone already, which is what was wanted
+
+    def hear(self) -> None:
+        self._orphanage.hear()

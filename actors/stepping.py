@@ -1,0 +1,116 @@
+"""A step commits everywhere or nowhere: compute, vote, apply."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+
+import torch
+
+from actors.errors import TornApply
+from actors.faults import Faults
+from actors.interruption import Interruption
+from actors.program import Groups, Replica
+from elastic.votes import StepRecord, Vote
+
+NUM_KEPT_RECORDS = 64
+
+
+class Stepper:
+    """One rank's steps in one generation.
+
+    What an abort needs to know stands here: `committed_step`, the latest `vote` read,
+    whether `gradients_complete` for the step after, whether `torn`.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        replica: Replica,
+        committed_step: int,
+        interruption: Interruption,
+        faults: Faults,
+    ) -> None:
+        self._groups = groups
+        self._replica = replica
+        self._interruption = interruption
+        self._faults = faults
+        self._began = time.perf_counter()
+        self.committed_step = committed_step
+        self.vote: Vote | None = None
+        self.gradients_complete = False
+        self.torn = False
+        self.records: deque[StepRecord] = deque(maxlen=NUM_KEPT_RECORDS)
+
+    def step(self) -> tuple[StepRecord, Vote]:
+        """Train one step; raises if the generation is aborted or a peer is gone."""
+        self._began = time.perf_counter()
+        step = self.committed_step + 1
+        self._faults.at("compute", step)
+        sums = self._replica.compute(step, self._interruption.check)
+        self._faults.at("vote", step)
+        vote = self._cast(step, sums)
+        self._faults.at("apply", step)
+        return self.apply(vote), vote
+
+    def apply(self, vote: Vote) -> StepRecord:
+        """Take the decided step. Raises `TornApply` if it breaks half-way."""
+        try:
+            applied = self._replica.apply(vote.step, vote)
+        except BaseException as error:
+            self.torn = True
+            raise TornApply(f"the apply of step {vote.step} broke: {error}") from error
+        self.committed_step = vote.step
+        self.gradients_complete = False
+        tokens = int(vote.num_tokens)
+        record = StepRecord(
+            time=time.time(),
+            step=vote.step,
+            generation=self._groups.assignment.generation,
+            world_size=self._groups.assignment.layout.num_workers,
+            loss=None if vote.num_nonfinite else vote.loss_sum / max(tokens, 1),
+            tokens=tokens,
+            lr=applied.lr,
+            grad_norm=applied.grad_norm,
+            step_s=time.perf_counter() - self._began,
+            skipped=applied.skipped,
+        )
+        self.records.append(record)
+        return record
+
+    def drop_gradients(self) -> None:
+        self.gradients_complete = False
+        self._replica.drop_gradients()
+
+    def _cast(self, step: int, sums: torch.Tensor) -> Vote:
+        """The one collective of a step that decides it; read on the host before any apply.
+
+        Its contribution count must equal the world size: an aborted collective completes too,
+        with garbage.
+        """
+        finite = torch.isfinite(sums)
+        whole = finite.all()
+        extra = [1.0, 0.0, float(self._interruption.pause_is_wished)]
+        ballot = torch.cat(
+            [torch.where(finite, sums, 0.0), torch.tensor(extra, dtype=torch.float64).to(sums)]
+        )
+        ballot[4] = 1.0 - whole.to(ballot)
+        self.gradients_complete = True
+        self._groups.world.allreduce([ballot]).wait()
+        loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
+        num_contributions, num_nonfinite, num_wishes = (round(count) for count in counts)
+        if num_contributions != self._groups.assignment.layout.num_workers or not math.isfinite(
+            num_tokens
+        ):
+            raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
+        self.vote = Vote(
+            step=step,
+            loss_sum=loss_sum,
+            num_tokens=round(num_tokens),
+            sq_grad_norm=sq_grad_norm,
+            num_contributions=num_contributions,
+            num_nonfinite=num_nonfinite,
+            num_pause_wishes=num_wishes,
+        )
+        return self.vote

@@ -1,0 +1,261 @@
+"""What the training thread does with the controller's commands; runs without Ray."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.checkpoints import Part, PartWriter
+from actors.faults import Fault, Faults
+from actors.groups import Formation
+from actors.interruption import Interruption
+from actors.moving import Moved, move
+from actors.program import Program, Replica, StateBytes
+from actors.sources import digest_of_sources
+from actors.stepping import Stepper
+from elastic.assignment import Assignment
+from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.events import (
+    Evaluated,
+    Event,
+    GroupFormed,
+    Paused,
+    Quiesced,
+    Settled,
+    StateReady,
+    StepCommitted,
+)
+from elastic.parts import my_share
+from elastic.regions import Region
+from elastic.shards import region_of
+from elastic.transfers import derive
+
+
+NOTHING_HELD = -1
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """What a worker is told at its start and keeps for life."""
+
+    run_folder: str
+    collective_timeout_s: float = 30.0
+    checkpoint_every: int = 0
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass
+class Holding:
+    """This worker's part of the state under one assignment; the tensors are the trained ones."""
+
+    assignment: Assignment
+    tensors: dict[str, Tensor]
+
+
+@dataclass
+class Trainer:
+    """State and actions of the one thread that touches torch.distributed and the model.
+
+    `holdings` has the newest assignment's part, by generation, and until the first commit under
+    it also the one before: a failure in between starts over from that.
+    """
+
+    worker: str
+    program: Program
+    options: WorkerOptions
+    report: Callable[[Event], None]
+    interruption: Interruption
+    formation: Formation | None = None
+    replica: Replica | None = None
+    stepper: Stepper | None = None
+    holdings: dict[int, Holding] = field(default_factory=dict)
+    held_step: int = NOTHING_HELD
+
+    def __post_init__(self) -> None:
+        self.faults = Faults(self.worker, self.options.faults)
+        self.specs = self.program.specs()
+        run_folder = Path(self.options.run_folder)
+        self.writer = PartWriter(self.worker, run_folder, self.program, self.report)
+        described = f"{digest_of_sources()} {self.specs}"
+        self.digest = hashlib.sha256(described.encode()).hexdigest()
+
+    def form(self, order: Form) -> None:
+        """Leave the old generation, meet the new one, build the program without values."""
+        self.order = order
+        self.leave_generation()
+        old = order.plan.old.generation if order.plan.old else 0
+        self.holdings = {g: held for g, held in self.holdings.items() if g == old}
+        self.formation = Formation(
+            self.worker, order, self.program.device, self.options.collective_timeout_s
+        )
+        self.interruption.check()
+        self.faults.at("forming", order.plan.step + 1)
+        self.formation.form(self.digest)
+        self.interruption.check()
+        if self.formation.groups is not None:
+            self.replica = self.program.build(self.formation.groups)
+        self.report(GroupFormed(self.worker, order.generation))
+
+    def relayout(self, command: Relayout) -> None:
+        """Bring this worker's part of the state into place; acknowledged by `StateReady`."""
+        began = time.perf_counter()
+        plan, assignment = self.order.plan, self.order.assignment
+        self.faults.at("relaying", plan.step + 1)
+        tensors, moved, needed = self._fetch(command)
+        held = StateBytes(0, 0, 0)
+        if self.replica is not None and self.formation and self.formation.groups:
+            self.replica.adopt(tensors)
+            self.holdings[assignment.generation] = Holding(assignment, self.replica.tensors())
+            self.stepper = Stepper(
+                self.formation.groups, self.replica, plan.step, self.interruption, self.faults
+            )
+            held = self.replica.state_bytes()
+        self.report(
+            StateReady(
+                self.worker,
+                command.generation,
+                moved.bytes_received,
+                needed,
+                time.perf_counter() - began,
+                held.param_bytes,
+                held.grad_bytes,
+                held.optimizer_bytes,
+            )
+        )
+
+    def train(self, resume: Resume) -> None:
+        """Step until the run is complete, a pause is agreed on, or the generation is aborted."""
+        if self.worker in resume.released:
+            self.forget_state()
+            return
+        assert self.stepper is not None and self.formation and self.formation.groups
+        stepper, world_rank = self.stepper, self.formation.groups.world_rank
+        evaluated_step = resume.evaluated_step
+        while True:
+            if self._evaluation_is_due(stepper.committed_step, evaluated_step):
+                evaluated_step = stepper.committed_step
+                self._evaluate(resume.generation, evaluated_step, world_rank)
+            if stepper.committed_step >= self.program.steps:
+                break
+            record, vote = stepper.step()
+            self._keep_only(resume.generation)
+            if world_rank == 0:
+                self.report(StepCommitted(resume.generation, record, vote))
+            every = self.options.checkpoint_every
+            if every and record.step % every == 0:
+                self._save(resume.generation, record.step, self.holdings[resume.generation], None)
+            if vote.num_pause_wishes:
+                break
+        self.report(Paused(self.worker, resume.generation, stepper.committed_step))
+
+    def settle(self, command: Settle) -> None:
+        """Roll forward to the step that a seen vote has decided."""
+        assert self.stepper is not None
+        record = self.stepper.apply(command.vote)
+        self._keep_only(max(self.holdings))
+        self.report(Settled(self.worker, command.generation, record))
+
+    def save(self, command: SaveCheckpoint) -> None:
+        holding = self.holdings[command.held_generation]
+        self._save(command.generation, command.step, holding, command.workers)
+
+    def quiesce(self, generation: int) -> None:
+        """Say where this worker stands; then free what the next generation cannot use."""
+        stepper = self.stepper
+        if stepper is None:
+            self.report(Quiesced(self.worker, generation, self.held_step))
+            return
+        self.report(
+            Quiesced(
+                self.worker,
+                generation,
+                stepper.committed_step,
+                stepper.vote,
+                stepper.gradients_complete,
+                stepper.torn,
+                tuple(stepper.records),
+            )
+        )
+
+    def leave_generation(self) -> None:
+        """Drop model, optimizer and groups; the tensors of the holdings stay."""
+        if self.stepper is not None:
+            self.held_step = self.stepper.committed_step
+        self.replica = self.stepper = None
+        if self.formation is not None:
+            self.formation.dissolve()
+            self.formation = None
+
+    def forget_state(self) -> None:
+        self.leave_generation()
+        self.holdings.clear()
+        self.held_step = NOTHING_HELD
+
+    def _fetch(self, command: Relayout) -> tuple[dict[str, Tensor], Moved, int]:
+        """The new local tensors, what moved for them, and how many bytes were not in place."""
+        plan, assignment = self.order.plan, self.order.assignment
+        if command.source == "live":
+            assert plan.old is not None and self.formation is not None
+            transfers = derive(self.specs, plan, self.worker)
+            held = self.holdings.get(plan.old.generation)
+            tensors, moved = move(
+                self.specs,
+                transfers,
+                held.tensors if held and self.worker in plan.holders else {},
+                self.formation.transfer,
+                self.program.device,
+                self.interruption.check,
+            )
+            return tensors, moved, moved.bytes_received
+        regions = self._regions(assignment)
+        if command.source == "initial":
+            by_name = {spec.name: spec for spec in self.specs}
+            made = {n: self.program.initial(by_name[n], r) for n, r in regions.items()}
+            return made, Moved(), 0
+        read = self.program.read_regions(Path(command.path), regions)
+        placed = {name: tensor.to(self.program.device) for name, tensor in read.items()}
+        num_bytes = sum(tensor.nbytes for tensor in placed.values())
+        return placed, Moved(bytes_received=num_bytes), num_bytes
+
+    def _regions(self, assignment: Assignment) -> dict[str, Region]:
+        if self.worker not in assignment.members:
+            return {}
+        coordinates = assignment.coordinates(self.worker)
+        regions = ((s.name, region_of(s, assignment.layout, coordinates)) for s in self.specs)
+        return {name: region for name, region in regions if region is not None}
+
+    def _evaluation_is_due(self, step: int, evaluated_step: int) -> bool:
+        every = self.program.eval_every
+        return bool(every) and step > evaluated_step and step % every == 0
+
+    def _evaluate(self, generation: int, step: int, world_rank: int) -> None:
+        assert self.replica is not None
+        self.faults.at("evaluation", step)
+        loss = self.replica.evaluate(step, self.interruption.check)
+        if world_rank == 0:
+            self.report(Evaluated(generation, step, loss))
+
+    def _save(
+        self, generation: int, step: int, holding: Holding, writers: tuple[str, ...] | None
+    ) -> None:
+        """Copy this worker's share to host memory and hand it to the writer."""
+        assignment = holding.assignment
+        regions = self._regions(assignment)
+        share = my_share(self.specs, assignment, writers or assignment.members, self.worker)
+        names = [self.specs[index].name for index in share]
+        tensors = {
+            name: (regions[name], holding.tensors[name].detach().to("cpu", copy=True))
+            for name in names
+        }
+        self.writer.write(Part(step, generation, tensors))
+
+    def _keep_only(self, generation: int) -> None:
+        """The first commit under a generation makes the older holdings stale."""
+        if len(self.holdings) > 1:
+            self.holdings = {generation: self.holdings[generation]}

@@ -1,0 +1,98 @@
+"""Watching: every worker is asked for a sign of life, and silence becomes a suspicion.
+
+A commit is as good as an answer from every member, since none happens without all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from actors.fleet import Fleet
+from elastic.events import (
+    Event,
+    Progressed,
+    StepCommitted,
+    WorkerLost,
+    WorkerReady,
+    WorkerSuspected,
+)
+
+INTERVAL_S = 0.5
+PATIENCE_S = 1.0
+"""Four workers and three importing joiners on two cores answer within 0.05 s (FACTS: Ray)."""
+QUIET_S = 10.0
+"""After so long without a commit, signs of life are told to the core."""
+
+
+@dataclass
+class _Question:
+    asked: float
+    answer: Future[int]
+
+
+class Watch:
+    """Asks in its own thread; `note` tells it who is there and what has been heard."""
+
+    def __init__(self, fleet: Fleet, post: Callable[[Event], None]) -> None:
+        self._fleet = fleet
+        self._post = post
+        self._questions: dict[str, _Question | None] = {}
+        self._signs: dict[str, int] = {}
+        self._suspected: set[str] = set()
+        self._generation = 0
+        self._last_commit = self._last_told = time.monotonic()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
+        self._thread.start()
+
+    def note(self, event: Event) -> None:
+        with self._lock:
+            match event:
+                case WorkerReady():
+                    self._questions[event.worker] = None
+                case WorkerLost():
+                    self._questions.pop(event.worker, None)
+                    self._signs.pop(event.worker, None)
+                case StepCommitted():
+                    self._last_commit = time.monotonic()
+                    self._generation = event.generation
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._closed.wait(INTERVAL_S):
+            with self._lock:
+                advanced = False
+                for worker in list(self._questions):
+                    advanced |= self._look(worker, time.monotonic())
+                self._tell_progress(advanced, time.monotonic())
+
+    def _look(self, worker: str, now: float) -> bool:
+        """Take the worker's answer or suspect it; ask anew. True if it got on meanwhile."""
+        question, advanced = self._questions[worker], False
+        if question is not None and not question.answer.done():
+            heard = max(question.asked, self._last_commit)
+            if now - heard > PATIENCE_S and worker not in self._suspected:
+                self._suspected.add(worker)
+                silence = f"no answer to a probe for {now - heard:.1f} s"
+                self._post(WorkerSuspected(worker, silence))
+            return False
+        if question is not None and question.answer.exception() is None:
+            signs = question.answer.result()
+            advanced = signs > self._signs.get(worker, 0)
+            self._signs[worker] = signs
+            self._suspected.discard(worker)
+        self._questions[worker] = _Question(now, self._fleet.probe(worker))
+        return advanced
+
+    def _tell_progress(self, advanced: bool, now: float) -> None:
+        if advanced and now - max(self._last_commit, self._last_told) > QUIET_S:
+            self._last_told = now
+            self._post(Progressed(self._generation))

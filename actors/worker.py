@@ -1,0 +1,186 @@
+"""A worker: one training thread that obeys commands, and a control side that never blocks.
+
+Runs without Ray: `report` is how events leave, `take` how commands come in. An abort acts from
+the control side at once; all else queues for the training thread.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import os
+import queue
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import assert_never
+
+import torch
+import torch.distributed as dist
+
+from actors.errors import Interrupted
+from actors.interruption import Interruption
+from actors.program import Factory, Program
+from actors.trainer import Trainer, WorkerOptions
+from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.events import Event, WorkerRaised, WorkerReady
+
+Order = Abort | Form | Relayout | Resume | Pause | Settle | SaveCheckpoint
+
+REPEAT_BREAK_S = 0.02
+"""Sockets that are born while an abort looks for them are found by the next look."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A command with the incarnation of the controller that sends it."""
+
+    incarnation: int
+    order: Order
+
+
+class Worker:
+    """One process' worker; `start` returns at once, `WorkerReady` tells when it is warm."""
+
+    def __init__(
+        self,
+        name: str,
+        node: str,
+        program: Factory,
+        options: WorkerOptions,
+        report: Callable[[Event], None],
+    ) -> None:
+        self.name = name
+        self._node = node
+        self._factory = program
+        self._options = options
+        self._report = report
+        self._interruption = Interruption()
+        self._orders: queue.Queue[Order] = queue.Queue()
+        self._incarnation = 0
+        self._newest_form = 0
+        self._quiesced_generation = 0
+        self._trainer: Trainer | None = None
+
+    def start(self) -> None:
+        threading.Thread(target=self._serve, name="training", daemon=True).start()
+
+    def take(self, envelope: Envelope) -> None:
+        """Accept a command, unless it is of an older controller or generation (invariant 6)."""
+        if envelope.incarnation < self._incarnation:
+            return
+        self._incarnation = envelope.incarnation
+        order = envelope.order
+        match order:
+            case Abort():
+                self._interruption.aborted_generation = max(
+                    self._interruption.aborted_generation, order.generation
+                )
+                self._orders.put(order)
+                threading.Thread(target=self._break_off, args=(order.generation,)).start()
+            case Pause():
+                self._interruption.pause_wished_generation = order.generation
+            case _:
+                self._orders.put(order)
+
+    def num_signs_of_life(self) -> int:
+        """A count that grows while the training thread gets on: the answer to a probe."""
+        return self._interruption.num_signs_of_life
+
+    def _serve(self) -> None:
+        """The training thread: the only one that touches the model and torch.distributed."""
+        try:
+            self._warm_up()
+        except Exception as error:
+            self._tell(0, error)
+            return
+        while True:
+            order = self._orders.get()
+            try:
+                self._obey(order)
+            except Interrupted:
+                pass  # the abort that asked for it stands in the queue
+            except Exception as error:
+                if order.generation > self._interruption.aborted_generation:
+                    self._tell(order.generation, error)
+
+    def _warm_up(self) -> None:
+        program = make_program(self._factory)
+        program.warm_up()
+        self._trainer = Trainer(
+            self.name, program, self._options, self._report, self._interruption
+        )
+        gc.collect()
+        gc.freeze()  # what imports left behind need not be walked at every generation's end
+        memory_bytes = None
+        if program.device.type == "cuda":
+            memory_bytes = torch.cuda.get_device_properties(program.device).total_memory
+        self._report(
+            WorkerReady(self.name, self._node, os.getpid(), memory_bytes=memory_bytes)
+        )
+
+    def _obey(self, order: Order) -> None:
+        trainer = self._trainer
+        assert trainer is not None
+        interruption = self._interruption
+        if isinstance(order, Form | Relayout | Resume):
+            interruption.running_generation = order.generation
+            interruption.check()
+        match order:
+            case Form():
+                trainer.form(order)
+            case Relayout():
+                trainer.relayout(order)
+            case Resume():
+                trainer.train(order)
+            case Settle():
+                trainer.settle(order)
+            case SaveCheckpoint():
+                trainer.save(order)
+            case Abort():
+                self._quiesced_generation = order.generation
+                trainer.quiesce(order.generation)
+            case Pause():
+                raise AssertionError("a pause never queues")
+            case _:
+                assert_never(order)
+
+    def _break_off(self, generation: int) -> None:
+        """Break the groups again and again until the training thread has unwound."""
+        deadline = time.monotonic() + self._options.collective_timeout_s
+        while self._quiesced_generation < generation and time.monotonic() < deadline:
+            formation = self._trainer.formation if self._trainer else None
+            if formation is not None:
+                formation.break_off()
+            time.sleep(REPEAT_BREAK_S)
+
+    def _tell(self, generation: int, error: Exception) -> None:
+        text = "".join(traceback.format_exception(error))
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._report(WorkerRaised(self.name, generation, kind_of(error), message, text))
+        traceback.clear_frames(error.__traceback__)
+
+
+def make_program(factory: Factory) -> Program:
+    """Call the factory in this process."""
+    module, _, name = factory.target.partition(":")
+    program: Program = getattr(importlib.import_module(module), name)(**factory.kwargs)
+    return program
+
+
+def kind_of(error: BaseException) -> str:
+    """What an exception says of its cause: `peer`, `device`, `memory` or `program`."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return "memory"
+    text = str(error)
+    if isinstance(error, dist.DistError | ConnectionError | socket.error):
+        return "peer"
+    if "CUDA error" in text:
+        return "device"
+    marks = ("gloo", "Connection closed by peer", "NCCL", "nccl", "Timed out waiting", "TCPStore")
+    if isinstance(error, RuntimeError) and any(mark in text for mark in marks):
+        return "peer"
+    return "program"

@@ -1,0 +1,173 @@
+"""Aborting: unwind the survivors, then bring all of them to one step.
+
+A vote that anybody has seen decides its step, be he alive or dead: every survivor rolls forward
+to it (DESIGN section 6). If nobody has seen it, the gradients are dropped and the step is redone.
+"""
+
+from __future__ import annotations
+
+from elastic.commands import Abort, Command, RecordStep, Settle, StopWorker
+from elastic.events import Quiesced, Settled, WorkerRaised
+from elastic.forming import try_form
+from elastic.phases import Aborting, Ending, Forming, Relaying
+from elastic.recovery import live_covers
+from elastic.roster import forget
+from elastic.saving import end
+from elastic.state import CoreState
+from elastic.votes import StepRecord, Vote
+
+
+def participants(state: CoreState) -> set[str]:
+    """Who takes part in what is going on now, as far as alive."""
+    phase = state.phase
+    if isinstance(phase, Forming | Relaying):
+        return set(phase.attempt.plan.participants) & state.seats.keys()
+    return set(state.members()) & state.seats.keys()
+
+
+def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[Command]:
+    """Break off the generation; its survivors unwind."""
+    pending = participants(state)
+    policy = state.policy
+    state.num_attempts += 1
+    state.last_failure = cause
+    phase = Aborting(
+        cause,
+        pending,
+        deadline=now + policy.quiesce_deadline_s,
+        patience=now + policy.collective_timeout_s,
+        num_lost=num_lost,
+    )
+    state.enter(phase)
+    if not pending:
+        return _conclude(state, now, phase)
+    return [Abort(state.generation, tuple(sorted(pending)), cause)]
+
+
+def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
+    """Sort an exception: a peer's death, a broken device, too little memory, or a bug."""
+    failure = Ending("failed", f"{event.worker}: {event.message}", event.traceback)
+    if event.worker not in state.warm:
+        # Before anything has trained it is the program's fault; later, that machine's.
+        if not state.ever_formed:
+            state.ending = failure
+        return [StopWorker(event.worker, event.message)]
+    if isinstance(state.phase, Aborting) or event.generation != state.generation:
+        # Raised after the abort of its generation: collateral, unless the device is broken.
+        return [StopWorker(event.worker, event.message)] if event.kind == "device" else []
+    if event.kind == "device":
+        return [StopWorker(event.worker, event.message), *abort(state, now, event.message)]
+    commands = abort(state, now, f"{event.worker}: {event.message}")
+    if event.kind in ("memory", "program") and isinstance(state.phase, Aborting):
+        state.phase.raised = failure
+    return commands
+
+
+def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
+    phase = state.phase
+    if not isinstance(phase, Aborting) or event.generation != state.generation:
+        return []
+    if phase.settling is not None or event.worker not in phase.pending:
+        return []
+    phase.pending.discard(event.worker)
+    phase.reports[event.worker] = event
+    return [] if phase.pending else _conclude(state, now, phase)
+
+
+def on_settled(state: CoreState, now: float, event: Settled) -> list[Command]:
+    phase = state.phase
+    if not isinstance(phase, Aborting) or event.generation != state.generation:
+        return []
+    if phase.settling is None:
+        return []
+    phase.pending.discard(event.worker)
+    commands = _record(state, [event.record])
+    return commands if phase.pending else commands + _go_on(state, now, phase)
+
+
+def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
+    """A worker died while the survivors unwind or settle."""
+    phase = state.phase
+    assert isinstance(phase, Aborting)
+    was_expected = worker in phase.pending
+    phase.num_lost += 1
+    phase.pending.discard(worker)
+    phase.reports.pop(worker, None)
+    if phase.pending or not was_expected:
+        return []
+    return _go_on(state, now, phase) if phase.settling else _conclude(state, now, phase)
+
+
+def on_deadline(state: CoreState, now: float) -> list[Command]:
+    """Kill whoever has not unwound, once the others cover the state or patience is over."""
+    phase = state.phase
+    assert isinstance(phase, Aborting)
+    late = sorted(phase.pending)
+    if now < phase.patience and not live_covers(state, without=phase.pending):
+        phase.deadline = phase.patience
+        return []
+    phase.deadline = phase.patience = float("inf")
+    commands: list[Command] = [StopWorker(w, "it did not unwind in time") for w in late]
+    for worker in late:
+        forget(state, now, worker, "it did not unwind in time")
+        commands += on_lost(state, now, worker)
+    return commands
+
+
+def _conclude(state: CoreState, now: float, phase: Aborting) -> list[Command]:
+    """All reports are in: take the newest step that anybody saw decided."""
+    torn = [w for w, report in phase.reports.items() if report.torn]
+    commands = _drop(state, now, phase, torn, "an apply broke half-way")
+    holders = state.held.holders if state.held else set()
+    reports = [phase.reports[w] for w in sorted(phase.reports) if w in holders]
+    records = [record for report in reports for record in report.records]
+    commands += _record(state, sorted(records, key=lambda record: record.step))
+    vote = _newest_vote(state, reports)
+    if vote is None or not reports:
+        return commands + _go_on(state, now, phase)
+    state.last_vote = vote
+    late = [report for report in reports if report.committed_step < vote.step]
+    hopeless = [report.worker for report in late if not report.gradients_complete]
+    commands += _drop(state, now, phase, hopeless, "its gradients were lost")
+    behind = {report.worker for report in late if report.gradients_complete}
+    if not behind:
+        return commands + _go_on(state, now, phase)
+    phase.settling = vote
+    phase.pending = behind
+    phase.deadline = phase.patience = now + state.policy.collective_timeout_s
+    return [*commands, Settle(state.generation, tuple(sorted(behind)), vote)]
+
+
+def _drop(
+    state: CoreState, now: float, phase: Aborting, workers: list[str], cause: str
+) -> list[Command]:
+    """End those that cannot come to the step at which the others stand."""
+    for worker in workers:
+        forget(state, now, worker, cause)
+        del phase.reports[worker]
+        phase.num_lost += 1
+    return [StopWorker(worker, cause) for worker in workers]
+
+
+def _newest_vote(state: CoreState, reports: list[Quiesced]) -> Vote | None:
+    seen = [state.last_vote, *(report.vote for report in reports)]
+    return max((vote for vote in seen if vote), key=lambda vote: vote.step, default=None)
+
+
+def _record(state: CoreState, records: list[StepRecord]) -> list[Command]:
+    """The lines of steps that no report had told of yet, in order and without a gap."""
+    commands: list[Command] = []
+    for record in records:
+        if record.step == state.committed_step + 1:
+            state.committed_step += 1
+            commands.append(RecordStep(record))
+    return commands
+
+
+def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
+    if phase.raised and not phase.num_lost:
+        state.ending = state.ending or phase.raised
+    elif state.num_attempts >= state.policy.max_attempts:
+        reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"
+        state.ending = state.ending or Ending("failed", reason)
+    return end(state, now) if state.ending else try_form(state, now)

@@ -1,0 +1,195 @@
+"""Commands: what is to be done, in the imperative. They never return; events tell the outcome.
+
+Those that go to workers carry the generation; the shell adds the controller's incarnation.
+The last group tells the world something that has been decided: they are carried out by
+being journalled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.assignment import Assignment
+from elastic.transfers import Relayout as RelayoutPlan
+from elastic.votes import StepRecord, Vote
+
+
+@dataclass(frozen=True, slots=True)
+class StartStore:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorker:
+    """End a worker's process for good: by signal, since it may be half-dead."""
+
+    worker: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Break off whatever these workers do for the generation, but never an apply."""
+
+    generation: int
+    workers: tuple[str, ...]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Apply the step that this vote has decided, if not yet done."""
+
+    generation: int
+    workers: tuple[str, ...]
+    vote: Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Form the groups of a generation and build the program on them, without values yet."""
+
+    generation: int
+    assignment: Assignment
+    plan: RelayoutPlan
+    store_host: str
+    store_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Relayout:
+    """Move the state of the formed generation's plan into place.
+
+    `source` is `live`, `initial` or `checkpoint` (then `path` is its folder).
+    """
+
+    generation: int
+    workers: tuple[str, ...]
+    source: str
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerBytes:
+    """What one worker holds on its device."""
+
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Train on from `step`; `workers` in world-rank order, `state` in the same order."""
+
+    generation: int
+    step: int
+    layout: str
+    workers: tuple[str, ...]
+    state: tuple[WorkerBytes, ...]
+    evaluated_step: int
+    released: tuple[str, ...] = ()
+    """Took part in the transfers only, and may forget what they held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Carry the wish to stop at the next boundary into the vote."""
+
+    generation: int
+    workers: tuple[str, ...]
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """Write this step's state, each its part, at the boundary where all stand.
+
+    The state is the one held under the assignment of `held_generation`.
+    """
+
+    generation: int
+    workers: tuple[str, ...]
+    step: int
+    held_generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class PublishCheckpoint:
+    """All parts are durable: make the checkpoint visible."""
+
+    step: int
+    generation: int
+    files: tuple[tuple[str, int], ...]
+    """Name and size of each part."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordStep:
+    """One more committed step: the next line of `metrics.jsonl`."""
+
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Relaid:
+    """The state stands under the new assignment."""
+
+    generation: int
+    step: int
+    source: str
+    bytes_moved: int
+    bytes_needed: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class RolledBack:
+    """No living holdings covered a newer step: the run goes on from an older one."""
+
+    generation: int
+    step: int
+    from_step: int
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """Nothing trains, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The run has ended: `completed`, `failed`, `interrupted` or `user_error`."""
+
+    outcome: str
+    step: int
+    reason: str = ""
+    traceback: str = ""
+
+
+Command = (
+    StartStore
+    | StartWorkers
+    | StopWorker
+    | Abort
+    | Settle
+    | Form
+    | Relayout
+    | Resume
+    | Pause
+    | SaveCheckpoint
+    | PublishCheckpoint
+    | RecordStep
+    | Relaid
+    | RolledBack
+    | Waited
+    | Stopped
+)

@@ -1,0 +1,225 @@
+"""The core: a synchronous state machine. Events and the time come in, commands go out.
+
+It reads no clock, starts nothing and never waits: the Ray shell and the simulator drive the same
+code. Each step first takes the event in, phase by phase, and then does what the new state calls
+for by itself: form, pause, start workers.
+"""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import assert_never
+
+from elastic import aborting, forming, roster, running, saving
+from elastic.commands import Command, StartStore
+from elastic.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    GroupFormed,
+    NodeDraining,
+    PartFailed,
+    PartWritten,
+    Paused,
+    Progressed,
+    Quiesced,
+    RunOpened,
+    Settled,
+    StateReady,
+    StepCommitted,
+    StopRequested,
+    StoreLost,
+    StoreReady,
+    WorkerLeaving,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+    WorkerSuspected,
+    Woke,
+)
+from elastic.phases import (
+    Aborting,
+    Ending,
+    Forming,
+    Pausing,
+    Relaying,
+    Running,
+    Saving,
+    Stopped,
+    Waiting,
+)
+from elastic.state import CoreState
+
+
+class Core:
+    """The controller's decisions; `state` is all that they are made from."""
+
+    def __init__(self, state: CoreState | None = None) -> None:
+        self.state = state or CoreState()
+
+    def step(self, now: float, event: Event) -> list[Command]:
+        """Take one event in; return what is to be done, in order. `now` is in seconds."""
+        if isinstance(self.state.phase, Stopped) and not isinstance(event, RunOpened):
+            return []
+        commands = self._take(now, event)
+        return commands + self._follow_up(now)
+
+    def next_deadline(self) -> float | None:
+        """When the core wants to be woken, in seconds, if nothing happens before."""
+        state, phase = self.state, self.state.phase
+        times = [roster.start_deadline(state)]
+        match phase:
+            case Waiting():
+                times += [forming.patience_deadline(state, phase)]
+            case Running():
+                times += [running.hang_deadline(state, phase), running.growth_deadline(state)]
+            case Pausing():
+                times += [running.hang_deadline(state, phase)]
+            case Forming() | Relaying() | Aborting() | Saving():
+                times += [phase.deadline]
+            case Stopped():
+                return None
+            case _:
+                assert_never(phase)
+        soonest = min(times)
+        return soonest if isfinite(soonest) else None
+
+    def _take(self, now: float, event: Event) -> list[Command]:
+        state = self.state
+        match event:
+            case RunOpened():
+                return self._open(now, event)
+            case StoreReady():
+                state.store_host, state.store_port = event.host, event.port
+            case StoreLost():
+                state.store_host, state.store_port = "", 0
+                return [StartStore()]
+            case WorkerReady():
+                roster.welcome(state, now, event)
+            case WorkerLost():
+                return self._lose(now, event)
+            case WorkerSuspected():
+                return self._suspect(now, event)
+            case WorkerLeaving() | NodeDraining():
+                roster.mark_leaving(state, event)
+            case WorkerRaised():
+                return aborting.on_raised(state, now, event)
+            case StopRequested():
+                state.ending = state.ending or Ending("interrupted", event.cause)
+            case Woke():
+                return self._wake(now)
+            case _:
+                return self._take_report(now, event)
+        return []
+
+    def _take_report(
+        self,
+        now: float,
+        event: GroupFormed
+        | StateReady
+        | StepCommitted
+        | Progressed
+        | Evaluated
+        | Paused
+        | Quiesced
+        | Settled
+        | PartWritten
+        | PartFailed
+        | Checkpointed,
+    ) -> list[Command]:
+        """What workers tell of the generation's work; stale tellings change nothing."""
+        state = self.state
+        match event:
+            case GroupFormed():
+                return forming.on_group_formed(state, now, event)
+            case StateReady():
+                return forming.on_state_ready(state, now, event)
+            case StepCommitted():
+                return running.on_step_committed(state, now, event)
+            case Progressed():
+                running.on_progressed(state, now, event)
+            case Evaluated():
+                running.on_evaluated(state, now, event)
+            case Paused():
+                return running.on_paused(state, now, event)
+            case Quiesced():
+                return aborting.on_quiesced(state, now, event)
+            case Settled():
+                return aborting.on_settled(state, now, event)
+            case PartWritten():
+                return saving.on_part_written(state, event)
+            case PartFailed():
+                return saving.on_part_failed(state, now, event)
+            case Checkpointed():
+                return saving.on_checkpointed(state, event)
+            case _:
+                assert_never(event)
+        return []
+
+    def _open(self, now: float, event: RunOpened) -> list[Command]:
+        """Begin, or begin again: nothing of an earlier incarnation lives."""
+        old = self.state
+        step = event.saved.step if event.saved else 0
+        self.state = CoreState(
+            policy=event.policy,
+            wish=event.wish,
+            job=event.job,
+            incarnation=event.incarnation,
+            generation=old.generation,
+            history=old.generation,
+            phase=Waiting("starting", now),
+            committed_step=max(old.committed_step, step),
+            evaluated_step=old.evaluated_step,
+            next_worker=old.next_worker,
+            saved=event.saved,
+        )
+        if step >= event.job.steps:
+            self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")
+            return []
+        return [StartStore()]
+
+    def _lose(self, now: float, event: WorkerLost) -> list[Command]:
+        state = self.state
+        concerned = event.worker in aborting.participants(state)
+        roster.forget(state, now, event.worker, event.cause)
+        match state.phase:
+            case Aborting():
+                return aborting.on_lost(state, now, event.worker)
+            case Saving() if concerned:
+                return saving.end(state, now)
+            case Forming() | Relaying() | Running() | Pausing() if concerned:
+                return aborting.abort(state, now, f"{event.worker}: {event.cause}", num_lost=1)
+        return []
+
+    def _suspect(self, now: float, event: WorkerSuspected) -> list[Command]:
+        state = self.state
+        if event.worker not in state.warm:
+            return []
+        if event.worker not in aborting.participants(state):
+            return [aborting.StopWorker(event.worker, event.cause)]
+        if isinstance(state.phase, Forming | Relaying | Running | Pausing):
+            return aborting.abort(state, now, f"{event.worker}: {event.cause}")
+        return []
+
+    def _wake(self, now: float) -> list[Command]:
+        """Something took too long."""
+        state, phase = self.state, self.state.phase
+        match phase:
+            case Forming() | Relaying() if now >= phase.deadline:
+                late = ", ".join(sorted(phase.pending)[:4])
+                return aborting.abort(state, now, f"{type(phase).__name__} is late: {late}")
+            case Running() | Pausing() if now >= running.hang_deadline(state, phase):
+                return aborting.abort(state, now, "no progress: a worker hangs")
+            case Aborting() if now >= phase.deadline:
+                return aborting.on_deadline(state, now)
+            case Saving() if now >= phase.deadline:
+                return saving.stop(state, "the last checkpoint took too long")
+        return []
+
+    def _follow_up(self, now: float) -> list[Command]:
+        state, commands = self.state, []
+        if isinstance(state.phase, Waiting):
+            commands += saving.end(state, now) if state.ending else forming.try_form(state, now)
+        elif isinstance(state.phase, Running):
+            commands += running.stop_at_boundary(state, now)
+        return commands + roster.start_missing(state, now)

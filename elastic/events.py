@@ -1,0 +1,253 @@
+"""Events: what has happened, in the past tense. They are all that the core ever learns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from elastic.assigning import Job, Wish
+from elastic.policy import Policy
+from elastic.votes import StepRecord, Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A whole checkpoint: it is of this step, and this generation wrote it."""
+
+    step: int
+    generation: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunOpened:
+    """A controller has taken the run; whatever an earlier one drove is gone.
+
+    `saved` is the newest whole checkpoint in storage.
+    """
+
+    incarnation: int
+    policy: Policy
+    wish: Wish
+    job: Job
+    saved: Saved | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReady:
+    """The store listens; groups can be formed through it."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLost:
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerReady:
+    """A worker has warmed up and waits for its first assignment."""
+
+    worker: str
+    node: str
+    pid: int
+    rack: str = ""
+    memory_bytes: int | None = None
+    """What its device can hold, or None where nobody can say."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    """A worker's process is gone for good."""
+
+    worker: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSuspected:
+    """Somebody has reason to believe that a worker no longer answers."""
+
+    worker: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLeaving:
+    """A worker shall go at the next step boundary, by plan."""
+
+    worker: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDraining:
+    """A node has announced that it will be gone at `deadline` (seconds since the epoch)."""
+
+    node: str
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    worker: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateReady:
+    """A worker's part of the state stands complete under the new assignment."""
+
+    worker: str
+    generation: int
+    bytes_moved: int
+    bytes_needed: int
+    seconds: float
+    param_bytes: int
+    grad_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCommitted:
+    """World rank 0 tells of a committed step; awaited by nobody."""
+
+    generation: int
+    record: StepRecord
+    vote: Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    """No step has committed for a while, but some worker's training thread gets on."""
+
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """The held-out loss after `step`."""
+
+    generation: int
+    step: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """A worker has stopped at a step boundary, as all agreed in the vote."""
+
+    worker: str
+    generation: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """A worker's training thread has unwound after an abort.
+
+    `vote` is the latest vote it has read, `gradients_complete` whether it could still apply
+    the step after `committed_step`, `torn` whether an apply broke half-way. `records` are its
+    latest committed steps, in which nobody's report may have been lost.
+    """
+
+    worker: str
+    generation: int
+    committed_step: int
+    vote: Vote | None = None
+    gradients_complete: bool = False
+    torn: bool = False
+    records: tuple[StepRecord, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A worker has rolled forward to the step that a seen vote had decided."""
+
+    worker: str
+    generation: int
+    record: StepRecord
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRaised:
+    """An exception came out of a worker's training thread.
+
+    `kind` is `peer` (a collective broke: somebody else may be gone), `device`, `memory` or
+    `program` (the user's code).
+    """
+
+    worker: str
+    generation: int
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PartWritten:
+    """A worker's part of a checkpoint is durable; nobody may read it before it is published."""
+
+    worker: str
+    generation: int
+    step: int
+    file: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class PartFailed:
+    """A worker could not write its part; training goes on, this checkpoint never appears."""
+
+    worker: str
+    generation: int
+    step: int
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpointed:
+    """A checkpoint is whole, verified and visible."""
+
+    step: int
+    generation: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class StopRequested:
+    """The driver, a signal or a person asks the run to end at the next boundary."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """The time that `next_deadline` named has come."""
+
+
+Event = (
+    RunOpened
+    | StoreReady
+    | StoreLost
+    | WorkerReady
+    | WorkerLost
+    | WorkerSuspected
+    | WorkerLeaving
+    | NodeDraining
+    | GroupFormed
+    | StateReady
+    | StepCommitted
+    | Progressed
+    | Evaluated
+    | Paused
+    | Quiesced
+    | Settled
+    | WorkerRaised
+    | PartWritten
+    | PartFailed
+    | Checkpointed
+    | StopRequested
+    | Woke
+)

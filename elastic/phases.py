@@ -1,0 +1,152 @@
+"""Phases: what the run is doing now, with the data of just that; and the legal transitions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.assignment import Assignment
+from elastic.events import Quiesced, StateReady
+from elastic.transfers import Relayout as RelayoutPlan
+from elastic.votes import Vote
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the run shall end, once it can."""
+
+    outcome: str
+    reason: str = ""
+    traceback: str = ""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Nothing trains, and `reason` says what for."""
+
+    reason: str
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One try at a new generation: who shall hold what, and from where the state comes."""
+
+    assignment: Assignment
+    plan: RelayoutPlan
+    source: str
+    path: str
+    started: float
+
+
+@dataclass(slots=True)
+class Forming:
+    """Process groups are being formed and the program is being built on them."""
+
+    attempt: Attempt
+    pending: set[str]
+    deadline: float
+
+
+@dataclass(slots=True)
+class Relaying:
+    """The state moves to where the new assignment wants it."""
+
+    attempt: Attempt
+    pending: set[str]
+    deadline: float
+    ready: dict[str, StateReady] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Running:
+    """Workers train on their own."""
+
+    since: float
+    last_progress: float
+    num_commits: int = 0
+
+
+@dataclass(slots=True)
+class Pausing:
+    """The wish to stop at the next boundary is under way; `since` bounds how long."""
+
+    cause: str
+    pending: set[str]
+    last_progress: float
+
+
+@dataclass(slots=True)
+class Aborting:
+    """Workers unwind; then `settling` brings all of them to the step that a vote decided."""
+
+    cause: str
+    pending: set[str]
+    deadline: float
+    patience: float
+    reports: dict[str, Quiesced] = field(default_factory=dict)
+    settling: Vote | None = None
+    num_lost: int = 0
+    raised: Ending | None = None
+    """The exception that ends the run, unless somebody's death turns out to be its cause."""
+
+
+@dataclass(slots=True)
+class Saving:
+    """The last checkpoint is being written."""
+
+    generation: int
+    pending: set[str]
+    deadline: float
+
+
+@dataclass(slots=True)
+class Stopped:
+    """The run has ended."""
+
+    outcome: str
+
+
+Phase = Waiting | Forming | Relaying | Running | Pausing | Aborting | Saving | Stopped
+
+TRANSITIONS: dict[type, tuple[tuple[type, str], ...]] = {
+    Waiting: (
+        (Forming, "enough workers are ready"),
+        (Saving, "stop asked for, state held"),
+        (Stopped, "stop asked for, nothing held"),
+    ),
+    Forming: (
+        (Relaying, "all groups formed"),
+        (Aborting, "a loss, or too late"),
+    ),
+    Relaying: (
+        (Running, "all state in place"),
+        (Aborting, "a loss, or too late"),
+    ),
+    Running: (
+        (Pausing, "growth, leavers, stop, last step"),
+        (Aborting, "a loss or a hang"),
+    ),
+    Pausing: (
+        (Forming, "all paused"),
+        (Waiting, "all paused, too few stay"),
+        (Saving, "all paused, the run ends"),
+        (Stopped, "all paused, already saved"),
+        (Aborting, "a loss or a hang"),
+    ),
+    Aborting: (
+        (Forming, "all stand at one step"),
+        (Waiting, "too few are left"),
+        (Saving, "the run has failed or shall end"),
+        (Stopped, "nothing is left to save"),
+    ),
+    Saving: (
+        (Saving, "a writer was lost, the others cover"),
+        (Stopped, "saved, or cannot be"),
+    ),
+    Stopped: (),
+}
+"""From each phase, where it may lead and why; the diagram in docs/ is drawn from this."""
+
+
+def may_follow(phase: Phase, successor: Phase) -> bool:
+    return type(successor) in (kind for kind, _ in TRANSITIONS[type(phase)])

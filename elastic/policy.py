@@ -1,0 +1,33 @@
+"""Policy: the numbers by which the core decides when; all in one place, none read from a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """How many workers a run wants, and how long it waits for what."""
+
+    min_workers: int = 1
+    max_workers: int = 1
+    start_timeout_s: float = 60.0
+    """A run starts with all its workers, or after this long with at least the minimum."""
+    quiesce_deadline_s: float = 0.3
+    """After an abort, a worker that is not needed for the state gets this long to unwind."""
+    collective_timeout_s: float = 30.0
+    """What every process group has; also the patience with a worker that is needed."""
+    form_timeout_s: float = 30.0
+    relayout_timeout_s: float = 600.0
+    hang_timeout_s: float = 60.0
+    hang_factor: float = 10.0
+    """No progress for `max(hang_timeout_s, hang_factor x median step)` is a hang."""
+    growth_settle_s: float = 2.0
+    """How long a ready joiner waits for others that are still warming up."""
+    save_timeout_s: float = 300.0
+    max_attempts: int = 8
+    """So many recoveries without a committed step in between, and the run has failed."""
+    max_start_failures: int = 5
+    """So many workers that died while warming up, none of them ever ready: failed."""
+    restart_backoff_s: float = 1.0
+    """The pause after a worker died while warming up; it doubles, up to a minute."""

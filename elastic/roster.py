@@ -1,0 +1,84 @@
+"""The roster: which workers exist, which are warm, and when new ones are started."""
+
+from __future__ import annotations
+
+from elastic.commands import Command, StartWorkers
+from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
+from elastic.phases import Ending, Running, Waiting
+from elastic.state import CoreState, Seat
+
+MAX_BACKOFF_S = 60.0
+
+
+def welcome(state: CoreState, now: float, event: WorkerReady) -> None:
+    """A joiner is warm: a spare until an assignment takes it."""
+    seat = Seat(now, event.node, event.rack, event.pid, event.memory_bytes)
+    state.seats[event.worker] = seat
+    state.warm.add(event.worker)
+    state.ever_ready = True
+    state.num_start_failures = 0
+    state.no_start_before = 0.0
+    if state.spare_since is None:
+        state.spare_since = now
+
+
+def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
+    """A worker is gone: whatever it held or was writing is gone too."""
+    if worker not in state.seats:
+        return
+    if worker not in state.warm:
+        _count_start_failure(state, now, cause)
+    del state.seats[worker]
+    state.warm.discard(worker)
+    state.leaving.discard(worker)
+    if state.held:
+        state.held.holders.discard(worker)
+    for key in [k for k, upload in state.uploads.items() if worker in upload.pending]:
+        del state.uploads[key]
+
+
+def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> None:
+    """These workers shall hold no rank any more from the next boundary on."""
+    if isinstance(event, WorkerLeaving):
+        leavers = [event.worker] if event.worker in state.seats else []
+    else:
+        leavers = [w for w, seat in state.seats.items() if seat.node == event.node]
+    state.leaving.update(leavers)
+
+
+def start_missing(state: CoreState, now: float) -> list[Command]:
+    """Start as many workers as are wanted and not there.
+
+    Not while survivors recover: the imports of a starting process would slow their first
+    step down (measured 0.1 s of 0.2 s on two cores).
+    """
+    num_missing = _num_missing(state)
+    if num_missing == 0 or now < state.no_start_before:
+        return []
+    names = tuple(f"w{state.next_worker + i}" for i in range(num_missing))
+    state.next_worker += num_missing
+    state.seats.update({name: Seat(now) for name in names})
+    return [StartWorkers(names)]
+
+
+def start_deadline(state: CoreState) -> float:
+    """When the pause after a failed start is over, if anybody is to be started."""
+    return state.no_start_before if _num_missing(state) else float("inf")
+
+
+def _num_missing(state: CoreState) -> int:
+    """How many workers to start, now that nobody recovers."""
+    calm = isinstance(state.phase, Waiting) or (
+        isinstance(state.phase, Running) and state.phase.num_commits > 0
+    )
+    if not calm or state.ending:
+        return 0
+    return max(0, state.policy.max_workers - (len(state.seats) - len(state.leaving)))
+
+
+def _count_start_failure(state: CoreState, now: float, cause: str) -> None:
+    state.num_start_failures += 1
+    backoff_s = state.policy.restart_backoff_s * 2 ** (state.num_start_failures - 1)
+    state.no_start_before = now + min(backoff_s, MAX_BACKOFF_S)
+    if state.num_start_failures >= state.policy.max_start_failures and not state.ever_ready:
+        state.ending = Ending("failed", f"workers die while they start: {cause}")

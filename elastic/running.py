@@ -1,0 +1,121 @@
+"""Running and pausing: count the commits, notice hangs, and stop at a boundary for a reason."""
+
+from __future__ import annotations
+
+from elastic.aborting import abort
+from elastic.assigning import assign
+from elastic.assignment import Assignment
+from elastic.commands import Command, Pause, RecordStep
+from elastic.events import Evaluated, Paused, Progressed, StepCommitted
+from elastic.forming import try_form
+from elastic.phases import Ending, Pausing, Running
+from elastic.saving import end, expect_parts
+from elastic.state import CoreState
+
+NUM_RECENT_STEPS = 32
+
+
+def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> list[Command]:
+    record = event.record
+    if event.generation != state.generation or record.step <= state.committed_step:
+        return []
+    if record.step > state.committed_step + 1:
+        # A report was lost; the workers' own records, handed over when they unwind, fill the gap.
+        return abort(state, now, f"no report of step {state.committed_step + 1} has come")
+    state.committed_step = record.step
+    state.last_vote = event.vote
+    state.num_attempts = 0
+    state.recent_step_s = [*state.recent_step_s[1 - NUM_RECENT_STEPS :], record.step_s]
+    _progress(state, now)
+    if isinstance(state.phase, Running):
+        state.phase.num_commits += 1
+    expect_parts(state, record.step)
+    return [RecordStep(record)]
+
+
+def on_evaluated(state: CoreState, now: float, event: Evaluated) -> None:
+    if event.generation == state.generation:
+        state.evaluated_step = max(state.evaluated_step, event.step)
+        _progress(state, now)
+
+
+def on_progressed(state: CoreState, now: float, event: Progressed) -> None:
+    if event.generation == state.generation:
+        _progress(state, now)
+
+
+def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
+    if event.generation != state.generation:
+        return []
+    if isinstance(state.phase, Running):
+        # The last step needs no wish: every worker stops there by itself.
+        state.enter(Pausing("completed", set(state.members()), now))
+    phase = state.phase
+    if not isinstance(phase, Pausing):
+        return []
+    phase.pending.discard(event.worker)
+    if phase.pending:
+        return []
+    if state.committed_step >= state.job.steps:
+        state.ending = state.ending or Ending("completed")
+    return end(state, now) if state.ending else try_form(state, now)
+
+
+def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
+    """Ask for a pause if the run shall end, a member leaves, or joiners would be of use."""
+    assert isinstance(state.phase, Running)
+    cause = ""
+    if state.ending:
+        cause = state.ending.reason or state.ending.outcome
+    elif state.leaving and not state.leaving.isdisjoint(state.members()):
+        cause = "members leave"
+    elif state.spare_since is not None and _may_grow(state, now):
+        state.spare_since = None  # asked once; the next joiner asks again
+        cause = "growth" if _growth_helps(state) else ""
+    if not cause:
+        return []
+    members = state.members()
+    state.enter(Pausing(cause, set(members), state.phase.last_progress))
+    return [Pause(state.generation, members, cause)]
+
+
+def hang_deadline(state: CoreState, phase: Running | Pausing) -> float:
+    policy = state.policy
+    patience_s = max(policy.hang_timeout_s, policy.hang_factor * state.median_step_s())
+    return phase.last_progress + patience_s
+
+
+def growth_deadline(state: CoreState) -> float:
+    """When a ready spare need not wait for other joiners any longer."""
+    if state.spare_since is None:
+        return float("inf")
+    return state.spare_since + state.policy.growth_settle_s
+
+
+def _may_grow(state: CoreState, now: float) -> bool:
+    all_warm = len(state.seats) == len(state.warm)
+    return all_warm or now >= growth_deadline(state)
+
+
+def _growth_helps(state: CoreState) -> bool:
+    """Whether an assignment with the spares would train on more workers than now."""
+    assert state.held is not None
+    staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
+    wider = assign(
+        state.held.assignment,
+        tuple(staying),
+        generation=state.generation + 1,
+        wish=state.wish,
+        topology=staying,
+        job=state.job,
+        memory_bytes=None,
+        snapshots_cover=False,
+    )
+    if not isinstance(wider, Assignment):
+        return False
+    return wider.layout.num_workers > len(state.members())
+
+
+def _progress(state: CoreState, now: float) -> None:
+    if isinstance(state.phase, Running | Pausing):
+        state.phase.last_progress = now

@@ -1,0 +1,99 @@
+"""The core's whole state: what replaying the journal brings back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.assigning import Job, Place, Wish
+from elastic.assignment import Assignment
+from elastic.events import Saved
+from elastic.phases import Ending, Phase, Waiting, may_follow
+from elastic.policy import Policy
+from elastic.votes import Vote
+
+
+@dataclass(slots=True)
+class Seat:
+    """One worker as the core knows it; `warm` and `leaving` workers are sets of the state."""
+
+    since: float
+    node: str = ""
+    rack: str = ""
+    pid: int = 0
+    memory_bytes: int | None = None
+
+    @property
+    def place(self) -> Place:
+        return Place(self.node, self.rack)
+
+
+@dataclass(slots=True)
+class Held:
+    """The live state: under which assignment it lies, and who still holds his part of it."""
+
+    assignment: Assignment
+    holders: set[str]
+
+
+@dataclass(slots=True)
+class Upload:
+    """A checkpoint whose parts are still being written."""
+
+    step: int
+    generation: int
+    pending: set[str]
+    files: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class CoreState:
+    """Everything that the core decides from."""
+
+    policy: Policy = field(default_factory=Policy)
+    wish: Wish = field(default_factory=Wish)
+    job: Job = field(default_factory=Job)
+    incarnation: int = 0
+    generation: int = 0
+    history: int = 0
+    phase: Phase = field(default_factory=lambda: Waiting("not opened", 0.0))
+    ending: Ending | None = None
+
+    committed_step: int = 0
+    evaluated_step: int = 0
+    last_vote: Vote | None = None
+    recent_step_s: list[float] = field(default_factory=list)
+    num_attempts: int = 0
+    last_failure: str = ""
+
+    seats: dict[str, Seat] = field(default_factory=dict)
+    warm: set[str] = field(default_factory=set)
+    leaving: set[str] = field(default_factory=set)
+    next_worker: int = 0
+    num_start_failures: int = 0
+    no_start_before: float = 0.0
+    ever_ready: bool = False
+    ever_formed: bool = False
+    spare_since: float | None = None
+
+    store_host: str = ""
+    store_port: int = 0
+    held: Held | None = None
+    saved: Saved | None = None
+    uploads: dict[str, Upload] = field(default_factory=dict)
+
+    def enter(self, phase: Phase) -> None:
+        """Change the phase; the table of transitions must allow it."""
+        assert may_follow(self.phase, phase), f"{self.phase} may not lead to {phase}"
+        self.phase = phase
+
+    def num_staying(self) -> int:
+        """Warm workers that are not about to leave."""
+        return len(self.warm) - len(self.leaving & self.warm)
+
+    def members(self) -> tuple[str, ...]:
+        """Who trains, or last did."""
+        return self.held.assignment.members if self.held else ()
+
+    def median_step_s(self) -> float:
+        times = sorted(self.recent_step_s)
+        return times[len(times) // 2] if times else 0.0

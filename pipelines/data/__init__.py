@@ -1,0 +1,25 @@
+"""Data: corpora, tokenizers, prepared token shards, and the windows that training reads."""
+
+from pipelines.data.corpus import Corpus, find_corpus
+from pipelines.data.index import Index, read_index
+from pipelines.data.opening import prepared_folder
+from pipelines.data.prepare import prepare
+from pipelines.data.synthetic import RandomWindows
+from pipelines.data.tokens import Tokenizer, find_tokenizer
+from pipelines.data.windows import Batch, Samples, Windows, verify
+
+__all__ = [
+    "Batch",
+    "Corpus",
+    "Index",
+    "RandomWindows",
+    "Samples",
+    "Tokenizer",
+    "Windows",
+    "find_corpus",
+    "find_tokenizer",
+    "prepare",
+    "prepared_folder",
+    "read_index",
+    "verify",
+]

@@ -1,0 +1,108 @@
+"""Windows: the samples of a run, read straight from memory-mapped token shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+from pipelines.data.columns import Column
+from pipelines.data.index import read_index
+from pipelines.errors import UserError
+
+
+class Batch(NamedTuple):
+    """B windows of T tokens on the host: `targets` are the tokens one position further.
+
+    `tokens` and `targets` are int64, (B, T). `documents` is int32, (B, T), or None: positions of a
+    row with equal numbers lie in one document (the numbers mean nothing across rows).
+    """
+
+    tokens: torch.Tensor
+    targets: torch.Tensor
+    documents: torch.Tensor | None
+
+
+class Samples(Protocol):
+    """Map-style access to one split: sample i in 0..num_samples-1, in any order."""
+
+    num_samples: int
+    seq_len: int
+    vocab_size: int
+    digest: str
+    """Identifies the data: with `num_samples` it fixes what every sample id stands for."""
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """These samples as one batch, (B, T) = (len(indices), seq_len)."""
+
+
+class Windows:
+    """The windows of a split of prepared data.
+
+    Window i takes the tokens `i x seq_len` up to and including `(i+1) x seq_len` of the split's
+    stream, over the ends of shards and documents, so each token but the first is a target once; an
+    incomplete window at the end is left out. Every position is predicted. A separator belongs to
+    the document that it starts: with attention kept inside documents, a document's first token is
+    predicted from the separator alone, and the next separator from the document that it ends.
+
+    Raises `UserError` if the folder holds no such data, a shard is damaged, or the split is
+    shorter than one window.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, seq_len: int, *, with_documents: bool = True
+    ) -> None:
+        index = read_index(folder)
+        held = index.splits[split]
+        self.seq_len = seq_len
+        self.vocab_size = index.vocab_size
+        self.digest = index.digest
+        self.num_samples = max(0, held.num_tokens - 1) // seq_len
+        if self.num_samples == 0:
+            raise UserError(
+                f"{folder}: the {split} split holds {held.num_tokens} tokens, less than one window "
+                f"of {seq_len} + 1; give more text, a shorter sequence or another held-out fraction"
+            )
+        self._tokens = Column(folder, "token", index.dtype, held.tokens)
+        self._starts = Column(folder, "start", "int64", held.starts) if with_documents else None
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """These windows as one batch; raises `IndexError` for one that does not exist."""
+        tokens = np.empty((len(indices), self.seq_len + 1), dtype=np.int64)
+        for row, index in zip(tokens, indices, strict=True):
+            if not 0 <= index < self.num_samples:
+                raise IndexError(f"sample {index} of {self.num_samples}")
+            self._tokens.read_into(index * self.seq_len, row)
+        return batch_of(tokens, self._documents(indices))
+
+    def _documents(self, indices: Sequence[int]) -> np.ndarray | None:
+        if self._starts is None:
+            return None
+        documents = np.zeros((len(indices), self.seq_len), dtype=np.int32)
+        for row, index in zip(documents, indices, strict=True):
+            first = index * self.seq_len
+            before = self._starts.count_up_to(first)
+            starts = np.empty(self._starts.count_up_to(first + self.seq_len - 1) - before, np.int64)
+            self._starts.read_into(before, starts)
+            row[starts - first] = 1
+        return documents.cumsum(axis=1, dtype=np.int32)
+
+
+def batch_of(windows: np.ndarray, documents: np.ndarray | None) -> Batch:
+    """A batch of windows of T + 1 tokens: int64, (B, T + 1)."""
+    return Batch(
+        tokens=torch.from_numpy(windows[:, :-1].copy()),
+        targets=torch.from_numpy(windows[:, 1:].copy()),
+        documents=None if documents is None else torch.from_numpy(documents),
+    )
+
+
+def verify(folder: Path) -> None:
+    """Read all prepared data of a folder; raise `UserError` with the first damaged file."""
+    index = read_index(folder)
+    for split in index.splits.values():
+        Column(folder, "token", index.dtype, split.tokens).verify()
+        Column(folder, "start", "int64", split.starts).verify()

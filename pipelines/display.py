@@ -1,0 +1,209 @@
+"""What a person sees of a run in his terminal: a live panel, or rare plain lines in a log."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from datetime import datetime
+from itertools import groupby, pairwise
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.history import Happening, History
+from pipelines.wording import counted, duration, quantity, shortened
+
+REDRAW_S = 0.25
+PLAIN_EVERY_S = 10.0
+PLAIN_SILENCE_S = 60.0
+"""Without a new step, a plain line comes only after so long."""
+NUM_SHOWN_HAPPENINGS = 6
+BARS = "▁▂▃▄▅▆▇█"
+COLOURS = {
+    "lost": "red",
+    "failed checkpoint": "red",
+    "rolled back": "yellow",
+    "left": "yellow",
+    "leaving": "yellow",
+    "draining": "yellow",
+    "joined": "green",
+    "resumed": "green",
+}
+
+
+class Display:
+    """Shows a run from its lines; use it as a context manager, so that the terminal is restored.
+
+    On a terminal it draws a panel, at most four times a second; elsewhere it prints a line an
+    event and one about every ten seconds. Nothing before `since` (seconds since the epoch) is
+    told as an event: a resumed run's past is not news.
+    """
+
+    def __init__(self, console: Console, run_name: str, since: float = 0.0) -> None:
+        self.history = History()
+        self._console = console
+        self._run_name = run_name
+        self._since = since
+        self._num_told = 0
+        self._drawn_at = self._lined_at = float("-inf")
+        self._lined_step = 0
+        self._live: Live | None = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(console=console, auto_refresh=False)
+
+    def __enter__(self) -> Display:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live:
+            self._live.stop()
+
+    def update(
+        self,
+        now: float,
+        journal: Iterable[dict[str, Any]] = (),
+        metrics: Iterable[dict[str, Any]] = (),
+    ) -> None:
+        """Take new lines in, and show what they change if it is time to."""
+        self.history.take(journal, metrics)
+        if self._live is None:
+            self._print_news()
+            self._print_progress(now)
+        elif now - self._drawn_at >= REDRAW_S or self.history.membership.outcome:
+            self._drawn_at = now
+            self._live.update(self.panel(now), refresh=True)
+
+    def summary(self, now: float) -> str:
+        """How the run ended, or how it stands, in one line."""
+        membership = self.history.membership
+        return f"{membership.outcome or membership.phase} · {self.history.summary(now)}"
+
+    def panel(self, now: float) -> Panel:
+        """The live panel, about twelve lines high."""
+        membership = self.history.membership
+        phase = membership.outcome or membership.phase
+        style = "green" if phase in ("training", "completed") else "yellow"
+        body = Table.grid(padding=(0, 2))
+        body.add_column(style="dim", no_wrap=True)
+        body.add_column(ratio=1)
+        for name, value in self._facts():
+            body.add_row(name, value)
+        return Panel(
+            Group(self._bar(), body, Text(), *self._news(now)),
+            title=Text(self._run_name, style="bold"),
+            title_align="left",
+            subtitle=Text(f"{phase} · {duration(membership.wall_s(now))}", style=style),
+            subtitle_align="right",
+            padding=(1, 2),
+        )
+
+    def _bar(self) -> Table:
+        step, total = self.history.progress.step, self.history.membership.total_steps
+        line = Table.grid(padding=(0, 2), expand=True)
+        line.add_column(ratio=1)
+        line.add_column(no_wrap=True)
+        told = f"step {step:,}" + (f" of {total:,}" if total else "")
+        remaining_s = self._remaining_s()
+        if remaining_s is not None:
+            told += f" · {duration(remaining_s)} left"
+        line.add_row(ProgressBar(total=total or 1, completed=step if total else 0), told)
+        return line
+
+    def _remaining_s(self) -> float | None:
+        membership, progress = self.history.membership, self.history.progress
+        if not membership.total_steps or not progress.steps_per_s or membership.outcome:
+            return None
+        return max(0, membership.total_steps - progress.step) / progress.steps_per_s
+
+    def _facts(self) -> Iterator[tuple[str, Text]]:
+        progress = self.history.progress
+        if progress.loss is not None:
+            trend = "" if self._console.options.ascii_only else sparkline(self._losses(), 32)
+            yield "loss", Text(f"{progress.loss:.4f}  ").append(trend, style="cyan")
+        if progress.tokens_per_s is not None:
+            told = f"{quantity(progress.tokens_per_s)} tokens/s, {progress.steps_per_s:.3g} steps/s"
+            yield "speed", Text(told)
+        yield "world", Text(self._world())
+
+    def _losses(self) -> list[float]:
+        return [point.mean for point in self.history.progress.curve.points if not point.void]
+
+    def _world(self) -> str:
+        membership = self.history.membership
+        most = f" of {membership.max_workers}" if membership.max_workers else ""
+        told = f"{len(membership.members)}{most} workers"
+        if membership.members:
+            told += f", {membership.layout}, generation {membership.generation}"
+        if membership.spares:
+            spares = counted(len(membership.spares), "spare")
+            told += f", {spares}" if membership.members else f", {len(membership.spares)} ready"
+        return told
+
+    def _news(self, now: float) -> Iterator[Table]:
+        """The newest happenings with their ages, the newest last."""
+        news = Table.grid(padding=(0, 2))
+        news.add_column(justify="right", style="dim", no_wrap=True)
+        news.add_column(no_wrap=True, overflow="ellipsis")
+        recent = self.history.membership.happenings[-NUM_SHOWN_HAPPENINGS:]
+        for happening in (h for h in recent if h.time >= self._since):
+            age = f"{duration(round(max(0.0, now - happening.time)))} ago"
+            news.add_row(age, Text(happening.text, style=COLOURS.get(happening.kind, "")))
+        yield news
+
+    def _print_news(self) -> None:
+        happenings = self.history.membership.happenings
+        news = [h for h in happenings[self._num_told :] if h.time >= self._since]
+        self._num_told = len(happenings)
+        for kind, group in groupby(news, key=lambda happening: happening.kind):
+            told = list(group)
+            if kind == "ready" and len(told) > 1:
+                self._print(told[-1].time, f"{counted(len(told), 'worker')} ready: {_names(told)}")
+            else:
+                for happening in told:
+                    self._print(happening.time, happening.text)
+
+    def _print_progress(self, now: float) -> None:
+        progress, membership = self.history.progress, self.history.membership
+        silent_s = now - self._lined_at
+        has_moved = progress.step != self._lined_step
+        if silent_s < (PLAIN_EVERY_S if has_moved else PLAIN_SILENCE_S) or membership.outcome:
+            return
+        self._lined_at, self._lined_step = now, progress.step
+        total = f"/{membership.total_steps}" if membership.total_steps else ""
+        told = [f"step {progress.step}{total}"]
+        told += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
+        if progress.tokens_per_s is not None:
+            told.append(f"{quantity(progress.tokens_per_s)} tokens/s")
+        self._print(now, " · ".join([*told, self._world(), membership.phase]))
+
+    def _print(self, time: float, text: str) -> None:
+        clock = datetime.fromtimestamp(time).strftime("%H:%M:%S")
+        line = f"{clock}  {shortened(text, 300)}"
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """The course of some values as at most `width` bars, each the mean of its share of them."""
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [index * len(values) // width for index in range(width + 1)]
+    means = [sum(values[left:right]) / (right - left) for left, right in pairwise(edges)]
+    low, span = min(means), max(means) - min(means) or 1.0
+    return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
+
+
+def _names(happenings: list[Happening]) -> str:
+    return shortened(", ".join(happening.short for happening in happenings), 80)

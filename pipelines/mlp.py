@@ -1,0 +1,84 @@
+"""A multi-layer perceptron on random vectors, through the same seam as any other model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+
+from pipelines.seeds import keyed_generator
+from pipelines.settings import MlpSettings
+
+
+class VectorBatch(NamedTuple):
+    """Inputs (samples, first dim) and targets (samples, last dim), float32."""
+
+    inputs: Tensor
+    targets: Tensor
+
+
+class Mlp(nn.Module):
+    """Linear layers with ReLU between them."""
+
+    def __init__(self, settings: MlpSettings) -> None:
+        super().__init__()
+        pairs = zip(settings.dims, settings.dims[1:], strict=False)
+        self.layers = nn.ModuleList(nn.Linear(first, second) for first, second in pairs)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = inputs.to(self.layers[0].weight.dtype)
+        for layer in self.layers[:-1]:
+            hidden = functional.relu(layer(hidden))
+        return self.layers[-1](hidden)
+
+
+class MlpWorkload:
+    """Random vectors whose targets are a fixed nonlinear function of them."""
+
+    def __init__(self, settings: MlpSettings, seed: int) -> None:
+        self.settings = settings
+        self.seed = seed
+        self.num_samples = settings.num_samples
+        self.num_held_out = settings.num_samples
+
+    def module(self) -> nn.Module:
+        return Mlp(self.settings)
+
+    def blocks(self, module: Mlp) -> Sequence[nn.Module]:
+        return list(module.layers[:-1])
+
+    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        if tensor.ndim == 1:
+            tensor.zero_()
+        else:
+            nn.init.kaiming_uniform_(tensor, nonlinearity="relu", generator=generator)
+
+    def read(self, samples: Sequence[int], held_out: bool = False) -> VectorBatch:
+        inputs = torch.stack([self._vector(sample, held_out) for sample in samples])
+        width = self.settings.dims[-1]
+        repeats = -(-width // inputs.shape[1])
+        return VectorBatch(inputs, inputs.sin().repeat(1, repeats)[:, :width])
+
+    def empty(self) -> VectorBatch:
+        first, last = self.settings.dims[0], self.settings.dims[-1]
+        return VectorBatch(torch.empty(0, first), torch.empty(0, last))
+
+    def num_tokens(self, batch: VectorBatch) -> int:
+        return len(batch.inputs)
+
+    def loss(self, module: nn.Module, batch: VectorBatch, device: torch.device) -> Tensor:
+        """The squared error, averaged over the outputs of a sample, summed over samples."""
+        predicted = module(batch.inputs.to(device))
+        targets = batch.targets.to(device, predicted.dtype)
+        return functional.mse_loss(predicted, targets, reduction="sum") / targets.shape[1]
+
+    def miniature(self) -> MlpWorkload:
+        return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.seed)
+
+    def _vector(self, sample: int, held_out: bool) -> Tensor:
+        split = "held out" if held_out else "training"
+        generator = keyed_generator(split, self.seed, sample)
+        return torch.randn(self.settings.dims[0], generator=generator)

@@ -1,0 +1,95 @@
+"""Settings changed from the command line, and compared with those of a stored run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, get_origin
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from pipelines.errors import UserError
+from pipelines.settings import TrainSettings
+
+WHERE_AND_HOW = frozenset(
+    {
+        "steps",
+        "eval_every",
+        "eval_samples",
+        "checkpoint_every",
+        "activation_checkpointing",
+        "compile",
+        "record_samples",
+    }
+)
+"""The fields that may change when a run is resumed; all others define the maths."""
+
+
+def override(settings: TrainSettings, changes: Iterable[str]) -> TrainSettings:
+    """The settings with each `key=value` set, e.g. `optimizer.lr=3e-4`; the last of a key counts.
+
+    Raises `UserError` for an unknown key (naming the near ones), a value that does not fit
+    (naming the type wanted), or settings that contradict each other.
+    """
+    values = settings.model_dump()
+    known = list(_flat(values))
+    for change in changes:
+        key, equals, text = change.partition("=")
+        if not equals:
+            raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
+        if key not in known:
+            raise UserError(f"--set {key}: there is no such setting; {near(key, known)}")
+        _set(values, key.split("."), _typed(settings, key, text))
+    return TrainSettings.model_validate(values)
+
+
+def differing_maths(old: TrainSettings, new: TrainSettings) -> list[str]:
+    """Each field that defines the maths and differs, as `key: old -> new`."""
+    before = _flat(old.model_dump(mode="json"))
+    after = _flat(new.model_dump(mode="json"))
+    return [
+        f"{key}: {before.get(key)} -> {after.get(key)}"
+        for key in before | after
+        if key not in WHERE_AND_HOW and before.get(key) != after.get(key)
+    ]
+
+
+def near(name: str, known: Sequence[str]) -> str:
+    """The known names most like this one, or all of them, as the end of an error message."""
+    last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    close = get_close_matches(name, known, n=3)
+    close += [last[part] for part in get_close_matches(name.rpartition(".")[2], list(last), n=3)]
+    if close:
+        return "near it: " + ", ".join(dict.fromkeys(close))
+    return "there are: " + ", ".join(known)
+
+
+def _typed(settings: BaseModel, key: str, text: str) -> Any:
+    *path, last = key.split(".")
+    for part in path:
+        settings = getattr(settings, part)
+    annotation = type(settings).model_fields[last].rebuild_annotation()
+    value = None if text.lower() in ("none", "null") else text
+    if value is not None and get_origin(annotation) is tuple:
+        value = text.split(",")
+    try:
+        return TypeAdapter(annotation).validate_python(value)
+    except ValidationError as error:
+        wanted = "; ".join(problem["msg"] for problem in error.errors())
+        raise UserError(f"--set {key}={text}: {wanted[0].lower()}{wanted[1:]}") from None
+
+
+def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
+    for part in path[:-1]:
+        values = values[part]
+    values[path[-1]] = value
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat

@@ -1,0 +1,98 @@
+"""A module made parallel over the mesh: sharded, checkpointed, compiled, interruptible."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from actors.program import Interrupt
+from pipelines.settings import TrainSettings
+
+MESH_AXES = ("dp", "fsdp")
+
+
+def parallelise(
+    module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, settings: TrainSettings
+) -> FSDPModule:
+    """Shard each block, then the rest of the module, over `fsdp`, with replicas over `dp`.
+
+    Always HSDP (Zhao et al., FSDP, 2023), also over axes of size 1: so no collective is ever
+    left to the optimizer's step. Gradients are summed, never averaged: apply divides by the
+    number of tokens of the whole batch.
+    """
+    mesh = mesh if mesh.mesh_dim_names == MESH_AXES else mesh[MESH_AXES]
+    policy = _precision(settings)
+    sharded = mesh["fsdp"].size() > 1
+    for block in blocks:
+        _wrap_forward(block, settings)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharded)
+    root = fully_shard(module, mesh=mesh, mp_policy=policy)
+    root.set_gradient_divide_factor(1.0)
+    root.set_force_sum_reduction_for_comms(True)
+    return root
+
+
+def accumulate(module: FSDPModule, mesh: DeviceMesh, last: bool) -> None:
+    """Reduce gradients over the data ranks in the next backward only if it is a step's last.
+
+    Where there is but one shard, what was gathered (a mere copy) is kept until then as well.
+    """
+    module.set_requires_gradient_sync(last)
+    module.set_is_last_backward(last)
+    module.set_reshard_after_backward(last or mesh["fsdp"].size() > 1)
+
+
+class Interruptible:
+    """Hooks that let an abort be noticed within one block, in forward and in backward.
+
+    `interrupt` is the callable of the computation under way; it raises if the generation is
+    being aborted. The hooks run before a block's own collectives.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+        self.interrupt: Interrupt = _go_on
+        for block in blocks:
+            block.register_forward_pre_hook(self._before_forward, prepend=True)
+            block.register_forward_hook(self._after_forward)
+
+    def _before_forward(self, block: nn.Module, inputs: Any) -> None:
+        self.interrupt()
+
+    def _after_forward(self, block: nn.Module, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(self._before_backward)
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self.interrupt()
+
+
+def _go_on() -> None:
+    """Nobody has asked to stop."""
+
+
+def _wrap_forward(block: nn.Module, settings: TrainSettings) -> None:
+    # Replacing `forward` keeps the names of the parameters, which wrapping the module would
+    # change, and leaves FSDP's hooks outside of what is compiled and recomputed.
+    forward: Callable[..., Any] = block.forward
+    if settings.compile:
+        forward = torch.compile(forward)
+    if settings.activation_checkpointing:
+        forward = partial(checkpoint, forward, use_reentrant=False)
+    block.forward = forward
+
+
+def _precision(settings: TrainSettings) -> MixedPrecisionPolicy:
+    if settings.dtype != "bfloat16":
+        return MixedPrecisionPolicy()
+    # Without casting of inputs: the embedding already gives bfloat16, and the angles of the
+    # rotary embedding must stay exact.
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )

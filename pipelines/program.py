@@ -1,0 +1,83 @@
+"""The training program: what a worker process makes of a run's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+
+from actors.program import Groups
+from elastic.regions import Region
+from elastic.specs import TensorSpec
+from pipelines.checkpoint import read_regions, write_part
+from pipelines.language_model import LanguageModelWorkload, open_samples
+from pipelines.mlp import MlpWorkload
+from pipelines.replica import DataParallelReplica
+from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
+from pipelines.state import initial_value, state_specs
+from pipelines.warm_up import warm_up
+from pipelines.workload import Workload
+
+
+class TrainingProgram:
+    """Trains what the settings name; see `actors.program.Program`.
+
+    `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, if
+    they are not synthetic; `device` is the GPU if there is one, unless told.
+    Raises `UserError` for data that cannot be used.
+    """
+
+    def __init__(
+        self, settings: dict[str, Any], data_folder: str | None = None, device: str | None = None
+    ) -> None:
+        self.settings = TrainSettings.model_validate(settings)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.steps = self.settings.steps
+        self.eval_every = self.settings.eval_every
+        self.workload = make_workload(self.settings, data_folder)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every logical tensor of the state; see `pipelines.state.state_specs`."""
+        return state_specs(self.workload, self.settings)
+
+    def warm_up(self) -> None:
+        """One throw-away build and step; see `pipelines.warm_up`."""
+        warm_up(self.workload, self.settings, self.device)
+
+    def build(self, groups: Groups) -> DataParallelReplica:
+        """This rank's part under an assignment: shapes, no values yet."""
+        return DataParallelReplica(self.workload, self.settings, groups)
+
+    def initial(self, spec: TensorSpec, region: Region) -> Tensor:
+        """A region of a tensor at step 0, on the device."""
+        return initial_value(self.workload, self.settings, spec, region).to(self.device)
+
+    def write_part(self, file: Path, parts: Mapping[str, tuple[Region, Tensor]]) -> None:
+        """Write one worker's regions of a checkpoint; see `pipelines.checkpoint`."""
+        write_part(file, parts)
+
+    def read_regions(self, folder: Path, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+        """Read regions from a checkpoint; see `pipelines.checkpoint`."""
+        return read_regions(folder, wanted)
+
+
+def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Workload:
+    """The workload that the settings name. Held-out data are opened only to be evaluated."""
+    match settings.model:
+        case MlpSettings():
+            return MlpWorkload(settings.model, settings.seed)
+        case TransformerSettings():
+            folder = Path(data_folder) if data_folder else None
+            vocab_size = settings.model.vocab_size
+            train, held_out = (
+                open_samples(settings.data, vocab_size, settings.seed, split, folder)
+                if split == "train" or settings.eval_every
+                else None
+                for split in ("train", "held_out")
+            )
+            return LanguageModelWorkload(settings.model, train, held_out)
+        case _:
+            assert_never(settings.model)

@@ -1,0 +1,110 @@
+"""Recipes: plain functions that say what to train. `load` finds them by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+from pipelines.errors import UserError
+from pipelines.overrides import near
+from pipelines.settings import (
+    DataSettings,
+    MlpSettings,
+    OptimizerSettings,
+    TrainSettings,
+    TransformerSettings,
+)
+
+
+def tiny() -> TrainSettings:
+    """Test size: 0.1 M parameters, steps of a few tens of milliseconds on a CPU."""
+    return TrainSettings(
+        model=TransformerSettings(
+            dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96
+        ),
+        data=DataSettings(seq_len=32),
+        optimizer=OptimizerSettings(lr=3e-3, min_lr=3e-4, warmup_steps=5, decay_steps=100),
+        batch=12,
+        microbatch=1,
+        steps=60,
+    )
+
+
+def byte_lm() -> TrainSettings:
+    """A byte-level language model of 3 M parameters: its loss falls within two minutes on two
+    CPU cores. A batch is 24 microbatches, which 2, 3, 4, 6 or 8 workers share evenly."""
+    return TrainSettings(
+        model=TransformerSettings(),
+        data=DataSettings(seq_len=128),
+        optimizer=OptimizerSettings(lr=2e-3, min_lr=2e-4, warmup_steps=20, decay_steps=400),
+        batch=24,
+        microbatch=1,
+        steps=200,
+        eval_every=100,
+        checkpoint_every=100,
+    )
+
+
+def mlp() -> TrainSettings:
+    """A multi-layer perceptron of 2.1 M parameters on random vectors, for benchmarks."""
+    return TrainSettings(
+        model=MlpSettings(),
+        optimizer=OptimizerSettings(lr=1e-3),
+        batch=192,
+        microbatch=8,
+        steps=100,
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainSettings]] = {
+    recipe.__name__: recipe for recipe in (tiny, byte_lm, mlp)
+}
+
+
+def load(name: str) -> TrainSettings:
+    """The settings of a recipe: one of `RECIPES`, `path/to/file.py:function` or
+    `module:function`.
+
+    Raises `UserError` if there is no such recipe, or it gives no settings.
+    """
+    place, colon, function = name.rpartition(":")
+    recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
+    if recipe is None:
+        raise UserError(
+            f"recipe {name}: there is none of that name; {near(name, list(RECIPES))}; "
+            "or give path/to/file.py:function or module:function"
+        )
+    settings = recipe()
+    if not isinstance(settings, TrainSettings):
+        raise UserError(f"recipe {name}: returns {type(settings).__name__}, not TrainSettings")
+    return settings
+
+
+def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings]:
+    module = _from_file(name, Path(place)) if place.endswith(".py") else _imported(name, place)
+    recipe = getattr(module, function, None)
+    if not callable(recipe):
+        known = [key for key, value in vars(module).items() if callable(value)]
+        raise UserError(f"recipe {name}: {place} has no function {function}; {near(function, known)}")
+    return recipe
+
+
+def _from_file(name: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise UserError(f"recipe {name}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _imported(name: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not place.startswith(error.name):
+            raise
+        raise UserError(f"recipe {name}: there is no module {place}") from None

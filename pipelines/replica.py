@@ -1,0 +1,115 @@
+"""One rank's part of a module and its optimizer, under one assignment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from actors.program import Applied, Groups, Interrupt, StateBytes
+from elastic.samples import batch_ids, microbatch_seed, sample_of
+from elastic.votes import Vote
+from pipelines.evaluation import evaluate
+from pipelines.local_state import LocalState
+from pipelines.optimizer import learning_rate
+from pipelines.parallelise import Interruptible, accumulate, parallelise
+from pipelines.sample_log import append_samples
+from pipelines.settings import TrainSettings
+from pipelines.share import Share
+from pipelines.state import build_on_meta
+from pipelines.workload import Workload
+
+NORM_EPS = 1e-6
+"""Added to the norm in clipping, as `torch.nn.utils.clip_grad_norm_` does."""
+
+
+class DataParallelReplica:
+    """Trains a workload over the axes `dp` and `fsdp`; see `actors.program.Replica`."""
+
+    def __init__(self, workload: Workload, settings: TrainSettings, groups: Groups) -> None:
+        self.workload = workload
+        self.settings = settings
+        self.groups = groups
+        self.share = Share.of(groups)
+        module = build_on_meta(workload, settings)
+        blocks = workload.blocks(module)
+        self.module = parallelise(module, blocks, groups.mesh, settings)
+        self.interruptible = Interruptible(blocks)
+        self.state = LocalState(self.module, settings)
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make these the local state; see `LocalState.adopt`."""
+        self.state.adopt(tensors)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The local state by logical name, sharing memory with what is trained."""
+        return self.state.tensors()
+
+    def compute(self, step: int, interrupt: Interrupt) -> Tensor:
+        """Forward, backward and reduction of this rank's microbatches: float64 `(loss sum, token
+        count, squared norm of the local gradients, each divided by its copies)`, shape (3,)."""
+        self.interruptible.interrupt = interrupt
+        rounds = self.share.rounds(self.settings.num_microbatches)
+        self._record(step, rounds)
+        sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
+        for number, microbatch in enumerate(rounds, start=1):
+            accumulate(self.module, self.groups.mesh, last=number == len(rounds))
+            batch = self._batch(step, microbatch)
+            loss = self.workload.loss(self.module, batch, self.groups.device)
+            loss.backward()
+            sums[0] += loss.detach()
+            sums[1] += self.workload.num_tokens(batch)
+        sums[2] = self.state.squared_norm()
+        return sums
+
+    def apply(self, step: int, vote: Vote) -> Applied:
+        """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu
+        et al., 2013) and step the optimizer: local, without any collective. Parameters stay as
+        they are if anyone's gradients are not finite."""
+        lr = learning_rate(self.settings.optimizer, step)
+        skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0
+        norm = None
+        if not skipped:
+            norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
+            clip = min(1.0, self.settings.optimizer.max_grad_norm / (norm + NORM_EPS))
+            gradients = self.state.gradients()
+            torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
+            self.state.optimizer.step(gradients, lr)
+        self.state.drop_gradients()
+        return Applied(lr, norm, skipped)
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of a step that nobody has seen the vote of."""
+        self.state.drop_gradients()
+
+    def evaluate(self, step: int, interrupt: Interrupt) -> float:
+        """The mean loss over the held-out split; see `pipelines.evaluation`."""
+        self.interruptible.interrupt = interrupt
+        return evaluate(self.module, self.workload, self.settings, self.share, self.groups)
+
+    def state_bytes(self) -> StateBytes:
+        """What this rank holds on its device; see `LocalState.state_bytes`."""
+        return self.state.state_bytes()
+
+    def _batch(self, step: int, microbatch: int | None) -> object:
+        if microbatch is None:
+            return self.workload.empty()
+        torch.manual_seed(microbatch_seed(self.settings.seed, step, microbatch))
+        ids = self._ids(step, microbatch)
+        num_samples = self.workload.num_samples
+        samples = [sample_of(self.settings.seed, one, num_samples) for one in ids]
+        return self.workload.read(samples)
+
+    def _ids(self, step: int, microbatch: int) -> range:
+        size = self.settings.microbatch
+        return batch_ids(step, self.settings.batch)[microbatch * size : (microbatch + 1) * size]
+
+    def _record(self, step: int, rounds: Sequence[int | None]) -> None:
+        file = self.settings.record_samples
+        if file:
+            own = [microbatch for microbatch in rounds if microbatch is not None]
+            ids = [one for microbatch in own for one in self._ids(step, microbatch)]
+            generation = self.groups.assignment.generation
+            append_samples(file, step, generation, self.groups.world_rank, ids)

@@ -1,0 +1,150 @@
+"""All that a recipe may choose: frozen, typed, and refused in one line when wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from pipelines.errors import UserError
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""A part of a whole, from 0 to below 1."""
+
+
+class Settings(BaseModel):
+    """Frozen, and refuses what it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TransformerSettings(Settings):
+    """A decoder-only transformer of the Llama family (Touvron et al., 2023).
+
+    `vocab_size` may exceed that of the data: 264 is bytes and the separator, rounded up to
+    what divides evenly among 2, 3, 4, 6 and 8 shards.
+    """
+
+    kind: Literal["transformer"] = "transformer"
+    vocab_size: PositiveInt = 264
+    dim: PositiveInt = 256
+    num_layers: PositiveInt = 4
+    num_heads: PositiveInt = 8
+    num_kv_heads: PositiveInt = 4
+    hidden_dim: PositiveInt = 704
+    rope_theta: PositiveFloat = 10_000.0
+    norm_eps: PositiveFloat = 1e-5
+    dropout: Fraction = 0.0
+
+    @model_validator(mode="after")
+    def heads_fit(self) -> TransformerSettings:
+        if self.dim % (2 * self.num_heads):
+            raise UserError(
+                f"model.dim={self.dim} is no multiple of 2 x model.num_heads={self.num_heads}: "
+                "each head needs an even width for its rotary embedding"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(
+                f"model.num_heads={self.num_heads} is no multiple of "
+                f"model.num_kv_heads={self.num_kv_heads}: query heads share key heads in equal parts"
+            )
+        return self
+
+
+class MlpSettings(Settings):
+    """A multi-layer perceptron on random vectors: small work for benchmarks and tests."""
+
+    kind: Literal["mlp"] = "mlp"
+    dims: tuple[PositiveInt, ...] = (512, 1024, 1024, 512)
+    num_samples: PositiveInt = 65_536
+
+    @model_validator(mode="after")
+    def has_a_layer(self) -> MlpSettings:
+        if len(self.dims) < 2:
+            raise UserError(f"model.dims={self.dims}: name at least the input and output width")
+        return self
+
+
+class DataSettings(Settings):
+    """Where the text comes from and how it becomes samples.
+
+    `source` is a file, folder or glob of text, `random` for synthetic tokens, or empty for the
+    Python standard library's own sources; `tokenizer` is `bytes` or a Hugging Face `tokenizers`
+    JSON file, and `separator` the token in it that parts documents (None: the usual one).
+    """
+
+    source: str = ""
+    tokenizer: str = "bytes"
+    separator: str | None = None
+    seq_len: PositiveInt = 256
+    attend_across_documents: bool = False
+    held_out_fraction: Fraction = 0.02
+
+
+class OptimizerSettings(Settings):
+    """AdamW (Loshchilov and Hutter, 2019), its learning-rate schedule and gradient clipping.
+
+    The schedule counts in its own `warmup_steps` and `decay_steps`, so that a run may stop
+    earlier or later without another schedule; `decay_steps=0` keeps `lr` after the warm-up.
+    """
+
+    lr: PositiveFloat = 1e-3
+    min_lr: NonNegativeFloat = 0.0
+    warmup_steps: NonNegativeInt = 0
+    decay_steps: NonNegativeInt = 0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    max_grad_norm: PositiveFloat = 1.0
+
+
+class TrainSettings(Settings):
+    """One training job. `batch` and `microbatch` count samples; `steps` is where it stops.
+
+    `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
+    are reduced in float32. `record_samples` names a file that gets the ids that each data
+    rank read.
+    """
+
+    model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
+        TransformerSettings()
+    )
+    data: DataSettings = DataSettings()
+    optimizer: OptimizerSettings = OptimizerSettings()
+    seed: NonNegativeInt = 0
+    batch: PositiveInt = 24
+    microbatch: PositiveInt = 1
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    steps: PositiveInt = 100
+    eval_every: NonNegativeInt = 0
+    eval_samples: PositiveInt = 64
+    checkpoint_every: NonNegativeInt = 0
+    activation_checkpointing: bool = False
+    compile: bool = False
+    record_samples: Path | None = None
+
+    @model_validator(mode="after")
+    def microbatches_fill_the_batch(self) -> TrainSettings:
+        if self.batch % self.microbatch:
+            below = self.batch - self.batch % self.microbatch
+            raise UserError(
+                f"batch={self.batch} is no multiple of microbatch={self.microbatch}: "
+                f"set batch to {below or self.microbatch} or {below + self.microbatch}"
+            )
+        return self
+
+    @property
+    def num_microbatches(self) -> int:
+        """How many microbatches make one step, over all data ranks."""
+        return self.batch // self.microbatch

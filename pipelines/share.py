@@ -1,0 +1,29 @@
+"""Which microbatches of a batch one data rank computes, padded to equal rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from actors.program import Groups
+from elastic.samples import deal, num_rounds
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One data rank's place among all that read different samples."""
+
+    data_rank: int
+    num_data_ranks: int
+
+    @classmethod
+    def of(cls, groups: Groups) -> Share:
+        layout = groups.assignment.layout
+        place = layout.coordinates(groups.world_rank)
+        return cls(place.dp * layout.fsdp + place.fsdp, layout.num_data_ranks)
+
+    def rounds(self, num_microbatches: int) -> list[int | None]:
+        """The microbatch of each round. None is an empty one: every data rank runs as many
+        rounds, so that the collectives of forward and backward match."""
+        own = deal(num_microbatches, self.num_data_ranks)[self.data_rank]
+        padding = num_rounds(num_microbatches, self.num_data_ranks) - len(own)
+        return [*own, *[None] * padding]

@@ -1,0 +1,70 @@
+"""A throw-away build and step in a group of one, so that the first real ones are quick."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from actors.program import Groups
+from elastic.assignment import Assignment
+from elastic.layout import Layout
+from elastic.regions import Region
+from elastic.votes import Vote
+from pipelines.replica import DataParallelReplica
+from pipelines.settings import TrainSettings
+from pipelines.state import initial_value, state_specs
+from pipelines.workload import Workload
+
+
+def warm_up(workload: Workload, settings: TrainSettings, device: torch.device) -> None:
+    """Build, adopt, compute, apply and evaluate once, in small, and leave nothing behind.
+
+    It pays for torch's lazy imports and first-call caches. For a process without groups, on the
+    thread that will train: some of those caches are the thread's own.
+    """
+    small = settings.model_copy(
+        update={"batch": 2, "microbatch": 1, "eval_samples": 1, "record_samples": None}
+    )
+    with group_of_one(device) as groups:
+        _one_step(workload.miniature(), small, groups)
+    _clear_sharding_prop_cache()
+    gc.collect()
+
+
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[Groups]:
+    """The groups of a world of one worker, over a store in this process's memory."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield Groups(
+            Assignment(0, Layout(), ("alone",)),
+            0,
+            device,
+            dist.group.WORLD,
+            init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "fsdp")),
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+def _one_step(workload: Workload, settings: TrainSettings, groups: Groups) -> None:
+    replica = DataParallelReplica(workload, settings, groups)
+    tensors = {}
+    for spec in state_specs(workload, settings):
+        whole = Region((0,) * len(spec.shape), spec.shape)
+        tensors[spec.name] = initial_value(workload, settings, spec, whole).to(groups.device)
+    replica.adopt(tensors)
+    loss_sum, num_tokens, sq_grad_norm = replica.compute(1, _never).tolist()
+    replica.apply(1, Vote(1, loss_sum, int(num_tokens), sq_grad_norm, num_contributions=1))
+    replica.evaluate(1, _never)
+
+
+def _never() -> None:
+    """Nobody interrupts a warm-up."""

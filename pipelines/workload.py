@@ -1,0 +1,42 @@
+"""What is trained: a module, its loss and its samples, without a word of how it is spread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Generator, Tensor, nn
+
+
+class Workload(Protocol):
+    """One kind of training job. `Batch` is its own: whatever `read` gives and `loss` takes."""
+
+    num_samples: int
+    """How many samples one epoch has."""
+    num_held_out: int
+    """How many samples are held out for evaluation."""
+
+    def module(self) -> nn.Module:
+        """A new module; called under the meta device, so values given here are lost."""
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """The parts that are sharded, compiled and checkpointed one by one, in forward order."""
+
+    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """Write a parameter's (or buffer's) values at step 0 into a whole float32 tensor."""
+
+    def read(self, samples: Sequence[int], held_out: bool = False) -> Any:
+        """The batch of these samples, in this order, on the host."""
+
+    def empty(self) -> Any:
+        """A batch whose loss is 0 and has gradient 0, as small as it may be."""
+
+    def num_tokens(self, batch: Any) -> int:
+        """How many losses the batch sums; what the whole step's gradient is divided by."""
+
+    def loss(self, module: nn.Module, batch: Any, device: torch.device) -> Tensor:
+        """The sum (never the mean) of a batch's losses."""
+
+    def miniature(self) -> Workload:
+        """The same with tiny dimensions and no data to open, for warming up."""
