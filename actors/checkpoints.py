@@ -25,9 +25,7 @@ def folder_of(run_folder: Path, step: int, generation: int) -> Path:
     return run_folder / "checkpoints" / f"step-{step:08d}-g{generation}"
 
 
-def publish(
-    run_folder: Path, step: int, generation: int, files: Iterable[tuple[str, int]]
-) -> Path:
+def publish(run_folder: Path, step: int, generation: int, files: Iterable[tuple[str, int]]) -> Path:
     """Make a checkpoint visible by writing its manifest last (invariant 11).
 
     Raises OSError if a part is not there in its full size, or the disk refuses.
@@ -106,9 +104,7 @@ class PartWriter:
                 self._report(PartFailed(self._worker, part.generation, part.step, str(error)))
             else:
                 size = file.stat().st_size
-                self._report(
-                    PartWritten(self._worker, part.generation, part.step, file.name, size)
-                )
+                self._report(PartWritten(self._worker, part.generation, part.step, file.name, size))
 
     def _write(self, part: Part) -> Path:
         folder = folder_of(self._run_folder, part.step, part.generation)

@@ -16,32 +16,46 @@ FOLLOW_S = 0.2
 BEGIN_TIMEOUT_S = 120.0
 
 
-def join_or_start_cluster(num_workers: int, use_gpus: bool, namespace: str) -> bool:
-    """Join the cluster at hand, or start a local one with a slot a worker; True if started.
+def join_or_start_cluster(
+    address: str | None, num_workers: int, use_gpus: bool, namespace: str
+) -> None:
+    """Join the cluster at `address`, or the one at hand, or start a local one.
 
-    Raises ConnectionError if an address is named (RAY_ADDRESS) and nobody answers there.
+    A local one (also on `address="local"`) has a slot a worker, and ends with this process.
+    Raises ConnectionError if an address is named and nobody answers there.
     """
     common: dict[str, Any] = {
         "namespace": namespace,
         "log_to_driver": False,
-        "configure_logging": True,
         "logging_level": "error",
     }
+    if address != "local":
+        try:
+            ray.init(address=address or "auto", **common)
+            return
+        except ConnectionError:
+            if address:
+                raise
+    slots: dict[str, Any] = {"num_gpus": num_workers} if use_gpus else {}
+    ray.init(address="local", num_cpus=num_workers, include_dashboard=False, **slots, **common)
+
+
+def close_cluster(run_name: str, keep_actors: bool) -> None:
+    """Leave Ray; unless the run was detached, end every actor that it still has."""
+    if not ray.is_initialized():
+        return
+    if not keep_actors:
+        for name in ray.util.list_named_actors():
+            if name.startswith(f"{run_name}:"):
+                _end(name)
+    ray.shutdown()
+
+
+def _end(name: str) -> None:
     try:
-        ray.init(address="auto", **common)
-        return False
-    except ConnectionError:
-        if ray.util.get_node_ip_address is None:  # pragma: no cover
-            raise
-    slots = {"num_gpus": num_workers} if use_gpus else {}
-    ray.init(
-        address="local",
-        num_cpus=num_workers,
-        include_dashboard=False,
-        **slots,
-        **common,
-    )
-    return True
+        ray.kill(ray.get_actor(name))
+    except ValueError:
+        return  # it has ended meanwhile
 
 
 class Drive:
@@ -84,10 +98,6 @@ class Drive:
             if progress.outcome is not None:
                 return progress
             time.sleep(FOLLOW_S)
-
-    def close(self) -> None:
-        """The controller has ended everything else by itself."""
-        ray.kill(self._controller)
 
 
 EXIT_CODES = {"completed": 0, "failed": 1, "user_error": 2}

@@ -49,14 +49,18 @@ def move(
     new, moved = _allocate(specs, transfers, old, device), Moved()
     for copy in transfers.copies:
         spec = specs[copy.tensor]
-        source = _view(old[spec.name], transfers.old_regions[copy.tensor], copy.region)
-        target = _view(new[spec.name], transfers.new_regions[copy.tensor], copy.region)
+        source = _view(old, spec, transfers.old_regions[copy.tensor], copy.region)
+        target = _view(new, spec, transfers.new_regions[copy.tensor], copy.region)
         target.copy_(source)
         moved.bytes_copied += source.nbytes
-    outgoing = _windows(transfers.sends, lambda p: _view(
-        old[specs[p.tensor].name], transfers.old_regions[p.tensor], p.region))
-    incoming = _windows(transfers.receives, lambda p: _view(
-        new[specs[p.tensor].name], transfers.new_regions[p.tensor], p.region))
+    outgoing = _windows(
+        transfers.sends,
+        lambda p: _view(old, specs[p.tensor], transfers.old_regions[p.tensor], p.region),
+    )
+    incoming = _windows(
+        transfers.receives,
+        lambda p: _view(new, specs[p.tensor], transfers.new_regions[p.tensor], p.region),
+    )
     for sends, receives in zip_longest(_rounds(outgoing), _rounds(incoming), fillvalue={}):
         check()
         _exchange(group, sends, receives, moved)
@@ -97,29 +101,30 @@ def _allocate(
     device: torch.device,
 ) -> dict[str, Tensor]:
     new: dict[str, Tensor] = {}
-    for index, region in sorted(transfers.new_regions.items()):
-        spec = specs[index]
-        if index in transfers.kept:
+    kept = set(transfers.kept)
+    for index, (spec, region) in enumerate(zip(specs, transfers.new_regions, strict=True)):
+        if index in kept:
             new[spec.name] = old[spec.name]
-        else:
+        elif region is not None:
             new[spec.name] = torch.empty(
                 region.shape, dtype=getattr(torch, spec.dtype), device=device
             )
     return new
 
 
-def _view(tensor: Tensor, held: Region, wanted: Region) -> Tensor:
+def _view(
+    tensors: Mapping[str, Tensor], spec: TensorSpec, held: Region | None, wanted: Region
+) -> Tensor:
     """The part of a local tensor that is `wanted` of the logical one."""
+    assert held is not None
     index = tuple(
         slice(begin - origin, begin - origin + size)
         for begin, origin, size in zip(wanted.offsets, held.offsets, wanted.shape, strict=True)
     )
-    return tensor[index]
+    return tensors[spec.name][index]
 
 
-def _windows(
-    pieces: Sequence[Piece], view: Callable[[Piece], Tensor]
-) -> dict[int, list[Window]]:
+def _windows(pieces: Sequence[Piece], view: Callable[[Piece], Tensor]) -> dict[int, list[Window]]:
     """The messages for each peer, in order."""
     windows: dict[int, list[Window]] = {}
     for piece in pieces:

@@ -164,9 +164,7 @@ class ProcessFleet:
             self._post(message)
 
 
-def serve_worker(
-    pipe: Connection, name: str, program: Factory, options: WorkerOptions
-) -> None:
+def serve_worker(pipe: Connection, name: str, program: Factory, options: WorkerOptions) -> None:
     """The child's main: obey until the parent is gone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides how a run ends

@@ -103,14 +103,10 @@ class Program(Protocol):
     def initial(self, spec: TensorSpec, region: Region) -> torch.Tensor:
         """A region of a tensor at step 0: a function of (seed, name) alone, on the device."""
 
-    def write_part(
-        self, file: Path, parts: Mapping[str, tuple[Region, torch.Tensor]]
-    ) -> None:
+    def write_part(self, file: Path, parts: Mapping[str, tuple[Region, torch.Tensor]]) -> None:
         """Write one worker's regions of a checkpoint to one file (host tensors)."""
 
-    def read_regions(
-        self, folder: Path, wanted: Mapping[str, Region]
-    ) -> dict[str, torch.Tensor]:
+    def read_regions(self, folder: Path, wanted: Mapping[str, Region]) -> dict[str, torch.Tensor]:
         """Read regions from a whole checkpoint, whatever layout wrote it (host tensors)."""
 
 

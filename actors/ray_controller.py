@@ -46,6 +46,8 @@ class Run:
     opening: RunOpened
     program: Factory
     options: WorkerOptions
+    leavers: tuple[tuple[int, Event], ...] = ()
+    """What shall be posted once a step has committed: planned removals."""
     observers: tuple[Factory, ...] = ()
     num_gpus: float = 0.0
     orphan_timeout_s: float = 30.0
@@ -67,9 +69,7 @@ class RayObserver:
     def __init__(self, factory: Factory, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
         module, _, name = factory.target.partition(":")
-        self._observer: Observer = getattr(importlib.import_module(module), name)(
-            **factory.kwargs
-        )
+        self._observer: Observer = getattr(importlib.import_module(module), name)(**factory.kwargs)
 
     def poll(self) -> None:
         self._orphanage.hear()
@@ -90,7 +90,7 @@ class RayController:
         folder = Path(run.folder)
         self._lease = claim(folder)
         self._samples = LineFile(folder / "system.jsonl")
-        self._shell = Shell(folder, self._lease)
+        self._shell = Shell(folder, self._lease, run.leavers)
         self._fleet = RayFleet(
             run.name,
             run.program,

@@ -93,9 +93,7 @@ class RayFleet:
                 num_cpus=0 if self._num_gpus else 1,
                 num_gpus=self._num_gpus,
                 concurrency_groups=WORKER_GROUPS,
-            ).remote(
-                worker, self._program, self._options, self._controller, self._orphan_timeout_s
-            )
+            ).remote(worker, self._program, self._options, self._controller, self._orphan_timeout_s)
             with self._lock:
                 self._seats[worker] = _Seat(actor)
             life = actor.live.options(concurrency_group="life").remote()

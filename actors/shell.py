@@ -47,8 +47,14 @@ class Shell:
     """Drives one run to its end; `post` may be called from any thread."""
 
     def __init__(
-        self, run_folder: Path, lease: Lease, clock: Callable[[], float] = time.time
+        self,
+        run_folder: Path,
+        lease: Lease,
+        due: tuple[tuple[int, Event], ...] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """`due` are events to be posted once their step has committed."""
+        self._due = list(due)
         self._run_folder = run_folder
         self._lease = lease
         self._clock = clock
@@ -136,10 +142,16 @@ class Shell:
                 self._publish(command)
             case RecordStep():
                 self._metrics.write(dataclasses.asdict(command.record))
+                self._post_due(command.record.step)
             case Stopped():
                 self.outcome = command
             case Relaid() | RolledBack() | Waited():
                 pass  # telling it was all there was to do
+
+    def _post_due(self, step: int) -> None:
+        for entry in [entry for entry in self._due if entry[0] <= step]:
+            self._due.remove(entry)
+            self.post(entry[1])
 
     def _publish(self, command: PublishCheckpoint) -> None:
         told: dict[str, Any] = {"step": command.step, "generation": command.generation}

@@ -110,17 +110,13 @@ class Worker:
     def _warm_up(self) -> None:
         program = make_program(self._factory)
         program.warm_up()
-        self._trainer = Trainer(
-            self.name, program, self._options, self._report, self._interruption
-        )
+        self._trainer = Trainer(self.name, program, self._options, self._report, self._interruption)
         gc.collect()
         gc.freeze()  # what imports left behind need not be walked at every generation's end
         memory_bytes = None
         if program.device.type == "cuda":
             memory_bytes = torch.cuda.get_device_properties(program.device).total_memory
-        self._report(
-            WorkerReady(self.name, self._node, os.getpid(), memory_bytes=memory_bytes)
-        )
+        self._report(WorkerReady(self.name, self._node, os.getpid(), memory_bytes=memory_bytes))
 
     def _obey(self, order: Order) -> None:
         trainer = self._trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.assigning import Job, Wish
+from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.assigning import Job, Place, Wish
+from elastic.placing import Place
+from elastic.planning import Job, Wish
 from elastic.assignment import Assignment
 from elastic.events import Saved
 from elastic.phases import Ending, Phase, Waiting, may_follow

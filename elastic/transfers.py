@@ -94,12 +94,12 @@ class Transfers:
     the lower bound of what must reach it; `bytes_moved` counts its receives.
     """
 
-    old_regions: list[Region | None] = field(default_factory=list)
-    """Per spec, what the worker held (None: nothing, or it is no holder)."""
-    new_regions: list[Region | None] = field(default_factory=list)
-    """Per spec, what it shall hold (None: another stage has it, or it is no member)."""
-    kept: list[int] = field(default_factory=list)
-    """Tensors whose region is unchanged: the same memory goes on."""
+    old_regions: dict[int, Region] = field(default_factory=dict)
+    """What the worker holds, by index into the specs; nothing if it is no living holder."""
+    new_regions: dict[int, Region] = field(default_factory=dict)
+    """What it shall hold; nothing if it is no new member."""
+    kept: set[int] = field(default_factory=set)
+    """Tensors whose region is unchanged: the same memory goes on. For look-up only."""
     copies: list[Copy] = field(default_factory=list)
     sends: list[Piece] = field(default_factory=list)
     receives: list[Piece] = field(default_factory=list)
@@ -273,10 +273,12 @@ def _holds(old: Sharding, first_holder: int, old_rank: int | None) -> bool:
 
 def _stamp(transfers: Transfers, index: int, spec: TensorSpec, share: _Share) -> None:
     """Write a class's share down for one of its tensors."""
-    transfers.old_regions.append(share.old_region)
-    transfers.new_regions.append(share.new_region)
+    if share.old_region is not None:
+        transfers.old_regions[index] = share.old_region
+    if share.new_region is not None:
+        transfers.new_regions[index] = share.new_region
     if share.kept:
-        transfers.kept.append(index)
+        transfers.kept.add(index)
     transfers.copies += [Copy(index, region) for region in share.copies]
     transfers.sends += [Piece(index, region, peer) for region, peer in share.sends]
     transfers.receives += [Piece(index, region, peer) for region, peer in share.receives]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import prod
 from pathlib import Path
 
@@ -18,32 +18,33 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader, LoadPlan
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from actors.checkpoints import MANIFEST
 from elastic.regions import Region
 from pipelines.errors import UserError
 
 OFFSETS = "DCP_SHARDING_INFO"
 """The header field in which DCP's Hugging Face storage keeps where each tensor begins."""
-SUFFIX = ".safetensors"
 
 
 def write_part(file: Path, parts: Mapping[str, tuple[Region, Tensor]]) -> None:
     """Write one worker's regions to one file and flush it to the disk.
 
-    Raises `ValueError` if the file has not the suffix that the reader looks for, or a tensor
-    not the shape of its region.
+    Raises `OSError` if the disk refuses, `ValueError` if a tensor has not its region's shape.
     """
-    if file.suffix != SUFFIX:
-        raise ValueError(f"{file}: the name of a checkpoint part ends in {SUFFIX}")
     for name, (region, tensor) in parts.items():
         if tuple(tensor.shape) != region.shape:
             raise ValueError(f"{name}: a tensor of {tuple(tensor.shape)} for {region}")
     offsets = {name: {"saved_offsets": region.offsets} for name, (region, _) in parts.items()}
     tensors = {name: tensor.detach().contiguous() for name, (_, tensor) in parts.items()}
-    save_file(tensors, file, metadata={"format": "pt", OFFSETS: json.dumps(offsets)})
+    try:
+        save_file(tensors, file, metadata={"format": "pt", OFFSETS: json.dumps(offsets)})
+    except SafetensorError as error:
+        raise OSError(f"{file}: cannot be written ({error})") from error
     with file.open("rb") as written:
         os.fsync(written.fileno())
 
@@ -56,6 +57,7 @@ def read_regions(folder: Path, wanted: Mapping[str, Region]) -> dict[str, Tensor
     """
     try:
         reader = HuggingFaceStorageReader(str(folder))
+        reader.fs = _Listed(json.loads((folder / MANIFEST).read_text())["files"])
         metadata = reader.read_metadata()
         reader.set_up_storage_reader(metadata, is_coordinator=True)
         items: list[ReadItem] = []
@@ -70,6 +72,17 @@ def read_regions(folder: Path, wanted: Mapping[str, Region]) -> dict[str, Tensor
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"{folder}: cannot be read as a checkpoint ({error})") from error
     return regions
+
+
+class _Listed(FileSystem):
+    """A folder in which nothing is seen but the files that its manifest names: a worker that
+    died may have left half a part."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self.files = list(files)
+
+    def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        return [str(Path(path) / name) for name in self.files]
 
 
 class _IntoRegions(DefaultLoadPlanner):

@@ -45,9 +45,7 @@ class LocalState:
 
         Raises `ValueError` for a tensor that is missing or has another shape than the shard.
         """
-        given = {
-            name: _given(tensors, name, expected) for name, expected in self.tensors().items()
-        }
+        given = {name: _given(tensors, name, expected) for name, expected in self.tensors().items()}
         kept = {
             name: {key: given[optimizer_name(name, key)] for key in state}
             for name, state in self.optimizer.state().items()
@@ -61,10 +59,11 @@ class LocalState:
         self._read_module()
         self.optimizer = LocalOptimizer(self.settings.optimizer, self.shards, kept)
 
+    @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         """The local shards of the reduced gradients; parameters without one are left out."""
         return {
-            name: parameter.grad._local_tensor
+            name: parameter.grad.to_local()
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
@@ -98,9 +97,7 @@ class LocalState:
         self.parameters: dict[str, DTensor] = {
             name: value for name, value in named.items() if isinstance(value, DTensor)
         }
-        self.buffers = {
-            name: value for name, value in named.items() if name not in self.parameters
-        }
+        self.buffers = {name: value for name, value in named.items() if name not in self.parameters}
         self.shards = {name: value.to_local() for name, value in self.parameters.items()}
         self._num_copies = {name: _num_copies(value) for name, value in self.parameters.items()}
 

@@ -25,14 +25,15 @@ class Mlp(nn.Module):
 
     def __init__(self, settings: MlpSettings) -> None:
         super().__init__()
-        pairs = zip(settings.dims, settings.dims[1:], strict=False)
+        pairs = zip(settings.dims[:-1], settings.dims[1:-1], strict=False)
         self.layers = nn.ModuleList(nn.Linear(first, second) for first, second in pairs)
+        self.output = nn.Linear(*settings.dims[-2:])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        hidden = inputs.to(self.layers[0].weight.dtype)
-        for layer in self.layers[:-1]:
+        hidden = inputs.to(self.output.weight.dtype)
+        for layer in self.layers:
             hidden = functional.relu(layer(hidden))
-        return self.layers[-1](hidden)
+        return self.output(hidden)
 
 
 class MlpWorkload:
@@ -48,7 +49,7 @@ class MlpWorkload:
         return Mlp(self.settings)
 
     def blocks(self, module: Mlp) -> Sequence[nn.Module]:
-        return list(module.layers[:-1])
+        return list(module.layers)
 
     def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
         if tensor.ndim == 1:

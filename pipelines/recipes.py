@@ -22,9 +22,7 @@ from pipelines.settings import (
 def tiny() -> TrainSettings:
     """Test size: 0.1 M parameters, steps of a few tens of milliseconds on a CPU."""
     return TrainSettings(
-        model=TransformerSettings(
-            dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96
-        ),
+        model=TransformerSettings(dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96),
         data=DataSettings(seq_len=32),
         optimizer=OptimizerSettings(lr=3e-3, min_lr=3e-4, warmup_steps=5, decay_steps=100),
         batch=12,
@@ -88,7 +86,9 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
     recipe = getattr(module, function, None)
     if not callable(recipe):
         known = [key for key, value in vars(module).items() if callable(value)]
-        raise UserError(f"recipe {name}: {place} has no function {function}; {near(function, known)}")
+        raise UserError(
+            f"recipe {name}: {place} has no function {function}; {near(function, known)}"
+        )
     return recipe
 
 

@@ -56,7 +56,7 @@ class TransformerSettings(Settings):
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"model.num_heads={self.num_heads} is no multiple of "
-                f"model.num_kv_heads={self.num_kv_heads}: query heads share key heads in equal parts"
+                f"model.num_kv_heads={self.num_kv_heads}: equal groups of query heads share one"
             )
         return self
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.regions import Region
-from elastic.specs import TensorSpec
+from elastic.specs import Kind, TensorSpec
 from pipelines.optimizer import state_template
 from pipelines.seeds import keyed_generator
 from pipelines.settings import TrainSettings
@@ -38,18 +38,23 @@ def build_on_meta(workload: Workload, settings: TrainSettings) -> nn.Module:
 def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec, ...]:
     """Parameters, then buffers that are state, then the optimizer's, each in the module's order.
 
-    All that has a parameter's shape is sharded as the parameter is: dim 0 over `fsdp`.
+    What has a parameter's shape is sharded as the parameter is: dim 0 over `fsdp`.
     """
     module = build_on_meta(workload, settings)
+    num_layers = len(workload.blocks(module))
+    specs = []
     parameters = dict(module.named_parameters())
-    specs = [_spec(name, value, fsdp_dim=0) for name, value in parameters.items()]
-    specs += [_spec(name, value) for name, value in buffers(module)]
+    for name, parameter in parameters.items():
+        specs.append(_spec(name, parameter, num_layers, "parameter", fsdp_dim=0))
+    for name, buffer in buffers(module):
+        specs.append(_spec(name, buffer, num_layers, "buffer", fsdp_dim=None))
     template = state_template(settings.optimizer, stored_dtype(settings))
     for name, parameter in parameters.items():
         for key, kept in template.items():
-            whole = kept.new_empty(parameter.shape, device="meta") if kept.ndim else kept
+            like = parameter.to(kept.dtype) if kept.ndim else kept
+            fsdp_dim = 0 if kept.ndim else None
             full_name = optimizer_name(name, key)
-            specs.append(_spec(full_name, whole, fsdp_dim=0 if kept.ndim else None))
+            specs.append(_spec(full_name, like, num_layers, "optimizer", fsdp_dim))
     return tuple(specs)
 
 
@@ -80,7 +85,9 @@ def initial_value(
     return whole[slices].to(dtype, copy=True).contiguous()
 
 
-def _spec(name: str, value: Tensor, fsdp_dim: int | None = None) -> TensorSpec:
+def _spec(
+    name: str, value: Tensor, num_layers: int, kind: Kind, fsdp_dim: int | None
+) -> TensorSpec:
     layer = LAYER.search(name)
     return TensorSpec(
         name,
@@ -88,4 +95,6 @@ def _spec(name: str, value: Tensor, fsdp_dim: int | None = None) -> TensorSpec:
         str(value.dtype).removeprefix("torch."),
         layer=int(layer[1]) if layer else None,
         fsdp_dim=fsdp_dim,
+        kind=kind,
+        num_layers=num_layers if layer else 0,
     )

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from actors.program import Groups
+from actors.torch_private import reset_group_tables
 from elastic.assignment import Assignment
 from elastic.layout import Layout
 from elastic.regions import Region
@@ -33,8 +33,6 @@ def warm_up(workload: Workload, settings: TrainSettings, device: torch.device) -
     )
     with group_of_one(device) as groups:
         _one_step(workload.miniature(), small, groups)
-    _clear_sharding_prop_cache()
-    gc.collect()
 
 
 @contextmanager
@@ -51,15 +49,16 @@ def group_of_one(device: torch.device) -> Iterator[Groups]:
             init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "fsdp")),
         )
     finally:
-        dist.destroy_process_group()
+        reset_group_tables()
+        gc.collect()
 
 
 def _one_step(workload: Workload, settings: TrainSettings, groups: Groups) -> None:
     replica = DataParallelReplica(workload, settings, groups)
     tensors = {}
     for spec in state_specs(workload, settings):
-        whole = Region((0,) * len(spec.shape), spec.shape)
-        tensors[spec.name] = initial_value(workload, settings, spec, whole).to(groups.device)
+        value = initial_value(workload, settings, spec, Region.whole(spec.shape))
+        tensors[spec.name] = value.to(groups.device)
     replica.adopt(tensors)
     loss_sum, num_tokens, sq_grad_norm = replica.compute(1, _never).tolist()
     replica.apply(1, Vote(1, loss_sum, int(num_tokens), sq_grad_norm, num_contributions=1))

@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 from pipelines.errors import UserError
 
 COLUMN = "text"
-NUM_ROWS_AT_ONCE = 256
+NUM_ROWS_AT_ONCE = 64
+READ_BYTES = 1 << 20
 
 WHOLE_TEXT_BYTES = 1 << 20
 """A text file up to this size is one document; a larger one is a collection, and is cut."""
@@ -81,7 +82,7 @@ def jsonl_text(line: bytes, where: str) -> str:
 
 def parquet_documents(file: Path) -> Iterator[str]:
     """The column `text` of a Parquet file, a row a document; nulls are passed over."""
-    with pq.ParquetFile(file, memory_map=True) as table:
+    with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
         check_column(file, table.schema_arrow)
         for batch in table.iter_batches(batch_size=NUM_ROWS_AT_ONCE, columns=[COLUMN]):
             yield from texts(batch)
@@ -89,12 +90,10 @@ def parquet_documents(file: Path) -> Iterator[str]:
 
 def arrow_documents(file: Path) -> Iterator[str]:
     """The column `text` of an Arrow IPC file or stream, a row a document; nulls passed over."""
-    with pa.memory_map(str(file)) as mapped:
-        if mapped.size() == 0:
-            raise UserError(f"{file}: is empty; write it again or leave it out")
-        is_file = mapped.read(6) == b"ARROW1"
-        mapped.seek(0)
-        reader = pa.ipc.open_file(mapped) if is_file else pa.ipc.open_stream(mapped)
+    with pa.OSFile(str(file)) as opened:
+        is_file = opened.read(6) == b"ARROW1"
+        opened.seek(0)
+        reader = pa.ipc.open_file(opened) if is_file else pa.ipc.open_stream(opened)
         check_column(file, reader.schema)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         for batch in batches:

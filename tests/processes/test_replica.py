@@ -1,10 +1,10 @@
-"""The replica equals a plain loop, on one process and on any mesh of dp and fsdp."""
+"""The replica equals a plain loop, in one process and on any mesh of dp and fsdp."""
 
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import plain_loop
 import pytest
@@ -14,20 +14,20 @@ import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from actors.program import Groups
+from actors.program import Groups, StateBytes
 from elastic.assignment import Assignment
 from elastic.layout import Layout
-from elastic.regions import Region
 from elastic.samples import batch_ids, sample_of
+from elastic.shards import region_of
 from elastic.votes import Vote
 from pipelines.optimizer import learning_rate
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
-from pipelines.replica import DataParallelReplica
 from pipelines.settings import DataSettings, TrainSettings
 from pipelines.warm_up import group_of_one
 
 NUM_STEPS = 10
+NUM_PROCESSES = 4
 LAYOUTS = (Layout(), Layout(dp=2), Layout(fsdp=2), Layout(fsdp=3), Layout(dp=2, fsdp=2))
 SETTINGS = tiny().model_copy(
     update={
@@ -41,38 +41,96 @@ SETTINGS = tiny().model_copy(
 CPU = torch.device("cpu")
 
 
-def make_program(settings: TrainSettings = SETTINGS) -> TrainingProgram:
-    return TrainingProgram(settings.model_dump(mode="json"), device="cpu")
+class Trained(NamedTuple):
+    """What one rank has to tell of its run."""
 
-
-def shard(program: TrainingProgram, layout: Layout, world_rank: int) -> dict[str, torch.Tensor]:
-    """What a rank holds at step 0, by torch's chunk semantics along dim 0."""
-    tensors = {}
-    for spec in program.specs():
-        whole = program.initial(spec, Region((0,) * len(spec.shape), spec.shape))
-        if spec.fsdp_dim is not None:
-            chunks = whole.chunk(layout.fsdp, spec.fsdp_dim)
-            place = layout.coordinates(world_rank).fsdp
-            whole = chunks[place] if place < len(chunks) else whole[:0]
-        tensors[spec.name] = whole.clone()
-    return tensors
+    losses: list[float]
+    held_out: float
+    tensors: dict[str, torch.Tensor]
+    uncopied: bool
+    num_collectives_in_compute: int
+    num_collectives_in_apply: int
+    sizes: StateBytes
 
 
 def never() -> None:
-    pass
+    """Nobody interrupts."""
 
 
-def train_step(replica: DataParallelReplica, step: int) -> float:
-    sums = replica.compute(step, never)
-    dist.all_reduce(sums)
-    loss_sum, num_tokens, sq_grad_norm = sums.tolist()
-    replica.apply(step, Vote(step, loss_sum, int(num_tokens), sq_grad_norm, dist.get_world_size()))
-    return loss_sum / num_tokens
+def program_of(settings: TrainSettings) -> TrainingProgram:
+    return TrainingProgram(settings.model_dump(mode="json"), device="cpu")
 
 
+def local_tensors(program: TrainingProgram, groups: Groups) -> dict[str, torch.Tensor]:
+    """What a rank holds at step 0, by the shard map."""
+    layout = groups.assignment.layout
+    place = layout.coordinates(groups.world_rank)
+    regions = {spec: region_of(spec, layout, place) for spec in program.specs()}
+    return {spec.name: program.initial(spec, region) for spec, region in regions.items()}
+
+
+def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) -> Trained:
+    replica = program.build(groups)
+    given = local_tensors(program, groups)
+    replica.adopt(given)
+    adopted = replica.tensors()
+    uncopied = all(adopted[name].data_ptr() == given[name].data_ptr() for name in given)
+    held_out = replica.evaluate(0, never)
+    losses = []
+    for step in range(1, num_steps + 1):
+        with CommDebugMode() as in_compute:
+            sums = replica.compute(step, never)
+        dist.all_reduce(sums)
+        loss_sum, num_tokens, sq_grad_norm = sums.tolist()
+        vote = Vote(step, loss_sum, int(num_tokens), sq_grad_norm, dist.get_world_size())
+        with CommDebugMode() as in_apply:
+            replica.apply(step, vote)
+        losses.append(loss_sum / num_tokens)
+    return Trained(
+        losses,
+        held_out,
+        {name: tensor.clone() for name, tensor in replica.tensors().items()},
+        uncopied,
+        in_compute.get_total_counts(),
+        in_apply.get_total_counts(),
+        replica.state_bytes(),
+    )
+
+
+def run_rank(world_rank: int, folder: Path) -> None:
+    """One of the processes: train under each layout that has such a rank."""
+    torch.set_num_threads(1)
+    file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
+    for layout in LAYOUTS:
+        if world_rank >= layout.num_workers:
+            continue
+        store = dist.PrefixStore(str(layout), file)
+        dist.init_process_group("gloo", None, -1, layout.num_workers, world_rank, store)
+        mesh = init_device_mesh("cpu", (layout.dp, layout.fsdp), mesh_dim_names=("dp", "fsdp"))
+        members = tuple(f"w{i}" for i in range(layout.num_workers))
+        groups = Groups(Assignment(7, layout, members), world_rank, CPU, dist.group.WORLD, mesh)
+        log = {"record_samples": folder / f"{layout}.jsonl"}
+        trained = train(program_of(SETTINGS.model_copy(update=log)), groups)
+        torch.save(trained._asdict(), folder / f"{layout}-{world_rank}.pt")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all layouts, trained by four processes."""
+    folder = tmp_path_factory.mktemp("replica")
+    torch.multiprocessing.spawn(run_rank, (folder,), nprocs=NUM_PROCESSES)
+    return folder
+
+
+def trained_by(folder: Path, layout: Layout, world_rank: int) -> Trained:
+    return Trained(**torch.load(folder / f"{layout}-{world_rank}.pt", weights_only=False))
+
+
+@pytest.fixture(scope="module")
 def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
     """The losses and final weights of the plain loop."""
-    program = make_program()
+    program = program_of(SETTINGS)
     model, data, optimizer = SETTINGS.model, program.workload.train, SETTINGS.optimizer
     plain = plain_loop.Plain(
         model.num_layers,
@@ -84,8 +142,11 @@ def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
         optimizer.weight_decay,
         optimizer.max_grad_norm,
     )
-    weights = shard(program, Layout(), 0)
-    weights = {name: value for name, value in weights.items() if not name.startswith("optimizer.")}
+    weights = {
+        spec.name: program.initial(spec, region_of(spec, Layout(), Layout().coordinates(0)))
+        for spec in program.specs()
+        if spec.kind == "parameter"
+    }
     batches = []
     for step in range(1, NUM_STEPS + 1):
         ids = batch_ids(step, SETTINGS.batch)
@@ -94,37 +155,118 @@ def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
     return plain_loop.train(plain, weights, batches), weights
 
 
-def run_rank(world_rank: int, folder: Path) -> None:
-    """One of four processes: train under each layout that has such a rank."""
-    torch.set_num_threads(1)
-    file = dist.FileStore(str(folder / "store"), 4)
-    for layout in LAYOUTS:
-        if world_rank >= layout.num_workers:
-            continue
-        store = dist.PrefixStore(str(layout), file)
-        dist.init_process_group(
-            "gloo", store=store, rank=world_rank, world_size=layout.num_workers
-        )
-        result = train_under(layout, world_rank, folder)
-        torch.save(result, folder / f"{layout}-{world_rank}.pt")
-        dist.destroy_process_group()
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_layout_trains_as_the_plain_loop_does(folder, expected, layout) -> None:
+    losses, weights = expected
+    ranks = [trained_by(folder, layout, rank) for rank in range(layout.num_workers)]
+    for trained in ranks:
+        assert trained.losses == pytest.approx(losses, rel=1e-9)
+    for name, weight in weights.items():
+        shards = [trained.tensors[name] for trained in ranks[: layout.fsdp]]
+        torch.testing.assert_close(torch.cat(shards), weight.detach(), rtol=1e-9, atol=1e-12)
+    assert losses[-1] < losses[0]
 
 
-def train_under(layout: Layout, world_rank: int, folder: Path) -> dict[str, object]:
-    mesh = init_device_mesh("cpu", (layout.dp, layout.fsdp), mesh_dim_names=("dp", "fsdp"))
-    members = tuple(f"w{i}" for i in range(layout.num_workers))
-    assignment = Assignment(7, layout, members)
-    groups = Groups(assignment, world_rank, CPU, dist.group.WORLD, mesh)
-    log = folder / f"{layout}.jsonl"
-    program = make_program(SETTINGS.model_copy(update={"record_samples": log}))
-    replica = program.build(groups)
-    given = shard(program, layout, world_rank)
-    replica.adopt(given)
-    held_out = replica.evaluate(0, never)
-    losses = [train_step(replica, step) for step in range(1, NUM_STEPS + 1)]
-    replica.compute(NUM_STEPS + 1, never)
-    vote = Vote(NUM_STEPS + 1, 1.0, 1, 1.0, layout.num_workers)
-    with CommDebugMode() as counted:
-        replica.apply(NUM_STEPS + 1, vote)
-    num_collectives = counted.get_total_counts()
-    ...
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_replicas_stay_bit_equal(folder, layout) -> None:
+    for rank in range(layout.fsdp, layout.num_workers):
+        first = trained_by(folder, layout, rank % layout.fsdp).tensors
+        for name, tensor in trained_by(folder, layout, rank).tensors.items():
+            assert torch.equal(tensor, first[name]), name
+
+
+def test_the_evaluation_is_bit_equal_under_every_layout(folder) -> None:
+    values = {
+        trained_by(folder, layout, rank).held_out
+        for layout in LAYOUTS
+        for rank in range(layout.num_workers)
+    }
+    assert len(values) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_apply_runs_no_collective(folder, layout) -> None:
+    trained = trained_by(folder, layout, 0)
+    assert trained.num_collectives_in_compute > 0
+    assert trained.num_collectives_in_apply == 0
+
+
+def test_what_divides_evenly_is_adopted_without_a_copy(folder) -> None:
+    assert trained_by(folder, Layout(dp=2), 1).uncopied
+    assert trained_by(folder, Layout(dp=2, fsdp=2), 3).uncopied
+
+
+def test_shards_take_their_part_of_the_memory(folder) -> None:
+    whole = trained_by(folder, Layout(dp=2), 0).sizes
+    half = trained_by(folder, Layout(fsdp=2), 0).sizes
+    assert half.param_bytes == half.grad_bytes == whole.param_bytes / 2
+    assert half.optimizer_bytes == pytest.approx(whole.optimizer_bytes / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_every_sample_id_is_read_once(folder, layout) -> None:
+    rows = [json.loads(line) for line in (folder / f"{layout}.jsonl").read_text().splitlines()]
+    read = sorted(one for row in rows for one in row["ids"])
+    assert read == list(range(NUM_STEPS * SETTINGS.batch))
+    assert {row["generation"] for row in rows} == {7}
+
+
+class Stop(Exception):
+    """What an abort raises here."""
+
+
+@pytest.mark.parametrize("num_calls", [0, 3, 7])
+def test_an_abort_is_noticed_within_a_block_of_forward_and_backward(num_calls) -> None:
+    program = program_of(SETTINGS)
+    calls = []
+
+    def interrupt() -> None:
+        calls.append(1)
+        if len(calls) > num_calls:
+            raise Stop
+
+    with group_of_one(CPU) as groups:
+        replica = program.build(groups)
+        replica.adopt(local_tensors(program, groups))
+        with pytest.raises(Stop):
+            replica.compute(1, interrupt)
+        held = local_tensors(program, groups)
+        assert all(torch.equal(held[name], kept) for name, kept in replica.tensors().items())
+    assert len(calls) == num_calls + 1
+
+
+def test_a_step_that_is_not_finite_leaves_the_state_as_it_was() -> None:
+    program = program_of(SETTINGS)
+    with group_of_one(CPU) as groups:
+        replica = program.build(groups)
+        replica.adopt(local_tensors(program, groups))
+        replica.compute(1, never)
+        applied = replica.apply(1, Vote(1, 0.0, 80, 1.0, 1, num_nonfinite=1))
+        held = local_tensors(program, groups)
+        assert applied.skipped and applied.grad_norm is None
+        assert all(torch.equal(held[name], kept) for name, kept in replica.tensors().items())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"activation_checkpointing": True}, {"microbatch": 5}, {"batch": 10, "microbatch": 2}],
+    ids=str,
+)
+def test_how_a_batch_is_computed_does_not_change_its_maths(change) -> None:
+    plain = SETTINGS.model_copy(update={"batch": change.get("batch", SETTINGS.batch)})
+    losses = []
+    for settings in (plain, plain.model_copy(update=change)):
+        with group_of_one(CPU) as groups:
+            losses.append(train(program_of(settings), groups, num_steps=3).losses)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+
+
+def test_dropout_follows_the_microbatch_and_not_the_process() -> None:
+    model = SETTINGS.model.model_copy(update={"dropout": 0.1})
+    settings = SETTINGS.model_copy(update={"model": model})
+    losses = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with group_of_one(CPU) as groups:
+            losses.append(train(program_of(settings), groups, num_steps=2).losses)
+    assert losses[0] == losses[1]

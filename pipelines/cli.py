@@ -1,0 +1,125 @@
+"""The command line: `elastic train`, `elastic prepare`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from pipelines.data import find_corpus, find_tokenizer, prepare
+from pipelines.drive import drive
+from pipelines.errors import UserError
+from pipelines.plan import Asked
+
+app = typer.Typer(
+    help="Training that never stops because a machine did.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+USER_ERROR = 2
+
+
+@app.callback()
+def elastic() -> None:
+    """Training that never stops because a machine did."""
+
+
+@app.command()
+def train(
+    recipe: Annotated[
+        str,
+        typer.Argument(help="tiny | byte_lm | mlp | path/to/file.py:function | module:function"),
+    ],
+    run_name: Annotated[
+        str | None, typer.Option(help="The run's name; the same name again resumes it.")
+    ] = None,
+    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    workers: Annotated[
+        str | None, typer.Option(metavar="MIN:MAX", help="How many workers; MAX alone is 1:MAX.")
+    ] = None,
+    layout: Annotated[
+        str | None, typer.Option(help="The layout wished for at full strength, e.g. dp=2,fsdp=2.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow), or 'random'."
+        ),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
+    ] = None,
+    inject: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
+    ] = None,
+    record_samples: Annotated[
+        bool,
+        typer.Option("--record-samples", help="Write down the samples as each rank reads them."),
+    ] = False,
+    tracking_uri: Annotated[
+        str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
+    ] = None,
+    experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Leave the run to its cluster and return.")
+    ] = False,
+) -> None:
+    """Train RECIPE, or resume the run of that name."""
+    asked = Asked(
+        recipe=recipe,
+        run_name=run_name,
+        storage=storage,
+        workers=workers,
+        layout=layout,
+        steps=steps,
+        data=data,
+        changes=tuple(set_ or ()),
+        inject=tuple(inject or ()),
+        record_samples=record_samples,
+        tracking_uri=tracking_uri,
+        experiment=experiment,
+        detach=detach,
+    )
+    raise typer.Exit(drive(asked, Console()))
+
+
+@app.command(name="prepare")
+def prepare_command(
+    data: Annotated[
+        str, typer.Argument(help="Text: a folder, file or glob; '' is the standard library.")
+    ],
+    out: Annotated[Path, typer.Argument(help="The folder for the token shards.")],
+    tokenizer: Annotated[
+        str, typer.Option(help="'bytes', or a Hugging Face tokenizers JSON file.")
+    ] = "bytes",
+    separator: Annotated[
+        str | None, typer.Option(help="The token that parts documents, if not the usual one.")
+    ] = None,
+    held_out_fraction: Annotated[
+        float, typer.Option(help="Part of the documents held out.")
+    ] = 0.02,
+) -> None:
+    """Turn text into memory-mapped token shards, to be given to --data."""
+    index = prepare(find_corpus(data), out, find_tokenizer(tokenizer, separator), held_out_fraction)
+    counts = ", ".join(
+        f"{name}: {split.num_tokens:,} tokens" for name, split in index.splits.items()
+    )
+    typer.echo(f"{out}: {counts}; train on them with --data {out}")
+
+
+def main() -> None:
+    """The `elastic` command. Exit codes: 0, 1 failed, 2 user error, 130 and 143 interrupted."""
+    try:
+        app()
+    except UserError as error:
+        print(f"elastic: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)

@@ -1,0 +1,103 @@
+"""Drive a run from the terminal: start it, show it, pass signals on, end with the right code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+import torch
+from rich.console import Console
+
+from actors.errors import RunTaken
+from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
+from actors.ray_controller import Progress
+from pipelines.display import Display
+from pipelines.errors import UserError
+from pipelines.plan import Asked, Plan, make_plan
+from pipelines.run_folder import Tail
+
+NAMESPACE = "elastic"
+
+
+class Interrupts:
+    """The first signal asks for a stop at the next boundary, the second ends at once."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.told = False
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._take)
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if self.number:
+            raise KeyboardInterrupt
+        self.number = number
+
+
+def drive(asked: Asked, console: Console) -> int:
+    """Run what is asked for; return the exit code. Raises `UserError`."""
+    plan = make_plan(asked, torch.cuda.device_count())
+    interrupts = Interrupts()
+    console.print(
+        f"run {plan.folder.name}: {plan.folder.path}  ·  MLflow: {plan.tracking_uri}",
+        soft_wrap=True,
+        highlight=False,
+    )
+    _join_or_start_cluster(plan)
+    try:
+        return _follow(plan, console, interrupts, asked.detach)
+    except RunTaken as error:
+        raise UserError(str(error)) from None
+    except KeyboardInterrupt:
+        return 128 + interrupts.number
+    finally:
+        close_cluster(plan.folder.name, keep_actors=asked.detach)
+
+
+def _join_or_start_cluster(plan: Plan) -> None:
+    address = os.environ.get("RAY_ADDRESS")
+    try:
+        join_or_start_cluster(address, plan.num_workers, bool(plan.run.num_gpus), NAMESPACE)
+    except ConnectionError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
+            "local one"
+        ) from None
+
+
+def _follow(plan: Plan, console: Console, interrupts: Interrupts, detach: bool) -> int:
+    started = time.time()
+    drive_ = Drive(plan.run)
+    if detach:
+        return 0
+    journal, metrics = Tail(plan.folder.journal), Tail(plan.folder.metrics)
+    with Display(console, plan.folder.name, since=started) as display:
+
+        def show() -> None:
+            if interrupts.number and not interrupts.told:
+                interrupts.told = True
+                name = signal.Signals(interrupts.number).name
+                drive_.request_stop(f"{name} at the driver")
+            display.update(time.time(), journal.drain(), metrics.drain())
+
+        progress = drive_.follow(show)
+        show()
+    console.print(display.summary(time.time()), highlight=False, soft_wrap=True)
+    _tell_ending(progress)
+    assert progress.outcome is not None
+    return exit_code(progress.outcome, interrupts.number)
+
+
+def _tell_ending(progress: Progress) -> None:
+    """What went wrong goes to standard error, the user's own traceback first."""
+    outcome = progress.outcome
+    assert outcome is not None
+    if outcome.traceback:
+        print(outcome.traceback, file=sys.stderr)
+    if outcome.outcome != "completed":
+        print(f"elastic: {outcome.outcome}: {outcome.reason}", file=sys.stderr)
+    for line in progress.undelivered:
+        print(f"elastic: {line}", file=sys.stderr)

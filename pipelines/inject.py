@@ -1,0 +1,48 @@
+"""Faults as sentences: `kill worker 3 at step 60`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import cast, get_args
+
+from actors.faults import MOMENTS, Fault, Moment
+from elastic.events import WorkerLeaving
+from pipelines.errors import UserError
+
+_SENTENCE = re.compile(
+    r"(?P<action>kill|stop|hang|raise in|remove) workers? (?P<workers>\d+(?:(?:,| and|, and) \d+)*)"
+    r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))? (?:at|of|in|before|after) step (?P<step>\d+)"
+)
+_MOMENTS = {**{moment: moment for moment in MOMENTS}, "re-laying-out": "relaying"}
+EXAMPLES = (
+    "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
+    "remove worker 2 at step 40; kill worker 1 while forming before step 61"
+)
+
+
+def parse_faults(
+    sentences: Iterable[str],
+) -> tuple[tuple[Fault, ...], tuple[tuple[int, WorkerLeaving], ...]]:
+    """What workers do to themselves, and who is to leave by plan after which step.
+
+    Worker 3 is the one named w3; replacements get new numbers. Raises `UserError` for a sentence
+    that is not understood.
+    """
+    faults: list[Fault] = []
+    leavers: list[tuple[int, WorkerLeaving]] = []
+    for sentence in sentences:
+        match = _SENTENCE.fullmatch(" ".join(sentence.lower().split()))
+        moment = _MOMENTS.get(match["moment"] or "compute") if match else None
+        if match is None or moment is None:
+            raise UserError(
+                f"--inject {sentence!r} is not understood; write e.g. {EXAMPLES} "
+                f"(moments: {', '.join(get_args(Moment))})"
+            )
+        step, action = int(match["step"]), match["action"].split()[0]
+        for number in re.findall(r"\d+", match["workers"]):
+            if action == "remove":
+                leavers.append((step, WorkerLeaving(f"w{number}", "asked for by --inject")))
+            else:
+                faults.append(Fault(action, f"w{number}", step, cast(Moment, moment)))  # type: ignore[arg-type]
+    return tuple(faults), tuple(leavers)

@@ -1,0 +1,207 @@
+"""From what the user asks for to what a controller is given; every refusal is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from actors.program import Factory
+from actors.ray_controller import Run
+from actors.trainer import WorkerOptions
+from elastic.errors import ElasticError
+from elastic.events import RunOpened
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from pipelines.data import prepared_folder
+from pipelines.errors import UserError
+from pipelines.inject import parse_faults
+from pipelines.overrides import differing_maths, override
+from pipelines.program import TrainingProgram
+from pipelines.recipes import load
+from pipelines.run_folder import RunFolder, default_tracking_uri
+from pipelines.settings import TrainSettings
+
+_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RECIPE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The command line of `elastic train`, as typed."""
+
+    recipe: str
+    run_name: str | None = None
+    storage: Path = Path("runs")
+    workers: str | None = None
+    layout: str | None = None
+    steps: int | None = None
+    data: str | None = None
+    changes: tuple[str, ...] = ()
+    inject: tuple[str, ...] = ()
+    record_samples: bool = False
+    tracking_uri: str | None = None
+    experiment: str = "elastic"
+    detach: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that can be started, and what to tell about it."""
+
+    run: Run
+    folder: RunFolder
+    settings: TrainSettings
+    num_workers: int
+    tracking_uri: str
+
+
+def make_plan(asked: Asked, num_gpus: int) -> Plan:
+    """Check everything that can be checked before anything is started or written.
+
+    Raises `UserError`.
+    """
+    settings = _settings(asked)
+    policy = _policy(asked.workers, num_gpus)
+    wish = _wish(asked.layout, policy)
+    folder = _run_folder(asked)
+    if asked.record_samples:
+        samples = folder.path.resolve() / "samples.jsonl"
+        settings = settings.model_copy(update={"record_samples": samples})
+    data_folder = prepared_folder(
+        settings.data.source,
+        asked.storage.resolve() / "data",
+        tokenizer=settings.data.tokenizer,
+        separator=settings.data.separator,
+        held_out_fraction=settings.data.held_out_fraction,
+    )
+    described = settings.model_dump(mode="json")
+    kwargs = {"settings": described, "data_folder": str(data_folder) if data_folder else None}
+    program = TrainingProgram(**kwargs, device="cpu")
+    recipe = {
+        "format": RECIPE_FORMAT,
+        "recipe": asked.recipe,
+        "steps": settings.steps,
+        "num_samples": program.workload.num_samples,
+        "data_folder": kwargs["data_folder"],
+        "workers": f"{policy.min_workers}:{policy.max_workers}",
+        "layout": asked.layout,
+        "settings": described,
+    }
+    _store_recipe(folder, recipe, settings)
+    faults, leavers = parse_faults(asked.inject)
+    tracking_uri = asked.tracking_uri or default_tracking_uri(asked.storage)
+    opening = RunOpened(0, policy, wish, _job(settings, program))
+    options = WorkerOptions(
+        run_folder=str(folder.path.resolve()),
+        collective_timeout_s=policy.collective_timeout_s,
+        checkpoint_every=settings.checkpoint_every,
+        faults=faults,
+    )
+    observer = Factory(
+        "pipelines.tracking:Tracker",
+        {
+            "run_folder": str(folder.path.resolve()),
+            "tracking_uri": tracking_uri,
+            "experiment": asked.experiment,
+        },
+    )
+    run = Run(
+        name=folder.name,
+        folder=str(folder.path.resolve()),
+        opening=opening,
+        program=Factory("pipelines.program:TrainingProgram", kwargs),
+        options=options,
+        leavers=leavers,
+        observers=(observer,),
+        num_gpus=1.0 if num_gpus else 0.0,
+        detached=asked.detach,
+    )
+    return Plan(run, folder, settings, policy.max_workers, tracking_uri)
+
+
+def _settings(asked: Asked) -> TrainSettings:
+    changes = list(asked.changes)
+    changes += [f"data.source={asked.data}"] if asked.data is not None else []
+    changes += [f"steps={asked.steps}"] if asked.steps is not None else []
+    return override(load(asked.recipe), changes)
+
+
+def _policy(workers: str | None, num_gpus: int) -> Policy:
+    """`MIN:MAX`, or `MAX` alone for any number up to it."""
+    text = workers or str(num_gpus or min(4, os.cpu_count() or 1))
+    fewest, colon, most = text.rpartition(":")
+    if not (most.isdecimal() and (fewest.isdecimal() or not colon)):
+        raise UserError(f"--workers {text}: write MIN:MAX, e.g. 2:4, or the most alone, e.g. 4")
+    min_workers, max_workers = int(fewest or 1), int(most)
+    if min_workers < 1 or max_workers < 1:
+        raise UserError(f"--workers {text}: a run needs at least 1 worker")
+    if min_workers > max_workers:
+        raise UserError(f"--workers {text}: the minimum is over the maximum; write MIN:MAX")
+    return Policy(min_workers=min_workers, max_workers=max_workers)
+
+
+def _wish(layout: str | None, policy: Policy) -> Wish:
+    try:
+        wish = Wish.parse(layout or "", policy.max_workers)
+    except ElasticError as error:
+        raise UserError(f"--layout {layout}: {error}") from None
+    if (wish.pp, wish.cp, wish.tp, wish.ep, wish.zero) != (1, 1, 1, 1, 3):
+        raise UserError(f"--layout {layout}: this version trains with dp and fsdp only")
+    num_wished = prod(wish.data_axes or (1,))
+    if num_wished > policy.max_workers:
+        raise UserError(
+            f"--layout {layout} needs {num_wished} workers, --workers allows "
+            f"{policy.max_workers}: raise one or lower the other"
+        )
+    return wish
+
+
+def _run_folder(asked: Asked) -> RunFolder:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", asked.recipe.rpartition(":")[2] or asked.recipe)
+    name = asked.run_name or f"{plain}-{stamp}"
+    if not _RUN_NAME.fullmatch(name):
+        raise UserError(
+            f"--run-name {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter "
+            "or digit"
+        )
+    return RunFolder(asked.storage / name)
+
+
+def _store_recipe(folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings) -> None:
+    """Write `recipe.json`, unless a stored run of that name computes something else."""
+    if folder.recipe.exists():
+        stored = json.loads(folder.recipe.read_text())
+        differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
+        if stored["num_samples"] != recipe["num_samples"]:
+            differing.append(f"num_samples: {stored['num_samples']} -> {recipe['num_samples']}")
+        if differing:
+            raise UserError(
+                f"run '{folder.name}' in {folder.storage} was begun with other maths "
+                f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
+            )
+    try:
+        folder.path.mkdir(parents=True, exist_ok=True)
+        partial = folder.recipe.with_suffix(".partial")
+        partial.write_text(json.dumps(recipe, indent=1))
+        os.replace(partial, folder.recipe)
+    except OSError as error:
+        raise UserError(
+            f"--storage {folder.storage}: cannot be written ({error.strerror}); name a folder "
+            "that can"
+        ) from None
+
+
+def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
+    return Job(
+        num_microbatches=settings.num_microbatches,
+        state_bytes=sum(spec.num_bytes for spec in program.specs()),
+        steps=settings.steps,
+        checkpoint_every=settings.checkpoint_every,
+    )

@@ -1,0 +1,49 @@
+"""How much of a run its tracking store has got: `tracking.json` in the run's folder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from pipelines.tracking.attempts import without_credentials
+
+
+@dataclass(slots=True)
+class Delivered:
+    """Progress with one store; each number moves only after the store has said yes.
+
+    `key` is a tag by which the run is found again if the answer to its creation was lost.
+    `metrics_offset` and `system_offset` are bytes of those files, `num_happenings` counts what
+    the journal tells.
+    """
+
+    uri: str
+    experiment: str
+    key: str
+    run_id: str | None = None
+    metrics_offset: int = 0
+    system_offset: int = 0
+    num_happenings: int = 0
+
+    @classmethod
+    def load(cls, path: Path, uri: str, experiment: str) -> Delivered:
+        """Go on where an earlier process left off; another store or experiment begins anew."""
+        uri = without_credentials(uri)
+        if path.exists():
+            found = cls(**json.loads(path.read_text()))
+            if (found.uri, found.experiment) == (uri, experiment):
+                return found
+        return cls(uri, experiment, key=uuid4().hex)
+
+    def save(self, path: Path) -> None:
+        """Replace the file in one go: it is whole, or the one before."""
+        draft = path.with_suffix(".draft")
+        draft.write_text(json.dumps(asdict(self), indent=1))
+        draft.replace(path)
+
+    def begin_anew(self) -> None:
+        """The run is gone from the store: deliver everything again, to a new one."""
+        self.run_id, self.key = None, uuid4().hex
+        self.metrics_offset = self.system_offset = self.num_happenings = 0

@@ -1,0 +1,86 @@
+"""What the lines of a run's files are in MLflow; the same line always gives the same metrics.
+
+MLflow keys a metric by name, timestamp, step and value: a line that is sent twice is kept once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+from mlflow.entities import Metric
+from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
+
+from pipelines.history import Happening
+from pipelines.wording import shortened
+
+STEP_FIELDS = ("loss", "lr", "grad_norm", "step_s", "world_size", "generation")
+SYSTEM_FIELDS = {
+    "cpu_percent": ("cpu_utilization_percentage", 1.0),
+    "host_memory_bytes": ("host_memory_usage_megabytes", 1e-6),
+    "device_memory_bytes": ("device_memory_usage_megabytes", 1e-6),
+    "device_use_percent": ("device_utilization_percentage", 1.0),
+}
+"""Of each field of a sample: its name among MLflow's system metrics, and its scale."""
+FOREIGN = re.compile(r"[^\w.\- /]")
+
+
+def step_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
+    """A committed step; what is not finite is left out."""
+    where = (row["time"], row["step"])
+    for field in STEP_FIELDS:
+        yield from _metric(field, row.get(field), *where)
+    if row["step_s"] > 0:
+        yield from _metric("tokens_per_s", row["tokens"] / row["step_s"], *where)
+
+
+def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]:
+    """A worker's sample, in MLflow's tab of system metrics; its step is in seconds of the run."""
+    worker = FOREIGN.sub("_", sample["worker"])
+    seconds = max(0, round(sample["time"] - start_ms / 1000))
+    for field, (name, scale) in SYSTEM_FIELDS.items():
+        value = sample.get(field)
+        scaled = None if value is None else value * scale
+        yield from _metric(f"system/{worker}/{name}", scaled, sample["time"], seconds)
+
+
+def happening_metrics(happenings: Sequence[Happening], first: int) -> Iterator[Metric]:
+    """What the journal tells from its happening number `first` on, as far as it has numbers.
+
+    Losses and joins are running counts, so that a chart shows when each came.
+    """
+    counts = {"lost": 0, "joined": 0}
+    for index, happening in enumerate(happenings):
+        kind, where = happening.kind, (happening.time, happening.step)
+        if kind in counts:
+            counts[kind] += 1
+        if index < first:
+            continue
+        if kind in counts:
+            yield from _metric(f"workers_{kind}", counts[kind], *where)
+        elif kind == "resumed":
+            yield from _metric("world_size", happening.world_size, *where)
+            yield from _metric("recovery_s", happening.value, *where)
+        elif kind == "evaluated":
+            yield from _metric("eval_loss", happening.value, *where)
+
+
+def params(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """A nested recipe as MLflow's flat params: `model.dim` and so on."""
+    flat: dict[str, str] = {}
+    for name, value in recipe.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{inner}": told for inner, told in params(value).items()}
+        else:
+            flat[name] = str(value)
+    return {
+        FOREIGN.sub("_", name)[:MAX_ENTITY_KEY_LENGTH]: shortened(told, MAX_PARAM_VAL_LENGTH)
+        for name, told in flat.items()
+    }
+
+
+def _metric(name: str, value: float | None, time: float, step: int) -> Iterator[Metric]:
+    if value is not None and isfinite(value):
+        yield Metric(name, float(value), int(time * 1000), step)

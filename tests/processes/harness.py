@@ -1,0 +1,104 @@
+"""Whole runs in plain child processes: the product's shell and workers, without Ray."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from actors.faults import Fault
+from actors.lease import claim
+from actors.process_fleet import ProcessFleet
+from actors.program import Factory
+from actors.shell import Shell
+from actors.trainer import WorkerOptions
+from elastic.commands import Stopped
+from elastic.events import Event, RunOpened
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from pipelines.program import TrainingProgram
+from pipelines.settings import TrainSettings
+
+
+@dataclass
+class Outcome:
+    """What a run has left behind."""
+
+    stopped: Stopped
+    folder: Path
+    pids: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        return read(self.folder / "metrics.jsonl")
+
+    @property
+    def journal(self) -> list[dict[str, Any]]:
+        return read(self.folder / "journal.jsonl")
+
+    def losses(self) -> dict[int, float]:
+        """By step; a step's last line counts."""
+        return {line["step"]: line["loss"] for line in self.metrics}
+
+    def told(self, kind: str) -> list[dict[str, Any]]:
+        """The journal's lines of one event or command."""
+        return [line for line in self.journal if kind in (line.get("event"), line.get("command"))]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def run_plainly(
+    folder: Path,
+    settings: TrainSettings,
+    workers: int,
+    *,
+    min_workers: int = 1,
+    layout: str = "",
+    faults: tuple[Fault, ...] = (),
+    due: tuple[tuple[int, Event], ...] = (),
+    program: str = "pipelines.program:TrainingProgram",
+    timeout_s: float = 150.0,
+    **policy: float,
+) -> Outcome:
+    """Train to the end; fails if it takes longer than `timeout_s`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    kwargs = {"settings": settings.model_dump(mode="json")}
+    specs = TrainingProgram(**kwargs, device="cpu").specs()
+    rules = Policy(
+        **{
+            "min_workers": min_workers,
+            "max_workers": workers,
+            "quiesce_deadline_s": 3.0,
+            "growth_settle_s": 0.2,
+            **policy,
+        }
+    )
+    job = Job(
+        num_microbatches=settings.num_microbatches,
+        state_bytes=sum(spec.num_bytes for spec in specs),
+        steps=settings.steps,
+        checkpoint_every=settings.checkpoint_every,
+    )
+    lease = claim(folder)
+    shell = Shell(folder, lease, due)
+    options = WorkerOptions(
+        str(folder), rules.collective_timeout_s, settings.checkpoint_every, faults
+    )
+    fleet = ProcessFleet(Factory(program, kwargs), options, shell.post, lease.epoch)
+    guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
+    guard.start()
+    try:
+        opening = RunOpened(0, rules, Wish.parse(layout, workers), job)
+        stopped = shell.run(fleet, opening)
+    finally:
+        guard.cancel()
+    lease.release()
+    return Outcome(stopped, folder)
+
+
+class _Overdue:
+    """No event at all: the shell breaks on it, and the test with the shell."""

@@ -1,0 +1,62 @@
+"""The order of samples, whatever the seed, the sizes and the world (invariant 5)."""
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.samples import batch_ids, deal, mixed, num_rounds, sample_of
+
+seeds = st.integers()
+counts = st.integers(1, 40)
+
+
+@given(seeds, st.integers(0, 10**6), st.integers(1, 400))
+def test_an_epoch_holds_every_sample_once(seed: int, epoch: int, num_samples: int):
+    first = epoch * num_samples
+    drawn = [sample_of(seed, first + i, num_samples) for i in range(num_samples)]
+    assert sorted(drawn) == list(range(num_samples))
+
+
+@given(seeds, st.integers(2, 10**15), st.data())
+def test_no_two_ids_of_a_huge_epoch_share_a_sample(seed: int, num_samples: int, data):
+    ids = data.draw(st.lists(st.integers(0, num_samples - 1), min_size=2, unique=True))
+    drawn = {sample_of(seed, i, num_samples) for i in ids}
+    assert len(drawn) == len(ids)
+    assert all(0 <= sample < num_samples for sample in drawn)
+
+
+@given(seeds, st.integers(1, 30), counts, st.integers(1, 4))
+def test_batches_that_cross_epochs_lose_and_repeat_nothing(
+    seed: int, num_samples: int, batch: int, num_epochs: int
+):
+    num_ids = num_samples * num_epochs
+    steps = range(1, -(-num_ids // batch) + 1)
+    ids = [i for step in steps for i in batch_ids(step, batch)]
+    assert ids == list(range(len(ids)))
+    for epoch in range(num_epochs):
+        own = ids[epoch * num_samples : (epoch + 1) * num_samples]
+        assert Counter(sample_of(seed, i, num_samples) for i in own) == Counter(range(num_samples))
+
+
+@given(counts, st.integers(1, 30), st.sets(st.integers(0, 40)))
+def test_only_skipped_batches_are_left_out(batch: int, num_steps: int, skipped: set[int]):
+    firsts = [batch_ids(step, batch, skipped)[0] for step in range(1, num_steps + 1)]
+    wanted = [number * batch for number in range(100) if number not in skipped]
+    assert firsts == wanted[:num_steps]
+
+
+@given(counts, counts)
+def test_every_microbatch_is_dealt_once_and_evenly(num_microbatches: int, num_data_ranks: int):
+    dealt = deal(num_microbatches, num_data_ranks)
+    sizes = [len(own) for own in dealt]
+    assert len(dealt) == num_data_ranks
+    assert [m for own in dealt for m in own] == list(range(num_microbatches))
+    assert max(sizes) - min(sizes) <= 1
+    assert max(sizes) == num_rounds(num_microbatches, num_data_ranks)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 63))
+def test_mixing_loses_no_bit(bits: int, flipped: int):
+    assert 0 <= mixed(bits) < 2**64
+    assert mixed(bits) != mixed(bits ^ (1 << flipped))

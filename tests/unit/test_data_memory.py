@@ -1,0 +1,48 @@
+"""Preparing takes memory bounded by what is in hand, not by the corpus."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from pipelines.data import find_corpus, find_tokenizer, prepare
+
+def peak_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+small, *large = map(Path, sys.argv[1:])
+prepare(find_corpus(str(small)), small.with_suffix(".out"), find_tokenizer())
+before = peak_bytes()
+for file in large:
+    index = prepare(find_corpus(str(file)), file.with_suffix(".out"), find_tokenizer())
+    print(file.stat().st_size, index.splits["train"].num_tokens, peak_bytes() - before)
+"""
+
+
+def test_fifty_megabytes_are_prepared_in_less_than_their_size(tmp_path: Path):
+    words = "elastic training goes on from the very next step, whoever died\n" * 400
+    texts = [f"{i}: {words}" for i in range(2000)]
+    small, jsonl, parquet = (tmp_path / name for name in ("a.txt", "b.jsonl", "c.parquet"))
+    small.write_text(words)
+    with jsonl.open("w") as file:
+        file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
+    pq.write_table(pa.table({"text": texts}), parquet, compression="none", use_dictionary=False)
+    told = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(small), str(jsonl), str(parquet)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    lines = [list(map(int, line.split())) for line in told.stdout.splitlines()]
+    assert len(lines) == 2
+    for num_bytes, num_tokens, growth_bytes in lines:
+        assert min(num_bytes, num_tokens) > 45_000_000
+        assert growth_bytes < 30_000_000, told.stdout

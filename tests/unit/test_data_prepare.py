@@ -1,0 +1,173 @@
+"""Text becomes token shards: whole, once, and the same wherever it came from."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.data import find_corpus, find_tokenizer, prepare, prepared_folder, verify
+from pipelines.data.columns import Column
+from pipelines.data.corpus import Corpus
+from pipelines.data.index import INDEX, Index, read_index
+from pipelines.errors import UserError
+
+TEXTS = [f"document {i}: " + "ä word " * (i % 7) for i in range(200)] + ["long " * 1000]
+
+
+def write_texts(folder: Path, kind: str, texts: list[str] = TEXTS) -> Path:
+    folder.mkdir(exist_ok=True)
+    content = pa.table({"text": texts})
+    if kind == "txt":
+        for i, text in enumerate(texts):
+            (folder / f"{i:04d}.txt").write_text(text)
+    elif kind == "jsonl":
+        lines = [json.dumps({"text": text}) for text in texts]
+        (folder / "a.jsonl").write_text("\n".join(lines))
+    elif kind == "parquet":
+        pq.write_table(content, folder / "a.parquet", row_group_size=50)
+    else:
+        with pa.ipc.new_file(folder / "a.arrow", content.schema) as writer:
+            writer.write_table(content, max_chunksize=30)
+    return folder
+
+
+def prepared(source: Path, out: Path, num_shard_rows: int = 1000, fraction: float = 0.1) -> Index:
+    return prepare(find_corpus(str(source)), out, find_tokenizer(), fraction, num_shard_rows)
+
+
+def stored(folder: Path, split: str) -> list[str]:
+    """The documents of a split, read back from its columns."""
+    index = read_index(folder)
+    held = index.splits[split]
+    tokens = np.empty(held.num_tokens, np.int64)
+    Column(folder, "token", index.dtype, held.tokens).read_into(0, tokens)
+    starts = np.empty(held.num_documents, np.int64)
+    Column(folder, "start", "int64", held.starts).read_into(0, starts)
+    assert (tokens[starts] == index.separator).all()
+    pieces = np.split(tokens, starts[1:])
+    return [bytes(piece[1:].tolist()).decode() for piece in pieces]
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "arrow"])
+def test_every_document_is_stored_once_in_order(tmp_path: Path, kind: str):
+    index = prepared(write_texts(tmp_path / "in", kind), tmp_path / "out")
+    train, held_out = stored(tmp_path / "out", "train"), stored(tmp_path / "out", "held_out")
+    assert sorted(train + held_out) == sorted(TEXTS)
+    assert train == [text for text in TEXTS if text in set(train)]
+    assert len(index.splits["train"].tokens) > 5, "several shards, one document longer than any"
+    assert 8 < len(held_out) < 35
+    verify(tmp_path / "out")
+
+
+def test_the_digest_tells_the_data_not_the_files(tmp_path: Path):
+    digests = {
+        prepared(write_texts(tmp_path / kind, kind), tmp_path / f"out-{kind}", rows).digest
+        for kind, rows in [("txt", 1000), ("jsonl", 1000), ("parquet", 77), ("arrow", 10**6)]
+    }
+    assert len(digests) == 1
+    other = prepared(write_texts(tmp_path / "in", "jsonl", [*TEXTS, "more"]), tmp_path / "other")
+    assert other.digest not in digests
+
+
+def test_what_is_held_out_does_not_depend_on_the_order(tmp_path: Path):
+    prepared(write_texts(tmp_path / "in", "jsonl"), tmp_path / "a")
+    prepared(write_texts(tmp_path / "back", "jsonl", [*TEXTS[::-1], "new"]), tmp_path / "b")
+    assert set(stored(tmp_path / "b", "held_out")) - {"new"} == set(
+        stored(tmp_path / "a", "held_out")
+    )
+
+
+def test_one_of_few_documents_is_held_out(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "txt", ["one", "two", "three"])
+    index = prepared(source, tmp_path / "out", fraction=1e-9)
+    assert index.splits["held_out"].num_documents == 1
+    assert index.splits["train"].num_documents == 2
+    assert prepared(source, tmp_path / "none", fraction=0).splits["held_out"].num_documents == 0
+
+
+def test_a_second_prepare_finds_the_first(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "txt")
+    first = prepared(source, tmp_path / "out")
+    times = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+    assert prepared(source, tmp_path / "out") == first
+    assert times == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+
+
+def test_two_at_once_prepare_once(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "jsonl")
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: prepared(source, tmp_path / "out"), range(4)))
+    assert found == [found[0]] * 4
+    verify(tmp_path / "out")
+
+
+@dataclass(frozen=True)
+class Interrupted(Corpus):
+    """A corpus whose reading breaks off in the middle."""
+
+    def documents(self) -> Iterator[str]:
+        yield "x" * 5000
+        yield "y" * 3_000_000
+        raise KeyboardInterrupt
+
+
+def test_a_half_done_prepare_is_invisible_and_begun_again(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "txt")
+    corpus = find_corpus(str(source))
+    with pytest.raises(KeyboardInterrupt):
+        prepare(Interrupted("", corpus.files), tmp_path / "out", find_tokenizer(), 0.1, 1000)
+    left = set((tmp_path / "out").glob("*.arrow"))
+    assert left and not (tmp_path / "out" / INDEX).exists()
+    with pytest.raises(UserError, match="prepare the data first"):
+        read_index(tmp_path / "out")
+    prepared(source, tmp_path / "out")
+    assert prepared(source, tmp_path / "again") == read_index(tmp_path / "out")
+    names = [{file.name for file in (tmp_path / out).iterdir()} for out in ("out", "again")]
+    assert names[0] == names[1]
+
+
+def test_nothing_is_overwritten(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "txt")
+    with pytest.raises(UserError, match="holds other files"):
+        prepared(source, source)
+    prepared(source, tmp_path / "out")
+    with pytest.raises(UserError, match="was prepared from other text or settings"):
+        prepared(source, tmp_path / "out", fraction=0.5)
+    assert len(list(source.iterdir())) == len(TEXTS)
+
+
+def test_a_corpus_without_text_is_refused(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "txt", ["", ""])
+    with pytest.raises(UserError, match="holds no text"):
+        prepared(source, tmp_path / "out")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "txt", ["a"])
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file/out: cannot write prepared data here \(Not a dir"):
+        prepared(source, tmp_path / "file" / "out")
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0])
+def test_a_held_out_fraction_is_a_part(tmp_path: Path, fraction: float):
+    source = write_texts(tmp_path / "in", "txt", ["a"])
+    with pytest.raises(UserError, match="held-out fraction"):
+        prepared(source, tmp_path / "out", fraction=fraction)
+
+
+def test_data_are_prepared_once_a_cache(tmp_path: Path):
+    source = write_texts(tmp_path / "in", "txt")
+    first = prepared_folder(str(source), tmp_path / "cache")
+    assert prepared_folder(str(source), tmp_path / "cache") == first
+    assert prepared_folder(str(first), tmp_path / "cache") == first, "prepared data are taken as is"
+    second = prepared_folder(str(source), tmp_path / "cache", held_out_fraction=0.2)
+    assert second != first
+    assert set((tmp_path / "cache").iterdir()) == {first, second}
+    assert prepared_folder("random", tmp_path / "cache") is None
