@@ -64,20 +64,15 @@ class Drive:
     def __init__(self, run: Run) -> None:
         """Raises `RunTaken` if the run is being driven already."""
         self._controller = (
-            ray.remote(RayController)
-            .options(
-                name=f"{run.name}:controller",
-                lifetime="detached",
-                num_cpus=0,
-                concurrency_groups=CONTROLLER_GROUPS,
-            )
+            ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController)
+            .options(name=f"{run.name}:controller", lifetime="detached", num_cpus=0)
             .remote(run)
         )
         self.progress()
 
     def progress(self) -> Progress:
         """Where the run stands. Raises `RunTaken`, or Ray's error if the controller died."""
-        asked = self._controller.progress.options(concurrency_group="driver").remote()
+        asked = self._controller.progress.remote()
         try:
             progress: Progress = ray.get(asked, timeout=BEGIN_TIMEOUT_S)
         except ray.exceptions.RayError as error:
@@ -88,7 +83,7 @@ class Drive:
         return progress
 
     def request_stop(self, cause: str) -> None:
-        self._controller.request_stop.options(concurrency_group="driver").remote(cause)
+        self._controller.request_stop.remote(cause)
 
     def follow(self, each: Callable[[], None]) -> Progress:
         """Wait for the end, calling `each` several times a second."""

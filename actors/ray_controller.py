@@ -104,20 +104,24 @@ class RayController:
         threading.Thread(target=self._drive, name="controller", daemon=True).start()
         threading.Thread(target=self._attend, name="attendance", daemon=True).start()
 
+    @ray.method(concurrency_group="reports")
     def report(self, event: Event) -> None:
         """A worker's events, in its order."""
         if isinstance(event, WorkerReady):
             self._fleet.note(event)
         self._shell.post(event)
 
+    @ray.method(concurrency_group="samples")
     def report_sample(self, line: dict[str, Any]) -> None:
         self._samples.write(line)
 
+    @ray.method(concurrency_group="driver")
     def progress(self) -> Progress:
         """Asked by the driver several times a second, which also shows that it lives."""
         self._driver_heard = time.monotonic()
         return self._progress
 
+    @ray.method(concurrency_group="driver")
     def request_stop(self, cause: str) -> None:
         self._shell.post(StopRequested(cause))
 

@@ -21,7 +21,6 @@ from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Order
 from elastic.events import Event, StoreLost, StoreReady, WorkerLost, WorkerReady
 
-WORKER_GROUPS = {"orders": 1, "probes": 1, "life": 1}
 HEARTBEAT_S = 2.0
 
 
@@ -80,7 +79,7 @@ class RayFleet:
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
-        store = self._detached(RayStore, name, num_cpus=0, max_concurrency=3)
+        store = self._detached(RayStore, name, num_cpus=0)
         self._store = store.remote(self._orphan_timeout_s)
         self._when_done(self._store.address.remote(), self._store_ready)
         self._when_done(self._store.live.remote(), self._store_lost)
@@ -92,12 +91,11 @@ class RayFleet:
                 worker,
                 num_cpus=0 if self._num_gpus else 1,
                 num_gpus=self._num_gpus,
-                concurrency_groups=WORKER_GROUPS,
             ).remote(worker, self._program, self._options, self._controller, self._orphan_timeout_s)
             with self._lock:
                 self._seats[worker] = _Seat(actor)
-            life = actor.live.options(concurrency_group="life").remote()
-            actor.start.options(concurrency_group="orders").remote()
+            life = actor.live.remote()
+            actor.start.remote()
             self._when_done(life, lambda error, worker=worker: self._worker_lost(worker, error))
 
     def stop_worker(self, worker: str) -> None:
@@ -119,7 +117,7 @@ class RayFleet:
             with self._lock:
                 seat = self._seats.get(worker)
             if seat is not None:
-                seat.actor.take.options(concurrency_group="orders").remote(shared)
+                seat.actor.take.remote(shared)
 
     def probe(self, worker: str) -> Future[int]:
         with self._lock:
@@ -128,7 +126,7 @@ class RayFleet:
             missing: Future[int] = Future()
             missing.set_exception(ProcessLookupError(worker))
             return missing
-        answer = seat.actor.signs_of_life.options(concurrency_group="probes").remote()
+        answer = seat.actor.signs_of_life.remote()
         future: Future[int] = answer.future()
         return future
 
@@ -147,7 +145,8 @@ class RayFleet:
             time.sleep(0.02)
 
     def _detached(self, kind: type, name: str, **options: Any) -> Any:
-        return ray.remote(kind).options(
+        groups = getattr(kind, "GROUPS", {})
+        return ray.remote(concurrency_groups=groups)(kind).options(
             name=f"{self._run_name}:{name}", lifetime="detached", max_restarts=0, **options
         )
 

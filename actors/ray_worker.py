@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import psutil
 import ray
@@ -42,6 +42,8 @@ class Orphanage:
 class RayWorker:
     """A worker as a Ray actor: orders, probes and its life each have a thread of their own."""
 
+    GROUPS: ClassVar = {"orders": 1, "probes": 1, "life": 1}
+
     def __init__(
         self,
         name: str,
@@ -59,17 +61,21 @@ class RayWorker:
         )
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
+    @ray.method(concurrency_group="orders")
     def start(self) -> None:
         self._worker.start()
 
+    @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:
         self._orphanage.hear()
         self._worker.take(envelope)
 
+    @ray.method(concurrency_group="probes")
     def signs_of_life(self) -> int:
         self._orphanage.hear()
         return self._worker.num_signs_of_life()
 
+    @ray.method(concurrency_group="life")
     def live(self) -> None:
         """Never returns: the end of this call is the end of the process."""
         threading.Event().wait()
@@ -88,6 +94,8 @@ class RayWorker:
 class RayStore:
     """The store as a Ray actor; it listens only on the address that it tells."""
 
+    GROUPS: ClassVar = {"life": 1}
+
     def __init__(self, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
         self._host = ray.util.get_node_ip_address()
@@ -99,6 +107,7 @@ class RayStore:
     def hear(self) -> None:
         self._orphanage.hear()
 
+    @ray.method(concurrency_group="life")
     def live(self) -> None:
         threading.Event().wait()
 

@@ -12,16 +12,17 @@ replicate, once for each distinct way in which tensors are cut, and the folds ar
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from itertools import accumulate, groupby
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 from elastic.infeasible import Infeasible
 from elastic.layout import Coordinates, Layout
-from elastic.shards import Axis, Sharding, sharding_of, stage_of
+from elastic.shards import Axis, Sharding, alike, sharding_of
 from elastic.specs import TensorSpec
 
 
@@ -62,13 +63,84 @@ class Choice:
 def choose(specs: Sequence[TensorSpec], holdings: Iterable[Holding]) -> Choice | Infeasible:
     """The newest step that is covered, from the nearest tiers that cover it.
 
-    Candidates are weighed by (step, nearer tier, history, generation).
+    Candidates are tried in order of step, nearness, history and generation.
     """
     lacking = ""
     for tier, group in sorted(_candidates(holdings), key=_preference):
         first = group[0]
-        missing = uncovered(specs, first.layout, map(_world_rank(first.layout), group))
+        missing = uncovered(specs, first.layout, _world_ranks(group))
         if missing is None:
             return Choice(first.history, first.step, tier, tuple(group))
-        lacking = lacking or f": at step {first.step} nobody has all of '{missing.name}'"
+        lacking = lacking or f": at step {first.step} some of '{missing.name}' is nowhere"
     return Infeasible(f"no holdings cover the state{lacking}")
+
+
+def uncovered(
+    specs: Sequence[TensorSpec], layout: Layout, world_ranks: Iterable[int]
+) -> TensorSpec | None:
+    """The first tensor of which these ranks together lack some element, or None.
+
+    Raises `InvalidSpec`.
+    """
+    held = sorted(set(world_ranks))
+    lacking: dict[tuple[tuple[Axis, ...], range], list[int]] = {}
+    judged = set()
+    for spec in specs:
+        key = alike(spec, layout)
+        if key in judged:
+            continue
+        judged.add(key)
+        sharding = sharding_of(spec, layout)
+        fold = (sharding.copies, sharding.stage)
+        if fold not in lacking:
+            lacking[fold] = _lacking(sharding, held)
+        if any(sharding.region(rank).num_elements for rank in lacking[fold]):
+            return spec
+    return None
+
+
+def any_state(layout: Layout) -> tuple[TensorSpec, ...]:
+    """Stand-ins for specs that are not known: each axis cuts one of them.
+
+    Ranks that cover these cover every state under this layout; the reverse does not hold (a
+    state without experts may be covered by fewer).
+    """
+    shape = (layout.fsdp * layout.tp, layout.fsdp * layout.cp * layout.tp)
+    stand_in = TensorSpec("the state", shape, layer=0, fsdp_dim=0, num_layers=layout.pp)
+    stages = [replace(stand_in, layer=stage) for stage in range(layout.pp)]
+    dense = [replace(spec, tp_dim=0) for spec in stages]
+    expert = [replace(spec, fsdp_dim=1, ep_dim=1) for spec in stages if layout.ep > 1]
+    return (*dense, *expert)
+
+
+def _candidates(holdings: Iterable[Holding]) -> Iterator[tuple[Tier, list[Holding]]]:
+    """Each set of holdings that may combine, with its farthest tier."""
+    tiers: dict[tuple[int, int, int, Tier], list[Holding]] = {}
+    for holding in holdings:
+        key = (holding.history, holding.step, holding.generation, holding.tier)
+        tiers.setdefault(key, []).append(holding)
+    for (history, step, generation, tier), group in tiers.items():
+        near = tiers.get((history, step, generation, Tier.LIVE), [])
+        yield tier, near + group if tier is Tier.SNAPSHOT else group
+
+
+def _preference(candidate: tuple[Tier, list[Holding]]) -> tuple[int, int, int, int]:
+    tier, group = candidate
+    return -group[0].step, tier, -group[0].history, -group[0].generation
+
+
+def _world_ranks(group: Sequence[Holding]) -> list[int]:
+    layout = group[0].layout
+    strides = [prod(layout.degrees[axis + 1 :]) for axis in range(len(layout.degrees))]
+    return [sum(map(mul, holding.coordinates, strides)) for holding in group]
+
+
+def _lacking(sharding: Sharding, held: Sequence[int]) -> list[int]:
+    """The regions that no held rank has, by first holder."""
+    stage = sharding.stage
+    folded = set(held[bisect_left(held, stage.start) : bisect_left(held, stage.stop)])
+    for degree, stride in sharding.copies:
+        folded = {rank - rank // stride % degree * stride for rank in folded}
+    if len(folded) == prod(cut.axis.degree for cut in sharding.cuts):
+        return []
+    return [rank for rank in sharding.first_holders() if rank not in folded]

@@ -84,7 +84,7 @@ class Layout:
         return rank
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The world ranks of each group along an axis; together they partition all (invariant 1)."""
+        """The world ranks of each group along an axis; they partition all (invariant 1)."""
         place = AXES.index(axis)
         stride = prod(self.degrees[place + 1 :])
         degree = self.degrees[place]

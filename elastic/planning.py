@@ -172,9 +172,7 @@ def _moved_share(previous: Layout | None, fsdp: int) -> Fraction:
     return 1 - Fraction(min(previous.fsdp, fsdp), max(previous.fsdp, fsdp))
 
 
-def _as_wished(
-    wish: Wish, job: Job, capacity: Capacity, dp: int, fsdp: int
-) -> Layout | Infeasible:
+def _as_wished(wish: Wish, job: Job, capacity: Capacity, dp: int, fsdp: int) -> Layout | Infeasible:
     layout = wish.layout(dp, fsdp)
     if layout.num_data_ranks > job.num_microbatches:
         return Infeasible(

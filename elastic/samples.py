@@ -12,7 +12,7 @@ from elastic.errors import ElasticError
 
 NUM_ROUNDS = 16
 """Feistel rounds. Four make a wide network pseudo-random (Luby and Rackoff, 1988); with sixteen
-even the orders of three to seven samples come out equally often (chi-squared; twelve fall short)."""
+the orders of three to seven samples, too, are equally frequent (chi-squared; twelve fall short)."""
 
 MASK = (1 << 64) - 1
 

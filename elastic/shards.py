@@ -98,6 +98,13 @@ class Sharding:
             ranks = [rank + i * stride for rank in ranks for i in range(degree)]
         return ranks
 
+    def first_holders(self) -> list[int]:
+        """The names of all regions, empty ones included, ascending."""
+        ranks = [self.stage.start]
+        for _, (degree, stride) in reversed(self.cuts):
+            ranks = [rank + i * stride for rank in ranks for i in range(degree)]
+        return ranks
+
     def overlaps(self, wanted: Region) -> list[tuple[int, Region]]:
         """The regions that overlap `wanted`, by first holder, and what of it each has."""
         found = [(self.stage.start, Region.whole(self.shape))]
@@ -141,6 +148,19 @@ def stage_of(spec: TensorSpec, layout: Layout) -> int:
             f"under {layout}; give every spec with a layer the number of layers"
         )
     return spec.layer * layout.pp // spec.num_layers
+
+
+def alike(spec: TensorSpec, *layouts: Layout) -> tuple[object, ...]:
+    """Tensors with equal keys lie alike under each of these layouts."""
+    return (
+        spec.shape,
+        spec.fsdp_dim,
+        spec.tp_dim,
+        spec.ep_dim,
+        spec.kind,
+        spec.layer is None,
+        *[stage_of(spec, layout) for layout in layouts],
+    )
 
 
 def region_of(spec: TensorSpec, layout: Layout, coordinates: Coordinates) -> Region | None:

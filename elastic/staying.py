@@ -28,9 +28,7 @@ class _Homeless(NamedTuple):
     workers: Block
 
 
-def stay(
-    layout: Layout, previous: Assignment | None, members: Collection[str]
-) -> dict[int, Block]:
+def stay(layout: Layout, previous: Assignment | None, members: Collection[str]) -> dict[int, Block]:
     """The blocks of the new mesh, by index, that survivors take over, with their gaps."""
     if previous is None or _model_axes(previous.layout) != _model_axes(layout):
         return {}

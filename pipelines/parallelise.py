@@ -32,11 +32,10 @@ def parallelise(
     sharded = mesh["fsdp"].size() > 1
     for block in blocks:
         _wrap_forward(block, settings)
-        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharded)
-    root = fully_shard(module, mesh=mesh, mp_policy=policy)
-    root.set_gradient_divide_factor(1.0)
-    root.set_force_sum_reduction_for_comms(True)
-    return root
+        _sum_gradients(
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharded)
+        )
+    return _sum_gradients(fully_shard(module, mesh=mesh, mp_policy=policy))
 
 
 def accumulate(module: FSDPModule, mesh: DeviceMesh, last: bool) -> None:
@@ -71,6 +70,13 @@ class Interruptible:
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()
+
+
+def _sum_gradients(module: FSDPModule) -> FSDPModule:
+    # Each holds for the module's own parameters only, not for those of modules inside it.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    return module
 
 
 def _go_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,18 @@ class Tail:
         self.num_torn += len(parsed) - len(whole)
         return whole
 
+    def blocks(self, max_bytes: int = 1 << 20) -> Iterator[list[dict[str, Any]]]:
+        """All complete lines up to the end that the file has now, some at a time."""
+        while True:
+            before = self.offset
+            rows = self.read(max_bytes)
+            if self.offset == before:
+                return
+            yield rows
+
     def drain(self) -> Iterator[dict[str, Any]]:
         """All complete lines up to the end that the file has now."""
-        before = -1
-        while self.offset != before:
-            before = self.offset
-            yield from self.read()
+        return chain.from_iterable(self.blocks())
 
     def _whole_lines(self, size_bytes: int) -> bytes:
         if not self.path.exists():

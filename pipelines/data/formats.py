@@ -84,7 +84,8 @@ def parquet_documents(file: Path) -> Iterator[str]:
     """The column `text` of a Parquet file, a row a document; nulls are passed over."""
     with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
         check_column(file, table.schema_arrow)
-        for batch in table.iter_batches(batch_size=NUM_ROWS_AT_ONCE, columns=[COLUMN]):
+        # One column has nothing for threads to do but to keep a heap each.
+        for batch in table.iter_batches(NUM_ROWS_AT_ONCE, columns=[COLUMN], use_threads=False):
             yield from texts(batch)
 
 

@@ -43,7 +43,7 @@ class Delivered:
         draft.write_text(json.dumps(asdict(self), indent=1))
         draft.replace(path)
 
-    def begin_anew(self) -> None:
-        """The run is gone from the store: deliver everything again, to a new one."""
-        self.run_id, self.key = None, uuid4().hex
-        self.metrics_offset = self.system_offset = self.num_happenings = 0
+    def successor(self) -> Delivered:
+        """For when the run is gone from the store: everything again, to a run of the next key."""
+        stem, _, number = self.key.partition("-")
+        return Delivered(self.uri, self.experiment, key=f"{stem}-{int(number or 1) + 1}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
 from mlflow import MlflowClient
-from mlflow.entities import LifecycleStage, Run, RunStatus
+from mlflow.entities import LifecycleStage, Run
 from mlflow.exceptions import MlflowException
 from mlflow.protos.databricks_pb2 import RESOURCE_DOES_NOT_EXIST, ErrorCode
 from mlflow.telemetry import set_telemetry_client
@@ -44,21 +45,25 @@ def connect(uri: str, folder: RunFolder) -> MlflowClient:
     return MlflowClient(uri)
 
 
-def open_run(client: MlflowClient, folder: RunFolder, delivered: Delivered, start_ms: int) -> Run:
-    """Find the run of this folder in the store, or create it, and mark it as running.
+def open_run(
+    client: MlflowClient, folder: RunFolder, delivered: Delivered, start_ms: int
+) -> tuple[Run, Delivered]:
+    """Find the run of this folder in the store, or create it.
 
-    `CreateRun` is not safe to retry: its key is on disk before the first try, and every try
-    looks for it first.
+    `CreateRun` is not safe to retry: its key is known before the first try, and every try looks
+    for it first. A run that somebody has deleted gets a successor.
     """
-    run = _known_run(client, delivered)
-    if run is None:
+    run = None
+    if delivered.run_id is None:
         delivered.save(folder.tracking)
+    else:
+        run = _active_run(client, delivered.run_id)
+        delivered = delivered if run else delivered.successor()
+    if run is None:
         run = _find_run(client, delivered) or _create_run(client, folder, delivered, start_ms)
         delivered.run_id = run.info.run_id
         delivered.save(folder.tracking)
-    if run.info.status != RunStatus.to_string(RunStatus.RUNNING):
-        client.update_run(run.info.run_id, status="RUNNING")
-    return run
+    return run, delivered
 
 
 def drop_twins(client: MlflowClient, delivered: Delivered) -> None:
@@ -68,20 +73,14 @@ def drop_twins(client: MlflowClient, delivered: Delivered) -> None:
             client.delete_run(run.info.run_id)
 
 
-def _known_run(client: MlflowClient, delivered: Delivered) -> Run | None:
-    """The run that was delivered to before, unless somebody has deleted it."""
-    if delivered.run_id is None:
-        return None
+def _active_run(client: MlflowClient, run_id: str) -> Run | None:
     try:
-        run = client.get_run(delivered.run_id)
+        run = client.get_run(run_id)
     except MlflowException as error:
-        if error.error_code != ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
-            raise
-        run = None
-    if run is None or run.info.lifecycle_stage != LifecycleStage.ACTIVE:
-        delivered.begin_anew()
-        return None
-    return run
+        if error.error_code == ErrorCode.Name(RESOURCE_DOES_NOT_EXIST):
+            return None
+        raise
+    return run if run.info.lifecycle_stage == LifecycleStage.ACTIVE else None
 
 
 def _runs_of_key(client: MlflowClient, delivered: Delivered) -> list[Run]:
@@ -129,7 +128,8 @@ def _ensure_database(storage: Path) -> None:
     draft = storage / f".mlflow-{uuid4().hex}.db"
     try:
         MlflowClient(f"sqlite:///{draft.resolve()}").search_experiments(max_results=1)
-        draft.rename(database) if not database.exists() else None
+        with suppress(FileExistsError):  # another run of this storage was quicker
+            database.hardlink_to(draft)
     finally:
         draft.unlink(missing_ok=True)
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.program import Groups, StateBytes
 from elastic.assignment import Assignment
@@ -53,6 +53,18 @@ class Trained(NamedTuple):
     sizes: StateBytes
 
 
+class CountCollectives(TorchDispatchMode):
+    """Counts the collectives that run inside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_collectives = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.num_collectives += "c10d" in operator.namespace
+        return operator(*args, **(kwargs or {}))
+
+
 def never() -> None:
     """Nobody interrupts."""
 
@@ -78,12 +90,12 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
     held_out = replica.evaluate(0, never)
     losses = []
     for step in range(1, num_steps + 1):
-        with CommDebugMode() as in_compute:
+        with CountCollectives() as in_compute:
             sums = replica.compute(step, never)
         dist.all_reduce(sums)
         loss_sum, num_tokens, sq_grad_norm = sums.tolist()
         vote = Vote(step, loss_sum, int(num_tokens), sq_grad_norm, dist.get_world_size())
-        with CommDebugMode() as in_apply:
+        with CountCollectives() as in_apply:
             replica.apply(step, vote)
         losses.append(loss_sum / num_tokens)
     return Trained(
@@ -91,8 +103,8 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
         held_out,
         {name: tensor.clone() for name, tensor in replica.tensors().items()},
         uncopied,
-        in_compute.get_total_counts(),
-        in_apply.get_total_counts(),
+        in_compute.num_collectives,
+        in_apply.num_collectives,
         replica.state_bytes(),
     )
 
@@ -105,7 +117,9 @@ def run_rank(world_rank: int, folder: Path) -> None:
         if world_rank >= layout.num_workers:
             continue
         store = dist.PrefixStore(str(layout), file)
-        dist.init_process_group("gloo", None, -1, layout.num_workers, world_rank, store)
+        dist.init_process_group(
+            "gloo", store=store, world_size=layout.num_workers, rank=world_rank
+        )
         mesh = init_device_mesh("cpu", (layout.dp, layout.fsdp), mesh_dim_names=("dp", "fsdp"))
         members = tuple(f"w{i}" for i in range(layout.num_workers))
         groups = Groups(Assignment(7, layout, members), world_rank, CPU, dist.group.WORLD, mesh)

@@ -27,22 +27,26 @@ for file in large:
 
 
 def test_fifty_megabytes_are_prepared_in_less_than_their_size(tmp_path: Path):
-    words = "elastic training goes on from the very next step, whoever died\n" * 400
-    texts = [f"{i}: {words}" for i in range(2000)]
-    small, jsonl, parquet = (tmp_path / name for name in ("a.txt", "b.jsonl", "c.parquet"))
+    words = "elastic training goes on from the very next step, whoever died\n" * 16
+    texts = [f"{i}: {words}" for i in range(50_000)]
+    names = ("a.txt", "b.jsonl", "c.parquet", "d.arrow")
+    small, jsonl, parquet, arrow = (tmp_path / name for name in names)
     small.write_text(words)
     with jsonl.open("w") as file:
         file.writelines(json.dumps({"text": text}) + "\n" for text in texts)
-    pq.write_table(pa.table({"text": texts}), parquet, compression="none", use_dictionary=False)
+    table = pa.table({"text": texts})
+    pq.write_table(table, parquet, compression="none", use_dictionary=False)
+    with pa.ipc.new_file(arrow, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
     told = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(small), str(jsonl), str(parquet)],
+        [sys.executable, "-c", PROGRAM, str(small), *map(str, (jsonl, parquet, arrow))],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
     lines = [list(map(int, line.split())) for line in told.stdout.splitlines()]
-    assert len(lines) == 2
+    assert len(lines) == 3
     for num_bytes, num_tokens, growth_bytes in lines:
         assert min(num_bytes, num_tokens) > 45_000_000
-        assert growth_bytes < 30_000_000, told.stdout
+        assert growth_bytes < num_bytes, told.stdout

@@ -113,7 +113,7 @@ class Interrupted(Corpus):
 
     def documents(self) -> Iterator[str]:
         yield "x" * 5000
-        yield "y" * 3_000_000
+        yield "y" * 1_100_000
         raise KeyboardInterrupt
 
 
@@ -121,7 +121,7 @@ def test_a_half_done_prepare_is_invisible_and_begun_again(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
     corpus = find_corpus(str(source))
     with pytest.raises(KeyboardInterrupt):
-        prepare(Interrupted("", corpus.files), tmp_path / "out", find_tokenizer(), 0.1, 1000)
+        prepare(Interrupted("", corpus.files), tmp_path / "out", find_tokenizer(), 0.1, 100_000)
     left = set((tmp_path / "out").glob("*.arrow"))
     assert left and not (tmp_path / "out" / INDEX).exists()
     with pytest.raises(UserError, match="prepare the data first"):
