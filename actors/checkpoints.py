@@ -52,7 +52,8 @@ def publish(run_folder: Path, step: int, generation: int, files: Iterable[tuple[
 
 def newest_whole(run_folder: Path) -> tuple[Saved | None, list[str]]:
     """The newest checkpoint whose parts are all there, and what is wrong with newer ones."""
-    candidates, complaints = [], []
+    candidates: list[tuple[int, int, Saved, dict[str, int]]] = []
+    complaints: list[str] = []
     for path in sorted((run_folder / "checkpoints").glob(f"step-*/{MANIFEST}")):
         manifest = json.loads(path.read_text())
         saved = Saved(manifest["step"], manifest["generation"], str(path.parent))

@@ -69,7 +69,7 @@ class Formation:
                 return
             shut_connections_to(self._order.store_host, self._order.store_port)
             if self._device.type == "cuda":
-                abort_nccl_groups()
+                abort_nccl_groups(self.transfer)
             else:
                 shut_gloo_connections()
 

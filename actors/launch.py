@@ -10,6 +10,7 @@ import ray
 
 from actors.errors import RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
+from actors.ray_private import hush_driver
 from elastic.commands import Stopped
 
 FOLLOW_S = 0.2
@@ -32,6 +33,7 @@ def join_or_start_cluster(
     if address != "local":
         try:
             ray.init(address=address or "auto", **common)
+            hush_driver()
             return
         except ConnectionError:
             if address:

@@ -83,6 +83,6 @@ def _myself() -> dict[str, object]:
 
 def _is_running(pid: int, started: float) -> bool:
     try:
-        return abs(psutil.Process(pid).create_time() - started) < 1.0
+        return bool(abs(psutil.Process(pid).create_time() - started) < 1.0)
     except psutil.NoSuchProcess:
         return False

@@ -61,9 +61,9 @@ def move(
         transfers.receives,
         lambda p: _view(new, specs[p.tensor], transfers.new_regions[p.tensor], p.region),
     )
-    for sends, receives in zip_longest(_rounds(outgoing), _rounds(incoming), fillvalue={}):
+    for sends, receives in zip_longest(_rounds(outgoing), _rounds(incoming)):
         check()
-        _exchange(group, sends, receives, moved)
+        _exchange(group, sends or {}, receives or {}, moved)
     return new, moved
 
 
@@ -101,22 +101,19 @@ def _allocate(
     device: torch.device,
 ) -> dict[str, Tensor]:
     new: dict[str, Tensor] = {}
-    kept = set(transfers.kept)
-    for index, (spec, region) in enumerate(zip(specs, transfers.new_regions, strict=True)):
-        if index in kept:
+    for index, region in transfers.new_regions.items():
+        spec = specs[index]
+        if index in transfers.kept:
             new[spec.name] = old[spec.name]
-        elif region is not None:
+        else:
             new[spec.name] = torch.empty(
                 region.shape, dtype=getattr(torch, spec.dtype), device=device
             )
     return new
 
 
-def _view(
-    tensors: Mapping[str, Tensor], spec: TensorSpec, held: Region | None, wanted: Region
-) -> Tensor:
+def _view(tensors: Mapping[str, Tensor], spec: TensorSpec, held: Region, wanted: Region) -> Tensor:
     """The part of a local tensor that is `wanted` of the logical one."""
-    assert held is not None
     index = tuple(
         slice(begin - origin, begin - origin + size)
         for begin, origin, size in zip(wanted.offsets, held.offsets, wanted.shape, strict=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import ray
@@ -96,7 +97,7 @@ class RayFleet:
                 self._seats[worker] = _Seat(actor)
             life = actor.live.remote()
             actor.start.remote()
-            self._when_done(life, lambda error, worker=worker: self._worker_lost(worker, error))
+            self._when_done(life, partial(self._worker_lost, worker))
 
     def stop_worker(self, worker: str) -> None:
         with self._lock:

@@ -114,9 +114,9 @@ class Shell:
         self._lease.check()
         self._journal.write(event_line(self._now, event, self._core.state))
         told = [command for command in commands if not isinstance(command, SILENT)]
-        for command in told:
-            self._journal.write(command_line(self._now, command, self._core.state))
-            if isinstance(command, Resume):
+        for line in told:
+            self._journal.write(command_line(self._now, line, self._core.state))
+            if isinstance(line, Resume):
                 self._journal.write(state_line(self._now, self._core.state))
         if told:
             self._journal.make_durable()

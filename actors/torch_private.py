@@ -6,6 +6,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
@@ -15,10 +16,10 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
     """Backend name and options for one mesh axis: a mesh ignores the world's timeout."""
     if device_type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
+        options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return "nccl", options
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined, unused-ignore]
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     return "gloo", options
 
@@ -28,20 +29,22 @@ def bare_group(
 ) -> ProcessGroup:
     """A group beside the world's, which may hold processes that are not in the world."""
     if device_type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()  # type: ignore[attr-defined, unused-ignore]
-        options._timeout = timeout
-        backend = dist.ProcessGroupNCCL(store, group_rank, num_ranks, options)
-    else:
-        backend = dist.ProcessGroupGloo(store, group_rank, num_ranks, timeout)
-    return cast(ProcessGroup, backend)
+        _, options = group_options(device_type, timeout)
+        nccl = dist.ProcessGroupNCCL(store, group_rank, num_ranks, options)
+        return cast(ProcessGroup, nccl)
+    return cast(ProcessGroup, dist.ProcessGroupGloo(store, group_rank, num_ranks, timeout))
 
 
-def abort_nccl_groups() -> None:
-    """Abort every NCCL communicator of this process, from any thread."""
-    for group in list(c10d._world.pg_map):
-        backend = group._get_backend(c10d._get_pg_default_device(group))
-        if backend.name() == "nccl":
-            backend.abort()
+def abort_nccl_groups(bare: ProcessGroup | None) -> None:
+    """Abort every NCCL communicator of this process, from any thread.
+
+    `bare` is a group that torch's own tables do not know of.
+    """
+    groups = list(c10d._world.pg_map)
+    for group in groups:
+        group._get_backend(torch.device("cuda")).abort()
+    if bare is not None and bare not in groups:
+        bare.abort()
 
 
 def reset_group_tables() -> None:
@@ -69,4 +72,4 @@ def reset_group_tables() -> None:
         table.clear()
     world.group_count = 0
     c10d._unregister_all_process_groups()
-    _clear_sharding_prop_cache()
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from actors.checkpoints import Part, PartWriter
@@ -35,7 +34,6 @@ from elastic.parts import my_share
 from elastic.regions import Region
 from elastic.shards import region_of
 from elastic.transfers import derive
-
 
 NOTHING_HELD = -1
 

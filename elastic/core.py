@@ -11,7 +11,7 @@ from math import isfinite
 from typing import assert_never
 
 from elastic import aborting, forming, roster, running, saving
-from elastic.commands import Command, StartStore
+from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
     Checkpointed,
     Evaluated,
@@ -30,12 +30,12 @@ from elastic.events import (
     StopRequested,
     StoreLost,
     StoreReady,
+    Woke,
     WorkerLeaving,
     WorkerLost,
     WorkerRaised,
     WorkerReady,
     WorkerSuspected,
-    Woke,
 )
 from elastic.phases import (
     Aborting,
@@ -196,7 +196,7 @@ class Core:
         if event.worker not in state.warm:
             return []
         if event.worker not in aborting.participants(state):
-            return [aborting.StopWorker(event.worker, event.cause)]
+            return [StopWorker(event.worker, event.cause)]
         if isinstance(state.phase, Forming | Relaying | Running | Pausing):
             return aborting.abort(state, now, f"{event.worker}: {event.cause}")
         return []

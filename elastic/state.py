@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from elastic.placing import Place
-from elastic.planning import Job, Wish
 from elastic.assignment import Assignment
 from elastic.events import Saved
 from elastic.phases import Ending, Phase, Waiting, may_follow
+from elastic.placing import Place
+from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import Vote
 

@@ -23,6 +23,7 @@ PLAIN_EVERY_S = 10.0
 PLAIN_SILENCE_S = 60.0
 """Without a new step, a plain line comes only after so long."""
 NUM_SHOWN_HAPPENINGS = 6
+MAX_WIDTH = 110
 BARS = "▁▂▃▄▅▆▇█"
 COLOURS = {
     "lost": "red",
@@ -106,6 +107,7 @@ class Display:
             title_align="left",
             subtitle=Text(f"{phase} · {duration(membership.wall_s(now))}", style=style),
             subtitle_align="right",
+            width=min(self._console.width, MAX_WIDTH),
             padding=(1, 2),
         )
 

@@ -104,7 +104,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         faults=faults,
     )
     observer = Factory(
-        "pipelines.tracking:Tracker",
+        "pipelines.sidecar:tracker",
         {
             "run_folder": str(folder.path.resolve()),
             "tracking_uri": tracking_uri,

@@ -17,7 +17,8 @@ from pipelines.wording import shortened
 
 EVENTS_FILE = "events.json"
 NUM_NOTED = 20
-COLUMNS = ("time", "step", "generation", "world_size", "event", "worker", "node", "cause", "told")
+NOT_NOTED = ("ready", "checkpoint", "evaluated")
+COLUMNS = ("time", "told", "event", "worker", "node", "cause", "step", "generation", "world_size")
 
 
 def tags(history: History) -> dict[str, str]:
@@ -27,7 +28,6 @@ def tags(history: History) -> dict[str, str]:
     told = {
         "elastic.outcome": membership.outcome or membership.phase,
         "elastic.layout": membership.layout,
-        "elastic.world_size": str(len(membership.members)),
         "elastic.generation": str(membership.generation),
         "elastic.workers_lost": str(membership.num_lost),
         "elastic.workers_joined": str(membership.num_joined),
@@ -43,11 +43,11 @@ def note(history: History) -> str:
     """The run in a few lines of Markdown: how it stands, and its newest events."""
     membership = history.membership
     lines = [f"**{membership.outcome or membership.phase}** · {history.summary()}", ""]
-    events = [h for h in membership.happenings if h.kind not in ("checkpoint", "evaluated")]
+    events = [h for h in membership.happenings if h.kind not in NOT_NOTED]
     lines += ["| time (UTC) | step | |", "|---|---|---|"]
     for happening in reversed(events[-NUM_NOTED:]):
         told = shortened(happening.text, 150).replace("|", "\\|")
-        lines.append(f"| {_clock(happening.time)} | {happening.step} | {told} |")
+        lines.append(f"| {_clock(happening.time)[:19]} | {happening.step} | {told} |")
     if len(events) > NUM_NOTED:
         lines += ["", f"The newest {NUM_NOTED} of {len(events)} events; all are in {EVENTS_FILE}."]
     return "\n".join(lines)
@@ -70,14 +70,14 @@ def write_files(history: History, folder: RunFolder, target: Path) -> None:
 def _event(happening: Happening) -> list[Any]:
     return [
         _clock(happening.time),
-        happening.step,
-        happening.generation,
-        happening.world_size,
+        happening.text,
         happening.kind,
         happening.worker,
         happening.node,
         happening.cause,
-        happening.text,
+        happening.step,
+        happening.generation,
+        happening.world_size,
     ]
 
 

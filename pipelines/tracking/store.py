@@ -20,6 +20,8 @@ from pipelines.run_folder import RunFolder, default_tracking_uri
 from pipelines.tracking.delivered import Delivered
 
 KEY_TAG = "elastic.run"
+EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""Without it, MLflow's page guesses, and may show the runs as evaluations of language models."""
 ENVIRONMENT = {
     # One request may block no longer than this, and it is we who try again: from the files.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
@@ -113,7 +115,7 @@ def _experiment_id(client: MlflowClient, folder: RunFolder, delivered: Delivered
         return str(experiment.experiment_id)
     is_default = delivered.uri == default_tracking_uri(folder.storage)
     artifacts = (folder.storage.resolve() / "mlflow-artifacts").as_uri() if is_default else None
-    return str(client.create_experiment(delivered.experiment, artifact_location=artifacts))
+    return str(client.create_experiment(delivered.experiment, artifacts, EXPERIMENT_TAGS))
 
 
 def _ensure_database(storage: Path) -> None:

@@ -1,0 +1,166 @@
+"""Checkpoint parts: any regions out of any regions, and never a pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+from actors.checkpoints import publish
+from elastic.layout import Layout
+from elastic.regions import Region
+from elastic.shards import region_of, sharding_of
+from elastic.specs import TensorSpec
+from pipelines.checkpoint import read_regions, write_part
+from pipelines.errors import UserError
+
+SPECS = (
+    TensorSpec("layers.0.weight", (7, 3), "float32", layer=0, fsdp_dim=0, num_layers=1),
+    TensorSpec("norm.weight", (2,), "float64", fsdp_dim=0),
+    TensorSpec("half", (4, 2), "bfloat16", fsdp_dim=0),
+    TensorSpec("optimizer.norm.weight.step", (), "float32", kind="optimizer"),
+    TensorSpec("count", (3,), "int64", kind="buffer"),
+)
+LAYOUTS = st.builds(Layout, dp=st.integers(1, 3), fsdp=st.integers(1, 5))
+
+
+def whole_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {
+        spec.name: (1000 * torch.randn(spec.shape, generator=generator)).to(
+            getattr(torch, spec.dtype)
+        )
+        for spec in SPECS
+    }
+
+
+def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    pairs = zip(region.offsets, region.shape, strict=True)
+    return tensor[tuple(slice(first, first + length) for first, length in pairs)]
+
+
+def write_checkpoint(run_folder: Path, layout: Layout) -> Path:
+    """A whole checkpoint, each region written by its first holder."""
+    whole = whole_tensors()
+    folder = run_folder / "checkpoints" / "step-00000003-g2"
+    folder.mkdir(parents=True)
+    files = []
+    for rank in range(layout.num_workers):
+        place = layout.coordinates(rank)
+        parts = {}
+        for spec in SPECS:
+            if sharding_of(spec, layout).first_holder(rank) == rank:
+                region = region_of(spec, layout, place)
+                parts[spec.name] = (region, cut(whole[spec.name], region))
+        file = folder / f"part-w{rank}.safetensors"
+        write_part(file, parts)
+        files.append((file.name, file.stat().st_size))
+    return publish(run_folder, 3, 2, files)
+
+
+@settings(max_examples=25, deadline=None)
+@given(written=LAYOUTS, wanted=LAYOUTS, data=st.data())
+def test_any_layout_reads_what_any_other_wrote(tmp_path_factory, written, wanted, data) -> None:
+    folder = write_checkpoint(tmp_path_factory.mktemp("run"), written)
+    rank = data.draw(st.integers(0, wanted.num_workers - 1))
+    place = wanted.coordinates(rank)
+    regions = {spec.name: region_of(spec, wanted, place) for spec in SPECS}
+    read = read_regions(folder, regions)
+    whole = whole_tensors()
+    for spec in SPECS:
+        expected = cut(whole[spec.name], regions[spec.name])
+        assert read[spec.name].dtype == expected.dtype
+        assert torch.equal(read[spec.name], expected), spec.name
+
+
+def test_only_the_tensors_asked_for_are_read(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, Layout(fsdp=2))
+    read = read_regions(folder, {"layers.0.weight": Region((2, 1), (3, 2))})
+    expected = cut(whole_tensors()["layers.0.weight"], Region((2, 1), (3, 2)))
+    assert list(read) == ["layers.0.weight"]
+    assert torch.equal(read["layers.0.weight"], expected)
+
+
+def test_stock_dcp_and_safetensors_read_the_same_files(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, Layout(fsdp=2))
+    whole = whole_tensors()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items())
+    first = load_file(folder / "part-w0.safetensors")
+    assert torch.equal(first["layers.0.weight"], whole["layers.0.weight"][:4])
+
+
+class Malicious:
+    """A pickle that leaves a mark when it is opened."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_no_pickle_in_the_folder_is_ever_opened(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, Layout(dp=2, fsdp=2))
+    mark = tmp_path / "opened"
+    poison = pickle.dumps(Malicious(mark))
+    for name in (".metadata", "__0_0.distcp", "part-w9.safetensors", "model.pt"):
+        (folder / name).write_bytes(poison)
+    read = read_regions(folder, {spec.name: Region.whole(spec.shape) for spec in SPECS})
+    assert torch.equal(read["half"], whole_tensors()["half"])
+    assert not mark.exists()
+    pickle.loads(poison)
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("name", ["layers.0.bias", "layers.0.weight"])
+def test_what_is_not_there_is_the_users_error(tmp_path, name) -> None:
+    folder = write_checkpoint(tmp_path, Layout())
+    with pytest.raises(UserError, match=name):
+        read_regions(folder, {name: Region((0, 0), (8, 3))})
+
+
+def test_a_missing_part_is_told(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, Layout(fsdp=2))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    del manifest["files"]["part-w1.safetensors"]
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="parts are missing"):
+        read_regions(folder, {"layers.0.weight": Region((0, 0), (7, 3))})
+
+
+@pytest.mark.parametrize("num_bytes", [0, 4, 100])
+def test_a_part_cut_short_is_the_users_error(tmp_path, num_bytes) -> None:
+    folder = write_checkpoint(tmp_path, Layout())
+    file = folder / "part-w0.safetensors"
+    file.write_bytes(file.read_bytes()[:num_bytes])
+    with pytest.raises(UserError, match="step-00000003-g2"):
+        read_regions(folder, {"norm.weight": Region((0,), (2,))})
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path) -> None:
+    with pytest.raises(UserError, match="manifest"):
+        read_regions(tmp_path, {})
+
+
+def test_a_tensor_that_is_not_its_region_is_refused(tmp_path) -> None:
+    with pytest.raises(ValueError, match="norm"):
+        write_part(tmp_path / "p.safetensors", {"norm": (Region((0,), (2,)), torch.zeros(3))})
+
+
+def test_a_disk_that_refuses_is_an_os_error(tmp_path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        write_part(tmp_path / "nowhere" / "p.safetensors", {})

@@ -1,0 +1,61 @@
+"""Hypothesis strategies for layouts, tensor specs and assignments; and how often to draw."""
+
+from __future__ import annotations
+
+from math import prod
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from elastic.layout import Layout
+from elastic.specs import TensorSpec
+
+MAX_RANKS = 12
+
+
+def profile(num_examples: int) -> settings:
+    """So many examples, the same at every run."""
+    return settings(
+        max_examples=num_examples,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Layout:
+    """Any layout of at most so many ranks, each axis as likely as the next to be large."""
+    degrees = dict.fromkeys(("pp", "dp", "fsdp", "cp", "tp"), 1)
+    for axis in draw(st.permutations(list(degrees))):
+        room = max_ranks // prod(degrees.values())
+        degrees[axis] = draw(st.integers(1, min(room, 5)))
+    num_inner = degrees["fsdp"] * degrees["cp"] * degrees["tp"]
+    ep = draw(st.sampled_from([n for n in range(1, num_inner + 1) if num_inner % n == 0]))
+    return Layout(**degrees, ep=ep, zero=draw(st.sampled_from([3, 3, 3, 0, 1, 2])))
+
+
+@st.composite
+def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
+    """A small tensor of any kind; sizes that divide nothing, and scalars."""
+    shape = tuple(draw(st.lists(st.integers(0, 11) | st.just(7), max_size=3)))
+    dims = st.none() | st.sampled_from(range(len(shape))) if shape else st.none()
+    num_layers = draw(st.integers(1, 5))
+    layer = draw(st.none() | st.integers(0, num_layers - 1))
+    return TensorSpec(
+        name=name,
+        shape=shape,
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "int64"])),
+        layer=layer,
+        fsdp_dim=draw(dims),
+        tp_dim=draw(dims),
+        ep_dim=draw(st.none() | dims),
+        kind=draw(st.sampled_from(["parameter", "optimizer", "buffer"])),
+        num_layers=num_layers,
+    )
+
+
+def spec_lists() -> st.SearchStrategy[list[TensorSpec]]:
+    """A few specs, some of which lie alike."""
+    return st.lists(specs(), min_size=1, max_size=4).map(lambda some: [*some, some[0]])

@@ -1,0 +1,144 @@
+"""The geometry once more, element by element, sharing no code with the product.
+
+Layouts, coordinates and specs are taken as plain data; everything else is spelled out over
+numpy arrays: which elements each rank holds, and whether a set of transfers, carried out,
+gives every worker each of its elements exactly once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.assignment import Assignment
+from elastic.layout import Layout
+from elastic.regions import Region
+from elastic.specs import TensorSpec
+from elastic.transfers import Relayout, Transfers
+
+Mask = NDArray[np.bool_]
+
+
+def held_by_rank(spec: TensorSpec, layout: Layout) -> list[Mask]:
+    """For each world rank, which elements of a tensor it holds."""
+    axes = (layout.pp, layout.dp, layout.fsdp, layout.cp, layout.tp)
+    return [_held(spec, layout, place) for place in product(*map(range, axes))]
+
+
+def held_by_worker(spec: TensorSpec, assignment: Assignment | None) -> dict[str, Mask]:
+    if assignment is None:
+        return {}
+    masks = held_by_rank(spec, assignment.layout)
+    return dict(zip(assignment.members, masks, strict=True))
+
+
+def is_covered(specs: Sequence[TensorSpec], layout: Layout, world_ranks: Sequence[int]) -> bool:
+    """Whether these ranks together have every element of every tensor."""
+    for spec in specs:
+        masks = held_by_rank(spec, layout)
+        union = np.zeros(spec.shape, dtype=np.bool_)
+        for rank in world_ranks:
+            union |= masks[rank]
+        if not union.all():
+            return False
+    return True
+
+
+def lower_bound_bytes(specs: Sequence[TensorSpec], relayout: Relayout) -> int:
+    """Bytes of all new regions less those that their workers hold already."""
+    total = 0
+    for spec in specs:
+        old, new = held_by_worker(spec, relayout.old), held_by_worker(spec, relayout.new)
+        for worker, wanted in new.items():
+            there = old[worker] if worker in relayout.holders else np.zeros_like(wanted)
+            total += int((wanted & ~there).sum()) * spec.itemsize_bytes
+    return total
+
+
+def check_transfers(
+    specs: Sequence[TensorSpec], relayout: Relayout, transfers: Mapping[str, Transfers]
+) -> int:
+    """Carry transfers out element by element; returns the bytes sent (invariant 3)."""
+    _check_order(relayout, transfers)
+    for index, spec in enumerate(specs):
+        old, new = held_by_worker(spec, relayout.old), held_by_worker(spec, relayout.new)
+        for worker, of_worker in transfers.items():
+            wanted = new.get(worker, np.zeros(spec.shape, dtype=np.bool_))
+            there = old[worker] if worker in relayout.holders else np.zeros_like(wanted)
+            times = np.zeros(spec.shape, dtype=np.int64)
+            if index in of_worker.kept:
+                assert np.array_equal(wanted, there)
+                times += there
+            for copy in of_worker.copies:
+                if copy.tensor == index:
+                    assert there[_box(copy.region)].all()
+                    times[_box(copy.region)] += 1
+            for piece in of_worker.receives:
+                if piece.tensor == index:
+                    times[_box(piece.region)] += 1
+            for piece in of_worker.sends:
+                assert piece.tensor != index or there[_box(piece.region)].all()
+            assert np.array_equal(times, wanted.astype(np.int64))
+    return sum(
+        int(np.prod(piece.region.shape)) * specs[piece.tensor].itemsize_bytes
+        for of_worker in transfers.values()
+        for piece in of_worker.sends
+    )
+
+
+def _check_order(relayout: Relayout, transfers: Mapping[str, Transfers]) -> None:
+    """What A sends to B is what B receives from A, in the same order."""
+    group = relayout.participants
+    assert sorted(transfers) == sorted(group)
+    for (a, sender), (b, receiver) in product(enumerate(group), repeat=2):
+        sent = [(p.tensor, p.region) for p in transfers[sender].sends if p.peer == b]
+        received = [(p.tensor, p.region) for p in transfers[receiver].receives if p.peer == a]
+        assert sent == received
+        assert not sent or (sender in relayout.holders and sender != receiver)
+
+
+def _box(region: Region) -> tuple[slice, ...]:
+    bounds = zip(region.offsets, region.shape, strict=True)
+    return tuple(slice(begin, begin + length) for begin, length in bounds)
+
+
+def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
+    pp, _, fsdp, cp, tp = place
+    mask = np.zeros(spec.shape, dtype=np.bool_)
+    if spec.layer is not None and spec.layer not in _layers(pp, layout.pp, spec.num_layers):
+        return mask
+    kept = [list(range(size)) for size in spec.shape]
+    sharded = {"parameter": layout.zero == 3, "optimizer": layout.zero > 0, "buffer": False}
+    fsdp_dim = spec.fsdp_dim if sharded[spec.kind] else None
+    if spec.ep_dim is not None:
+        block = list(product(range(layout.fsdp), range(layout.cp), range(layout.tp)))
+        place_in_block = block.index((fsdp, cp, tp))
+        num_groups = len(block) // layout.ep
+        kept[spec.ep_dim] = _chunk(kept[spec.ep_dim], layout.ep, place_in_block % layout.ep)
+        if fsdp_dim is not None:
+            group = place_in_block // layout.ep
+            kept[fsdp_dim] = _chunk(kept[fsdp_dim], num_groups, group)
+    else:
+        if spec.tp_dim is not None:
+            kept[spec.tp_dim] = _chunk(kept[spec.tp_dim], layout.tp, tp)
+        if fsdp_dim is not None:
+            kept[fsdp_dim] = _chunk(kept[fsdp_dim], layout.fsdp, fsdp)
+    if kept:
+        mask[np.ix_(*(np.array(indices, dtype=np.int64) for indices in kept))] = True
+    else:
+        mask[()] = True
+    return mask
+
+
+def _layers(stage: int, num_stages: int, num_layers: int) -> range:
+    first = ceil(stage * num_layers / num_stages)
+    return range(first, ceil((stage + 1) * num_layers / num_stages))
+
+
+def _chunk(indices: list[int], num_chunks: int, index: int) -> list[int]:
+    size = ceil(len(indices) / num_chunks)
+    return indices[index * size : (index + 1) * size]

@@ -1,0 +1,79 @@
+"""Coverage and the choice of holdings against element-wise coverage."""
+
+from __future__ import annotations
+
+from geometry_strategies import layouts, profile, spec_lists
+from hypothesis import given
+from hypothesis import strategies as st
+from reference_geometry import is_covered
+
+from elastic.holdings import Choice, Holding, Tier, any_state, choose, uncovered
+from elastic.layout import Layout
+from elastic.specs import TensorSpec
+
+
+@profile(300)
+@given(spec_lists(), layouts(), st.data())
+def test_coverage_is_that_of_the_elements(
+    specs: list[TensorSpec], layout: Layout, data: st.DataObject
+) -> None:
+    ranks = range(layout.num_workers)
+    dead = set(data.draw(st.lists(st.sampled_from(ranks), max_size=4)))
+    held = [rank for rank in ranks if rank not in dead]
+    missing = uncovered(specs, layout, held)
+    assert (missing is None) == is_covered(specs, layout, held)
+    if missing is not None:
+        assert not is_covered([missing], layout, held)
+    if uncovered(any_state(layout), layout, held) is None and layout.ep > 1:
+        assert missing is None
+
+
+@st.composite
+def holdings(draw: st.DrawFn) -> list[Holding]:
+    """Parts of a few steps, live and in snapshots, and whole checkpoints."""
+    some: list[Holding] = []
+    for generation in range(1, draw(st.integers(1, 3)) + 1):
+        layout, step = draw(layouts(6)), draw(st.integers(1, 3))
+        ranks = st.sampled_from(range(layout.num_workers))
+        for tier in (Tier.LIVE, Tier.SNAPSHOT):
+            for rank in sorted(set(draw(st.lists(ranks, max_size=8)))):
+                place = layout.coordinates(rank)
+                name = f"{tier.name}{rank}"
+                some.append(Holding(name, tier, 0, step, generation, layout, place))
+    if draw(st.booleans()):
+        some.append(Holding("storage", Tier.CHECKPOINT, 0, draw(st.integers(1, 3)), 1))
+    return some
+
+
+@profile(300)
+@given(spec_lists(), holdings(), st.randoms(use_true_random=False))
+def test_the_newest_covered_step_is_chosen_in_any_order_of_holdings(
+    specs: list[TensorSpec], some: list[Holding], random: object
+) -> None:
+    choice = choose(specs, some)
+    best = max((step for step in (1, 2, 3) if _is_covered_at(specs, some, step)), default=None)
+    if not isinstance(choice, Choice):
+        assert best is None
+        return
+    assert choice.step == best
+    assert _covers(specs, choice.holdings)
+    assert {holding.step for holding in choice.holdings} == {best}
+    assert max(holding.tier for holding in choice.holdings) == choice.tier
+    again = choose(specs, some[::-1])
+    assert isinstance(again, Choice)
+    assert (again.step, again.tier) == (choice.step, choice.tier)
+    assert sorted(again.holdings) == sorted(choice.holdings)
+
+
+def _covers(specs: list[TensorSpec], some: tuple[Holding, ...]) -> bool:
+    layout = some[0].layout
+    return is_covered(specs, layout, [layout.world_rank(h.coordinates) for h in some])
+
+
+def _is_covered_at(specs: list[TensorSpec], some: list[Holding], step: int) -> bool:
+    at_step = [holding for holding in some if holding.step == step]
+    if any(holding.tier is Tier.CHECKPOINT for holding in at_step):
+        return True
+    generations = {holding.generation for holding in at_step}
+    parts = [tuple(h for h in at_step if h.generation == g) for g in generations]
+    return any(_covers(specs, part) for part in parts)

@@ -1,0 +1,105 @@
+"""The optimizer over local shards equals torch's own, and its schedule is a pure function."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines.optimizer import LocalOptimizer, learning_rate, state_template
+from pipelines.settings import OptimizerSettings
+
+SCHEDULE = OptimizerSettings(lr=0.1, min_lr=0.01, warmup_steps=10, decay_steps=110)
+
+
+def state_of(settings: OptimizerSettings, shards: dict[str, torch.Tensor]):
+    template = state_template(settings, torch.float64)
+    return {
+        name: {
+            key: torch.zeros(shard.shape if value.ndim else (), dtype=value.dtype)
+            for key, value in template.items()
+        }
+        for name, shard in shards.items()
+    }
+
+
+def test_the_schedule_rises_falls_and_stays() -> None:
+    assert learning_rate(SCHEDULE, 1) == pytest.approx(0.01)
+    assert learning_rate(SCHEDULE, 10) == pytest.approx(0.1)
+    assert learning_rate(SCHEDULE, 60) == pytest.approx((0.1 + 0.01) / 2)
+    assert learning_rate(SCHEDULE, 110) == pytest.approx(0.01)
+    assert learning_rate(SCHEDULE, 10_000) == pytest.approx(0.01)
+
+
+@given(step=st.integers(1, 400), warmup=st.integers(0, 50), decay=st.integers(0, 300))
+def test_the_rate_never_leaves_its_bounds(step, warmup, decay) -> None:
+    settings = SCHEDULE.model_copy(update={"warmup_steps": warmup, "decay_steps": decay})
+    rate = learning_rate(settings, step)
+    assert 0 < rate <= 0.1
+    if step > warmup:
+        assert rate >= 0.01 * (1 - 1e-12)
+        assert learning_rate(settings, step + 1) <= rate
+
+
+def test_without_decay_the_rate_is_constant_after_the_warm_up() -> None:
+    settings = OptimizerSettings(lr=0.2, warmup_steps=2)
+    assert [learning_rate(settings, step) for step in (1, 2, 3, 99)] == [0.1, 0.2, 0.2, 0.2]
+
+
+def test_the_state_is_found_and_not_assumed() -> None:
+    template = state_template(SCHEDULE, torch.float64)
+    assert {key: tuple(value.shape) for key, value in template.items()} == {
+        "step": (),
+        "exp_avg": (2, 3),
+        "exp_avg_sq": (2, 3),
+    }
+    assert template["exp_avg"].dtype == torch.float64
+
+
+def test_it_equals_torchs_own_and_decays_only_matrices() -> None:
+    torch.manual_seed(0)
+    settings = OptimizerSettings(weight_decay=0.3)
+    shards = {
+        "matrix": torch.randn(4, 3, dtype=torch.float64),
+        "vector": torch.randn(5, dtype=torch.float64),
+        "nothing": torch.randn(0, 3, dtype=torch.float64),
+    }
+    expected = {name: shard.clone().requires_grad_() for name, shard in shards.items()}
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [expected["matrix"], expected["nothing"]], "weight_decay": 0.3},
+            {"params": [expected["vector"]], "weight_decay": 0.0},
+        ],
+        betas=(settings.beta1, settings.beta2),
+        foreach=False,
+    )
+    state = state_of(settings, shards)
+    ours = LocalOptimizer(settings, shards, state)
+    for step in range(1, 9):
+        gradients = {name: torch.randn_like(shard) for name, shard in shards.items()}
+        for name, weight in expected.items():
+            weight.grad = gradients[name].clone()
+        for group in theirs.param_groups:
+            group["lr"] = 0.1 / step
+        theirs.step()
+        ours.step(gradients, lr=0.1 / step)
+    for name, weight in expected.items():
+        torch.testing.assert_close(shards[name], weight.detach(), rtol=1e-12, atol=1e-14)
+        for key, value in theirs.state[weight].items():
+            torch.testing.assert_close(ours.state()[name][key], value, rtol=1e-12, atol=1e-14)
+            assert ours.state()[name][key] is state[name][key]
+
+
+def test_a_shard_without_a_gradient_stays() -> None:
+    shards = {"first": torch.ones(2, 2), "second": torch.ones(2, 2)}
+    ours = LocalOptimizer(SCHEDULE, shards, state_of(SCHEDULE, shards))
+    ours.step({"first": torch.ones(2, 2)}, lr=0.1)
+    assert torch.equal(shards["second"], torch.ones(2, 2))
+    assert not torch.equal(shards["first"], torch.ones(2, 2))
+    assert ours.state()["first"]["step"].item() == 1
+    assert ours.state()["second"]["step"].item() == 0
+    assert all(shard.grad is None for shard in shards.values())
+    assert math.isclose(SCHEDULE.lr, 0.1)

@@ -1,0 +1,80 @@
+"""Recipes are found by name, file or module, and are of the size that they say."""
+
+from __future__ import annotations
+
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from pipelines.errors import UserError
+from pipelines.program import make_workload
+from pipelines.recipes import RECIPES, byte_lm, load, mlp, tiny
+from pipelines.settings import DataSettings, TrainSettings
+from pipelines.state import state_specs
+
+OWN = """
+from pipelines.recipes import tiny
+
+def own():
+    return tiny().model_copy(update={"seed": 7})
+
+def wrong():
+    return 3
+"""
+
+
+def num_parameters(settings: TrainSettings) -> int:
+    data = DataSettings(source="random")
+    settings = settings.model_copy(update={"data": data, "eval_every": 0})
+    specs = state_specs(make_workload(settings), settings)
+    return sum(prod(spec.shape) for spec in specs if spec.kind == "parameter")
+
+
+def test_recipes_have_the_sizes_that_they_say() -> None:
+    assert num_parameters(tiny()) < 300_000
+    assert 2_000_000 < num_parameters(byte_lm()) < 6_000_000
+    assert 2_050_000 < num_parameters(mlp()) < 2_150_000
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8])
+def test_batches_are_shared_evenly_by_usual_numbers_of_workers(name, num_workers) -> None:
+    settings = load(name)
+    assert settings.num_microbatches >= 8
+    if name != "tiny":
+        assert settings.num_microbatches % num_workers == 0
+
+
+def test_a_recipe_is_found_in_a_file_or_a_module(tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_recipes.py").write_text(OWN)
+    assert load(f"{tmp_path / 'own_recipes.py'}:own").seed == 7
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert load("own_recipes:own").seed == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("byte_ml", "near it: byte_lm"),
+        ("zzz", "there are: tiny, byte_lm, mlp"),
+        ("nowhere.py:own", "there is no file nowhere.py"),
+        ("no_such_module:own", "there is no module no_such_module"),
+        ("no.such.module:own", "there is no module no.such.module"),
+        ("{file}:own_", "near it: own"),
+        ("{file}:wrong", "returns int, not TrainSettings"),
+    ],
+)
+def test_what_is_no_recipe_is_told_in_one_line(tmp_path, name, told) -> None:
+    file = tmp_path / "recipes_of_mine.py"
+    file.write_text(OWN)
+    with pytest.raises(UserError) as error:
+        load(name.format(file=file))
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_an_error_inside_a_users_module_is_not_hidden(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import no_such_thing\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+        load(f"{tmp_path / 'broken.py'}:own")

@@ -1,0 +1,116 @@
+"""Settings: typed, checked, and refused in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pipelines.errors import UserError
+from pipelines.overrides import WHERE_AND_HOW, differing_maths, override
+from pipelines.recipes import byte_lm, mlp
+from pipelines.settings import TrainSettings
+
+
+@pytest.mark.parametrize(
+    ("change", "read"),
+    [
+        ("optimizer.lr=3e-4", lambda s: s.optimizer.lr == 3e-4),
+        ("model.num_layers=7", lambda s: s.model.num_layers == 7),
+        ("compile=true", lambda s: s.compile is True),
+        ("dtype=float64", lambda s: s.dtype == "float64"),
+        ("data.source=some,where", lambda s: s.data.source == "some,where"),
+        ("data.separator=none", lambda s: s.data.separator is None),
+        ("data.source=a=b", lambda s: s.data.source == "a=b"),
+        ("record_samples=a/b.jsonl", lambda s: s.record_samples == Path("a/b.jsonl")),
+    ],
+)
+def test_an_override_is_typed(change, read) -> None:
+    assert read(override(byte_lm(), [change]))
+
+
+def test_a_tuple_is_written_with_commas() -> None:
+    assert override(mlp(), ["model.dims=4,5,6"]).model.dims == (4, 5, 6)
+
+
+def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
+    before = byte_lm()
+    after = override(before, ["seed=1", "batch=30", "microbatch=10", "seed=2"])
+    assert (after.seed, after.batch, after.num_microbatches) == (2, 30, 3)
+    assert before == byte_lm()
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("optimiser.lr=1", "optimizer.lr"),
+        ("lr=1", "optimizer.lr"),
+        ("model.num_layer=1", "model.num_layers"),
+        ("zzzz=1", "there are: model.kind"),
+        ("model=1", "there is no such setting"),
+        ("seed", "write key=value"),
+        ("optimizer.lr=fast", "valid number"),
+        ("optimizer.lr=-1", "greater than 0"),
+        ("steps=1.5", "valid integer"),
+        ("compile=perhaps", "valid boolean"),
+        ("dtype=float8", "'float32', 'float64' or 'bfloat16'"),
+        ("batch=none", "valid integer"),
+        ("model.kind=mlp", "'transformer'"),
+        ("batch=25", "it is"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(change, told) -> None:
+    settings = override(byte_lm(), ["microbatch=2"])
+    told = told if told != "it is" else "batch=25 is no multiple of microbatch=2: set batch to 24"
+    with pytest.raises(UserError) as error:
+        override(settings, [change])
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(UserError, match="model.dim=100"):
+        override(byte_lm(), ["model.dim=100"])
+    with pytest.raises(UserError, match="num_kv_heads=3"):
+        override(byte_lm(), ["model.num_kv_heads=3"])
+
+
+def test_settings_are_frozen_and_closed() -> None:
+    with pytest.raises(ValidationError):
+        byte_lm().seed = 3
+    with pytest.raises(ValidationError, match="flavour"):
+        TrainSettings(flavour="sweet")
+
+
+@pytest.mark.parametrize("settings", [byte_lm(), mlp()])
+def test_settings_survive_json(settings) -> None:
+    assert TrainSettings.model_validate(json.loads(settings.model_dump_json())) == settings
+
+
+def test_only_what_defines_the_maths_is_compared() -> None:
+    old = byte_lm()
+    assert differing_maths(old, override(old, ["steps=7", "eval_every=3", "compile=true"])) == []
+    new = override(old, ["steps=7", "optimizer.lr=0.5", "seed=9", "data.seq_len=64"])
+    assert differing_maths(old, new) == [
+        "data.seq_len: 128 -> 64",
+        f"optimizer.lr: {old.optimizer.lr} -> 0.5",
+        "seed: 0 -> 9",
+    ]
+
+
+def test_another_kind_of_model_differs_in_its_fields() -> None:
+    told = differing_maths(byte_lm(), mlp())
+    assert "model.kind: transformer -> mlp" in told
+    assert any(line.startswith("model.dims: None -> ") for line in told)
+
+
+@given(st.sampled_from(sorted(TrainSettings.model_fields.keys() - {"model", "data", "optimizer"})))
+def test_every_field_is_either_maths_or_not(name) -> None:
+    old = byte_lm()
+    changed = old.model_copy(update={name: "changed"})
+    with_warning = differing_maths(old, changed)
+    assert bool(with_warning) == (name not in WHERE_AND_HOW)
