@@ -40,6 +40,7 @@ def join_or_start_cluster(
                 raise
     slots: dict[str, Any] = {"num_gpus": num_workers} if use_gpus else {}
     ray.init(address="local", num_cpus=num_workers, include_dashboard=False, **slots, **common)
+    hush_driver()
 
 
 def close_cluster(run_name: str, keep_actors: bool) -> None:

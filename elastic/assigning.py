@@ -11,8 +11,9 @@ from collections.abc import Collection
 
 from elastic.assignment import Assignment
 from elastic.infeasible import Infeasible
-from elastic.placing import Place, Topology, seat
+from elastic.placing import seat
 from elastic.planning import Capacity, Job, Wish, plan_layout
+from elastic.seating import Place, Topology
 
 __all__ = ["Job", "Place", "Topology", "Wish", "assign"]
 
@@ -33,16 +34,17 @@ def assign(
     `previous` is where the state lies now, if anywhere; `memory_bytes` is what the smallest
     member can hold (None: nobody can say, so everything fits).
     """
+    unique = sorted(set(members))
     layout = plan_layout(
         previous.layout if previous else None,
-        Capacity(len(members), memory_bytes),
+        Capacity(len(unique), memory_bytes),
         wish,
         job,
         snapshots_cover,
     )
     if isinstance(layout, Infeasible):
         return layout
-    ranks = seat(layout, previous, members, topology)
+    ranks = seat(layout, previous, unique, topology)
     seated = set(ranks)
-    spares = tuple(worker for worker in sorted(members) if worker not in seated)
+    spares = tuple(worker for worker in unique if worker not in seated)
     return Assignment(generation, layout, ranks, spares)

@@ -65,7 +65,7 @@ def command_line(now: float, command: Command, state: CoreState) -> dict[str, An
 
 def state_line(now: float, state: CoreState) -> dict[str, Any]:
     """The core's whole state as one journal line, from which a replay may begin."""
-    return {"time": now, "state": "CoreState", "format": FORMAT, "body": encode(state)}
+    return {"time": now, "CoreState": encode(state), "format": FORMAT}
 
 
 def replayed(line: dict[str, Any]) -> Event | CoreState | None:
@@ -75,8 +75,8 @@ def replayed(line: dict[str, Any]) -> Event | CoreState | None:
     """
     if line.get("format") != FORMAT:
         raise UnreadableJournal(f"journal format {line.get('format')!r}: this reads {FORMAT}")
-    if "state" in line:
-        state: CoreState = decode(CoreState, line["body"])
+    if "CoreState" in line:
+        state: CoreState = decode(CoreState, line["CoreState"])
         return state
     if "event" not in line:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from datetime import datetime
-from itertools import groupby, pairwise
+from itertools import pairwise
 from types import TracebackType
 from typing import Any
 
@@ -15,13 +15,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.history import Happening, History
+from pipelines.history import History
 from pipelines.wording import counted, duration, quantity, shortened
 
 REDRAW_S = 0.25
 PLAIN_EVERY_S = 10.0
 PLAIN_SILENCE_S = 60.0
-"""Without a new step, a plain line comes only after so long."""
+"""While nothing changes, a plain line comes only after so long."""
 NUM_SHOWN_HAPPENINGS = 6
 MAX_WIDTH = 110
 BARS = "▁▂▃▄▅▆▇█"
@@ -52,7 +52,7 @@ class Display:
         self._since = since
         self._num_told = 0
         self._drawn_at = self._lined_at = float("-inf")
-        self._lined_step = 0
+        self._lined_state = (0, "", 0)
         self._live: Live | None = None
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, auto_refresh=False)
@@ -105,7 +105,9 @@ class Display:
             Group(self._bar(), body, Text(), *self._news(now)),
             title=Text(self._run_name, style="bold"),
             title_align="left",
-            subtitle=Text(f"{phase} · {duration(membership.wall_s(now))}", style=style),
+            subtitle=Text(
+                f"{shortened(phase, 60)} · {duration(membership.wall_s(now))}", style=style
+            ),
             subtitle_align="right",
             width=min(self._console.width, MAX_WIDTH),
             padding=(1, 2),
@@ -165,24 +167,23 @@ class Display:
         yield news
 
     def _print_news(self) -> None:
+        """Happenings as they come; who waits for workers reads so in the lines between."""
         happenings = self.history.membership.happenings
-        news = [h for h in happenings[self._num_told :] if h.time >= self._since]
+        news = happenings[self._num_told :]
         self._num_told = len(happenings)
-        for kind, group in groupby(news, key=lambda happening: happening.kind):
-            told = list(group)
-            if kind == "ready" and len(told) > 1:
-                self._print(told[-1].time, f"{counted(len(told), 'worker')} ready: {_names(told)}")
-            else:
-                for happening in told:
-                    self._print(happening.time, happening.text)
+        for happening in news:
+            is_start_up = happening.kind in ("ready", "waiting") and not happening.world_size
+            if happening.time >= self._since and not is_start_up:
+                self._print(happening.time, happening.text)
 
     def _print_progress(self, now: float) -> None:
         progress, membership = self.history.progress, self.history.membership
         silent_s = now - self._lined_at
-        has_moved = progress.step != self._lined_step
+        state = (progress.step, membership.phase, len(membership.spares))
+        has_moved = state != self._lined_state
         if silent_s < (PLAIN_EVERY_S if has_moved else PLAIN_SILENCE_S) or membership.outcome:
             return
-        self._lined_at, self._lined_step = now, progress.step
+        self._lined_at, self._lined_state = now, state
         total = f"/{membership.total_steps}" if membership.total_steps else ""
         told = [f"step {progress.step}{total}"]
         told += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
@@ -205,7 +206,3 @@ def sparkline(values: list[float], width: int) -> str:
     means = [sum(values[left:right]) / (right - left) for left, right in pairwise(edges)]
     low, span = min(means), max(means) - min(means) or 1.0
     return "".join(BARS[round((mean - low) / span * (len(BARS) - 1))] for mean in means)
-
-
-def _names(happenings: list[Happening]) -> str:
-    return shortened(", ".join(happening.short for happening in happenings), 80)

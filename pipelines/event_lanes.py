@@ -42,8 +42,7 @@ LANES = (
 
 
 def used_lanes(history: History) -> list[Lane]:
-    kinds = {happening.kind for happening in history.membership.happenings}
-    return [lane for lane in LANES if kinds & set(lane.kinds)]
+    return [lane for lane in LANES if _in_lane(lane, history)]
 
 
 def draw_lanes(axes: Axes, lanes: list[Lane], history: History, time_axis: TimeAxis) -> None:
@@ -53,9 +52,15 @@ def draw_lanes(axes: Axes, lanes: list[Lane], history: History, time_axis: TimeA
     axes.set_yticks([])
     for row, lane in enumerate(lanes):
         axes.axhline(row, color=GRID, linewidth=0.8, zorder=0)
-        happenings = [h for h in history.membership.happenings if h.kind in lane.kinds]
+        happenings = _in_lane(lane, history)
         _name(axes, lane, row, len(happenings))
         _draw_lane(axes, lane, row, happenings, time_axis)
+
+
+def _in_lane(lane: Lane, history: History) -> list[Happening]:
+    """Its happenings; that a run waits for its first workers is not worth a mark."""
+    of_kind = (h for h in history.membership.happenings if h.kind in lane.kinds)
+    return [h for h in of_kind if h.kind != "waiting" or h.generation]
 
 
 def _name(axes: Axes, lane: Lane, row: int, number: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pipelines.progress import Progress
 from pipelines.run_folder import RunFolder, Tail
-from pipelines.wording import counted, duration
+from pipelines.wording import counted, duration, shortened
 
 PHASES = {
     "RunOpened": "starting",
@@ -18,7 +18,6 @@ PHASES = {
     "Pause": "pausing",
     "Abort": "recovering",
     "SaveCheckpoint": "saving",
-    "Waited": "waiting",
     "Stopped": "stopped",
 }
 """What the run is doing after a line of each name."""
@@ -142,7 +141,7 @@ class Membership:
         self.nodes[worker] = node
         self.spares.add(worker)
         self._gone.discard(worker)
-        text = f"{worker} is ready on {node} (pid {line['pid']})"
+        text = f"{worker} is ready on {shortened(node, 16)} (pid {line['pid']})"
         self._note(line, "ready", text, worker=worker)
 
     def _part(self, line: dict[str, Any]) -> None:
@@ -170,9 +169,10 @@ class Membership:
             return
         node = line["node"]
         for worker in (w for w, its_node in self.nodes.items() if its_node == node):
-            self._leaving[worker] = f"node {node} is draining"
+            self._leaving[worker] = f"node {shortened(node, 16)} is draining"
         notice = duration(max(0.0, line.get("deadline", line["time"]) - line["time"]))
-        self._note(line, "draining", f"node {node} will be gone in {notice}", node=node)
+        text = f"node {shortened(node, 16)} will be gone in {notice}"
+        self._note(line, "draining", text, shortened(node, 16), node=node)
 
     def _break_off(self, time: float) -> None:
         if self._trouble_since is None:
@@ -213,7 +213,8 @@ class Membership:
                 text = f"held-out loss {line['loss']:.4f} at step {line['step']}"
                 self._note(line, "evaluated", text, value=line["loss"])
             case "Waited":
-                self._note(line, "waiting", f"waiting: {line['reason']}", line["reason"])
+                self.phase = f"waiting: {line['reason']}"
+                self._note(line, "waiting", self.phase, line["reason"])
             case "StopRequested":
                 self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
             case "Stopped":

@@ -15,17 +15,19 @@ SCALAR = ()
 
 
 def learning_rate(settings: OptimizerSettings, step: int) -> float:
-    """The learning rate of a step, counted from 1: linear warm-up, then a cosine to `min_lr`.
+    """The learning rate of a step, counted from 1: linear warm-up, then a cosine down to
+    `min_lr_ratio` of the peak.
 
     Loshchilov and Hutter, SGDR, 2017.
     """
     if step <= settings.warmup_steps:
-        return settings.lr * step / settings.warmup_steps
+        return settings.lr * (step / settings.warmup_steps)
     if not settings.decay_steps:
         return settings.lr
     span = max(1, settings.decay_steps - settings.warmup_steps)
     done = min(1.0, (step - settings.warmup_steps) / span)
-    return settings.min_lr + (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine)
 
 
 def state_template(settings: OptimizerSettings, dtype: torch.dtype) -> dict[str, Tensor]:

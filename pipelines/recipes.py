@@ -24,7 +24,7 @@ def tiny() -> TrainSettings:
     return TrainSettings(
         model=TransformerSettings(dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96),
         data=DataSettings(seq_len=32),
-        optimizer=OptimizerSettings(lr=3e-3, min_lr=3e-4, warmup_steps=5, decay_steps=100),
+        optimizer=OptimizerSettings(lr=3e-3, warmup_steps=5, decay_steps=100),
         batch=12,
         microbatch=1,
         steps=60,
@@ -37,7 +37,7 @@ def byte_lm() -> TrainSettings:
     return TrainSettings(
         model=TransformerSettings(),
         data=DataSettings(seq_len=128),
-        optimizer=OptimizerSettings(lr=2e-3, min_lr=2e-4, warmup_steps=20, decay_steps=400),
+        optimizer=OptimizerSettings(lr=2e-3, warmup_steps=20, decay_steps=400),
         batch=24,
         microbatch=1,
         steps=200,
@@ -51,7 +51,7 @@ def mlp() -> TrainSettings:
     return TrainSettings(
         model=MlpSettings(),
         optimizer=OptimizerSettings(lr=1e-3),
-        batch=192,
+        batch=64,
         microbatch=8,
         steps=100,
     )

@@ -95,11 +95,12 @@ class OptimizerSettings(Settings):
     """AdamW (Loshchilov and Hutter, 2019), its learning-rate schedule and gradient clipping.
 
     The schedule counts in its own `warmup_steps` and `decay_steps`, so that a run may stop
-    earlier or later without another schedule; `decay_steps=0` keeps `lr` after the warm-up.
+    earlier or later without another schedule. The rate decays to `min_lr_ratio` of `lr`;
+    `decay_steps=0` keeps it after the warm-up.
     """
 
     lr: PositiveFloat = 1e-3
-    min_lr: NonNegativeFloat = 0.0
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     warmup_steps: NonNegativeInt = 0
     decay_steps: NonNegativeInt = 0
     beta1: Fraction = 0.9

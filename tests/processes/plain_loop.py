@@ -52,7 +52,9 @@ def logits(plain: Plain, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
         layer = {name.removeprefix(f"layers.{i}."): value for name, value in w.items()}
         x = x + attention(plain, layer, norm(plain, x, layer["attention_norm.weight"]))
         y = norm(plain, x, layer["feed_forward_norm.weight"])
-        gated = silu(y @ layer["feed_forward.w1.weight"].T) * (y @ layer["feed_forward.w3.weight"].T)
+        gated = silu(y @ layer["feed_forward.w1.weight"].T) * (
+            y @ layer["feed_forward.w3.weight"].T
+        )
         x = x + gated @ layer["feed_forward.w2.weight"].T
     return norm(plain, x, w["norm.weight"]) @ w["head.weight"].T
 

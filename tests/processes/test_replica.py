@@ -117,9 +117,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
         if world_rank >= layout.num_workers:
             continue
         store = dist.PrefixStore(str(layout), file)
-        dist.init_process_group(
-            "gloo", store=store, world_size=layout.num_workers, rank=world_rank
-        )
+        dist.init_process_group("gloo", store=store, world_size=layout.num_workers, rank=world_rank)
         mesh = init_device_mesh("cpu", (layout.dp, layout.fsdp), mesh_dim_names=("dp", "fsdp"))
         members = tuple(f"w{i}" for i in range(layout.num_workers))
         groups = Groups(Assignment(7, layout, members), world_rank, CPU, dist.group.WORLD, mesh)

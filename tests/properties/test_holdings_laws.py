@@ -12,7 +12,7 @@ from elastic.layout import Layout
 from elastic.specs import TensorSpec
 
 
-@profile(300)
+@profile(150)
 @given(spec_lists(), layouts(), st.data())
 def test_coverage_is_that_of_the_elements(
     specs: list[TensorSpec], layout: Layout, data: st.DataObject
@@ -45,7 +45,7 @@ def holdings(draw: st.DrawFn) -> list[Holding]:
     return some
 
 
-@profile(300)
+@profile(150)
 @given(spec_lists(), holdings(), st.randoms(use_true_random=False))
 def test_the_newest_covered_step_is_chosen_in_any_order_of_holdings(
     specs: list[TensorSpec], some: list[Holding], random: object

@@ -8,7 +8,7 @@ from hypothesis import given
 from elastic.layout import AXES, Layout
 
 
-@profile(200)
+@profile(100)
 @given(layouts())
 def test_coordinates_and_world_ranks_are_inverse(layout: Layout) -> None:
     places = [layout.coordinates(rank) for rank in range(layout.num_workers)]
@@ -16,7 +16,7 @@ def test_coordinates_and_world_ranks_are_inverse(layout: Layout) -> None:
     assert [layout.world_rank(place) for place in places] == list(range(layout.num_workers))
 
 
-@profile(200)
+@profile(100)
 @given(layouts())
 def test_groups_of_each_axis_partition_the_ranks(layout: Layout) -> None:
     for axis, degree in zip(AXES, layout.degrees, strict=True):
@@ -28,7 +28,7 @@ def test_groups_of_each_axis_partition_the_ranks(layout: Layout) -> None:
             assert all(place == places[0] for place in places)
 
 
-@profile(200)
+@profile(100)
 @given(layouts())
 def test_a_layout_reads_back_from_its_text(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout

@@ -14,7 +14,7 @@ from elastic.shards import bytes_held, copies_of, region_of, sharding_of
 from elastic.specs import TensorSpec
 
 
-@profile(300)
+@profile(150)
 @given(specs(), layouts())
 def test_each_rank_holds_what_the_reference_says(spec: TensorSpec, layout: Layout) -> None:
     for rank, expected in enumerate(held_by_rank(spec, layout)):
@@ -26,7 +26,7 @@ def test_each_rank_holds_what_the_reference_says(spec: TensorSpec, layout: Layou
         assert np.array_equal(held, expected)
 
 
-@profile(300)
+@profile(150)
 @given(specs(), layouts())
 def test_every_element_has_the_same_number_of_copies(spec: TensorSpec, layout: Layout) -> None:
     masks = held_by_rank(spec, layout)
@@ -43,7 +43,7 @@ def test_bytes_held_by_all_are_the_bytes_times_their_copies(
     assert sum(bytes_held(some, layout, place) for place in places) == total
 
 
-@profile(300)
+@profile(150)
 @given(specs(), layouts())
 def test_holders_are_named_and_counted_consistently(spec: TensorSpec, layout: Layout) -> None:
     sharding = sharding_of(spec, layout)
@@ -57,7 +57,7 @@ def test_holders_are_named_and_counted_consistently(spec: TensorSpec, layout: La
         assert all(sharding.region(rank) == sharding.region(first) for rank in holders)
 
 
-@profile(300)
+@profile(150)
 @given(specs(), layouts(), st.data())
 def test_overlaps_are_those_that_comparing_with_all_finds(
     spec: TensorSpec, layout: Layout, data: st.DataObject

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from random import Random
 from typing import NamedTuple
 
 import pytest
@@ -32,11 +33,12 @@ class Move(NamedTuple):
 def moves(draw: st.DrawFn) -> Move:
     """Some state under one layout goes to another; some holders are dead, some members new."""
     old_layout, new_layout = draw(layouts()), draw(layouts())
-    names = draw(st.permutations(NAMES))
+    random = Random(draw(st.integers(0, 999)))
+    names = random.sample(NAMES, len(NAMES))
     old = Assignment(1, old_layout, tuple(names[: old_layout.num_workers]))
     dead = set(draw(st.lists(st.sampled_from(old.members), max_size=3)))
     holders = tuple(sorted(w for w in old.members if w not in dead))
-    pool = draw(st.permutations(holders)) if draw(st.booleans()) else list(holders)
+    pool = random.sample(holders, len(holders)) if draw(st.booleans()) else list(holders)
     joiners = names[old_layout.num_workers :]
     num_kept = draw(st.integers(0, min(len(pool), new_layout.num_workers)))
     members = (*pool[:num_kept], *joiners[: new_layout.num_workers - num_kept])
@@ -44,7 +46,7 @@ def moves(draw: st.DrawFn) -> Move:
     return Move(draw(spec_lists()), Relayout(1, 7, old, new, holders))
 
 
-@profile(400)
+@profile(300)
 @given(moves())
 def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
     move: Move,
@@ -61,7 +63,7 @@ def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
     assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound
 
 
-@profile(200)
+@profile(120)
 @given(moves(), st.data())
 def test_what_no_living_holder_has_is_refused_by_some_receiver(
     move: Move, data: st.DataObject
@@ -83,7 +85,7 @@ def test_what_no_living_holder_has_is_refused_by_some_receiver(
             derive(specs, few, worker)
 
 
-@profile(100)
+@profile(60)
 @given(layouts(), spec_lists())
 def test_a_relayout_to_the_same_assignment_moves_nothing(
     layout: Layout, specs: list[TensorSpec]

@@ -103,7 +103,9 @@ def test_the_loss_is_a_sum_over_the_targets_that_count() -> None:
     assert workload.num_tokens(Batch(batch.tokens, some, None)) == 12
 
 
-@pytest.mark.parametrize("workload", [small_workload(), MlpWorkload(MlpSettings(dims=(4, 3, 2)), 0)])
+@pytest.mark.parametrize(
+    "workload", [small_workload(), MlpWorkload(MlpSettings(dims=(4, 3, 2)), 0)]
+)
 def test_an_empty_batch_has_neither_loss_nor_gradient(workload) -> None:
     torch.manual_seed(0)
     module = workload.module()

@@ -38,12 +38,13 @@ def test_recipes_have_the_sizes_that_they_say() -> None:
 
 
 @pytest.mark.parametrize("name", RECIPES)
+def test_a_batch_has_a_microbatch_for_each_of_eight_workers(name) -> None:
+    assert load(name).num_microbatches >= 8
+
+
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8])
-def test_batches_are_shared_evenly_by_usual_numbers_of_workers(name, num_workers) -> None:
-    settings = load(name)
-    assert settings.num_microbatches >= 8
-    if name != "tiny":
-        assert settings.num_microbatches % num_workers == 0
+def test_the_default_batch_is_shared_evenly_by_usual_numbers_of_workers(num_workers) -> None:
+    assert byte_lm().num_microbatches % num_workers == 0
 
 
 def test_a_recipe_is_found_in_a_file_or_a_module(tmp_path, monkeypatch) -> None:

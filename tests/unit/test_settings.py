@@ -6,8 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from pipelines.errors import UserError
@@ -60,12 +58,11 @@ def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
         ("dtype=float8", "'float32', 'float64' or 'bfloat16'"),
         ("batch=none", "valid integer"),
         ("model.kind=mlp", "'transformer'"),
-        ("batch=25", "it is"),
+        ("batch=25", "batch=25 is no multiple of microbatch=2: set batch to 24 or 26"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(change, told) -> None:
     settings = override(byte_lm(), ["microbatch=2"])
-    told = told if told != "it is" else "batch=25 is no multiple of microbatch=2: set batch to 24"
     with pytest.raises(UserError) as error:
         override(settings, [change])
     assert told in str(error.value)
@@ -73,7 +70,7 @@ def test_what_cannot_be_is_told_in_one_line(change, told) -> None:
 
 
 def test_heads_must_divide_the_width() -> None:
-    with pytest.raises(UserError, match="model.dim=100"):
+    with pytest.raises(UserError, match=r"model\.dim=100"):
         override(byte_lm(), ["model.dim=100"])
     with pytest.raises(UserError, match="num_kv_heads=3"):
         override(byte_lm(), ["model.num_kv_heads=3"])
@@ -108,9 +105,15 @@ def test_another_kind_of_model_differs_in_its_fields() -> None:
     assert any(line.startswith("model.dims: None -> ") for line in told)
 
 
-@given(st.sampled_from(sorted(TrainSettings.model_fields.keys() - {"model", "data", "optimizer"})))
-def test_every_field_is_either_maths_or_not(name) -> None:
-    old = byte_lm()
-    changed = old.model_copy(update={name: "changed"})
-    with_warning = differing_maths(old, changed)
-    assert bool(with_warning) == (name not in WHERE_AND_HOW)
+def test_the_fields_that_may_not_change_on_resume_are_these() -> None:
+    fields = TrainSettings.model_fields.keys()
+    assert fields >= WHERE_AND_HOW
+    assert fields - WHERE_AND_HOW == {
+        "model",
+        "data",
+        "optimizer",
+        "seed",
+        "batch",
+        "microbatch",
+        "dtype",
+    }

@@ -1,0 +1,243 @@
+"""The controller's core with 10,000 simulated workers, and one worker's transfers of a 405 B model.
+
+All of it is plain Python that waits for nothing, so processor time is what it takes; other load
+on the machine does not count.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TypeVar
+
+from elastic.assigning import assign
+from elastic.assignment import Assignment
+from elastic.commands import Abort, Command, Form, Relayout, Resume
+from elastic.core import Core
+from elastic.events import (
+    Event,
+    GroupFormed,
+    Quiesced,
+    RunOpened,
+    StateReady,
+    StepCommitted,
+    StoreReady,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.placing import Place
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.specs import TensorSpec
+from elastic.transfers import Relayout as RelayoutPlan
+from elastic.transfers import Transfers, derive
+from elastic.votes import StepRecord, Vote
+from report import Must, conclude, parser, show_table
+
+NUM_WORKERS = 10_000
+NUM_STEPS = 10_000
+NUM_LOSSES = 5
+WORKERS_PER_NODE = 8
+NUM_LAYERS = 126
+CHANGES = (
+    ("pp=16,dp=1,fsdp=128,tp=8", "pp=16,dp=1,fsdp=127,tp=8"),
+    ("dp=16,fsdp=128,tp=8", "dp=23,fsdp=89,tp=8"),
+    ("dp=1,fsdp=2048,tp=8", "dp=1,fsdp=2047,tp=8"),
+)
+"""Layouts for 16,384 and for 16,376 workers: the first as Llama 3 was trained, the last two with
+every worker in use and almost every byte in another place."""
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Simulation:
+    """Drives the core and times each of its steps."""
+
+    core: Core = field(default_factory=Core)
+    now: float = 0.0
+    num_events: int = 0
+    busy_s: float = 0.0
+    longest_s: float = 0.0
+
+    def tell(self, events: Iterable[Event]) -> list[Command]:
+        """Take the events in, one after the other; return all commands."""
+        commands: list[Command] = []
+        for event in events:
+            self.now += 1e-6
+            began = time.process_time()
+            commands += self.core.step(self.now, event)
+            self.core.next_deadline()
+            took_s = time.process_time() - began
+            self.num_events += 1
+            self.busy_s += took_s
+            self.longest_s = max(self.longest_s, took_s)
+        return commands
+
+    def one(self, kind: type, commands: list[Command]) -> Command:
+        return next(command for command in commands if isinstance(command, kind))
+
+    def form(self, form: Form) -> Resume:
+        """Answer a Form for every worker, then its Relayout."""
+        workers, generation = form.plan.participants, form.generation
+        moved = self.tell(GroupFormed(worker, generation) for worker in workers)
+        self.one(Relayout, moved)
+        ready = (StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in workers)
+        return self.one(Resume, self.tell(ready))
+
+    def commit(self, resume: Resume, num_steps: int) -> None:
+        state = self.core.state
+        for _ in range(num_steps):
+            step, generation = state.committed_step + 1, resume.generation
+            record = StepRecord(
+                self.now, step, generation, len(resume.workers), 1.0, 1, 1e-3, 1.0, 1.0, False
+            )
+            vote = Vote(step, 1.0, 1, 1.0, len(resume.workers))
+            self.tell([StepCommitted(generation, record, vote)])
+
+    def lose(self, worker: str) -> Form:
+        """A worker dies: the survivors quiesce, the core makes a new assignment."""
+        abort = self.one(Abort, self.tell([WorkerLost(worker, "SIGKILL")]))
+        step = self.core.state.committed_step
+        quiesced = (Quiesced(w, abort.generation, step) for w in abort.workers)
+        return self.one(Form, self.tell(quiesced))
+
+
+@dataclass(frozen=True)
+class CoreTimes:
+    events_per_s: float
+    decisions_s: list[float]
+    """The one step of the core that makes the new assignment, for each loss."""
+    losses_s: list[float]
+    """All the core's work from a loss to the new assignment, every survivor's report included."""
+
+
+def time_core(num_workers: int) -> CoreTimes:
+    """Start a run, train, and lose workers one after the other."""
+    simulation = Simulation()
+    policy = Policy(min_workers=1, max_workers=num_workers, max_attempts=100)
+    wish = Wish(dp=None, fsdp=None, max_workers=num_workers)
+    job = Job(num_microbatches=num_workers, state_bytes=2**40, steps=10**9)
+    names = [f"w{i}" for i in range(num_workers)]
+    simulation.tell([RunOpened(1, policy, wish, job), StoreReady("127.0.0.1", 1)])
+    ready = (WorkerReady(w, f"n{i // WORKERS_PER_NODE}", i) for i, w in enumerate(names))
+    resume = simulation.form(simulation.one(Form, simulation.tell(ready)))
+    decisions_s, losses_s = [], []
+    for loss in range(NUM_LOSSES):
+        simulation.commit(resume, NUM_STEPS // NUM_LOSSES)
+        gc.collect()
+        busy_s, simulation.longest_s = simulation.busy_s, 0.0
+        form = simulation.lose(names[(loss + 1) * num_workers // (NUM_LOSSES + 1)])
+        decisions_s.append(simulation.longest_s)
+        losses_s.append(simulation.busy_s - busy_s)
+        resume = simulation.form(form)
+    return CoreTimes(simulation.num_events / simulation.busy_s, decisions_s, losses_s)
+
+
+def llama_405b() -> tuple[TensorSpec, ...]:
+    """Llama 3.1 405B (Grattafiori et al., 2024) with AdamW's two moments for each parameter."""
+    dim, hidden_dim, kv_dim, vocab_size = 16_384, 53_248, 1_024, 128_256
+    layer = {
+        "attention.wq": ((dim, dim), 0),
+        "attention.wk": ((kv_dim, dim), 0),
+        "attention.wv": ((kv_dim, dim), 0),
+        "attention.wo": ((dim, dim), 1),
+        "feed_forward.w1": ((hidden_dim, dim), 0),
+        "feed_forward.w3": ((hidden_dim, dim), 0),
+        "feed_forward.w2": ((dim, hidden_dim), 1),
+        "attention_norm": ((dim,), None),
+        "feed_forward_norm": ((dim,), None),
+    }
+    ends = {"embedding": ((vocab_size, dim), 0), "norm": ((dim,), None), "head": ((vocab_size, dim), 0)}
+    specs: list[TensorSpec] = []
+    for kind, prefix in (("parameter", ""), ("optimizer", "exp_avg."), ("optimizer", "exp_avg_sq.")):
+        for name, (shape, tp_dim) in ends.items():
+            specs.append(TensorSpec(prefix + name, shape, fsdp_dim=0, tp_dim=tp_dim, kind=kind))
+        for number in range(NUM_LAYERS):
+            for name, (shape, tp_dim) in layer.items():
+                full_name = f"{prefix}layers.{number}.{name}"
+                specs.append(
+                    TensorSpec(
+                        full_name, shape, "float32", number, 0, tp_dim, None, kind, NUM_LAYERS
+                    )
+                )
+    return tuple(specs)
+
+
+@dataclass(frozen=True)
+class Derivation:
+    layouts: str
+    assign_s: float
+    derive_s: list[float]
+    transfers: Transfers
+
+
+def time_derivation(specs: tuple[TensorSpec, ...], before: Wish, after: Wish) -> Derivation:
+    """A node of 8 of 16,384 workers dies; some survivors derive their transfers."""
+    names = [f"w{i}" for i in range(16_384)]
+    topology = {name: Place(f"n{i // WORKERS_PER_NODE}") for i, name in enumerate(names)}
+    rules = {"topology": topology, "job": Job(num_microbatches=16_384)}
+    old = assign(None, names, generation=1, wish=before, **rules)
+    assert isinstance(old, Assignment), old
+    dead = set(old.members[8_000:8_008])
+    living = [name for name in names if name not in dead]
+    assign_s, new = timed(lambda: assign(old, living, generation=2, wish=after, **rules))
+    assert isinstance(new, Assignment), new
+    plan = RelayoutPlan(0, 1, old, new, tuple(sorted(set(old.members) - dead)))
+    some = new.members[:: len(new.members) // 9]
+    taken = [timed(lambda worker=worker: derive(specs, plan, worker)) for worker in some]
+    most = max((transfers for _, transfers in taken), key=lambda t: t.bytes_moved)
+    layouts = f"{old.layout} -> {new.layout}"
+    return Derivation(layouts, assign_s, [took_s for took_s, _ in taken], most)
+
+
+def timed(work: Callable[[], Result]) -> tuple[float, Result]:
+    gc.collect()
+    began = time.process_time()
+    result = work()
+    return time.process_time() - began, result
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--workers", type=int, default=NUM_WORKERS)
+    options = arguments.parse_args()
+    times = time_core(options.workers)
+    rows = [
+        ["events a second", f"{times.events_per_s:,.0f}"],
+        ["the step that makes the new assignment", in_ms(times.decisions_s)],
+        ["all steps from the loss to the new assignment", in_ms(times.losses_s)],
+    ]
+    show_table(f"core with {options.workers:,} workers", ["what", "median (worst)"], rows)
+    musts = [Must("a new assignment after a loss", median(times.decisions_s) * 1000, 50, "ms")]
+    specs = llama_405b()
+    for before, after in CHANGES:
+        derivation = time_derivation(specs, Wish.parse(before), Wish.parse(after))
+        show_derivation(derivation, len(specs))
+        must = f"one worker's transfers, {derivation.layouts}"
+        musts.append(Must(must, median(derivation.derive_s) * 1000, 100, "ms"))
+    return conclude(musts, options.check)
+
+
+def show_derivation(derivation: Derivation, num_tensors: int) -> None:
+    transfers = derivation.transfers
+    rows = [
+        ["assignment", f"{derivation.assign_s * 1000:.1f} ms"],
+        ["one worker's transfers", in_ms(derivation.derive_s)],
+        ["pieces received, sent", f"{len(transfers.receives):,}, {len(transfers.sends):,}"],
+        ["bytes received", f"{transfers.bytes_moved:,}"],
+    ]
+    title = f"405 B parameters, {num_tensors:,} tensors: {derivation.layouts}"
+    show_table(title, ["what", "median (worst)"], rows)
+
+
+def in_ms(times_s: list[float]) -> str:
+    return f"{median(times_s) * 1000:.1f} ({max(times_s) * 1000:.1f}) ms"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""A real `elastic train` under measurement: started as a user would, followed through its files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelines.run_folder import RunFolder, Tail
+from processes import Program, running
+
+RUN_NAME = "measured"
+LOCAL = {"RAY_ADDRESS": "local"}
+Line = dict[str, Any]
+
+
+@dataclass
+class ElasticRun:
+    """The run's program and all lines of its journal and metrics that have been read."""
+
+    program: Program
+    folder: RunFolder
+    journal: list[Line] = field(default_factory=list)
+    metrics: list[Line] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._tails = Tail(self.folder.journal), Tail(self.folder.metrics)
+
+    def read(self) -> None:
+        """Take in what has been written since."""
+        journal, metrics = self._tails
+        self.journal += journal.drain()
+        self.metrics += metrics.drain()
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Read on until the condition holds. Raises `Failed`."""
+
+        def holds() -> bool:
+            self.read()
+            return condition()
+
+        self.program.wait_until(holds, timeout_s, what)
+
+    def told(self, kind: str) -> list[Line]:
+        """The journal's lines of one event or command."""
+        return [line for line in self.journal if kind in (line.get("event"), line.get("command"))]
+
+    def members(self) -> list[str]:
+        """Who trains now, in world-rank order; nobody before the first Resume."""
+        resumes = self.told("Resume")
+        return resumes[-1]["workers"] if resumes else []
+
+    def pid(self, worker: str) -> int:
+        ready = (line for line in self.told("WorkerReady") if line["worker"] == worker)
+        return next(ready)["pid"]
+
+    def num_steps_of(self, generation: int) -> int:
+        return sum(line["generation"] == generation for line in self.metrics)
+
+    def wait_for_world(self, num_workers: int, num_steps: int, timeout_s: float) -> int:
+        """Until so many workers have committed some steps; returns their generation."""
+
+        def trains() -> bool:
+            last = self.metrics[-1] if self.metrics else None
+            if last is None or last["world_size"] != num_workers:
+                return False
+            return self.num_steps_of(last["generation"]) >= num_steps
+
+        self.wait_until(trains, timeout_s, f"{num_steps} steps of {num_workers} workers")
+        return self.metrics[-1]["generation"]
+
+
+@contextmanager
+def elastic_train(
+    storage: Path,
+    recipe: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] = LOCAL,
+) -> Iterator[ElasticRun]:
+    """`elastic train`, with MLflow on, until the block ends."""
+    storage.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pipelines", "train", recipe, "--run-name", RUN_NAME]
+    command += ["--storage", str(storage), "--steps", "1000000", *arguments]
+    with running("elastic", command, storage, environment) as program:
+        yield ElasticRun(program, RunFolder(storage / RUN_NAME))

@@ -1,0 +1,52 @@
+"""What the peers train and how they tell of it: the `mlp` recipe's model, batch and optimizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+DIMS = (512, 1024, 1024, 512)
+BATCH = 192
+CHECKPOINT_EVERY = 10
+
+
+def make_model() -> nn.Sequential:
+    """The same 2.1 M parameters on every rank."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for first, second in zip(DIMS[:-1], DIMS[1:], strict=True):
+        layers += [nn.Linear(first, second), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), fused=True)
+
+
+def loss_of(model: nn.Module, step: int, data_rank: int, num_data_ranks: int) -> Tensor:
+    """The loss of this rank's share of a step's batch."""
+    generator = torch.Generator().manual_seed(step * 1000 + data_rank)
+    inputs = torch.randn(BATCH // num_data_ranks, DIMS[0], generator=generator)
+    return functional.mse_loss(model(inputs), inputs.sin())
+
+
+class Told:
+    """Tells the benchmark of this process's pid and, on world rank 0, of each committed step."""
+
+    def __init__(self, folder: Path, world_rank: int) -> None:
+        partial = folder / f".pid-{world_rank}"
+        partial.write_text(str(os.getpid()))
+        partial.replace(folder / f"pid-{world_rank}")
+        self._file = (folder / "steps.jsonl").open("a") if world_rank == 0 else None
+
+    def commit(self, step: int, world_size: int) -> None:
+        if self._file is not None:
+            line = {"time": time.time(), "step": step, "pid": os.getpid(), "world_size": world_size}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()

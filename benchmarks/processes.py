@@ -1,0 +1,121 @@
+"""Programs that a benchmark starts: found again by a mark in their environment, ended by pid."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARK = "ELASTIC_BENCHMARK"
+POLL_S = 0.02
+GRACE_S = 20.0
+
+
+class Failed(Exception):
+    """A program under measurement died, or did not do in time what was waited for."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A running program, all that it has started, and the file that has its output."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    mark: str
+    log: Path
+
+    def family(self) -> list[psutil.Process]:
+        """Every living process that inherited the mark, also those that left the tree."""
+        return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the whole family."""
+        for process in self.family():
+            _send(process, number)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Raises `Failed`, with the end of the log, if it takes longer or the program ends."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            if self.process.poll() is not None:
+                raise Failed(f"{self.name} ended before {what}\n{self.tail()}")
+            if time.monotonic() > deadline:
+                raise Failed(f"{self.name}: {what} took over {timeout_s:.0f} s\n{self.tail()}")
+            time.sleep(POLL_S)
+
+    def tail(self, num_lines: int = 30) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+    def end(self) -> None:
+        """Ask it to end, and kill whatever of it is left after a while."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            deadline = time.monotonic() + GRACE_S
+            while self.process.poll() is None and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        while left := self.family():
+            for process in left:
+                _send(process, signal.SIGKILL)
+            psutil.wait_procs(left, timeout=5.0)
+        self.process.wait()
+
+
+@contextmanager
+def running(
+    name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
+) -> Iterator[Program]:
+    """Start a program in `folder`; nothing of it is left when the block ends."""
+    mark = f"{name}-{uuid.uuid4().hex}"
+    log = folder / f"{name}.log"
+    threads = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_DEDUP_LOGS": "0"}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **threads, **(environment or {}), MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    program = Program(name, process, mark, log)
+    try:
+        yield program
+    finally:
+        program.end()
+
+
+def python(script: Path, *arguments: str) -> list[str]:
+    return [sys.executable, str(script), *arguments]
+
+
+def kill(pid: int) -> float:
+    """SIGKILL a process; return when, in seconds since the epoch."""
+    killed = time.time()
+    os.kill(pid, signal.SIGKILL)
+    return killed
+
+
+def _mark_of(process: psutil.Process) -> str | None:
+    try:
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return process.environ().get(MARK)
+    except psutil.Error:
+        return None  # it has ended meanwhile, or is somebody else's
+
+
+def _send(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return  # it has ended meanwhile

@@ -1,0 +1,1 @@
+"""Lets every test import what stands beside this file."""

@@ -1,0 +1,173 @@
+"""Whole runs with real SIGKILLs: what is computed is what the undisturbed run computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from harness import Outcome, read, run_plainly
+from safetensors.torch import load_file
+
+from actors.faults import Fault
+from elastic.events import WorkerLeaving
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+NUM_STEPS = 64
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "dtype": "float64",
+        "steps": NUM_STEPS,
+        "eval_every": 16,
+        "eval_samples": 4,
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+
+
+def recording(folder: Path, **update: object):
+    samples = folder / "samples.jsonl"
+    return SETTINGS.model_copy(update={"record_samples": samples, **update})
+
+
+def assert_same_maths(run: Outcome, undisturbed: Outcome) -> None:
+    assert run.stopped.outcome == "completed", run.stopped
+    assert list(run.losses()) == list(range(1, NUM_STEPS + 1))
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+    evaluated = {line["step"]: line["loss"] for line in run.told("Evaluated")}
+    assert evaluated == pytest.approx(
+        {line["step"]: line["loss"] for line in undisturbed.told("Evaluated")}, rel=1e-9
+    )
+    ours, theirs = final_weights(run), final_weights(undisturbed)
+    assert ours.keys() == theirs.keys()
+
+
+def final_weights(run: Outcome) -> dict[str, object]:
+    [checkpoint] = (run.folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}-*")
+    return {
+        name: tensor
+        for part in checkpoint.glob("*.safetensors")
+        for name, tensor in load_file(part).items()
+    }
+
+
+def assert_nothing_redone(run: Outcome) -> None:
+    """Invariant 8, and the promise of replicas: each step stands once in the metrics."""
+    assert [line["step"] for line in run.metrics] == list(range(1, NUM_STEPS + 1))
+    assert not run.told("RolledBack")
+
+
+def assert_each_sample_once(run: Outcome, batch: int) -> None:
+    """Invariant 5, from what the data ranks read: of a step its last generation counts."""
+    lines = read(run.folder / "samples.jsonl")
+    committed = {line["step"]: line["generation"] for line in run.metrics}
+    used = Counter(
+        one
+        for line in lines
+        if line["step"] in committed and line["generation"] == committed[line["step"]]
+        for one in line["ids"]
+    )
+    assert used == Counter(range(NUM_STEPS * batch))
+
+
+def survivors_keep_their_processes(run: Outcome, survivors: set[str]) -> None:
+    assert {line["worker"] for line in run.told("WorkerLost")}.isdisjoint(survivors)
+    assert survivors <= set(run.told("Resume")[-1]["workers"])
+
+
+KILLS = {
+    "compute": ("dp=3", [Fault("kill", "w2", 20, "compute")], {"w0", "w1"}),
+    "world rank 0 in the vote": ("dp=3", [Fault("kill", "w0", 20, "vote")], {"w1", "w2"}),
+    "world rank 0 in apply": ("dp=3", [Fault("kill", "w0", 20, "apply")], {"w1", "w2"}),
+    "apply of a shard": ("dp=2,fsdp=2", [Fault("kill", "w1", 20, "apply")], {"w0", "w2", "w3"}),
+    "two at once": (
+        "dp=4",
+        [Fault("kill", "w1", 20, "compute"), Fault("kill", "w3", 20, "compute")],
+        {"w0", "w2"},
+    ),
+    "forming": (
+        "dp=4",
+        [Fault("kill", "w3", 20, "compute"), Fault("kill", "w1", 20, "forming")],
+        {"w0", "w2"},
+    ),
+    "re-laying out": (
+        "dp=2,fsdp=2",
+        [Fault("kill", "w3", 20, "compute"), Fault("kill", "w2", 20, "relaying")],
+        {"w0", "w1"},
+    ),
+    "evaluation": ("dp=2,fsdp=2", [Fault("kill", "w0", 32, "evaluation")], {"w1", "w2", "w3"}),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_kill_changes_nothing(name: str, tmp_path: Path, undisturbed: Outcome) -> None:
+    layout, faults, survivors = KILLS[name]
+    num_workers = len(survivors) + len(faults)
+    run = run_plainly(
+        tmp_path, recording(tmp_path), num_workers, layout=layout, faults=tuple(faults)
+    )
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    survivors_keep_their_processes(run, survivors)
+    assert len(run.told("WorkerLost")) == len(faults)
+
+
+def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:
+    fault = Fault("stop", "w1", 20, "compute")
+    run = run_plainly(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]
+
+
+def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Shrinkage by plan: the last part of the state moves from the leaver, live."""
+    leaver = (20, WorkerLeaving("w1", "drained"))
+    run = run_plainly(tmp_path, recording(tmp_path), 2, layout="fsdp=2", due=(leaver,))
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    assert run.told("Relaid")[1]["bytes_moved"] > 0
+    assert not run.told("Abort")
+
+
+def test_without_replicas_the_newest_checkpoint_is_taken(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    settings = recording(tmp_path, checkpoint_every=8)
+    fault = Fault("kill", "w1", 30, "compute")
+    run = run_plainly(tmp_path, settings, 2, layout="fsdp=2", faults=(fault,))
+    assert_same_maths(run, undisturbed)
+    [rolled_back] = run.told("RolledBack")
+    assert rolled_back["step"] in (16, 24), "the newest durable one"
+    assert rolled_back["from_step"] == 29
+    assert_each_sample_once(run, SETTINGS.batch)
+    survivors_keep_their_processes(run, {"w0"})
+
+
+def test_a_bug_in_the_program_stops_the_run_and_names_the_worker(tmp_path: Path) -> None:
+    fault = Fault("raise", "w1", 20, "compute")
+    run = run_plainly(tmp_path, SETTINGS, 2, faults=(fault,))
+    assert run.stopped.outcome == "failed"
+    assert run.stopped.reason.startswith("w1: RuntimeError: w1 was told to raise at step 20")
+    assert "Traceback" in run.stopped.traceback
+    assert run.told("Checkpointed")[-1]["step"] == 19
+
+
+def test_the_same_run_name_goes_on(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Stopped at step 30 under one layout, resumed under another."""
+    first = run_plainly(tmp_path, SETTINGS.model_copy(update={"steps": 30}), 2, layout="fsdp=2")
+    assert first.stopped.step == 30
+    second = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3")
+    assert_same_maths(second, undisturbed)
+    assert [line["step"] for line in second.metrics] == list(range(1, NUM_STEPS + 1))
+    third = run_plainly(tmp_path, SETTINGS, 3)
+    assert third.stopped.outcome == "completed"
+    assert len(third.metrics) == NUM_STEPS

@@ -1,0 +1,169 @@
+"""Assignments that can be checked by eye."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+
+from elastic.assigning import Job, Place, Wish, assign
+from elastic.assignment import Assignment
+from elastic.errors import InvalidLayout
+from elastic.infeasible import Infeasible
+from elastic.layout import Layout
+
+JOB = Job(num_microbatches=8)
+FOUR = ("w0", "w1", "w2", "w3")
+
+
+def assigned(
+    members: tuple[str, ...],
+    wish: Wish,
+    previous: Assignment | None = None,
+    topology: dict[str, Place] | None = None,
+    job: Job = JOB,
+    memory_bytes: int | None = None,
+    snapshots_cover: bool = False,
+) -> Assignment | Infeasible:
+    return assign(
+        previous,
+        members,
+        generation=5,
+        wish=wish,
+        topology=topology or {},
+        job=job,
+        memory_bytes=memory_bytes,
+        snapshots_cover=snapshots_cover,
+    )
+
+
+def layout_of(*args: object, **kwargs: object) -> str:
+    assignment = assigned(*args, **kwargs)  # type: ignore[arg-type]
+    assert isinstance(assignment, Assignment), assignment
+    return str(assignment.layout)
+
+
+def reason_of(*args: object, **kwargs: object) -> str:
+    refusal = assigned(*args, **kwargs)  # type: ignore[arg-type]
+    assert isinstance(refusal, Infeasible), refusal
+    return refusal.reason
+
+
+def test_without_a_wish_all_are_replicas() -> None:
+    assert assigned(FOUR, Wish()) == Assignment(5, Layout(dp=4), FOUR)
+
+
+def test_at_full_strength_the_wish_is_taken_and_the_rest_are_spares() -> None:
+    assert assigned((*FOUR, "w4"), Wish(dp=2, fsdp=2)) == Assignment(
+        5, Layout(dp=2, fsdp=2), FOUR, ("w4",)
+    )
+
+
+def test_a_lost_replica_leaves_the_others_where_they_are() -> None:
+    previous = Assignment(4, Layout(dp=4), FOUR)
+    assert assigned(("w0", "w2", "w3"), Wish(), previous) == Assignment(
+        5, Layout(dp=3), ("w0", "w3", "w2")
+    )
+
+
+def test_a_joiner_takes_the_place_of_the_lost() -> None:
+    previous = Assignment(4, Layout(dp=2, fsdp=2), FOUR)
+    mended = assigned(("w0", "w2", "w3", "w9"), Wish(dp=2, fsdp=2), previous)
+    assert mended == Assignment(5, Layout(dp=2, fsdp=2), ("w0", "w9", "w2", "w3"))
+
+
+def test_a_missing_worker_makes_the_data_axes_be_planned_again() -> None:
+    previous = Assignment(4, Layout(dp=2, fsdp=2), FOUR)
+    assert layout_of(("w0", "w2", "w3"), Wish(dp=2, fsdp=2), previous) == "dp=3"
+    assert layout_of(FOUR, Wish(dp=2, fsdp=2)) == "dp=2,fsdp=2"
+
+
+def test_memory_asks_for_shards() -> None:
+    job = Job(num_microbatches=8, state_bytes=100, margin=1.2)
+    assert layout_of(FOUR, Wish(), job=job, memory_bytes=120) == "dp=4"
+    assert layout_of(FOUR, Wish(), job=job, memory_bytes=119) == "dp=2,fsdp=2"
+    assert layout_of(FOUR, Wish(), job=job, memory_bytes=30) == "fsdp=4"
+    assert "30.0 bytes" not in reason_of(FOUR, Wish(), job=job, memory_bytes=29)
+    assert "raise fsdp" in reason_of(FOUR, Wish(), job=job, memory_bytes=29)
+    assert "fsdp=2" in reason_of(FOUR, Wish(dp=2, fsdp=2), job=job, memory_bytes=29)
+
+
+def test_zero_leaves_parameters_whole() -> None:
+    job = Job(num_microbatches=8, state_bytes=120, param_bytes=40, margin=1.0)
+    wish = Wish(zero=1)
+    assert layout_of(FOUR, wish, job=job, memory_bytes=80) == "dp=2,fsdp=2,zero=1"
+    assert layout_of(FOUR, wish, job=job, memory_bytes=79) == "fsdp=4,zero=1"
+    assert "raise fsdp" in reason_of(FOUR, wish, job=job, memory_bytes=59)
+    assert "raise fsdp" in reason_of(FOUR, Wish(zero=0), job=job, memory_bytes=119)
+
+
+def test_one_replica_alone_is_taken_only_where_snapshots_cover() -> None:
+    five = (*FOUR, "w4")
+    job = Job(num_microbatches=100, state_bytes=100, margin=1.0)
+    assert layout_of(five, Wish(), job=job, memory_bytes=50) == "dp=2,fsdp=2"
+    quick = layout_of(five, Wish(), job=job, memory_bytes=50, snapshots_cover=True)
+    assert quick == "fsdp=5"
+
+
+def test_no_more_data_ranks_than_microbatches() -> None:
+    few = Job(num_microbatches=3)
+    assert assigned(FOUR, Wish(), job=few) == Assignment(5, Layout(dp=3), FOUR[:3], ("w3",))
+    assert "3 microbatches" in reason_of(FOUR, Wish(dp=4), job=few)
+
+
+def test_too_few_workers_for_the_model_axes_is_told() -> None:
+    assert "need 8 workers" in reason_of(FOUR, Wish(pp=2, tp=4))
+
+
+def test_experts_ask_for_data_ranks_that_they_fold_into() -> None:
+    assert layout_of(FOUR, Wish(ep=2)) == "dp=2,fsdp=2,ep=2"
+    assert "folds" in reason_of(FOUR, Wish(ep=8))
+
+
+def test_max_workers_leaves_spares() -> None:
+    assert assigned(FOUR, Wish(max_workers=2)) == Assignment(5, Layout(dp=2), FOUR[:2], FOUR[2:])
+
+
+def test_among_equal_layouts_the_one_that_moves_less_is_taken() -> None:
+    eleven = tuple(f"w{i:02}" for i in range(11))
+    job = Job(num_microbatches=16, state_bytes=4, margin=1.0)
+    for fsdp in (4, 5):
+        previous = Assignment(4, Layout(dp=2, fsdp=fsdp), eleven[: 2 * fsdp])
+        planned = layout_of(eleven, Wish(), previous, job=job, memory_bytes=1)
+        assert planned == f"dp=2,fsdp={fsdp}"
+
+
+def test_a_tp_group_that_its_node_cannot_complete_moves_away() -> None:
+    topology = {worker: Place(worker[0]) for worker in ("a0", "a1", "b0", "b1", "c0", "c1")}
+    wish = Wish(tp=2, dp=2)
+    first = assigned(("a0", "a1", "b0", "b1"), wish, topology=topology)
+    assert first == Assignment(5, Layout(dp=2, tp=2), ("a0", "a1", "b0", "b1"))
+    moved = assigned(("a0", "b0", "b1", "c0", "c1"), wish, first, topology)
+    assert moved == Assignment(5, Layout(dp=2, tp=2), ("c0", "c1", "b0", "b1"), ("a0",))
+    crossing = assigned(("a0", "b0", "b1", "c0"), wish, first, topology)
+    assert crossing == Assignment(5, Layout(dp=2, tp=2), ("a0", "c0", "b0", "b1"))
+
+
+def test_replicas_go_to_different_racks_and_each_stays_on_its_node() -> None:
+    topology = {
+        f"{rack}{node}{slot}": Place(f"{rack}{node}", rack)
+        for rack, node, slot in product("ab", range(2), range(2))
+    }
+    two = assigned(tuple(topology), Wish(dp=2, fsdp=2), topology=topology)
+    assert isinstance(two, Assignment)
+    assert two.members == ("a00", "a01", "b00", "b01")
+
+
+def test_shards_stay_where_they_overlap_when_fsdp_changes() -> None:
+    previous = Assignment(4, Layout(dp=2, fsdp=2), FOUR)
+    wider = assigned(FOUR, Wish(dp=1, fsdp=4), previous, snapshots_cover=True)
+    assert wider == Assignment(5, Layout(fsdp=4), ("w2", "w0", "w3", "w1"))
+
+
+def test_a_wish_is_read_from_the_layout_of_the_command_line() -> None:
+    assert Wish.parse("dp=2,tp=2") == Wish(tp=2, dp=2)
+    assert Wish.parse("tp=2", 8) == Wish(tp=2, max_workers=8)
+    assert Wish.parse("") == Wish()
+    assert Wish.parse("fsdp=2").data_axes == (1, 2)
+    with pytest.raises(InvalidLayout):
+        Wish.parse("dp=two")

@@ -1,0 +1,156 @@
+"""What a person sees in his terminal and in a job's log."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from written_runs import MIDNIGHT, WrittenRun
+
+from elastic.commands import Waited
+from pipelines.display import Display, sparkline
+from pipelines.run_folder import Tail
+
+
+def console(is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=100, color_system=None)
+
+
+def output(its_console: Console) -> str:
+    assert isinstance(its_console.file, io.StringIO)
+    return its_console.file.getvalue()
+
+
+def follow(display: Display, run: WrittenRun) -> None:
+    """Show everything that the run has written, as of its last line."""
+    journal, metrics = Tail(run.folder.journal), Tail(run.folder.metrics)
+    display.update(run.now, journal.drain(), metrics.drain())
+
+
+def eventful(path: Path) -> WrittenRun:
+    run = WrittenRun(path)
+    run.start(4, steps=100)
+    for number in range(60):
+        run.commit(loss=5 - number / 20)
+    run.lose("w3", "connection reset")
+    run.now += 0.21
+    run.resume("w0", "w1", "w2")
+    run.commit(loss=2.0)
+    return run
+
+
+def test_a_log_gets_a_line_an_event_and_rare_ones_between(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(4, steps=1000)
+    with Display(console(False), "run") as display:
+        journal, metrics = Tail(run.folder.journal), Tail(run.folder.metrics)
+        for _ in range(400):
+            run.commit()
+            display.update(run.now, journal.read(), metrics.read())
+        run.stop()
+        display.update(run.now, journal.read(), metrics.read())
+        lines = output(display._console).splitlines()
+    assert sum("loss" in line for line in lines) == 4
+    assert any("generation 1: 4 workers (dp=4) from step 1" in line for line in lines)
+    assert lines[-1].endswith("completed at step 400")
+    assert len(lines) <= 9
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_a_log_says_what_a_run_waits_for_but_not_all_the_time(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    display = Display(console(False), "run")
+    journal = Tail(run.folder.journal)
+    for number in range(90):
+        run.ready(f"w{number}")
+        run.tell(Waited(f"{number + 1} of 90 workers are ready"))
+        run.now += 0.5
+        display.update(run.now, journal.read())
+    lines = output(display._console).splitlines()
+    assert len(lines) == 5
+    assert "waiting: 81 of 90 workers are ready" in lines[-1]
+
+
+def test_a_log_line_is_one_line_however_long(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(2)
+    run.lose("w1", "a very long cause\nwith a second line " + "x" * 150)
+    display = Display(console(False), "run")
+    follow(display, run)
+    told = [line for line in output(display._console).splitlines() if "w1 lost" in line]
+    assert len(told) == 1
+    assert "second line" in told[0]
+
+
+def test_the_past_of_a_resumed_run_is_not_news(tmp_path: Path) -> None:
+    run = eventful(tmp_path / "run")
+    run.stop("interrupted", "SIGTERM")
+    run.now += 3600
+    restarted = run.now
+    run.start(4)
+    display = Display(console(False), "run", since=restarted)
+    follow(display, run)
+    assert "w3 lost" not in output(display._console)
+    assert "step 61/1000" in output(display._console)
+
+
+def test_the_panel_tells_where_the_run_stands(tmp_path: Path) -> None:
+    run = eventful(tmp_path / "run")
+    display = Display(console(True), "my run")
+    follow(display, run)
+    page = Console(width=100, file=io.StringIO(), color_system=None)
+    page.print(display.panel(run.now + 3))
+    text = output(page)
+    for part in (
+        "my run",
+        "step 61 of 100",
+        "2.0000",
+        "9.66k tokens/s",
+        "3 of 4 workers, dp=3, generation 2",
+        "w3 lost: connection reset",
+        "from step 61 after 0.21 s",
+        "3 s ago",
+        "training",
+    ):
+        assert part in text
+    assert len(text.splitlines()) <= 16
+
+
+def test_a_terminal_is_redrawn_at_most_four_times_a_second(tmp_path: Path) -> None:
+    run = eventful(tmp_path / "run")
+    with Display(console(True), "run") as display:
+        follow(display, run)
+        drawn = output(display._console)
+        display.update(run.now + 0.1)
+        assert output(display._console) == drawn
+        display.update(run.now + 0.3)
+        assert len(output(display._console)) > len(drawn)
+
+
+def test_the_terminal_is_restored_after_an_exception() -> None:
+    its_console = console(True)
+    with pytest.raises(RuntimeError), Display(its_console, "run") as display:
+        display.update(MIDNIGHT)
+        raise RuntimeError
+    assert output(its_console).count("\x1b[?25l") == 1
+    assert output(its_console).rstrip().endswith("\x1b[?25h")
+
+
+def test_the_summary_is_one_line_with_all_that_counts(tmp_path: Path) -> None:
+    run = eventful(tmp_path / "run")
+    run.stop()
+    display = Display(console(False), "run")
+    follow(display, run)
+    assert display.summary(run.now + 60) == (
+        "completed · 61 steps · loss 2.0000 · 6.8 s · goodput 89.6% · 1 lost · 0 joined"
+        " · 0 steps redone"
+    )
+
+
+def test_a_sparkline_shows_the_course() -> None:
+    assert sparkline([8, 7, 6, 5, 4, 3, 2, 1], 8) == "█▇▆▅▄▃▂▁"
+    assert sparkline([1.0] * 100, 10) == "▁" * 10
+    assert sparkline([], 10) == ""
+    assert len(sparkline([float(n) for n in range(1000)], 32)) == 32

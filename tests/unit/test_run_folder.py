@@ -1,0 +1,209 @@
+"""Following a run's files, and the history that comes out of them."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from written_runs import WrittenRun, append
+
+from elastic.commands import StopWorker
+from elastic.events import Checkpointed, Evaluated, NodeDraining, WorkerLeaving
+from pipelines.history import History, read_history
+from pipelines.progress import Curve
+from pipelines.run_folder import Tail
+from pipelines.wording import duration, quantity, shortened
+
+ROWS = st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3), max_size=12)
+
+
+@given(rows=ROWS, cuts=st.lists(st.integers(0, 600), max_size=8), max_bytes=st.integers(1, 64))
+def test_a_tail_gives_every_line_once_wherever_writes_are_cut(
+    rows: list[dict[str, str]], cuts: list[int], max_bytes: int
+) -> None:
+    data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
+    with TemporaryDirectory() as name:
+        path, offset, seen = Path(name) / "lines.jsonl", 0, []
+        for start, end in pairwise(edges):
+            with path.open("ab") as file:
+                file.write(data[start:end])
+            tail = Tail(path, offset)
+            seen += [row for block in tail.blocks(max_bytes) for row in block]
+            offset = tail.offset
+    assert seen == rows
+    assert offset == len(data)
+
+
+def test_a_tail_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> None:
+    tail = Tail(tmp_path / "later.jsonl")
+    assert tail.read() == []
+    tail.path.write_text('{"step": 1}\n{"step": 2')
+    assert tail.read() == [{"step": 1}]
+    assert tail.read() == []
+    with tail.path.open("a") as file:
+        file.write("}\n")
+    assert tail.read() == [{"step": 2}]
+
+
+def test_a_torn_line_is_left_out_and_counted(tmp_path: Path) -> None:
+    path = tmp_path / "torn.jsonl"
+    path.write_text('{"step": 1}\n{"ste{"step": 2}\n[3]\n{"step": 4}\n')
+    tail = Tail(path)
+    assert list(tail.drain()) == [{"step": 1}, {"step": 4}]
+    assert tail.num_torn == 2
+
+
+def test_losses_joins_and_redone_steps_are_counted(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(4, steps=20)
+    for _ in range(10):
+        run.commit()
+    run.lose("w3", "connection reset")
+    run.now += 0.2
+    run.roll_back(6)
+    run.resume("w0", "w1", "w2")
+    for _ in range(8):
+        run.commit()
+    run.ready("w4", "node-1")
+    run.resume("w0", "w1", "w2", "w4")
+    run.commit(loss=None)
+    run.stop()
+    history = read_history(run.folder)
+    membership, progress = history.membership, history.progress
+    assert (membership.num_lost, membership.num_joined, progress.num_redone) == (1, 1, 4)
+    assert (progress.step, progress.num_skipped, progress.loss) == (15, 1, 2.0)
+    assert membership.outcome == "completed"
+    assert membership.total_steps == 20
+    assert progress.productive_s == pytest.approx(15 * 0.1)
+    assert history.goodput() == pytest.approx(1.5 / (0.5 + 1.9 + 0.2))
+    lost = next(h for h in membership.happenings if h.kind == "lost")
+    assert (lost.worker, lost.node, lost.cause, lost.step) == (
+        "w3",
+        "node-0",
+        "connection reset",
+        10,
+    )
+    resumed = [h for h in membership.happenings if h.kind == "resumed"]
+    assert resumed[1].value == pytest.approx(0.2)
+    assert resumed[2].value is None
+
+
+def test_a_planned_departure_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(4)
+    run.ready("w4", "node-9")
+    run.hear(NodeDraining("node-9", run.now + 120))
+    run.hear(WorkerLeaving("w3", "asked to"))
+    run.resume("w0", "w1", "w2")
+    for worker in ("w3", "w4"):
+        run.tell(StopWorker(worker, "it leaves by plan"))
+        run.lose(worker, "exited")
+    run.tell(StopWorker("w2", "it did not unwind in time"))
+    run.lose("w2", "killed by signal 9")
+    membership = read_history(run.folder).membership
+    left = [(h.worker, h.cause) for h in membership.happenings if h.kind == "left"]
+    assert left == [("w3", "asked to"), ("w4", "node node-9 is draining")]
+    assert membership.num_lost == 1
+    assert membership.happenings[-1].cause == "it did not unwind in time"
+    assert membership.members == ("w0", "w1")
+
+
+def test_the_time_between_two_sessions_is_not_driven(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(2)
+    run.commit(step_s=10.0)
+    run.stop("interrupted", "SIGTERM")
+    run.lose("w0", "stopped")
+    run.now += 86400
+    run.start(2)
+    run.commit(step_s=10.0)
+    membership = read_history(run.folder).membership
+    assert membership.wall_s() == pytest.approx(21.0)
+    assert membership.wall_s(now=run.now + 5) == pytest.approx(26.0)
+    assert (membership.num_lost, membership.num_joined) == (0, 0)
+    assert membership.outcome is None
+
+
+def test_foreign_lines_change_nothing(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(2)
+    before = read_history(run.folder).membership
+    append(run.folder.journal, {"time": run.now, "event": "Telepathy", "worker": "w1"})
+    append(run.folder.journal, {"time": run.now, "state": "CoreState", "body": {}})
+    assert read_history(run.folder).membership == before
+
+
+def test_checkpoints_and_evaluations_stand_at_their_own_step(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(2)
+    for _ in range(5):
+        run.commit()
+    run.hear(Checkpointed(3, 1, "checkpoints/3"))
+    run.hear(Evaluated(1, 4, 1.25))
+    *_, checkpoint, evaluation = read_history(run.folder).membership.happenings
+    assert (checkpoint.kind, checkpoint.step) == ("checkpoint", 3)
+    assert (evaluation.step, evaluation.value) == (4, 1.25)
+
+
+@given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=300), st.integers(2, 32))
+def test_a_curve_stays_small_and_keeps_its_mean_and_extremes(
+    losses: list[float], limit: int
+) -> None:
+    curve = Curve(limit)
+    for step, loss in enumerate(losses, start=1):
+        curve.add(float(step), step, loss)
+    assert len(curve.points) <= limit
+    assert curve.points[-1].step == len(losses)
+    assert min(point.low for point in curve.points) == min(losses)
+    assert max(point.high for point in curve.points) == max(losses)
+    total = sum(point.mean * point.num_steps for point in curve.points)
+    assert total == pytest.approx(sum(losses))
+
+
+def test_a_curve_marks_what_was_taken_back() -> None:
+    curve = Curve()
+    for step in (1, 2, 3, 4, 5):
+        curve.add(float(step), step, 2.0)
+    curve.take_back(4)
+    curve.add(6.0, 4, 2.0)
+    assert [(p.step, p.void) for p in curve.points[2:]] == [
+        (3, False),
+        (4, True),
+        (5, True),
+        (4, False),
+    ]
+
+
+def test_throughput_is_told_over_the_wall_clock() -> None:
+    history = History()
+    rows = [
+        {"time": 100.0 + 2 * n, "step": n, "tokens": 500, "step_s": 1.0, "lr": 0.1, "loss": 1.0}
+        for n in range(1, 40)
+    ]
+    history.take([], rows)
+    assert history.progress.tokens_per_s == pytest.approx(250)
+    assert history.progress.steps_per_s == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0, "0 s"), (0.214, "0.21 s"), (59.7, "1 min"), (723, "12 min 3 s"), (86399, "1 d")],
+)
+def test_durations_are_told_as_people_do(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_quantities_and_texts_are_short() -> None:
+    assert [quantity(value) for value in (950, 2800, 350_000, 1.2e9)] == [
+        "950",
+        "2.80k",
+        "350k",
+        "1.20G",
+    ]
+    assert shortened("one\ntwo  three", 9) == "one two…"

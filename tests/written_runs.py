@@ -1,0 +1,88 @@
+"""Writes a run's files as its controller would, so that readers can be tested without one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from elastic.commands import Command, RecordStep, Resume, RolledBack, Stopped
+from elastic.events import Event, RunOpened, WorkerLost, WorkerReady
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.state import CoreState
+from elastic.votes import StepRecord
+from elastic.wire import command_line, event_line
+from pipelines.run_folder import RunFolder
+
+MIDNIGHT = 1_700_006_400.0
+
+
+class WrittenRun:
+    """A run folder whose lines are told one by one; `now` is the time of the next line."""
+
+    def __init__(self, path: Path, now: float = MIDNIGHT) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        self.folder = RunFolder(path)
+        self.now = now
+        self.generation = 0
+        self.step = 0
+        self.workers: tuple[str, ...] = ()
+
+    def hear(self, event: Event) -> None:
+        append(
+            self.folder.journal, event_line(self.now, event, CoreState(generation=self.generation))
+        )
+
+    def tell(self, command: Command) -> None:
+        state = CoreState(generation=self.generation)
+        append(self.folder.journal, command_line(self.now, command, state))
+
+    def start(self, num_workers: int = 4, steps: int = 1000) -> None:
+        """Open the run and let its first generation train."""
+        policy = Policy(max_workers=num_workers)
+        self.hear(RunOpened(1, policy, Wish(), Job(steps=steps)))
+        for index in range(num_workers):
+            self.ready(f"w{index}")
+        self.now += 0.5
+        self.resume(*(f"w{index}" for index in range(num_workers)))
+
+    def ready(self, worker: str, node: str = "node-0") -> None:
+        self.hear(WorkerReady(worker, node, pid=100))
+
+    def lose(self, worker: str, cause: str = "killed by signal 9") -> None:
+        self.hear(WorkerLost(worker, cause))
+
+    def resume(self, *workers: str) -> None:
+        self.generation += 1
+        self.workers = workers
+        self.tell(Resume(self.generation, self.step, f"dp={len(workers)}", workers, (), 0))
+
+    def roll_back(self, step: int) -> None:
+        self.tell(RolledBack(self.generation, step, self.step, "checkpoint"))
+        self.step = step
+
+    def commit(self, loss: float | None = 2.0, step_s: float = 0.1, tokens: int = 1000) -> None:
+        self.now += step_s
+        self.step += 1
+        world_size, skipped = len(self.workers), loss is None
+        where = (self.now, self.step, self.generation, world_size)
+        record = StepRecord(*where, loss, tokens, 0.001, 1.0, step_s, skipped)
+        self.tell(RecordStep(record))
+        append(self.folder.metrics, asdict(record))
+
+    def sample(self, worker: str) -> None:
+        """One worker's device and host, as its reports carry it."""
+        use = {"cpu_percent": 50.0, "host_memory_bytes": 2e9}
+        device = {"device_memory_bytes": None, "device_use_percent": None}
+        who = {"time": self.now, "worker": worker, "node": "node-0", "generation": self.generation}
+        append(self.folder.system, {**who, **use, **device})
+
+    def stop(self, outcome: str = "completed", reason: str = "") -> None:
+        self.tell(Stopped(outcome, self.step, reason))
+
+
+def append(path: Path, row: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
