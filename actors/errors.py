@@ -5,10 +5,6 @@ class Interrupted(Exception):
     """The generation is being aborted: unwind, nothing is wrong here."""
 
 
-class Mismatch(RuntimeError):
-    """Two workers of one generation do not run the same program."""
-
-
 class TornApply(RuntimeError):
     """An apply broke half-way: this worker's state is of no step."""
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 from torch.distributed.device_mesh import init_device_mesh
 
-from actors.errors import Mismatch
 from actors.gloo_sockets import shut_connections_to, shut_gloo_connections
 from actors.program import Groups
 from actors.torch_private import (
@@ -42,11 +41,10 @@ class Formation:
         self.groups: Groups | None = None
         self.transfer: ProcessGroup | None = None
 
-    def form(self, digest: str) -> None:
+    def form(self) -> None:
         """Meet the others of the generation at the store.
 
-        Raises `Mismatch` if another worker's `digest` of sources and tensors differs, and
-        torch's errors if the store or a peer is gone or the time is over.
+        Raises torch's errors if the store or a peer is gone or the time is over.
         """
         order = self._order
         client = TCPStore(
@@ -57,7 +55,6 @@ class Formation:
             timeout=self._timeout,
         )
         store = PrefixStore(f"generation-{order.generation}", client)
-        _check_digest(store, digest)
         if self._worker in order.assignment.members:
             self.groups = self._form_world(store)
         self.transfer = self._form_transfer(store)
@@ -119,12 +116,3 @@ class Formation:
             self._timeout,
         )
 
-
-def _check_digest(store: Store, digest: str) -> None:
-    """All must run the same sources on the same tensors before the first byte moves."""
-    agreed = store.compare_set("digest", "", digest).decode()
-    if agreed != digest:
-        raise Mismatch(
-            "this worker runs other sources or other settings than the first one to arrive "
-            f"(digest {digest[:12]} against {agreed[:12]}): start all from one working tree"
-        )

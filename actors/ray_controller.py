@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ from elastic.events import Event, RunOpened, StopRequested, WorkerReady
 CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2}
 OBSERVER_PATIENCE_S = 30.0
 POLL_S = 1.0
+NICENESS = 10
 
 
 class Observer(Protocol):
@@ -67,6 +69,7 @@ class RayObserver:
     """An observer's process."""
 
     def __init__(self, factory: Factory, orphan_timeout_s: float) -> None:
+        os.nice(NICENESS)  # training comes first
         self._orphanage = Orphanage(orphan_timeout_s)
         module, _, name = factory.target.partition(":")
         self._observer: Observer = getattr(importlib.import_module(module), name)(**factory.kwargs)

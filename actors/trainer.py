@@ -94,7 +94,7 @@ class Trainer:
         )
         self.interruption.check()
         self.faults.at("forming", order.plan.step + 1)
-        self.formation.form(self.digest)
+        self.formation.form()
         self.interruption.check()
         if self.formation.groups is not None:
             self.replica = self.program.build(self.formation.groups)

@@ -116,7 +116,15 @@ class Worker:
         memory_bytes = None
         if program.device.type == "cuda":
             memory_bytes = torch.cuda.get_device_properties(program.device).total_memory
-        self._report(WorkerReady(self.name, self._node, os.getpid(), memory_bytes=memory_bytes))
+        self._report(
+            WorkerReady(
+                self.name,
+                self._node,
+                os.getpid(),
+                memory_bytes=memory_bytes,
+                digest=self._trainer.digest,
+            )
+        )
 
     def _obey(self, order: Order) -> None:
         trainer = self._trainer

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
+from report import Must, conclude, parser, show_table
+
 from elastic.assigning import assign
 from elastic.assignment import Assignment
 from elastic.commands import Abort, Command, Form, Relayout, Resume
@@ -36,7 +38,6 @@ from elastic.specs import TensorSpec
 from elastic.transfers import Relayout as RelayoutPlan
 from elastic.transfers import Transfers, derive
 from elastic.votes import StepRecord, Vote
-from report import Must, conclude, parser, show_table
 
 NUM_WORKERS = 10_000
 NUM_STEPS = 10_000
@@ -152,9 +153,17 @@ def llama_405b() -> tuple[TensorSpec, ...]:
         "attention_norm": ((dim,), None),
         "feed_forward_norm": ((dim,), None),
     }
-    ends = {"embedding": ((vocab_size, dim), 0), "norm": ((dim,), None), "head": ((vocab_size, dim), 0)}
+    ends = {
+        "embedding": ((vocab_size, dim), 0),
+        "norm": ((dim,), None),
+        "head": ((vocab_size, dim), 0),
+    }
     specs: list[TensorSpec] = []
-    for kind, prefix in (("parameter", ""), ("optimizer", "exp_avg."), ("optimizer", "exp_avg_sq.")):
+    for kind, prefix in (
+        ("parameter", ""),
+        ("optimizer", "exp_avg."),
+        ("optimizer", "exp_avg_sq."),
+    ):
         for name, (shape, tp_dim) in ends.items():
             specs.append(TensorSpec(prefix + name, shape, fsdp_dim=0, tp_dim=tp_dim, kind=kind))
         for number in range(NUM_LAYERS):

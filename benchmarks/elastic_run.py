@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pipelines.run_folder import RunFolder, Tail
 from processes import Program, running
+
+from pipelines.run_folder import RunFolder, Tail
 
 RUN_NAME = "measured"
 LOCAL = {"RAY_ADDRESS": "local"}

@@ -40,7 +40,8 @@ class Must:
     def __str__(self) -> str:
         sign = "at least" if self.at_least else "at most"
         verdict = "[green]met[/]" if self.is_met else "[red]MISSED[/]"
-        return f"{self.what}: {self.measured:.4g} {self.unit}, must be {sign} {self.bound:g}: {verdict}"
+        found = f"{self.what}: {self.measured:.4g} {self.unit}"
+        return f"{found}, must be {sign} {self.bound:g}: {verdict}"
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -84,9 +85,7 @@ def command() -> str:
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by resampling (Efron, 1979); the same for the same values."""
+    """The 95 % interval of the median, by resampling (Efron, 1979), always with the same seed."""
     source = random.Random(0)
-    medians = sorted(
-        median(source.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES)
-    )
+    medians = sorted(median(source.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
     return medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES)]

@@ -95,7 +95,7 @@ class Core:
                 state.store_host, state.store_port = "", 0
                 return [StartStore()]
             case WorkerReady():
-                roster.welcome(state, now, event)
+                return roster.welcome(state, now, event)
             case WorkerLost():
                 return self._lose(now, event)
             case WorkerSuspected():

@@ -55,6 +55,8 @@ class WorkerReady:
     rack: str = ""
     memory_bytes: int | None = None
     """What its device can hold, or None where nobody can say."""
+    digest: str = ""
+    """Of its sources and tensor specs: all workers of a run must agree on them."""
 
 
 @dataclass(frozen=True, slots=True)

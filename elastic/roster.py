@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.commands import Command, StartWorkers
+from elastic.commands import Command, StartWorkers, StopWorker
 from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
 from elastic.phases import Ending, Running, Waiting
 from elastic.state import CoreState, Seat
@@ -10,8 +10,14 @@ from elastic.state import CoreState, Seat
 MAX_BACKOFF_S = 60.0
 
 
-def welcome(state: CoreState, now: float, event: WorkerReady) -> None:
-    """A joiner is warm: a spare until an assignment takes it."""
+def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
+    """A joiner is warm: a spare until an assignment takes it.
+
+    One that runs other sources than the first is turned away before a byte reaches it.
+    """
+    if state.digest not in (None, event.digest):
+        return _turn_away(state, now, event)
+    state.digest = event.digest
     seat = Seat(now, event.node, event.rack, event.pid, event.memory_bytes)
     state.seats[event.worker] = seat
     state.warm.add(event.worker)
@@ -20,6 +26,7 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> None:
     state.no_start_before = 0.0
     if state.spare_since is None:
         state.spare_since = now
+    return []
 
 
 def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
@@ -74,6 +81,17 @@ def _num_missing(state: CoreState) -> int:
     if not calm or state.ending:
         return 0
     return max(0, state.policy.max_workers - (len(state.seats) - len(state.leaving)))
+
+
+def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
+    cause = (
+        f"{event.worker} on {event.node} runs other sources or settings than the others: start "
+        "all from one working tree"
+    )
+    if not state.ever_formed:
+        state.ending = Ending("user_error", cause)
+    forget(state, now, event.worker, cause)
+    return [StopWorker(event.worker, cause)]
 
 
 def _count_start_failure(state: CoreState, now: float, cause: str) -> None:

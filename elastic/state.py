@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from elastic.assignment import Assignment
 from elastic.events import Saved
 from elastic.phases import Ending, Phase, Waiting, may_follow
-from elastic.placing import Place
+from elastic.seating import Place
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import Vote
@@ -73,6 +73,7 @@ class CoreState:
     num_start_failures: int = 0
     no_start_before: float = 0.0
     ever_ready: bool = False
+    digest: str | None = None
     ever_formed: bool = False
     spare_since: float | None = None
 

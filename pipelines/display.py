@@ -172,8 +172,8 @@ class Display:
         news = happenings[self._num_told :]
         self._num_told = len(happenings)
         for happening in news:
-            is_start_up = happening.kind in ("ready", "waiting") and not happening.world_size
-            if happening.time >= self._since and not is_start_up:
+            is_start = happening.kind in ("ready", "starting") and not happening.world_size
+            if happening.time >= self._since and not is_start:
                 self._print(happening.time, happening.text)
 
     def _print_progress(self, now: float) -> None:

@@ -9,7 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 from matplotlib.transforms import blended_transform_factory
 
-from pipelines.history import Happening, History
+from pipelines.history import History
+from pipelines.membership import Happening
 from pipelines.time_axis import TimeAxis
 from pipelines.wording import shortened
 
@@ -42,7 +43,8 @@ LANES = (
 
 
 def used_lanes(history: History) -> list[Lane]:
-    return [lane for lane in LANES if _in_lane(lane, history)]
+    kinds = {happening.kind for happening in history.membership.happenings}
+    return [lane for lane in LANES if kinds & set(lane.kinds)]
 
 
 def draw_lanes(axes: Axes, lanes: list[Lane], history: History, time_axis: TimeAxis) -> None:
@@ -52,15 +54,9 @@ def draw_lanes(axes: Axes, lanes: list[Lane], history: History, time_axis: TimeA
     axes.set_yticks([])
     for row, lane in enumerate(lanes):
         axes.axhline(row, color=GRID, linewidth=0.8, zorder=0)
-        happenings = _in_lane(lane, history)
+        happenings = [h for h in history.membership.happenings if h.kind in lane.kinds]
         _name(axes, lane, row, len(happenings))
         _draw_lane(axes, lane, row, happenings, time_axis)
-
-
-def _in_lane(lane: Lane, history: History) -> list[Happening]:
-    """Its happenings; that a run waits for its first workers is not worth a mark."""
-    of_kind = (h for h in history.membership.happenings if h.kind in lane.kinds)
-    return [h for h in of_kind if h.kind != "waiting" or h.generation]
 
 
 def _name(axes: Axes, lane: Lane, row: int, number: int) -> None:

@@ -43,7 +43,7 @@ class LocalState:
         """Make these the state, uncopied but for parameters that do not divide evenly, which
         FSDP pads. A tensor without elements may be left out.
 
-        Raises `ValueError` for a tensor that is missing or has another shape than the shard.
+        Raises `ValueError` for a tensor that is missing or not of the shard's shape and dtype.
         """
         given = {name: _given(tensors, name, expected) for name, expected in self.tensors().items()}
         kept = {
@@ -110,11 +110,15 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def _given(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor:
     tensor = tensors.get(name)
-    if tensor is None and not expected.numel():
-        return torch.empty_like(expected, device="cpu")
-    if tensor is None or tensor.shape != expected.shape:
-        shape = None if tensor is None else tuple(tensor.shape)
-        raise ValueError(f"{name}: this rank holds {tuple(expected.shape)}, but was given {shape}")
+    if tensor is None:
+        if expected.numel():
+            raise ValueError(f"{name}: this rank holds a part of it, but was given none")
+        return torch.empty(expected.shape, dtype=expected.dtype)
+    if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"{name}: this rank holds {tuple(expected.shape)} of {expected.dtype}, "
+            f"but was given {tuple(tensor.shape)} of {tensor.dtype}"
+        )
     return tensor
 
 

@@ -29,7 +29,7 @@ def parallelise(
     """
     mesh = mesh if mesh.mesh_dim_names == MESH_AXES else mesh[MESH_AXES]
     policy = _precision(settings)
-    sharded = mesh["fsdp"].size() > 1
+    sharded = _num_shards(mesh) > 1
     for block in blocks:
         _wrap_forward(block, settings)
         _sum_gradients(
@@ -45,7 +45,7 @@ def accumulate(module: FSDPModule, mesh: DeviceMesh, last: bool) -> None:
     """
     module.set_requires_gradient_sync(last)
     module.set_is_last_backward(last)
-    module.set_reshard_after_backward(last or mesh["fsdp"].size() > 1)
+    module.set_reshard_after_backward(last or _num_shards(mesh) > 1)
 
 
 class Interruptible:
@@ -59,7 +59,7 @@ class Interruptible:
         self.interrupt: Interrupt = _go_on
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward, prepend=True)
-            block.register_forward_hook(self._after_forward)
+            block.register_forward_hook(self._after_forward, prepend=True)
 
     def _before_forward(self, block: nn.Module, inputs: Any) -> None:
         self.interrupt()
@@ -70,6 +70,10 @@ class Interruptible:
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()
+
+
+def _num_shards(mesh: DeviceMesh) -> int:
+    return mesh.size(mesh.mesh_dim_names.index("fsdp"))
 
 
 def _sum_gradients(module: FSDPModule) -> FSDPModule:

@@ -16,7 +16,8 @@ from actors.ray_controller import Run
 from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
-from elastic.planning import Job, Wish
+from elastic.infeasible import Infeasible
+from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
 from pipelines.data import prepared_folder
 from pipelines.errors import UserError
@@ -93,10 +94,12 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         "layout": asked.layout,
         "settings": described,
     }
+    job = _job(settings, program)
+    _refuse_impossible_layout(policy, wish, job)
     _store_recipe(folder, recipe, settings)
     faults, leavers = parse_faults(asked.inject)
     tracking_uri = asked.tracking_uri or default_tracking_uri(asked.storage)
-    opening = RunOpened(0, policy, wish, _job(settings, program))
+    opening = RunOpened(0, policy, wish, job)
     options = WorkerOptions(
         run_folder=str(folder.path.resolve()),
         collective_timeout_s=policy.collective_timeout_s,
@@ -160,6 +163,14 @@ def _wish(layout: str | None, policy: Policy) -> Wish:
             f"{policy.max_workers}: raise one or lower the other"
         )
     return wish
+
+
+def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
+    """What cannot be formed even with all workers will never be."""
+    capacity = Capacity(policy.max_workers)
+    layout = plan_layout(None, capacity, wish, job, snapshots_cover=False)
+    if isinstance(layout, Infeasible):
+        raise UserError(f"--layout: {layout.reason}")
 
 
 def _run_folder(asked: Asked) -> RunFolder:

@@ -55,7 +55,8 @@ class DataParallelReplica:
         self._record(step, rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         for number, microbatch in enumerate(rounds, start=1):
-            accumulate(self.module, self.groups.mesh, last=number == len(rounds))
+            if number in (1, len(rounds)):
+                accumulate(self.module, self.groups.mesh, last=number == len(rounds))
             batch = self._batch(step, microbatch)
             loss = self.workload.loss(self.module, batch, self.groups.device)
             loss.backward()

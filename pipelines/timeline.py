@@ -13,7 +13,8 @@ from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from pipelines.event_lanes import GRID, INK, LANES, QUIET, draw_lanes, used_lanes
-from pipelines.history import History, Stretch, read_history
+from pipelines.history import History, read_history
+from pipelines.membership import Stretch
 from pipelines.progress import Point
 from pipelines.run_folder import RunFolder
 from pipelines.time_axis import TimeAxis

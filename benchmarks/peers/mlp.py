@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -14,13 +15,14 @@ from torch.nn import functional
 DIMS = (512, 1024, 1024, 512)
 BATCH = 192
 CHECKPOINT_EVERY = 10
+PID = os.getpid()
 
 
 def make_model() -> nn.Sequential:
     """The same 2.1 M parameters on every rank."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for first, second in zip(DIMS[:-1], DIMS[1:], strict=True):
+    for first, second in pairwise(DIMS):
         layers += [nn.Linear(first, second), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -41,12 +43,14 @@ class Told:
 
     def __init__(self, folder: Path, world_rank: int) -> None:
         partial = folder / f".pid-{world_rank}"
-        partial.write_text(str(os.getpid()))
+        partial.write_text(str(PID))
         partial.replace(folder / f"pid-{world_rank}")
         self._file = (folder / "steps.jsonl").open("a") if world_rank == 0 else None
 
-    def commit(self, step: int, world_size: int) -> None:
+    def commit(self, step: int, world_size: int, attempt: int = PID) -> None:
+        """`attempt` is any number that changes with a recovery: this process's id, if recovering
+        means that processes are started anew."""
         if self._file is not None:
-            line = {"time": time.time(), "step": step, "pid": os.getpid(), "world_size": world_size}
+            line = {"time": time.time(), "step": step, "attempt": attempt, "world_size": world_size}
             self._file.write(json.dumps(line) + "\n")
             self._file.flush()

@@ -10,14 +10,15 @@ from typing import Any
 
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_RUN_NOTE
 
-from pipelines.history import Happening, History
+from pipelines.history import History
+from pipelines.membership import Happening
 from pipelines.run_folder import RunFolder
 from pipelines.timeline import render
 from pipelines.wording import shortened
 
 EVENTS_FILE = "events.json"
 NUM_NOTED = 20
-NOT_NOTED = ("ready", "checkpoint", "evaluated")
+NOT_NOTED = ("ready", "starting", "checkpoint", "evaluated")
 COLUMNS = ("time", "told", "event", "worker", "node", "cause", "step", "generation", "world_size")
 
 

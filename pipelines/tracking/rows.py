@@ -13,7 +13,7 @@ from typing import Any
 from mlflow.entities import Metric
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
 
-from pipelines.history import Happening
+from pipelines.membership import Happening
 from pipelines.wording import shortened
 
 STEP_FIELDS = ("loss", "lr", "grad_norm", "step_s", "world_size", "generation")

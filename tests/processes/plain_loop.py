@@ -26,40 +26,40 @@ class Plain:
 
 
 def train(plain: Plain, weights: dict[str, Tensor], batches: Iterable[tuple[Tensor, Tensor]]):
-    """The loss of each step; `weights` hold the final ones afterwards."""
+    """Loss and gradient norm of each step; `weights` hold the final ones afterwards."""
     parameters = {name: weight.requires_grad_() for name, weight in weights.items()}
     matrices = [weight for weight in parameters.values() if weight.ndim > 1]
     vectors = [weight for weight in parameters.values() if weight.ndim <= 1]
     groups = [{"params": matrices, "weight_decay": plain.weight_decay}]
     groups += [{"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=plain.betas, eps=1e-8, foreach=False)
-    losses = []
+    seen = []
     for lr, (tokens, targets) in zip(plain.lrs, batches, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = lr
         loss = cross_entropy(logits(plain, parameters, tokens).flatten(0, 1), targets.flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(list(parameters.values()), plain.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(parameters.values(), plain.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+        seen.append((loss.item(), norm.item()))
+    return seen
 
 
 def logits(plain: Plain, w: dict[str, Tensor], tokens: Tensor) -> Tensor:
     x = w["embedding.weight"][tokens]
     for i in range(plain.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): value for name, value in w.items()}
-        x = x + attention(plain, layer, norm(plain, x, layer["attention_norm.weight"]))
-        y = norm(plain, x, layer["feed_forward_norm.weight"])
+        x = x + attention(plain, layer, rms_norm(plain, x, layer["attention_norm.weight"]))
+        y = rms_norm(plain, x, layer["feed_forward_norm.weight"])
         gated = silu(y @ layer["feed_forward.w1.weight"].T) * (
             y @ layer["feed_forward.w3.weight"].T
         )
         x = x + gated @ layer["feed_forward.w2.weight"].T
-    return norm(plain, x, w["norm.weight"]) @ w["head.weight"].T
+    return rms_norm(plain, x, w["norm.weight"]) @ w["head.weight"].T
 
 
-def norm(plain: Plain, x: Tensor, weight: Tensor) -> Tensor:
+def rms_norm(plain: Plain, x: Tensor, weight: Tensor) -> Tensor:
     return weight * x / (x.pow(2).mean(-1, keepdim=True) + plain.eps).sqrt()
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import weakref
+from contextlib import suppress
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,8 +13,8 @@ import plain_loop
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
+from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.program import Groups, StateBytes
@@ -45,6 +48,7 @@ class Trained(NamedTuple):
     """What one rank has to tell of its run."""
 
     losses: list[float]
+    norms: list[float]
     held_out: float
     tensors: dict[str, torch.Tensor]
     uncopied: bool
@@ -88,7 +92,7 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
     adopted = replica.tensors()
     uncopied = all(adopted[name].data_ptr() == given[name].data_ptr() for name in given)
     held_out = replica.evaluate(0, never)
-    losses = []
+    losses, norms = [], []
     for step in range(1, num_steps + 1):
         with CountCollectives() as in_compute:
             sums = replica.compute(step, never)
@@ -96,10 +100,11 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
         loss_sum, num_tokens, sq_grad_norm = sums.tolist()
         vote = Vote(step, loss_sum, int(num_tokens), sq_grad_norm, dist.get_world_size())
         with CountCollectives() as in_apply:
-            replica.apply(step, vote)
+            norms.append(replica.apply(step, vote).grad_norm)
         losses.append(loss_sum / num_tokens)
     return Trained(
         losses,
+        norms,
         held_out,
         {name: tensor.clone() for name, tensor in replica.tensors().items()},
         uncopied,
@@ -131,7 +136,8 @@ def run_rank(world_rank: int, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all layouts, trained by four processes."""
     folder = tmp_path_factory.mktemp("replica")
-    torch.multiprocessing.spawn(run_rank, (folder,), nprocs=NUM_PROCESSES)
+    set_forkserver_preload(["pipelines.program"])
+    start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
     return folder
 
 
@@ -140,8 +146,8 @@ def trained_by(folder: Path, layout: Layout, world_rank: int) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and final weights of the plain loop."""
+def expected() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """The losses, gradient norms and final weights of the plain loop."""
     program = program_of(SETTINGS)
     model, data, optimizer = SETTINGS.model, program.workload.train, SETTINGS.optimizer
     plain = plain_loop.Plain(
@@ -169,10 +175,12 @@ def expected() -> tuple[list[float], dict[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_layout_trains_as_the_plain_loop_does(folder, expected, layout) -> None:
-    losses, weights = expected
+    seen, weights = expected
+    losses, norms = zip(*seen, strict=True)
     ranks = [trained_by(folder, layout, rank) for rank in range(layout.num_workers)]
     for trained in ranks:
         assert trained.losses == pytest.approx(losses, rel=1e-9)
+        assert trained.norms == pytest.approx(norms, rel=1e-9)
     for name, weight in weights.items():
         shards = [trained.tensors[name] for trained in ranks[: layout.fsdp]]
         torch.testing.assert_close(torch.cat(shards), weight.detach(), rtol=1e-9, atol=1e-12)
@@ -245,6 +253,24 @@ def test_an_abort_is_noticed_within_a_block_of_forward_and_backward(num_calls) -
         held = local_tensors(program, groups)
         assert all(torch.equal(held[name], kept) for name, kept in replica.tensors().items())
     assert len(calls) == num_calls + 1
+
+
+def test_a_dropped_replica_leaves_nothing_behind_even_after_an_abort() -> None:
+    program = program_of(SETTINGS)
+    modules = []
+
+    def abort() -> None:
+        raise Stop
+
+    for interrupt in (never, abort):
+        with group_of_one(CPU) as groups:
+            replica = program.build(groups)
+            replica.adopt(local_tensors(program, groups))
+            with suppress(Stop):
+                replica.compute(1, interrupt)
+            modules.append(weakref.ref(replica.module))
+            del replica
+    assert [module() for module in modules] == [None, None]
 
 
 def test_a_step_that_is_not_finite_leaves_the_state_as_it_was() -> None:

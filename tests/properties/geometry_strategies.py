@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from hypothesis import HealthCheck, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from elastic.layout import Layout
 from elastic.specs import TensorSpec
 
-MAX_RANKS = 12
+MAX_RANKS = 16
 
 
 def profile(num_examples: int) -> settings:
@@ -30,7 +31,7 @@ def layouts(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Layout:
     degrees = dict.fromkeys(("pp", "dp", "fsdp", "cp", "tp"), 1)
     for axis in draw(st.permutations(list(degrees))):
         room = max_ranks // prod(degrees.values())
-        degrees[axis] = draw(st.integers(1, min(room, 5)))
+        degrees[axis] = draw(st.sampled_from([n for n in (2, 1, 3, 2, 1, 5, 4) if n <= room]))
     num_inner = degrees["fsdp"] * degrees["cp"] * degrees["tp"]
     ep = draw(st.sampled_from([n for n in range(1, num_inner + 1) if num_inner % n == 0]))
     return Layout(**degrees, ep=ep, zero=draw(st.sampled_from([3, 3, 3, 0, 1, 2])))
@@ -40,8 +41,8 @@ def layouts(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Layout:
 def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
     """A small tensor of any kind; sizes that divide nothing, and scalars."""
     shape = tuple(draw(st.lists(st.integers(0, 11) | st.just(7), max_size=3)))
-    dims = st.none() | st.sampled_from(range(len(shape))) if shape else st.none()
-    num_layers = draw(st.integers(1, 5))
+    dims = st.sampled_from([*range(len(shape)), *range(len(shape)), None])
+    num_layers = draw(st.sampled_from([5, 7]))
     layer = draw(st.none() | st.integers(0, num_layers - 1))
     return TensorSpec(
         name=name,
@@ -50,12 +51,14 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
         layer=layer,
         fsdp_dim=draw(dims),
         tp_dim=draw(dims),
-        ep_dim=draw(st.none() | dims),
+        ep_dim=draw(st.sampled_from([None, None, draw(dims)])),
         kind=draw(st.sampled_from(["parameter", "optimizer", "buffer"])),
         num_layers=num_layers,
     )
 
 
 def spec_lists() -> st.SearchStrategy[list[TensorSpec]]:
-    """A few specs, some of which lie alike."""
-    return st.lists(specs(), min_size=1, max_size=4).map(lambda some: [*some, some[0]])
+    """A few specs; some lie alike, or would but for their layer."""
+    return st.lists(specs(), min_size=1, max_size=4).map(
+        lambda some: [*some, some[0], *(replace(some[0], layer=i) for i in (0, 4)[: len(some)])]
+    )

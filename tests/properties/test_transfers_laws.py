@@ -21,7 +21,7 @@ from elastic.layout import Layout
 from elastic.specs import TensorSpec
 from elastic.transfers import Relayout, derive
 
-NAMES = [f"w{i}" for i in range(30)]
+NAMES = [f"w{i}" for i in range(32)]
 
 
 class Move(NamedTuple):
@@ -37,7 +37,7 @@ def moves(draw: st.DrawFn) -> Move:
     names = random.sample(NAMES, len(NAMES))
     old = Assignment(1, old_layout, tuple(names[: old_layout.num_workers]))
     dead = set(draw(st.lists(st.sampled_from(old.members), max_size=3)))
-    holders = tuple(sorted(w for w in old.members if w not in dead))
+    holders = tuple(w for w in names if w in old.members and w not in dead)
     pool = random.sample(holders, len(holders)) if draw(st.booleans()) else list(holders)
     joiners = names[old_layout.num_workers :]
     num_kept = draw(st.integers(0, min(len(pool), new_layout.num_workers)))

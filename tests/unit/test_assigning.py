@@ -83,7 +83,6 @@ def test_memory_asks_for_shards() -> None:
     assert layout_of(FOUR, Wish(), job=job, memory_bytes=120) == "dp=4"
     assert layout_of(FOUR, Wish(), job=job, memory_bytes=119) == "dp=2,fsdp=2"
     assert layout_of(FOUR, Wish(), job=job, memory_bytes=30) == "fsdp=4"
-    assert "30.0 bytes" not in reason_of(FOUR, Wish(), job=job, memory_bytes=29)
     assert "raise fsdp" in reason_of(FOUR, Wish(), job=job, memory_bytes=29)
     assert "fsdp=2" in reason_of(FOUR, Wish(dp=2, fsdp=2), job=job, memory_bytes=29)
 
@@ -156,8 +155,19 @@ def test_replicas_go_to_different_racks_and_each_stays_on_its_node() -> None:
 
 def test_shards_stay_where_they_overlap_when_fsdp_changes() -> None:
     previous = Assignment(4, Layout(dp=2, fsdp=2), FOUR)
-    wider = assigned(FOUR, Wish(dp=1, fsdp=4), previous, snapshots_cover=True)
+    wider = assigned(FOUR, Wish(dp=1, fsdp=4), previous)
     assert wider == Assignment(5, Layout(fsdp=4), ("w2", "w0", "w3", "w1"))
+    many = tuple(f"w{i}" for i in range(8))
+    widest = assigned(many, Wish(fsdp=8), Assignment(4, Layout(dp=2, fsdp=4), many))
+    assert isinstance(widest, Assignment)
+    assert [many.index(worker) % 4 for worker in widest.members] == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_groups_that_must_cross_nodes_stay_as_they_were() -> None:
+    topology = {worker: Place(worker) for worker in FOUR}
+    previous = Assignment(4, Layout(dp=2, tp=2), ("w3", "w0", "w2", "w1"))
+    again = assigned(FOUR, Wish(dp=2, tp=2), previous, topology)
+    assert again == Assignment(5, Layout(dp=2, tp=2), previous.members)
 
 
 def test_a_wish_is_read_from_the_layout_of_the_command_line() -> None:

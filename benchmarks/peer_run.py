@@ -1,0 +1,103 @@
+"""The peers under measurement: started with their best public settings, killed, timed."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from processes import Program, python, running
+
+from pipelines.run_folder import Tail
+
+SCRIPTS = Path(__file__).parent / "peers"
+TMPFS = Path("/dev/shm")
+NUM_PORTS = 32
+GLOO = {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+@dataclass(frozen=True)
+class Peer:
+    key: str
+    name: str
+    settings: str
+    needs: str
+    command: Callable[[Path], list[str]]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_installed(self) -> bool:
+        return find_spec(self.needs) is not None
+
+
+@dataclass
+class PeerRun:
+    """A peer's program and the steps that it has told of."""
+
+    program: Program
+    folder: Path
+    steps: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._tail = Tail(self.folder / "steps.jsonl")
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+        """Read on until the condition holds. Raises `Failed`."""
+
+        def holds() -> bool:
+            self.steps += self._tail.drain()
+            return condition()
+
+        self.program.wait_until(holds, timeout_s, what)
+
+    def pid(self, world_rank: int) -> int:
+        return int((self.folder / f"pid-{world_rank}").read_text())
+
+
+@contextmanager
+def peer_run(peer: Peer) -> Iterator[PeerRun]:
+    """The peer at work, with its checkpoints on tmpfs, until the block ends."""
+    with TemporaryDirectory(dir=TMPFS, prefix="peer-") as name:
+        folder = Path(name)
+        environment = {"PYTHONPATH": str(SCRIPTS), **GLOO, **peer.environment}
+        with running(peer.key, peer.command(folder), folder, environment) as program:
+            yield PeerRun(program, folder)
+
+
+def free_ports(number: int) -> list[str]:
+    """Ports that nobody listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [str(one.getsockname()[1]) for one in sockets]
+
+
+def _torchrun(folder: Path) -> list[str]:
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    agent += ["--max-restarts", str(NUM_PORTS - 1), "--monitor-interval", "0.1"]
+    return [*agent, str(SCRIPTS / "torchrun_mlp.py"), str(folder), *free_ports(NUM_PORTS)]
+
+
+TORCHRUN = Peer(
+    "torchrun",
+    "torchrun",
+    "restarts, monitor interval 0.1 s, checkpoint every 10 steps on tmpfs, a port an attempt",
+    "torch",
+    _torchrun,
+)
+RAY_TRAIN = Peer(
+    "ray-train",
+    "Ray Train elastic",
+    "2 to 4 workers, health checks every 0.1 s, checkpoint every 10 steps on tmpfs",
+    "ray.train",
+    lambda folder: python(SCRIPTS / "ray_train_mlp.py", str(folder)),
+    {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"},
+)
+PEERS = (TORCHRUN, RAY_TRAIN)

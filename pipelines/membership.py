@@ -1,0 +1,262 @@
+"""Who was in a run, when, and why no longer: its journal, folded line by line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipelines.wording import counted, duration, shortened
+
+PHASES = {
+    "RunOpened": "starting",
+    "Form": "forming",
+    "Relayout": "re-laying out",
+    "Resume": "training",
+    "Pause": "pausing",
+    "Abort": "recovering",
+    "SaveCheckpoint": "saving",
+    "Stopped": "stopped",
+}
+"""What the run is doing after a line of each name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """One thing that a person wants to know of; `time` is in seconds since the epoch.
+
+    `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, checkpoint,
+    failed checkpoint, evaluated, starting, waiting, stopping or stopped; `short` says what it
+    is about in a word or two; `value` is the held-out loss, or how many seconds a recovery took.
+    """
+
+    time: float
+    kind: str
+    step: int
+    generation: int
+    world_size: int
+    text: str
+    short: str = ""
+    worker: str = ""
+    node: str = ""
+    cause: str = ""
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """From `time` on, `world_size` workers were members, and trained or did not."""
+
+    time: float
+    world_size: int
+    generation: int
+    training: bool
+
+
+@dataclass(slots=True)
+class Session:
+    """The run was being driven from `start` to `end`."""
+
+    start: float
+    end: float
+
+
+@dataclass(slots=True)
+class Membership:
+    """The journal's side of a run, as of the last line taken."""
+
+    happenings: list[Happening] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    members: tuple[str, ...] = ()
+    spares: set[str] = field(default_factory=set)
+    nodes: dict[str, str] = field(default_factory=dict)
+    layout: str = ""
+    generation: int = 0
+    step: int = 0
+    phase: str = "starting"
+    outcome: str | None = None
+    max_workers: int | None = None
+    total_steps: int | None = None
+    num_lost: int = 0
+    num_joined: int = 0
+    recovery_s: float | None = None
+    """How long the newest recovery took: from the first sign of trouble to `Resume`."""
+    _leaving: dict[str, str] = field(default_factory=dict)
+    _gone: set[str] = field(default_factory=set)
+    _trouble_since: float | None = None
+    _has_resumed: bool = False
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Fold one journal line in; one of an unknown name changes nothing but the time."""
+        name = line.get("event") or line.get("command") or ""
+        if name == "RunOpened":
+            self._open(line)
+        self._stay_awake(line["time"])
+        self.phase = PHASES.get(name) or self.phase
+        match name:
+            case "WorkerReady":
+                self._welcome(line)
+            case "WorkerLost" | "StopWorker":
+                self._part(line)
+            case "WorkerLeaving" | "NodeDraining":
+                self._announce(line)
+            case "Abort":
+                self._break_off(line["time"])
+            case "Resume":
+                self._resume(line)
+            case "StepCommitted" | "RecordStep":
+                self.step = line.get("record", line).get("step", self.step)
+            case _:
+                self._tell(name, line)
+
+    def wall_s(self, now: float | None = None) -> float:
+        """How long the run has been driven, in seconds, without the time it was stopped."""
+        told_s = sum(session.end - session.start for session in self.sessions)
+        if now is None or self.outcome or not self.sessions:
+            return told_s
+        return told_s + max(0.0, now - self.sessions[-1].end)
+
+    def _open(self, line: dict[str, Any]) -> None:
+        """Whatever an earlier controller drove is gone."""
+        if self.sessions and self.members:
+            self._stretch(self.sessions[-1].end, 0, training=False)
+        self.sessions.append(Session(line["time"], line["time"]))
+        self.members, self.outcome, self._has_resumed = (), None, False
+        self.spares.clear()
+        self._leaving.clear()
+        self._trouble_since = None
+        self.max_workers = line.get("policy", {}).get("max_workers", self.max_workers)
+        self.total_steps = line.get("job", {}).get("steps", self.total_steps)
+
+    def _stay_awake(self, time: float) -> None:
+        if not self.sessions:
+            self.sessions.append(Session(time, time))
+        self.sessions[-1].end = max(self.sessions[-1].end, time)
+
+    def _welcome(self, line: dict[str, Any]) -> None:
+        worker, node = line["worker"], line["node"]
+        self.nodes[worker] = node
+        self.spares.add(worker)
+        self._gone.discard(worker)
+        text = f"{worker} is ready on {shortened(node, 16)} (pid {line['pid']})"
+        self._note(line, "ready", text, worker=worker)
+
+    def _part(self, line: dict[str, Any]) -> None:
+        """A worker is gone: by plan if it had been announced and no longer trains."""
+        worker, cause = line["worker"], line["cause"]
+        if worker in self._gone or self.outcome:
+            return
+        self._gone.add(worker)
+        self.spares.discard(worker)
+        if worker in self._leaving and worker not in self.members:
+            cause = self._leaving.pop(worker)
+            self._note(line, "left", f"{worker} left: {cause}", worker=worker, cause=cause)
+            return
+        self.num_lost += 1
+        if worker in self.members:
+            self.members = tuple(member for member in self.members if member != worker)
+            self._break_off(line["time"])
+        self._note(line, "lost", f"{worker} lost: {cause}", worker=worker, cause=cause)
+
+    def _announce(self, line: dict[str, Any]) -> None:
+        if line.get("event") == "WorkerLeaving":
+            worker, cause = line["worker"], line["cause"]
+            self._leaving[worker] = cause
+            self._note(line, "leaving", f"{worker} will leave: {cause}", worker=worker, cause=cause)
+            return
+        node = line["node"]
+        for worker in (w for w, its_node in self.nodes.items() if its_node == node):
+            self._leaving[worker] = f"node {shortened(node, 16)} is draining"
+        notice = duration(max(0.0, line.get("deadline", line["time"]) - line["time"]))
+        text = f"node {shortened(node, 16)} will be gone in {notice}"
+        self._note(line, "draining", text, shortened(node, 16), node=node)
+
+    def _break_off(self, time: float) -> None:
+        if self._trouble_since is None:
+            self._trouble_since = time
+        self._stretch(time, len(self.members), training=False)
+
+    def _resume(self, line: dict[str, Any]) -> None:
+        workers = tuple(line["workers"])
+        newcomers = [w for w in workers if w not in self.members] if self._has_resumed else []
+        self.recovery_s = None
+        if self._trouble_since is not None and self._has_resumed:
+            self.recovery_s = line["time"] - self._trouble_since
+        self._trouble_since, self._has_resumed = None, True
+        self.spares = (self.spares | set(self.members)) - set(workers)
+        self.members, self.layout = workers, line["layout"]
+        self.generation, self.step = line["generation"], line["step"]
+        self.num_joined += len(newcomers)
+        for worker in newcomers:
+            self._note(line, "joined", f"{worker} joined", worker=worker)
+        text = f"generation {self.generation}: {counted(len(workers), 'worker')} ({self.layout})"
+        after = f" after {duration(self.recovery_s)}" if self.recovery_s is not None else ""
+        text = f"{text} from step {self.step + 1}{after}"
+        self._note(line, "resumed", text, short=f"g{self.generation}", value=self.recovery_s)
+        self._stretch(line["time"], len(workers), training=True)
+
+    def _tell(self, name: str, line: dict[str, Any]) -> None:
+        """Lines that are told but change no membership."""
+        match name:
+            case "RolledBack":
+                self._roll_back(line)
+            case "Checkpointed":
+                step = line["step"]
+                self._note(line, "checkpoint", f"checkpoint of step {step}", f"step {step}")
+            case "PartFailed":
+                text = f"checkpoint of step {line['step']} failed: {line['cause']}"
+                self._note(line, "failed checkpoint", text, cause=line["cause"])
+            case "Evaluated":
+                text = f"held-out loss {line['loss']:.4f} at step {line['step']}"
+                self._note(line, "evaluated", text, value=line["loss"])
+            case "Waited":
+                self.phase = f"waiting: {line['reason']}"
+                kind = "waiting" if self._has_resumed else "starting"
+                self._note(line, kind, self.phase, line["reason"])
+            case "StopRequested":
+                self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
+            case "Stopped":
+                self._stop(line)
+
+    def _roll_back(self, line: dict[str, Any]) -> None:
+        """To an older step, or to the beginning, where nothing newer is covered."""
+        before, self.step = line.get("from_step", self.step), line["step"]
+        text = f"rolled back from step {before} to {self.step}"
+        self._note(line, "rolled back", text, f"{before} → {self.step}")
+
+    def _stop(self, line: dict[str, Any]) -> None:
+        self.outcome = line["outcome"]
+        reason = line.get("reason") or ""
+        text = f"{self.outcome} at step {self.step}" + (f": {reason}" if reason else "")
+        self._note(line, "stopped", text, self.outcome, cause=reason)
+        self._stretch(line["time"], 0, training=False)
+        self.members = ()
+
+    def _note(
+        self,
+        line: dict[str, Any],
+        kind: str,
+        text: str,
+        short: str = "",
+        worker: str = "",
+        node: str = "",
+        cause: str = "",
+        value: float | None = None,
+    ) -> None:
+        happening = Happening(
+            time=line["time"],
+            kind=kind,
+            step=line["step"] if kind in ("checkpoint", "evaluated") else self.step,
+            generation=self.generation,
+            world_size=len(self.members),
+            text=text,
+            short=short or worker or node,
+            worker=worker,
+            node=node or self.nodes.get(worker, ""),
+            cause=cause,
+            value=value,
+        )
+        self.happenings.append(happening)
+
+    def _stretch(self, time: float, world_size: int, training: bool) -> None:
+        self.stretches.append(Stretch(time, world_size, self.generation, training))

@@ -1,0 +1,86 @@
+"""Simulated time, and threads that live in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, NamedTuple
+
+
+class Timeline:
+    """What is due happens in the order of its moments; of two at one moment, the older first."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = count()
+
+    def after(self, delay_s: float, action: Callable[[], None]) -> None:
+        heappush(self._due, (self.now + delay_s, next(self._count), action))
+
+    def run(self, until_s: float, over: Callable[[], bool]) -> None:
+        """Let time pass until it is over, nothing is due any more, or `until_s` has come."""
+        while self._due and not over() and self._due[0][0] <= until_s:
+            self.now, _, action = heappop(self._due)
+            action()
+
+
+class Block(NamedTuple):
+    """A thread waits for somebody, and after `timeout_s` raises `GroupBroken`."""
+
+    on: str
+    timeout_s: float | None = None
+
+
+class GroupBroken(Exception):
+    """A collective will never complete: a peer is gone, or the time is over."""
+
+
+Body = Generator[float | Block, Any, None]
+"""A thread's code; it yields for how many seconds it is busy, or what it waits for."""
+
+
+class Thread:
+    """Runs a body; each wait is numbered, so that a wake-up for an older one does nothing."""
+
+    def __init__(self, timeline: Timeline, body: Body) -> None:
+        self._timeline = timeline
+        self._body = body
+        self._wait = 0
+        self._ended = False
+        self.waiting_on = ""
+        self.wake(None, 0.0)
+
+    def wake(self, value: Any, delay_s: float) -> None:
+        """End the present wait with a value."""
+        self._resume_after(delay_s, lambda: self._body.send(value))
+
+    def interrupt(self, error: Exception, delay_s: float) -> None:
+        """End the present wait with an exception."""
+        self._resume_after(delay_s, lambda: self._body.throw(error))
+
+    def stop(self) -> None:
+        """Never run again."""
+        self._ended = True
+
+    def _resume_after(self, delay_s: float, resume: Callable[[], float | Block]) -> None:
+        wait = self._wait
+        self._timeline.after(delay_s, lambda: self._resume(wait, resume))
+
+    def _resume(self, wait: int, resume: Callable[[], float | Block]) -> None:
+        if self._ended or wait != self._wait:
+            return
+        self._wait += 1
+        self.waiting_on = ""
+        try:
+            busy = resume()
+        except StopIteration:
+            self._ended = True
+            return
+        if isinstance(busy, Block):
+            self.waiting_on = busy.on
+            if busy.timeout_s is not None:
+                self.interrupt(GroupBroken("Timed out waiting"), busy.timeout_s)
+        else:
+            self.wake(None, busy)
