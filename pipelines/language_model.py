@@ -34,6 +34,7 @@ class LanguageModelWorkload:
         self.settings = settings
         self.train = train
         self.held_out = held_out
+        self.digest = train.digest
         self.num_samples = train.num_samples
         self.num_held_out = held_out.num_samples if held_out else 0
 

@@ -42,6 +42,7 @@ class MlpWorkload:
     def __init__(self, settings: MlpSettings, seed: int) -> None:
         self.settings = settings
         self.seed = seed
+        self.digest = f"random vectors of seed {seed}"
         self.num_samples = settings.num_samples
         self.num_held_out = settings.num_samples
 

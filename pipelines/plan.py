@@ -63,7 +63,7 @@ class Plan:
 
 
 def make_plan(asked: Asked, num_gpus: int) -> Plan:
-    """Check everything that can be checked before anything is started or written.
+    """Check everything that can be checked before anything is started or overwritten.
 
     Raises `UserError`.
     """
@@ -71,61 +71,76 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     policy = _policy(asked.workers, num_gpus)
     wish = _wish(asked.layout, policy)
     folder = _run_folder(asked)
+    faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
         samples = folder.path.resolve() / "samples.jsonl"
         settings = settings.model_copy(update={"record_samples": samples})
-    data_folder = prepared_folder(
-        settings.data.source,
-        asked.storage.resolve() / "data",
-        tokenizer=settings.data.tokenizer,
-        separator=settings.data.separator,
-        held_out_fraction=settings.data.held_out_fraction,
-    )
-    described = settings.model_dump(mode="json")
-    kwargs = {"settings": described, "data_folder": str(data_folder) if data_folder else None}
-    program = TrainingProgram(**kwargs, device="cpu")
-    recipe = {
-        "format": RECIPE_FORMAT,
-        "recipe": asked.recipe,
-        "steps": settings.steps,
-        "num_samples": program.workload.num_samples,
-        "data_folder": kwargs["data_folder"],
-        "workers": f"{policy.min_workers}:{policy.max_workers}",
-        "layout": asked.layout,
-        "settings": described,
-    }
+    factory = _program(settings, asked.storage)
+    program = TrainingProgram(**factory.kwargs, device="cpu")
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
-    _store_recipe(folder, recipe, settings)
-    faults, leavers = parse_faults(asked.inject)
+    _store_recipe(folder, _recipe(asked, policy, factory, program), settings)
     tracking_uri = asked.tracking_uri or default_tracking_uri(asked.storage)
-    opening = RunOpened(0, policy, wish, job)
-    options = WorkerOptions(
-        run_folder=str(folder.path.resolve()),
-        collective_timeout_s=policy.collective_timeout_s,
-        checkpoint_every=settings.checkpoint_every,
-        faults=faults,
-    )
-    observer = Factory(
-        "pipelines.sidecar:tracker",
-        {
-            "run_folder": str(folder.path.resolve()),
-            "tracking_uri": tracking_uri,
-            "experiment": asked.experiment,
-        },
-    )
     run = Run(
         name=folder.name,
         folder=str(folder.path.resolve()),
-        opening=opening,
-        program=Factory("pipelines.program:TrainingProgram", kwargs),
-        options=options,
+        opening=RunOpened(0, policy, wish, job),
+        program=factory,
+        options=WorkerOptions(
+            run_folder=str(folder.path.resolve()),
+            collective_timeout_s=policy.collective_timeout_s,
+            checkpoint_every=settings.checkpoint_every,
+            faults=faults,
+        ),
         leavers=leavers,
-        observers=(observer,),
+        observers=(_tracker(folder, tracking_uri, asked.experiment),),
         num_gpus=1.0 if num_gpus else 0.0,
         detached=asked.detach,
     )
     return Plan(run, folder, settings, policy.max_workers, tracking_uri)
+
+
+def _program(settings: TrainSettings, storage: Path) -> Factory:
+    """How workers make the program; its data are prepared here if need be."""
+    data = settings.data
+    folder = prepared_folder(
+        data.source,
+        storage.resolve() / "data",
+        tokenizer=data.tokenizer,
+        separator=data.separator,
+        held_out_fraction=data.held_out_fraction,
+    )
+    kwargs = {
+        "settings": settings.model_dump(mode="json"),
+        "data_folder": str(folder) if folder else None,
+    }
+    return Factory("pipelines.program:TrainingProgram", kwargs)
+
+
+def _recipe(
+    asked: Asked, policy: Policy, factory: Factory, program: TrainingProgram
+) -> dict[str, Any]:
+    """What `recipe.json` says of the run."""
+    return {
+        "format": RECIPE_FORMAT,
+        "recipe": asked.recipe,
+        "steps": program.steps,
+        "num_samples": program.workload.num_samples,
+        "data_digest": program.workload.digest,
+        "data_folder": factory.kwargs["data_folder"],
+        "workers": f"{policy.min_workers}:{policy.max_workers}",
+        "layout": asked.layout,
+        "settings": factory.kwargs["settings"],
+    }
+
+
+def _tracker(folder: RunFolder, tracking_uri: str, experiment: str) -> Factory:
+    kwargs = {
+        "run_folder": str(folder.path.resolve()),
+        "tracking_uri": tracking_uri,
+        "experiment": experiment,
+    }
+    return Factory("pipelines.sidecar:tracker", kwargs)
 
 
 def _settings(asked: Asked) -> TrainSettings:
@@ -190,8 +205,11 @@ def _store_recipe(folder: RunFolder, recipe: dict[str, Any], settings: TrainSett
     if folder.recipe.exists():
         stored = json.loads(folder.recipe.read_text())
         differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
-        if stored["num_samples"] != recipe["num_samples"]:
-            differing.append(f"num_samples: {stored['num_samples']} -> {recipe['num_samples']}")
+        differing += [
+            f"{key}: {stored[key]} -> {recipe[key]}"
+            for key in ("num_samples", "data_digest")
+            if stored[key] != recipe[key]
+        ]
         if differing:
             raise UserError(
                 f"run '{folder.name}' in {folder.storage} was begun with other maths "

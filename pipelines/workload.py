@@ -12,6 +12,8 @@ from torch import Generator, Tensor, nn
 class Workload(Protocol):
     """One kind of training job. `Batch` is its own: whatever `read` gives and `loss` takes."""
 
+    digest: str
+    """Of the data: two runs with the same one read the same samples."""
     num_samples: int
     """How many samples one epoch has."""
     num_held_out: int

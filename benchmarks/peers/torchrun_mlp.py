@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 99 --monitor-interval 0.1 \
         torchrun_mlp.py FOLDER PORT [PORT ...]
 
-Each attempt forms its groups on its own port, the next of those given: with the agent's own store
-every restart fails on Gloo, which finds addresses of dead processes there.
+Each attempt has a store of its own on the next of the given ports: with the agent's, which outlives
+attempts, every restart fails on Gloo, which finds the addresses of dead processes there.
 """
 
 from __future__ import annotations
@@ -24,10 +24,9 @@ def main(folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     world_rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     told = Told(folder, world_rank)
-    port = ports[int(os.environ["TORCHELASTIC_RESTART_COUNT"])]
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=world_rank, world_size=world_size
-    )
+    port = int(ports[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
+    store = dist.TCPStore("127.0.0.1", port, world_size, is_master=world_rank == 0)
+    dist.init_process_group("gloo", store=store, rank=world_rank, world_size=world_size)
     model = make_model()
     optimizer = make_optimizer(model)
     checkpoint = folder / "checkpoint.pt"

@@ -58,6 +58,7 @@ class Lineage:
 class Part:
     """One worker's part of the state; `pieces` are the values of its regions, row by row."""
 
+    assignment: Assignment
     lineage: Lineage
     regions: dict[int, Region]
     pieces: dict[int, list[int]]

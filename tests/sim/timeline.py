@@ -48,7 +48,7 @@ class Thread:
         self._timeline = timeline
         self._body = body
         self._wait = 0
-        self._ended = False
+        self.ended = False
         self.waiting_on = ""
         self.wake(None, 0.0)
 
@@ -62,21 +62,21 @@ class Thread:
 
     def stop(self) -> None:
         """Never run again."""
-        self._ended = True
+        self.ended = True
 
     def _resume_after(self, delay_s: float, resume: Callable[[], float | Block]) -> None:
         wait = self._wait
         self._timeline.after(delay_s, lambda: self._resume(wait, resume))
 
     def _resume(self, wait: int, resume: Callable[[], float | Block]) -> None:
-        if self._ended or wait != self._wait:
+        if self.ended or wait != self._wait:
             return
         self._wait += 1
         self.waiting_on = ""
         try:
             busy = resume()
         except StopIteration:
-            self._ended = True
+            self.ended = True
             return
         if isinstance(busy, Block):
             self.waiting_on = busy.on
@@ -84,3 +84,15 @@ class Thread:
                 self.interrupt(GroupBroken("Timed out waiting"), busy.timeout_s)
         else:
             self.wake(None, busy)
+
+
+class Channel:
+    """Delivers in the order of sending."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._last_arrival = 0.0
+
+    def send(self, delay_s: float, deliver: Callable[[], None]) -> None:
+        self._last_arrival = max(self._last_arrival, self._timeline.now + delay_s)
+        self._timeline.after(self._last_arrival - self._timeline.now, deliver)

@@ -53,6 +53,8 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_is_refused_in_one_line(name: str, storage: Path, capsys) -> None:
     arguments, mend = CASES[name]
+    if "--data" not in arguments:
+        arguments = [*arguments, "--data", "random"]
     line = refused(capsys, "train", *arguments, "--storage", str(storage))
     assert mend in line
     assert not (storage / "x").exists()
@@ -78,9 +80,7 @@ def test_a_foreign_arrow_file(storage: Path, tmp_path: Path, capsys) -> None:
 
 def test_storage_that_cannot_be_written(tmp_path: Path, storage: Path, capsys) -> None:
     (tmp_path / "file").write_text("in the way")
-    line = refused(
-        capsys, "train", "tiny", "--data", "random", "--storage", str(tmp_path / "file")
-    )
+    line = refused(capsys, "train", "tiny", "--data", "random", "--storage", str(tmp_path / "file"))
     assert "--storage" in line or "file" in line
     assert (tmp_path / "file").read_text() == "in the way"
 

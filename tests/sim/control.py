@@ -1,0 +1,121 @@
+"""What a simulated worker's threads share: its flags, its faults, its ways to others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from elastic.commands import Form
+from elastic.events import Event
+from elastic.planning import Job
+from sim.meetings import Meetings
+from sim.storage import Storage
+from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
+
+
+class Interrupted(Exception):
+    """The generation is being aborted: unwind."""
+
+
+class Raised(Exception):
+    """What a fault makes a worker raise; `kind` as in `WorkerRaised`."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(f"told to raise: {kind}")
+        self.kind = kind
+
+
+@dataclass
+class Surroundings:
+    """What all workers share."""
+
+    timeline: Timeline
+    random: Random
+    meetings: Meetings
+    storage: Storage
+    job: Job
+    eval_every: int
+    collective_timeout_s: float
+    report: Callable[[str, Event], None]
+    at: Callable[[str, str], None]
+    """Told of each moment that a worker passes, at which a fault may be due."""
+    store_port: int = 0
+    newest_vote: tuple[int, int] = (0, 0)
+
+    def draw(self, low_s: float, high_s: float) -> float:
+        return self.random.uniform(low_s, high_s)
+
+
+class Control:
+    """The flags that commands and faults set, and what the threads do only through them."""
+
+    def __init__(self, name: str, around: Surroundings) -> None:
+        self.name = name
+        self.around = around
+        self.training: Thread
+        self.alive = True
+        self.frozen = False
+        self.deaf = False
+        self.disk_full = False
+        self.next_error = ""
+        self.world_rank: int | None = None
+        self.aborted_generation = 0
+        self.running_generation = 0
+        self.pause_wished_generation = 0
+
+    @property
+    def pause_is_wished(self) -> bool:
+        return self.pause_wished_generation >= self.running_generation
+
+    def report(self, event: Event) -> None:
+        self.around.report(self.name, event)
+
+    def check(self) -> None:
+        """Raises `Interrupted` if the generation is being aborted."""
+        if self.running_generation <= self.aborted_generation:
+            raise Interrupted
+
+    def at(self, moment: str) -> Body:
+        """A moment at which something may happen to this worker."""
+        self.around.at(self.name, moment)
+        if self.next_error:
+            kind, self.next_error = self.next_error, ""
+            raise Raised(kind)
+        if self.frozen or not self.alive or self.training.ended:
+            yield Block("nothing")
+
+    def work(self, seconds: float) -> Body:
+        """Busy, but asking now and then whether to go on."""
+        for _ in range(3):
+            self.check()
+            yield seconds / 3
+        self.check()
+
+    def meet(
+        self,
+        kind: str,
+        order: Form,
+        step: int = 0,
+        brings: object = None,
+        needs: frozenset[str] | None = None,
+    ) -> Body:
+        """A collective of the generation: the members vote, all participants do the rest."""
+        if order.generation <= self.aborted_generation and not self.deaf:
+            raise GroupBroken("broken off before it began")
+        everyone = order.assignment.members if kind == "vote" else order.plan.participants
+        key = (kind, order.generation, step)
+        meetings = self.around.meetings
+        meetings.come(key, self.name, self.training, frozenset(everyone), brings, needs)
+        brought: dict[str, Any] = yield Block("peers", self.around.collective_timeout_s)
+        return brought
+
+    def break_off(self) -> None:
+        """Make the training thread's present collective raise.
+
+        A deaf worker misses the wake-up, as Gloo's do, and blocks until its timeout.
+        """
+        if self.training.waiting_on == "peers" and not self.deaf:
+            delay_s = self.around.draw(0.001, 0.01)
+            self.training.interrupt(GroupBroken("broken off"), delay_s)

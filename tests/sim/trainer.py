@@ -1,0 +1,239 @@
+"""What a simulated training thread does with commands: step by step as `actors/trainer.py`."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.events import (
+    Evaluated,
+    GroupFormed,
+    Paused,
+    Quiesced,
+    Settled,
+    StateReady,
+    StepCommitted,
+)
+from elastic.parts import my_share
+from elastic.samples import batch_ids, deal
+from elastic.votes import StepRecord, Vote
+from sim.control import Control
+from sim.lineage import SPECS, Part
+from sim.moving import Moving, from_checkpoint
+from sim.storage import PartFile
+from sim.timeline import Body, GroupBroken
+from sim.writer import PartWriter
+
+NOTHING_HELD = -1
+NUM_KEPT_RECORDS = 64
+SAMPLES_PER_MICROBATCH = 2
+
+
+@dataclass
+class Stepper:
+    """One rank's steps in one generation."""
+
+    committed_step: int
+    vote: Vote | None = None
+    gradients_complete: bool = False
+    torn: bool = False
+    records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_RECORDS))
+
+
+class Trainer:
+    """A worker's part of the state and what happens to it; `holdings` as in the real one."""
+
+    def __init__(self, control: Control, writer: PartWriter) -> None:
+        self._control = control
+        self._around = control.around
+        self._writer = writer
+        self._order: Form
+        self._held_step = NOTHING_HELD
+        self.holdings: dict[int, Part] = {}
+        self.stepper: Stepper | None = None
+
+    def form(self, order: Form) -> Body:
+        control, self._order = self._control, order
+        self._leave_generation()
+        old = order.plan.old.generation if order.plan.old else 0
+        self.holdings = {g: part for g, part in self.holdings.items() if g == old}
+        control.check()
+        yield from control.at("forming")
+        if order.store_port != self._around.store_port:
+            raise GroupBroken("the store is gone")
+        yield from control.meet("form", order)
+        control.check()
+        members = order.assignment.members
+        control.world_rank = members.index(control.name) if control.name in members else None
+        yield self._around.draw(0.01, 0.03)
+        yield from control.at("formed")
+        control.report(GroupFormed(control.name, order.generation))
+
+    def relayout(self, command: Relayout) -> Body:
+        control, plan, assignment = self._control, self._order.plan, self._order.assignment
+        yield from control.at("relaying")
+        if command.source == "live":
+            part = yield from self._move()
+        else:
+            checkpoint = self._around.storage.visible.get(command.path)
+            assert command.source == "initial" or checkpoint, f"nothing is at {command.path!r}"
+            yield self._around.draw(0.01, 0.05)
+            part = from_checkpoint(checkpoint, assignment, control.name)
+        yield from control.at("relaid")
+        if control.name in assignment.members:
+            assert part.lineage.step == plan.step, "invariant 3: of another step than chosen"
+            assert part.is_whole(), "invariant 3: an element is not what it should be"
+            self.holdings[assignment.generation] = part
+            self.stepper = Stepper(plan.step)
+        control.report(StateReady(control.name, command.generation, 0, 0, 0.0, 1, 1, 2))
+
+    def train(self, resume: Resume) -> Body:
+        control, job, generation = self._control, self._around.job, resume.generation
+        if control.name in resume.released:
+            self._forget_state()
+            return
+        assert self.stepper
+        stepper = self.stepper
+        assert stepper.committed_step == resume.step, "invariant 8: resumed from another step"
+        evaluated_step = resume.evaluated_step
+        while True:
+            if self._evaluation_is_due(stepper.committed_step, evaluated_step):
+                evaluated_step = stepper.committed_step
+                yield from control.work(self._around.draw(0.02, 0.04))
+                if control.world_rank == 0:
+                    control.report(Evaluated(generation, evaluated_step, 1.0))
+            if stepper.committed_step >= job.steps:
+                break
+            vote = yield from self._cast(stepper)
+            record = yield from self._apply(stepper, vote)
+            if control.world_rank == 0:
+                control.report(StepCommitted(generation, record, vote))
+            yield from control.at("reported")
+            if job.checkpoint_every and record.step % job.checkpoint_every == 0:
+                self._save(generation, record.step, self.holdings[generation], None)
+            if vote.num_pause_wishes:
+                break
+        control.report(Paused(control.name, generation, stepper.committed_step))
+        yield from control.at("paused")
+
+    def settle(self, command: Settle) -> Body:
+        control = self._control
+        assert self.stepper
+        yield from control.at("settling")
+        record = yield from self._apply(self.stepper, command.vote)
+        control.report(Settled(control.name, command.generation, record))
+        yield from control.at("settled")
+
+    def save(self, command: SaveCheckpoint) -> Body:
+        part = self.holdings[command.held_generation]
+        self._save(command.generation, command.step, part, command.workers)
+        yield from self._control.at("saving")
+
+    def quiesce(self, generation: int) -> Body:
+        """Say where this worker stands."""
+        control = self._control
+        self._around.meetings.leave(control.name)
+        yield self._around.draw(0.001, 0.01)
+        yield from control.at("quiescing")
+        stepper = self.stepper
+        if stepper is None:
+            control.report(Quiesced(control.name, generation, self._held_step))
+            return
+        control.report(
+            Quiesced(
+                control.name,
+                generation,
+                stepper.committed_step,
+                stepper.vote,
+                stepper.gradients_complete,
+                stepper.torn,
+                tuple(stepper.records),
+            )
+        )
+
+    def _move(self) -> Body:
+        plan = self._order.plan
+        assert plan.old
+        held = self.holdings.get(plan.old.generation)
+        moving = Moving.of(plan, self._control.name, held)
+        brought = yield from self._control.meet(
+            "move", self._order, 0, moving.outgoing(), moving.sources
+        )
+        return moving.assemble(self._control.name, brought)
+
+    def _cast(self, stepper: Stepper) -> Body:
+        """Compute and vote; the vote is read on the host before anything is applied."""
+        control, around, step = self._control, self._around, stepper.committed_step + 1
+        yield from control.at("compute")
+        yield from control.work(around.draw(0.02, 0.05))
+        yield from control.at("vote")
+        stepper.gradients_complete = True
+        ballot = (*self._samples(step), control.pause_is_wished)
+        brought = yield from control.meet("vote", self._order, step, ballot)
+        by_rank = {data_rank: ids for data_rank, ids, _ in brought.values()}
+        read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
+        assert read == list(batch_ids(step, self._batch)), "invariant 5: samples lost or repeated"
+        voted = (self._order.generation, step)
+        assert voted >= around.newest_vote, "invariant 6: two generations run"
+        around.newest_vote = voted
+        num_wishes = sum(wished for *_, wished in brought.values())
+        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), num_pause_wishes=num_wishes)
+        yield from control.at("read")
+        return stepper.vote
+
+    def _apply(self, stepper: Stepper, vote: Vote) -> Body:
+        """Local, and never interrupted."""
+        newest = max(self.holdings)
+        part = self.holdings[newest]
+        assert vote.step == part.lineage.step + 1, "invariant 8: a step skipped or applied twice"
+        stepper.torn = True
+        yield 0.002
+        yield from self._control.at("apply")
+        stepper.torn = False
+        part.apply(vote.step, newest)
+        self.holdings = {newest: part}
+        stepper.committed_step = vote.step
+        stepper.gradients_complete = False
+        now, world_size = self._around.timeline.now, self._order.assignment.layout.num_workers
+        record = StepRecord(now, vote.step, newest, world_size, 1.0, 1, 0.1, 1.0, 0.05, False)
+        stepper.records.append(record)
+        yield from self._control.at("applied")
+        return record
+
+    def _save(
+        self, generation: int, step: int, part: Part, writers: tuple[str, ...] | None
+    ) -> None:
+        assert part.lineage.step == step, "invariant 8: saved as another step"
+        share = my_share(
+            SPECS, part.assignment, writers or part.assignment.members, self._control.name
+        )
+        tensors = {i: (part.regions[i], list(part.pieces[i])) for i in share}
+        self._writer.write(step, generation, PartFile(part.lineage, tensors))
+
+    @property
+    def _batch(self) -> int:
+        return self._around.job.num_microbatches * SAMPLES_PER_MICROBATCH
+
+    def _samples(self, step: int) -> tuple[int, list[int]]:
+        """This data rank, and the ids of the samples that it reads for a step."""
+        assignment = self._order.assignment
+        place, layout = assignment.coordinates(self._control.name), assignment.layout
+        data_rank = place.dp * layout.fsdp + place.fsdp
+        dealt = deal(self._around.job.num_microbatches, layout.num_data_ranks)[data_rank]
+        ids = batch_ids(step, self._batch)
+        return data_rank, [i for i in ids if (i - ids[0]) // SAMPLES_PER_MICROBATCH in dealt]
+
+    def _evaluation_is_due(self, step: int, evaluated_step: int) -> bool:
+        every = self._around.eval_every
+        return bool(every) and step > evaluated_step and step % every == 0
+
+    def _leave_generation(self) -> None:
+        if self.stepper is not None:
+            self._held_step = self.stepper.committed_step
+        self.stepper = None
+
+    def _forget_state(self) -> None:
+        self._leave_generation()
+        self.holdings.clear()
+        self._held_step = NOTHING_HELD

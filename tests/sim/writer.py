@@ -1,0 +1,45 @@
+"""A simulated worker's second thread: parts become durable aside training."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from elastic.events import PartFailed, PartWritten
+from sim.control import Control
+from sim.storage import PartFile
+from sim.timeline import Block, Body, Thread
+
+
+class PartWriter:
+    """Writes parts one after the other."""
+
+    def __init__(self, control: Control) -> None:
+        self._control = control
+        self._parts: deque[tuple[int, int, PartFile]] = deque()
+        self._thread = Thread(control.around.timeline, self._serve())
+
+    def write(self, step: int, generation: int, part: PartFile) -> None:
+        self._parts.append((step, generation, part))
+        if self._thread.waiting_on == "parts":
+            self._thread.wake(None, 0.0)
+
+    def stop(self) -> None:
+        self._thread.stop()
+
+    def _serve(self) -> Body:
+        control = self._control
+        name, around, file = control.name, control.around, f"part-{control.name}"
+        while True:
+            while not self._parts:
+                yield Block("parts")
+            step, generation, part = self._parts.popleft()
+            yield around.draw(0.01, 0.1)
+            around.at(name, "writing")
+            if self._thread.ended:
+                return
+            if control.disk_full:
+                control.disk_full = False
+                control.report(PartFailed(name, generation, step, "no space left"))
+            else:
+                around.storage.write(step, generation, file, part)
+                control.report(PartWritten(name, generation, step, file, part.num_bytes))
