@@ -100,13 +100,15 @@ def uncovered(
 
 
 def any_state(layout: Layout) -> tuple[TensorSpec, ...]:
-    """Stand-ins for specs that are not known: each axis cuts one of them.
+    """Stand-ins for specs that are not known: optimizer state that every axis cuts.
 
-    Ranks that cover these cover every state under this layout; the reverse does not hold (a
-    state without experts may be covered by fewer).
+    Ranks that cover these cover every state under this layout, one with experts if `ep` > 1.
+    The reverse does not hold: a state that is cut less may be covered by fewer.
     """
     shape = (layout.fsdp * layout.tp, layout.fsdp * layout.cp * layout.tp)
-    stand_in = TensorSpec("the state", shape, layer=0, fsdp_dim=0, num_layers=layout.pp)
+    stand_in = TensorSpec(
+        "the state", shape, layer=0, fsdp_dim=0, kind="optimizer", num_layers=layout.pp
+    )
     stages = [replace(stand_in, layer=stage) for stage in range(layout.pp)]
     dense = [replace(spec, tp_dim=0) for spec in stages]
     expert = [replace(spec, fsdp_dim=1, ep_dim=1) for spec in stages if layout.ep > 1]

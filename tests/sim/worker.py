@@ -66,7 +66,11 @@ class SimWorker:
     def _serve(self, ready: WorkerReady, warm_up_s: float) -> Body:
         control = self.control
         yield warm_up_s
-        yield from control.at("starting")
+        try:
+            yield from control.at("starting")
+        except Raised as error:
+            control.report(WorkerRaised(self.name, 0, error.kind, str(error)))
+            return
         control.report(ready)
         while True:
             while not self._orders:

@@ -157,7 +157,7 @@ def test_shards_stay_where_they_overlap_when_fsdp_changes() -> None:
     previous = Assignment(4, Layout(dp=2, fsdp=2), FOUR)
     wider = assigned(FOUR, Wish(dp=1, fsdp=4), previous)
     assert wider == Assignment(5, Layout(fsdp=4), ("w2", "w0", "w3", "w1"))
-    many = tuple(f"w{i}" for i in range(8))
+    many = tuple(f"w{7 - i}" for i in range(8))
     widest = assigned(many, Wish(fsdp=8), Assignment(4, Layout(dp=2, fsdp=4), many))
     assert isinstance(widest, Assignment)
     assert [many.index(worker) % 4 for worker in widest.members] == [0, 0, 1, 1, 2, 2, 3, 3]

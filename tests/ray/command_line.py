@@ -1,0 +1,119 @@
+"""The `elastic` command as a person runs it: a process, on a Ray cluster of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import psutil
+
+PATIENCE_S = 120.0
+
+
+@dataclass
+class Command:
+    """One `elastic train` under way."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+    ray_folder: str
+
+    def lines(self, kind: str) -> list[dict[str, Any]]:
+        """The journal's lines of one event or command, so far."""
+        return [
+            line
+            for line in read(self.folder / "journal.jsonl")
+            if kind in (line.get("event"), line.get("command"))
+        ]
+
+    def metrics(self) -> list[dict[str, Any]]:
+        return read(self.folder / "metrics.jsonl")
+
+    def pid_of(self, worker: str) -> int:
+        return next(line["pid"] for line in self.lines("WorkerReady") if line["worker"] == worker)
+
+    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self.process.poll() is None, f"ended before {what}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"waited too long for {what}"
+            time.sleep(0.05)
+
+    def wait_for_step(self, step: int) -> None:
+        self.wait_until(lambda: len(self.metrics()) >= step, f"step {step}")
+
+    def output(self) -> str:
+        """What it printed; waits for its end."""
+        out, err = self.process.communicate(timeout=PATIENCE_S)
+        return out + err
+
+    def finish(self) -> tuple[int, str]:
+        output = self.output()
+        return self.process.returncode, output
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that is still being written."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
+
+
+def processes_of(ray_folder: str) -> list[psutil.Process]:
+    """Every process that was started, however indirectly, for this test's cluster."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAY_TMPDIR") == ray_folder and process.status() != "zombie":
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+@contextmanager
+def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
+    """Start `elastic train ARGUMENTS` with run name `run`; at the end nothing of it may be left."""
+    ray_folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
+    command = [
+        *(sys.executable, "-m", "pipelines", "train", *arguments),
+        *("--storage", str(storage), "--run-name", "run"),
+    ]
+    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": ray_folder}
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    try:
+        yield Command(process, storage / "run", ray_folder)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert_nothing_is_left(ray_folder)
+        subprocess.run(["rm", "-rf", ray_folder], check=True)
+
+
+def assert_nothing_is_left(ray_folder: str, patience_s: float = 20.0) -> None:
+    """Invariant 12: no process of the run or its cluster outlives it."""
+    deadline = time.monotonic() + patience_s
+    while (left := processes_of(ray_folder)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    names = [process.name() for process in left]
+    for process in left:
+        process.kill()
+    assert not names, f"left behind: {names}"

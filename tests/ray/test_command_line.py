@@ -1,0 +1,140 @@
+"""`elastic train` on a real Ray, with real signals."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import PATIENCE_S, elastic_train, read
+from mlflow import MlflowClient
+
+TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
+
+
+def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> None:
+    with elastic_train(
+        tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
+        "--inject", "kill worker 0 at step 40",
+    ) as command:  # fmt: skip
+        code, output = command.finish()
+        resumes = [line["workers"] for line in command.lines("Resume")]
+        metrics = command.metrics()
+    assert code == 0, output
+    members = [sorted(workers) for workers in resumes]
+    assert members == [["w0", "w1", "w2"], ["w1", "w2"], ["w1", "w2", "w3"]]
+    assert [line["step"] for line in metrics] == list(range(1, 401)), "nothing redone or lost"
+    assert "w0" in output and "completed" in output
+    [run] = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
+    history = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_metric_history(
+        run.info.run_id, "loss"
+    )
+    assert {point.step: point.value for point in history} == pytest.approx(
+        {line["step"]: line["loss"] for line in metrics}
+    )
+    assert run.info.status == "FINISHED"
+
+
+def test_an_interrupted_run_saves_and_goes_on(tmp_path: Path) -> None:
+    with elastic_train(tmp_path, *TINY, "--workers", "2", "--steps", "100000") as command:
+        command.wait_for_step(10)
+        command.process.send_signal(signal.SIGINT)
+        code, output = command.finish()
+        stopped_at = len(command.metrics())
+        assert command.lines("Checkpointed")[-1]["step"] == stopped_at
+    assert code == 130, output
+    steps = str(stopped_at + 20)
+    with elastic_train(tmp_path, *TINY, "--workers", "1", "--steps", steps) as command:
+        code, output = command.finish()
+        metrics = command.metrics()
+    assert code == 0, output
+    assert [line["step"] for line in metrics] == list(range(1, stopped_at + 21))
+
+
+def test_a_run_that_is_driven_is_refused_and_a_killed_driver_leaves_nothing(
+    tmp_path: Path,
+) -> None:
+    arguments = (*TINY, "--workers", "2", "--steps", "100000")
+    with elastic_train(tmp_path, *arguments) as first:
+        first.wait_for_step(5)
+        with elastic_train(tmp_path, *arguments) as second:
+            code, output = second.finish()
+        assert code == 2, output
+        assert "drives this run" in output and "Traceback" not in output
+        num_steps = len(first.metrics())
+        first.wait_for_step(num_steps + 5)
+        first.process.kill()
+        # What the driver's death leaves behind is asserted by `elastic_train` itself.
+
+
+def test_changed_maths_are_refused_on_resume(tmp_path: Path) -> None:
+    with elastic_train(tmp_path, *TINY, "--workers", "1", "--steps", "5") as command:
+        assert command.finish()[0] == 0
+    before = (tmp_path / "run" / "recipe.json").read_text()
+    with elastic_train(
+        tmp_path, *TINY, "--workers", "1", "--steps", "9", "--set", "optimizer.lr=0.5"
+    ) as command:
+        code, output = command.finish()
+    assert code == 2
+    assert "optimizer.lr: 0.003 -> 0.5" in output and "Traceback" not in output
+    assert (tmp_path / "run" / "recipe.json").read_text() == before
+
+
+def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
+    """SIGKILL of one and SIGSTOP of another, at no chosen moment."""
+    with elastic_train(
+        tmp_path, *TINY, "--workers", "2:4", "--steps", "500", "--layout", "dp=2,fsdp=2"
+    ) as command:
+        command.wait_for_step(10)
+        os.kill(command.pid_of("w1"), signal.SIGKILL)
+        command.wait_until(lambda: len(command.lines("Resume")) >= 2, "the first recovery")
+        command.wait_for_step(len(command.metrics()) + 5)
+        survivor = command.lines("Resume")[-1]["workers"][-1]
+        os.kill(command.pid_of(survivor), signal.SIGSTOP)
+        code, output = command.finish()
+        lost = [line["worker"] for line in command.lines("WorkerLost")]
+        metrics = command.metrics()
+        rolled_back = command.lines("RolledBack")
+    assert code == 0, output
+    assert lost == ["w1", survivor]
+    assert not rolled_back
+    assert [line["step"] for line in metrics] == list(range(1, 501))
+
+
+def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path) -> None:
+    with elastic_train(
+        tmp_path, *TINY, "--workers", "2", "--inject", "raise in worker 1 at step 7"
+    ) as command:
+        code, output = command.finish()
+    assert code == 1
+    assert "w1: RuntimeError: w1 was told to raise at step 7" in output
+    assert "Traceback (most recent call last)" in output
+
+
+def test_a_recipe_of_ones_own_from_a_folder_of_ones_own(tmp_path: Path) -> None:
+    recipe = tmp_path / "mine.py"
+    recipe.write_text(
+        "from pipelines.recipes import tiny\n\n\n"
+        "def small():\n    return tiny().model_copy(update={'steps': 7})\n"
+    )
+    with elastic_train(
+        tmp_path, f"{recipe}:small", "--data", "random", "--workers", "1"
+    ) as command:
+        code, output = command.finish()
+        assert code == 0, output
+        assert len(command.metrics()) == 7
+
+
+def test_prepare_tells_what_it_made(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
+    made = subprocess.run(
+        [sys.executable, "-m", "pipelines", "prepare", str(tmp_path / "text.txt"),
+         str(tmp_path / "shards")],
+        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert made.returncode == 0, made.stderr
+    assert "--data" in made.stdout
+    assert not read(tmp_path / "journal.jsonl")

@@ -1,0 +1,179 @@
+"""What must hold after every event; the numbers are those of DESIGN.md, section 10."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from random import Random
+
+from elastic.assigning import assign
+from elastic.assignment import Assignment
+from elastic.commands import (
+    Command,
+    Form,
+    RecordStep,
+    Resume,
+    RolledBack,
+)
+from elastic.core import Core
+from elastic.events import (
+    Event,
+    Evaluated,
+    GroupFormed,
+    Paused,
+    Quiesced,
+    Settled,
+    StateReady,
+    StepCommitted,
+    WorkerRaised,
+)
+from elastic.layout import AXES
+from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Saving, Stopped, Waiting
+from elastic.state import CoreState
+from elastic.wire import encode
+from sim.lineage import SPECS, Part, places
+from elastic.regions import Region
+
+GENERATION_BOUND = (
+    GroupFormed | StateReady | StepCommitted | Evaluated | Paused | Quiesced | Settled | WorkerRaised
+)
+
+
+class Checks:
+    """Watches one run, over all its controllers."""
+
+    def __init__(self, random: Random, bound_s: float, parts: Callable[[set[str]], list[Part]]):
+        """`parts` tells what living workers, of those named, really hold."""
+        self._random = random
+        self._bound_s = bound_s
+        self._parts = parts
+        self._well_at = 0.0
+        self._generation = 0
+        self._recorded_step = 0
+        self._formed: set[tuple[str, int]] = set()
+        self._ready: set[tuple[str, int]] = set()
+        self._form: Form | None = None
+        self._old_reports: list[Event] = []
+        self._wanted_steps = 0
+
+    def note_fault(self, now: float) -> None:
+        self._well_at = max(self._well_at, now)
+
+    def after(self, now: float, event: Event, commands: list[Command], core: Core) -> None:
+        """Look at one event's outcome."""
+        state = core.state
+        if isinstance(event, GroupFormed):
+            self._formed.add((event.worker, event.generation))
+        if isinstance(event, StateReady):
+            self._ready.add((event.worker, event.generation))
+        for command in commands:
+            match command:
+                case Form():
+                    self._check_form(command, state)
+                case Resume():
+                    self._check_resume(command)
+                case RecordStep():
+                    self._check_record(command)
+                case RolledBack():
+                    self._check_roll_back(command, state)
+        self._check_roster(state)
+        self._check_progress(now, state)
+        self._check_stale(now, event, core)
+
+    def _check_form(self, form: Form, state: CoreState) -> None:
+        assert form.generation > self._generation, "invariant 6: a generation again"
+        self._generation = form.generation
+        self._form = form
+        check_mesh(form.assignment)
+        staying = sorted(state.warm - state.leaving)
+        assert set(form.assignment.members) <= set(staying), "a rank for one who is not there"
+        memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
+        shuffled = self._random.sample(staying, len(staying))
+        again = assign(
+            form.plan.old,
+            shuffled,
+            generation=form.generation,
+            wish=state.wish,
+            topology={w: state.seats[w].place for w in shuffled},
+            job=state.job,
+            memory_bytes=min(memories, default=None),
+        )
+        assert again == form.assignment, "invariant 2: the order of arrival decides"
+
+    def _check_resume(self, resume: Resume) -> None:
+        assert self._form and resume.generation == self._form.generation
+        everyone = {(worker, resume.generation) for worker in self._form.plan.participants}
+        assert everyone <= self._formed, "invariant 7: resumed before all groups were formed"
+        assert everyone <= self._ready, "invariant 7: resumed before all state was there"
+
+    def _check_record(self, command: RecordStep) -> None:
+        step = command.record.step
+        assert step == self._recorded_step + 1, "invariant 8: a line is missing or doubled"
+        self._recorded_step = step
+
+    def _check_roll_back(self, command: RolledBack, state: CoreState) -> None:
+        """The rule of recovery: never to a step older than one that the living cover."""
+        assert command.step < command.from_step
+        self._recorded_step = command.step
+        covered = newest_covered(self._parts(state.warm))
+        assert covered <= command.step, f"rolled back from step {covered}, which the living hold"
+
+    def _check_roster(self, state: CoreState) -> None:
+        """Nobody is waited for who is not there (invariant 9)."""
+        assert state.warm <= state.seats.keys()
+        assert state.leaving <= state.seats.keys()
+        assert state.held is None or state.held.holders <= state.warm
+        if isinstance(state.phase, Forming | Relaying | Pausing | Aborting | Saving):
+            assert state.phase.pending <= state.warm, f"waits for the dead: {state.phase}"
+        for upload in state.uploads.values():
+            assert upload.pending <= state.warm, f"waits for the dead: {upload}"
+
+    def _check_progress(self, now: float, state: CoreState) -> None:
+        phase = state.phase
+        trains = isinstance(phase, Running) and phase.num_commits > 0
+        if trains or isinstance(phase, Waiting | Stopped):
+            self._well_at = now
+        assert now - self._well_at <= self._bound_s, f"invariant 9: stuck in {phase}"
+
+    def _check_stale(self, now: float, event: Event, core: Core) -> None:
+        """Invariant 6: what comes from an older generation changes nothing."""
+        if isinstance(event, GENERATION_BOUND):
+            self._old_reports.append(event)
+        if self._random.random() > 0.04 or not self._old_reports:
+            return
+        stale = self._random.choice(self._old_reports)
+        if stale.generation >= core.state.generation or getattr(stale, "kind", "") == "device":
+            return
+        before = encode(core.state)
+        commands = core.step(now, stale)
+        assert not commands, f"invariant 6: {stale} leads to {commands}"
+        assert encode(core.state) == before, f"invariant 6: {stale} changes the state"
+
+
+def check_mesh(assignment: Assignment) -> None:
+    """Invariant 1."""
+    layout, members = assignment.layout, assignment.members
+    ranks = range(layout.num_workers)
+    assert len(set(members)) == len(members) == layout.num_workers, "invariant 1: no bijection"
+    for rank in ranks:
+        assert layout.world_rank(layout.coordinates(rank)) == rank, "invariant 1: no inverse"
+    for axis in AXES:
+        grouped = [rank for group in layout.groups(axis) for rank in group]
+        assert sorted(grouped) == list(ranks), f"invariant 1: {axis} groups do not partition"
+
+
+def newest_covered(parts: Iterable[Part]) -> int:
+    """The newest step of which parts of one assignment hold every element; -1 if none."""
+    groups: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
+    for part in parts:
+        key = (part.assignment.generation, part.lineage.generations)
+        groups.setdefault(key, []).append(part)
+    return max((len(key[1]) for key, group in groups.items() if _covers(group)), default=-1)
+
+
+def _covers(parts: list[Part]) -> bool:
+    for tensor, spec in enumerate(SPECS):
+        whole = Region.whole(spec.shape)
+        held = {i for p in parts if tensor in p.regions for i in places(whole, p.regions[tensor])}
+        if len(held) < whole.num_elements:
+            return False
+    return True

@@ -1,0 +1,80 @@
+"""What befalls simulated workers, and when: the n-th time that anybody passes a moment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+
+MOMENTS = (
+    ("starting", 6),
+    ("forming", 8),
+    ("formed", 8),
+    ("relaying", 8),
+    ("relaid", 8),
+    ("compute", 40),
+    ("vote", 40),
+    ("read", 40),
+    ("apply", 40),
+    ("applied", 40),
+    ("reported", 40),
+    ("writing", 12),
+    ("saving", 3),
+    ("paused", 5),
+    ("quiescing", 4),
+    ("settling", 2),
+    ("settled", 2),
+)
+"""Each moment of a worker's life, and about how often one is passed in a run."""
+
+ACTIONS = {
+    "kill": 30,
+    "kill two": 8,
+    "kill and tell late": 6,
+    "freeze": 6,
+    "hang": 5,
+    "lose a report": 10,
+    "delay a report": 8,
+    "go deaf": 5,
+    "raise peer": 3,
+    "raise device": 3,
+    "raise memory": 1,
+    "raise program": 1,
+    "suspect": 3,
+    "leave": 6,
+    "drain": 4,
+    "lose the store": 3,
+    "fill the disk": 3,
+    "flap": 3,
+    "stop": 3,
+    "restart": 4,
+}
+"""What may happen, and how often one against another."""
+
+
+@dataclass
+class Fault:
+    """Done to the worker that passes `moment` after `num_spared` others have."""
+
+    action: str
+    moment: str
+    num_spared: int = 0
+    only_world_rank_0: bool = False
+
+    def is_due(self, moment: str, world_rank: int | None) -> bool:
+        """Whether it strikes this passage; counts those that it spares."""
+        if moment != self.moment or (self.only_world_rank_0 and world_rank != 0):
+            return False
+        self.num_spared -= 1
+        return self.num_spared < 0
+
+
+def draw_faults(random: Random) -> list[Fault]:
+    """None to five."""
+    actions = random.choices(list(ACTIONS), list(ACTIONS.values()), k=random.choice(range(6)))
+    return [_draw_fault(random, action) for action in actions]
+
+
+def _draw_fault(random: Random, action: str) -> Fault:
+    moment, num_passages = random.choice(MOMENTS)
+    only_world_rank_0 = random.random() < 0.25
+    return Fault(action, moment, random.randrange(num_passages), only_world_rank_0)

@@ -1,0 +1,94 @@
+"""What a simulated run is: drawn from a seed, or written down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from sim.faults import Fault, draw_faults
+
+NUM_MICROBATCHES = 12
+
+
+@dataclass
+class Scenario:
+    """One run: what is asked for, what it runs on, and what befalls it."""
+
+    seed: int = 0
+    policy: Policy = field(default_factory=lambda: policy_of(2, 3))
+    layout: str = ""
+    job: Job = field(default_factory=lambda: Job(NUM_MICROBATCHES, steps=10))
+    eval_every: int = 0
+    memory_bytes: int | None = None
+    workers_per_node: int = 1
+    num_slow_starters: int = 0
+    faults: list[Fault] = field(default_factory=list)
+
+    @property
+    def wish(self) -> Wish:
+        return Wish.parse(self.layout, self.policy.max_workers)
+
+
+def policy_of(min_workers: int, max_workers: int) -> Policy:
+    """The defaults' proportions, in a world where a step takes 50 ms."""
+    return Policy(
+        min_workers,
+        max_workers,
+        start_timeout_s=4.0,
+        collective_timeout_s=3.0,
+        form_timeout_s=3.0,
+        relayout_timeout_s=6.0,
+        hang_timeout_s=4.0,
+        growth_settle_s=0.5,
+        save_timeout_s=6.0,
+        restart_backoff_s=0.5,
+    )
+
+
+def bound_s(policy: Policy) -> float:
+    """Invariant 9: how long after the last fault until the run trains, waits or has stopped.
+
+    A hang is noticed, whoever is needed is waited for, a vote is settled, a try at forming and
+    one at moving the state come to nothing, and workers start anew.
+    """
+    return (
+        policy.hang_timeout_s
+        + 2 * policy.collective_timeout_s
+        + policy.form_timeout_s
+        + policy.relayout_timeout_s
+        + policy.save_timeout_s
+        + policy.start_timeout_s
+    )
+
+
+def drawn(seed: int) -> Scenario:
+    """The scenario of a seed."""
+    random = Random(f"scenario/{seed}")
+    max_workers = random.choice((1, 2, 2, 3, 3, 4, 4, 5, 6))
+    min_workers = random.randint(1, max_workers)
+    layouts = ["", "", "", f"fsdp={max_workers}"]
+    if max_workers >= 2:
+        layouts += ["tp=2", "pp=2", "fsdp=2"]
+    if max_workers >= 4:
+        layouts += ["dp=2,fsdp=2"] * 3 + ["dp=2,tp=2"]
+    layout = random.choice(layouts)
+    memory_bytes = random.choice((None, 700, 450)) if not layout and max_workers > 3 else None
+    job = Job(
+        NUM_MICROBATCHES,
+        state_bytes=1000,
+        steps=random.randint(5, 14),
+        checkpoint_every=random.choice((0, 2, 3, 4)),
+    )
+    return Scenario(
+        seed,
+        policy_of(min_workers, max_workers),
+        layout,
+        job,
+        eval_every=random.choice((0, 0, 4)),
+        memory_bytes=memory_bytes,
+        workers_per_node=random.choice((1, 1, 2)),
+        num_slow_starters=random.choice((0, 0, 0, 1, 2)),
+        faults=draw_faults(random),
+    )
