@@ -100,4 +100,11 @@ RAY_TRAIN = Peer(
     lambda folder: python(SCRIPTS / "ray_train_mlp.py", str(folder)),
     {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"},
 )
-PEERS = (TORCHRUN, RAY_TRAIN)
+TORCHFT = Peer(
+    "torchft",
+    "torchft",
+    "lighthouse timeouts 0.1 s (join) and 0.3 s (heartbeats), no checkpoints",
+    "torchft",
+    lambda folder: python(SCRIPTS / "torchft_mlp.py", str(folder)),
+)
+PEERS = (TORCHRUN, RAY_TRAIN, TORCHFT)

@@ -148,7 +148,8 @@ def show(results: Sequence[Result]) -> None:
         for result in results
         if all(parts := [recovery.parts_s for recovery in result.recoveries])
     ]
-    show_table("where our time goes, median ms", ("system", *PARTS), rows)
+    if rows:
+        show_table("where our time goes, median ms", ("system", *PARTS), rows)
 
 
 def musts(results: Sequence[Result]) -> list[Must]:

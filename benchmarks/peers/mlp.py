@@ -39,18 +39,17 @@ def loss_of(model: nn.Module, step: int, data_rank: int, num_data_ranks: int) ->
 
 
 class Told:
-    """Tells the benchmark of this process's pid and, on world rank 0, of each committed step."""
+    """Tells the benchmark of this process's pid and of committed steps."""
 
     def __init__(self, folder: Path, world_rank: int) -> None:
         partial = folder / f".pid-{world_rank}"
         partial.write_text(str(PID))
         partial.replace(folder / f"pid-{world_rank}")
-        self._file = (folder / "steps.jsonl").open("a") if world_rank == 0 else None
+        self._file = (folder / "steps.jsonl").open("a")
 
     def commit(self, step: int, world_size: int, attempt: int = PID) -> None:
-        """`attempt` is any number that changes with a recovery: this process's id, if recovering
-        means that processes are started anew."""
-        if self._file is not None:
-            line = {"time": time.time(), "step": step, "attempt": attempt, "world_size": world_size}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+        """To be told by one rank. `attempt` is any number that changes with a recovery: this
+        process's id, if recovering means that processes are started anew."""
+        line = {"time": time.time(), "step": step, "attempt": attempt, "world_size": world_size}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()

@@ -42,7 +42,8 @@ def train(settings: dict[str, Any]) -> None:
         loss_of(replica, step, world_rank, world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
-        told.commit(step, world_size)
+        if world_rank == 0:
+            told.commit(step, world_size)
         if step % CHECKPOINT_EVERY == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             report(state, world_rank)

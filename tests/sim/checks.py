@@ -7,13 +7,8 @@ from random import Random
 
 from elastic.assigning import assign
 from elastic.assignment import Assignment
-from elastic.commands import (
-    Command,
-    Form,
-    RecordStep,
-    Resume,
-    RolledBack,
-)
+from elastic.commands import Command, Form, RecordStep, Resume, RolledBack
+from elastic.commands import Stopped as RunStopped
 from elastic.core import Core
 from elastic.events import (
     Event,
@@ -28,10 +23,12 @@ from elastic.events import (
 )
 from elastic.layout import AXES
 from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Saving, Stopped, Waiting
+from elastic.regions import Region
 from elastic.state import CoreState
 from elastic.wire import encode
 from sim.lineage import SPECS, Part, places
-from elastic.regions import Region
+from sim.shell import Records
+from sim.storage import Storage
 
 GENERATION_BOUND = (
     GroupFormed | StateReady | StepCommitted | Evaluated | Paused | Quiesced | Settled | WorkerRaised
@@ -78,6 +75,20 @@ class Checks:
         self._check_roster(state)
         self._check_progress(now, state)
         self._check_stale(now, event, core)
+
+    def after_end(
+        self, outcome: RunStopped, num_steps: int, records: Records, storage: Storage
+    ) -> None:
+        """The steps are 1..n, each once in the history that survived, and that is saved."""
+        newest = storage.newest()
+        if newest is None or newest.step < outcome.step:
+            assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
+            return
+        assert outcome.outcome != "completed" or newest.step == num_steps
+        last = {line.record.step: line.record.generation for line in records.metrics}
+        kept = storage.visible[newest.path].lineage.generations
+        told = tuple(last[step + 1] for step in range(newest.step))
+        assert told == kept, f"invariant 8: the lines tell of {told}, the state of {kept}"
 
     def _check_form(self, form: Form, state: CoreState) -> None:
         assert form.generation > self._generation, "invariant 6: a generation again"

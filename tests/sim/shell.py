@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.commands import Command, PublishCheckpoint, RecordStep, Resume, Stopped
+from elastic.commands import Command, RecordStep, Resume, Stopped
 from elastic.core import Core
 from elastic.events import Event, Woke
 from elastic.state import CoreState
@@ -40,7 +40,7 @@ class SimShell:
         core: Core,
         records: Records,
         carry_out: Callable[[Command], None],
-        check: Callable[[Event, list[Command], CoreState], None],
+        check: Callable[[float, Event, list[Command], Core], None],
     ) -> None:
         self.core = core
         self.outcome: Stopped | None = None
@@ -56,8 +56,10 @@ class SimShell:
 
     def post(self, event: Event) -> None:
         """An event arrives."""
+        if self._closed:
+            return
         self._inbox.append(event)
-        if self._serving or self._closed:
+        if self._serving:
             return
         self._serving = True
         while self._inbox and not self._closed:
@@ -81,7 +83,7 @@ class SimShell:
                 records.write(command_line(now, command, core.state))
             if isinstance(command, Resume) and records.journal is not None:
                 records.write(state_line(now, core.state))
-        self._check(event, commands, core.state)
+        self._check(now, event, commands, core)
         for command in commands:
             if isinstance(command, Stopped):
                 self.outcome = command
@@ -120,6 +122,3 @@ def replay(lines: Iterable[str]) -> Core:
         elif told is not None:
             core.step(now, told)
     return core
-
-
-__all__ = ["PublishCheckpoint", "Records", "SimShell", "replay"]

@@ -1,9 +1,9 @@
-"""A seeded discrete-event world around the real core: workers, messages, faults, restarts."""
+"""A seeded discrete-event world around the real core: workers, messages, storage, restarts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
@@ -26,18 +26,14 @@ from elastic.core import Core
 from elastic.events import (
     Checkpointed,
     Event,
-    NodeDraining,
     PartFailed,
     RunOpened,
-    StopRequested,
-    StoreLost,
     StoreReady,
-    WorkerLeaving,
     WorkerLost,
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.state import CoreState
+from elastic.policy import Policy
 from sim.checks import Checks
 from sim.control import Surroundings
 from sim.lineage import Part
@@ -48,58 +44,196 @@ from sim.storage import Storage
 from sim.timeline import Channel, Timeline
 from sim.worker import Order, SimWorker
 
-HORIZON_S = 600.0
+HORIZON_S = 900.0
+
+Inflict = Callable[["World", str, SimWorker], None]
+"""Lets a fault, by its name, befall a worker."""
+
+
+@dataclass
+class Link:
+    """The two directions between one worker and the controller."""
+
+    up: Channel
+    down: Channel
+    lose_next: bool = False
+    next_delay_s: float = 0.0
+    cut: bool = False
 
 
 class World:
     """One run from its first controller to the end of its last."""
 
-    def __init__(self, scenario: Scenario, keep_journal: bool = False) -> None:
+    def __init__(self, scenario: Scenario, inflict: Inflict, keep_journal: bool = False) -> None:
         self.scenario = scenario
+        self._inflict = inflict
         self.random = Random(f"world/{scenario.seed}")
         self.timeline = Timeline()
         self.storage = Storage()
         self.workers: dict[str, SimWorker] = {}
-        self.happened: list[str] = []
-        restarts = any(fault.action == "restart" for fault in scenario.faults)
+        self.links: dict[str, Link] = {}
+        self.faults = [replace(fault) for fault in scenario.faults]
+        self.happened: list[tuple[float, str]] = []
+        self.num_flaps = 0
+        self._num_slow_starters = scenario.num_slow_starters
+        self._num_started = 0
+        self._num_stores = 0
+        restarts = any(fault.action == "restart" for fault in self.faults)
         self.records = Records([] if keep_journal or restarts else None)
-        self.policy = scenario.policy
-        self._num_flaps = 0
-        self._num_slow = scenario.num_slow_starters
-        self._lost_reports: dict[str, float | None] = {}
         self.checks = Checks(self.random, bound_s(scenario.policy), self._parts_of)
-        self._open(Core(), incarnation=1)
+        self._incarnation = 0
+        self.open(Core(), scenario.policy)
 
     def run(self) -> Stopped:
-        """To the end; the checks raise AssertionError."""
+        """To the end, whatever the checks raise on the way."""
         self.timeline.run(HORIZON_S, lambda: self.shell.outcome is not None)
-        assert self.shell.outcome, f"invariant 9: no end in sight: {self.shell.core.state.phase}"
-        return self.shell.outcome
+        outcome = self.shell.outcome
+        assert outcome, f"invariant 9: no end in sight: {self.shell.core.state.phase}"
+        self.checks.after_end(outcome, self.scenario.job.steps, self.records, self.storage)
+        return outcome
 
-    def inflict(self, action: str, worker: SimWorker) -> None:
-        """Let a fault befall a worker or those around it."""
-        now = self.timeline.now
-        self.happened.append(f"{now:8.3f} {action}: {worker.name}")
-        self.checks.note_fault(now)
-        inflict(self, action, worker)
+    def open(self, core: Core, policy: Policy) -> None:
+        """A controller takes the run."""
+        scenario = self.scenario
+        self._incarnation += 1
+        self.around = Surroundings(
+            self.timeline,
+            self.random,
+            Meetings(self.random),
+            self.storage,
+            scenario.job,
+            scenario.eval_every,
+            policy.collective_timeout_s,
+            self._report,
+            self._pass_moment,
+        )
+        self.shell = SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
+        saved = self.storage.newest()
+        wish = replace(scenario.wish, max_workers=policy.max_workers)
+        self.shell.post(RunOpened(self._incarnation, policy, wish, scenario.job, saved))
 
-    def post_soon(self, event: Event) -> None:
-        self.timeline.after(self.random.uniform(0.0, 0.02), partial(self.shell.post, event))
+    def restart(self, policy: Policy) -> None:
+        """Everything but the storage dies, and the run is begun anew from its journal."""
+        self.shell.close()
+        for worker in self.workers.values():
+            self.links[worker.name].cut = True
+            worker.die()
+        self.workers.clear()
+        self.open(replay(self.records.journal or []), policy)
+
+    def post_soon(self, event: Event, within_s: float = 0.02) -> None:
+        """Tell the controller, if it is still the same by then."""
+        self.timeline.after(self.random.uniform(0.0, within_s), partial(self.shell.post, event))
 
     def kill(self, worker: SimWorker, cause: str, told_after_s: float | None = None) -> None:
         """Its process is gone; the controller hears of it a little later."""
-        if not worker.control.alive:
+        if self.workers.pop(worker.name, None) is None:
             return
         worker.die()
-        del self.workers[worker.name]
-        self._around.meetings.break_connections(worker.name)
-        if self.random.random() < 0.3:
-            self._lost_reports[worker.name] = None  # what is under way is lost with it
-        told_s = told_after_s or self.random.uniform(0.005, 0.06)
-        self.timeline.after(told_s, partial(self.shell.post, WorkerLost(worker.name, cause)))
+        self.around.meetings.break_connections(worker.name)
+        self.links[worker.name].cut = self.random.random() < 0.3
+        told_after_s = told_after_s or self.random.uniform(0.005, 0.06)
+        self.timeline.after(
+            told_after_s, partial(self.shell.post, WorkerLost(worker.name, cause))
+        )
+        if told_after_s > 1.0:
+            self.suspect_later(worker)
 
-    def freeze(self, worker: SimWorker) -> None:
-        """Its probes go unanswered until somebody looks."""
-        worker.freeze()
+    def suspect_later(self, worker: SimWorker) -> None:
+        """A probe goes unanswered."""
         suspected = WorkerSuspected(worker.name, "no answer to a probe")
         self.timeline.after(self.random.uniform(1.0, 1.6), partial(self.shell.post, suspected))
+
+    def _parts_of(self, names: set[str]) -> list[Part]:
+        """What these workers, as far as alive, really hold."""
+        living = (worker for name, worker in self.workers.items() if name in names)
+        return [part for worker in living for part in worker.holdings()]
+
+    def _pass_moment(self, name: str, moment: str) -> None:
+        worker = self.workers.get(name)
+        if worker is None:
+            return
+        due = [f for f in self.faults if f.is_due(moment, worker.control.world_rank)]
+        for fault in due:
+            self.faults.remove(fault)
+            self.happened.append((self.timeline.now, f"{fault.action}: {name} in {moment}"))
+            self.checks.note_fault(self.timeline.now)
+            self._inflict(self, fault.action, worker)
+
+    def _report(self, name: str, event: Event) -> None:
+        """A worker's words are under way; they arrive in order, or are lost with it."""
+        link, shell = self.links[name], self.shell
+        if link.lose_next and not isinstance(event, WorkerReady):
+            link.lose_next = False
+            return
+        extra_s, link.next_delay_s = link.next_delay_s, 0.0
+
+        def arrive() -> None:
+            if extra_s:
+                self.checks.note_fault(self.timeline.now)
+            if not link.cut:
+                shell.post(event)
+
+        link.up.send(self._latency_s() + extra_s, arrive)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case StartStore():
+                listens = partial(self._store_listens, self.shell)
+                self.timeline.after(self.random.uniform(0.02, 0.2), listens)
+            case StartWorkers():
+                for name in command.workers:
+                    self._start(name)
+            case StopWorker():
+                worker = self.workers.get(command.worker)
+                if worker:
+                    self.timeline.after(self._latency_s(), partial(self.kill, worker, "stopped"))
+            case Form():
+                self._send(command.plan.participants, command)
+            case Resume():
+                self._send((*command.workers, *command.released), command)
+            case Abort() | Settle() | Relayout() | Pause() | SaveCheckpoint():
+                self._send(command.workers, command)
+            case PublishCheckpoint():
+                self._publish(command)
+
+    def _send(self, names: tuple[str, ...], order: Order) -> None:
+        for name in names:
+            worker = self.workers.get(name)
+            if worker:
+                self.links[name].down.send(self._latency_s(), partial(worker.take, order))
+
+    def _publish(self, command: PublishCheckpoint) -> None:
+        try:
+            saved = self.storage.publish(command)
+        except OSError as error:
+            self.shell.post(PartFailed("", command.generation, command.step, str(error)))
+        else:
+            self.shell.post(Checkpointed(saved.step, saved.generation, saved.path))
+
+    def _store_listens(self, starter: SimShell) -> None:
+        if starter is not self.shell:
+            return
+        self._num_stores += 1
+        self.around.store_port = self._num_stores
+        self.shell.post(StoreReady("host", self._num_stores))
+
+    def _start(self, name: str) -> None:
+        node = f"n{self._num_started // self.scenario.workers_per_node}"
+        self._num_started += 1
+        warm_up_s = self.random.uniform(0.4, 1.5)
+        if self._num_slow_starters:
+            self._num_slow_starters -= 1
+            warm_up_s = self.random.uniform(6.0, 9.0)
+        ready = WorkerReady(name, node, 1, memory_bytes=self.scenario.memory_bytes)
+        worker = SimWorker(ready, warm_up_s, self.around)
+        self.workers[name] = worker
+        self.links[name] = Link(Channel(self.timeline), Channel(self.timeline))
+        if self.num_flaps:
+            self.num_flaps -= 1
+            self.checks.note_fault(self.timeline.now)
+            self.timeline.after(warm_up_s / 2, partial(self.kill, worker, "dies at each start"))
+
+    def _latency_s(self) -> float:
+        return self.random.uniform(0.0005, 0.005)
+

@@ -1,0 +1,128 @@
+"""What each fault does to the worker that it strikes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from elastic.events import NodeDraining, StopRequested, StoreLost, WorkerLeaving, WorkerSuspected
+from sim.scenario import policy_of
+from sim.worker import SimWorker
+from sim.world import World
+
+
+def inflict(world: World, action: str, worker: SimWorker) -> None:
+    """Do what a fault says; `actions` are those of `sim.faults.ACTIONS`."""
+    if action.startswith("raise "):
+        worker.control.next_error = action.removeprefix("raise ")
+    else:
+        _DOINGS[action](world, worker)
+
+
+def _kill(world: World, worker: SimWorker) -> None:
+    world.kill(worker, "killed")
+
+
+def _kill_two(world: World, worker: SimWorker) -> None:
+    others = [other for other in world.workers.values() if other is not worker]
+    world.kill(worker, "killed")
+    if others:
+        world.kill(world.random.choice(others), "killed with another")
+
+
+def _kill_and_tell_late(world: World, worker: SimWorker) -> None:
+    world.kill(worker, "killed", told_after_s=world.random.uniform(1.0, 3.0))
+
+
+def _freeze(world: World, worker: SimWorker) -> None:
+    """As SIGSTOP. Nobody would ever look for one who has not been ready."""
+    if worker.control.world_rank is not None:
+        worker.freeze()
+        world.suspect_later(worker)
+
+
+def _hang(world: World, worker: SimWorker) -> None:
+    if worker.control.world_rank is not None:
+        worker.hang()
+
+
+def _lose_a_report(world: World, worker: SimWorker) -> None:
+    world.links[worker.name].lose_next = True
+
+
+def _delay_a_report(world: World, worker: SimWorker) -> None:
+    world.links[worker.name].next_delay_s = world.random.uniform(0.1, 8.0)
+
+
+def _go_deaf(world: World, worker: SimWorker) -> None:
+    worker.control.deaf = True
+
+
+def _suspect(world: World, worker: SimWorker) -> None:
+    world.post_soon(WorkerSuspected(worker.name, "wrongly"))
+
+
+def _leave(world: World, worker: SimWorker) -> None:
+    world.post_soon(WorkerLeaving(worker.name, "it was asked to"))
+
+
+def _drain(world: World, worker: SimWorker) -> None:
+    """A spot notice: the whole node goes, in a few seconds."""
+    seconds = world.random.uniform(2.0, 6.0)
+    world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds), within_s=0.5)
+    world.timeline.after(seconds, partial(_take_node, world, worker.node))
+
+
+def _take_node(world: World, node: str) -> None:
+    world.checks.note_fault(world.timeline.now)
+    for worker in [w for w in world.workers.values() if w.node == node]:
+        world.kill(worker, "its node is gone")
+
+
+def _lose_the_store(world: World, worker: SimWorker) -> None:
+    world.around.store_port = 0
+    world.post_soon(StoreLost("its process died"))
+
+
+def _fill_the_disk(world: World, worker: SimWorker) -> None:
+    worker.control.disk_full = True
+
+
+def _flap(world: World, worker: SimWorker) -> None:
+    """Killed, and its replacements die as they start."""
+    world.num_flaps = world.random.randint(1, 4)
+    world.kill(worker, "killed")
+
+
+def _stop(world: World, worker: SimWorker) -> None:
+    world.post_soon(StopRequested("SIGTERM"))
+
+
+def _restart(world: World, worker: SimWorker) -> None:
+    """The whole job dies and is begun anew, with another number of workers."""
+    least = world.scenario.wish.num_model_ranks
+    if world.scenario.memory_bytes:
+        least = 4
+    max_workers = world.random.randint(least, max(least, 6))
+    policy = policy_of(world.random.randint(1, max_workers), max_workers)
+    world.timeline.after(0.0, partial(world.restart, policy))
+
+
+_DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
+    "kill": _kill,
+    "kill two": _kill_two,
+    "kill and tell late": _kill_and_tell_late,
+    "freeze": _freeze,
+    "hang": _hang,
+    "lose a report": _lose_a_report,
+    "delay a report": _delay_a_report,
+    "go deaf": _go_deaf,
+    "suspect": _suspect,
+    "leave": _leave,
+    "drain": _drain,
+    "lose the store": _lose_the_store,
+    "fill the disk": _fill_the_disk,
+    "flap": _flap,
+    "stop": _stop,
+    "restart": _restart,
+}

@@ -1,0 +1,29 @@
+"""Go through a scenario to its end, and tell in words what went wrong."""
+
+from __future__ import annotations
+
+from sim.inflicting import inflict
+from sim.scenario import Scenario
+from sim.world import World
+
+NUM_TOLD = 60
+
+
+def simulate(scenario: Scenario, keep_journal: bool = False) -> World:
+    """A run to its end. Raises AssertionError with the seed and a readable trace."""
+    world = World(scenario, inflict, keep_journal)
+    try:
+        world.run()
+    except Exception as error:
+        raise AssertionError(f"{error}\n{trace(world)}") from error
+    return world
+
+
+def trace(world: World) -> str:
+    """The scenario, the faults, and what happened last: each event with its commands."""
+    faults = [f"{at:9.3f} FAULT {what}" for at, what in world.happened]
+    lines = []
+    for now, event, commands, phase in world.records.trace[-NUM_TOLD:]:
+        lines.append(f"{now:9.3f} {phase:8} {event}")
+        lines += [f"{'':20}-> {command}" for command in commands]
+    return "\n".join([str(world.scenario), *faults, *lines])
