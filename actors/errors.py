@@ -13,5 +13,9 @@ class LeaseLost(RuntimeError):
     """Somebody else drives the run now: nothing more may be written."""
 
 
+class ControllerLost(RuntimeError):
+    """The controller's process is gone, and with it the run, until it is resumed."""
+
+
 class RunTaken(RuntimeError):
     """The run is being driven by somebody else."""

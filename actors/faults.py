@@ -16,8 +16,8 @@ MOMENTS: tuple[Moment, ...] = ("compute", "vote", "apply", "forming", "relaying"
 class Fault:
     """`kill`, `stop` (SIGSTOP), `hang` or `raise`: done by `worker` to itself, once.
 
-    At the given moment of `step`; forming and re-laying out have no step of their own: there
-    `step` is the first one that the generation would train.
+    At the given moment of `step`, or of any step if it is 0; forming and re-laying out have no
+    step of their own: there `step` is the first one that the generation would train.
     """
 
     action: Literal["kill", "stop", "hang", "raise"]
@@ -34,7 +34,7 @@ class Faults:
 
     def at(self, moment: Moment, step: int) -> None:
         """Do what is due now. `hang` blocks without ever asking for interruptions."""
-        for fault in [f for f in self._due if f.moment == moment and f.step == step]:
+        for fault in [f for f in self._due if f.moment == moment and f.step in (0, step)]:
             self._due.remove(fault)
             match fault.action:
                 case "kill":

@@ -115,4 +115,3 @@ class Formation:
             len(plan.participants),
             self._timeout,
         )
-

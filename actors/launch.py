@@ -8,19 +8,19 @@ from typing import Any
 
 import ray
 
-from actors.errors import RunTaken
+from actors.errors import ControllerLost, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
 from actors.ray_private import hush_driver
 from elastic.commands import Stopped
 
 FOLLOW_S = 0.2
-BEGIN_TIMEOUT_S = 120.0
+ANSWER_TIMEOUT_S = 120.0
 
 
 def join_or_start_cluster(
     address: str | None, num_workers: int, use_gpus: bool, namespace: str
-) -> None:
-    """Join the cluster at `address`, or the one at hand, or start a local one.
+) -> bool:
+    """Join the cluster at `address`, or the one at hand, or start a local one; True if started.
 
     A local one (also on `address="local"`) has a slot a worker, and ends with this process.
     Raises ConnectionError if an address is named and nobody answers there.
@@ -30,17 +30,22 @@ def join_or_start_cluster(
         "log_to_driver": False,
         "logging_level": "error",
     }
-    if address != "local":
-        try:
-            ray.init(address=address or "auto", **common)
-            hush_driver()
-            return
-        except ConnectionError:
-            if address:
-                raise
-    slots: dict[str, Any] = {"num_gpus": num_workers} if use_gpus else {}
-    ray.init(address="local", num_cpus=num_workers, include_dashboard=False, **slots, **common)
+    joined = address != "local" and _join(address, common)
+    if not joined:
+        slots: dict[str, Any] = {"num_gpus": num_workers} if use_gpus else {}
+        ray.init(address="local", num_cpus=num_workers, include_dashboard=False, **slots, **common)
     hush_driver()
+    return not joined
+
+
+def _join(address: str | None, common: dict[str, Any]) -> bool:
+    try:
+        ray.init(address=address or "auto", **common)
+    except ConnectionError:
+        if address:
+            raise
+        return False
+    return True
 
 
 def close_cluster(run_name: str, keep_actors: bool) -> None:
@@ -65,25 +70,20 @@ class Drive:
     """A run under way, as its driver sees it."""
 
     def __init__(self, run: Run) -> None:
-        """Raises `RunTaken` if the run is being driven already."""
+        """Start a controller. Raises `RunTaken` if the run is being driven already."""
+        name = f"{run.name}:controller"
+        if name in ray.util.list_named_actors():
+            _clear_away(name)
         self._controller = (
             ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController)
-            .options(name=f"{run.name}:controller", lifetime="detached", num_cpus=0)
+            .options(name=name, lifetime="detached", num_cpus=0)
             .remote(run)
         )
         self.progress()
 
     def progress(self) -> Progress:
-        """Where the run stands. Raises `RunTaken`, or Ray's error if the controller died."""
-        asked = self._controller.progress.remote()
-        try:
-            progress: Progress = ray.get(asked, timeout=BEGIN_TIMEOUT_S)
-        except ray.exceptions.RayError as error:
-            if "RunTaken" in str(error):
-                said = [line for line in str(error).splitlines() if "RunTaken" in line]
-                raise RunTaken(said[-1].partition("RunTaken: ")[2]) from None
-            raise
-        return progress
+        """Where the run stands. Raises `RunTaken` or `ControllerLost`."""
+        return _ask(self._controller)
 
     def request_stop(self, cause: str) -> None:
         self._controller.request_stop.remote(cause)
@@ -96,6 +96,25 @@ class Drive:
             if progress.outcome is not None:
                 return progress
             time.sleep(FOLLOW_S)
+
+
+def _clear_away(name: str) -> None:
+    """A controller that has finished may still stand there; one at work refuses."""
+    if _ask(ray.get_actor(name)).outcome is None:
+        raise RunTaken(f"{name.partition(':')[0]}: a controller on this cluster drives this run")
+    _end(name)
+
+
+def _ask(controller: Any) -> Progress:
+    try:
+        progress: Progress = ray.get(controller.progress.remote(), timeout=ANSWER_TIMEOUT_S)
+    except ray.exceptions.RayError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        taken = [line for line in lines if "RunTaken: " in line]
+        if taken:
+            raise RunTaken(taken[-1].partition("RunTaken: ")[2]) from None
+        raise ControllerLost(lines[-1]) from None
+    return progress
 
 
 EXIT_CODES = {"completed": 0, "failed": 1, "user_error": 2}

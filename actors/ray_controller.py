@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -61,8 +61,8 @@ class Progress:
     """What the driver is told when it asks."""
 
     outcome: Stopped | None = None
-    failure: str = ""
-    undelivered: tuple[str, ...] = field(default_factory=tuple)
+    undelivered: tuple[str, ...] = ()
+    """One line an observer about what it could not deliver."""
 
 
 class RayObserver:
@@ -132,13 +132,12 @@ class RayController:
         try:
             outcome = self._shell.run(self._fleet, self._run.opening)
         except Exception as error:
-            self._progress = Progress(
-                Stopped("failed", 0, f"the controller broke: {error}", traceback.format_exc())
-            )
-            return
-        self._lease.release()
+            reason = f"the controller broke: {type(error).__name__}: {error}"
+            outcome = Stopped("failed", 0, reason, traceback.format_exc())
+        else:
+            self._lease.release()
         undelivered = tuple(told for told in self._finish_observers() if told)
-        self._progress = Progress(outcome, undelivered=undelivered)
+        self._progress = Progress(outcome, undelivered)
 
     def _attend(self) -> None:
         """Poll the observers; ask for a stop when the driver has gone silent."""

@@ -160,13 +160,13 @@ class RayFleet:
 
     def _store_lost(self, answer: Future[Any]) -> None:
         if not self._closed.is_set():
-            self._post(StoreLost(_first_line(answer.exception())))
+            self._post(StoreLost(_cause(answer.exception())))
 
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
         with self._lock:
             self._seats.pop(worker, None)
         if not self._closed.is_set():
-            self._post(WorkerLost(worker, _first_line(life.exception())))
+            self._post(WorkerLost(worker, _cause(life.exception())))
 
     def _beat(self) -> None:
         """Keep the actors that get no probes from thinking themselves orphans."""
@@ -177,7 +177,11 @@ class RayFleet:
                 actor.hear.remote()
 
 
-def _first_line(error: BaseException | None) -> str:
-    """Ray's errors are long; the first telling line is the cause."""
+def _cause(error: BaseException | None) -> str:
+    """Ray tells of a death in a paragraph; what matters of it is one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" in lines[0]:
+        return lines[-1]
+    if isinstance(error, ray.exceptions.ActorDiedError):
+        return "its process died"
     return lines[0] if lines else "it ended"

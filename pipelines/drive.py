@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from actors.errors import RunTaken
+from actors.errors import ControllerLost, RunTaken
 from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
 from actors.ray_controller import Progress
 from pipelines.display import Display
@@ -46,26 +46,39 @@ def drive(asked: Asked, console: Console) -> int:
         soft_wrap=True,
         highlight=False,
     )
-    _join_or_start_cluster(plan)
+    _join_or_start_cluster(plan, asked.detach)
     try:
         return _follow(plan, console, interrupts, asked.detach)
     except RunTaken as error:
         raise UserError(str(error)) from None
+    except ControllerLost as error:
+        print(
+            f"elastic: the controller died ({error}); the same command resumes the run",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         return 128 + interrupts.number
     finally:
         close_cluster(plan.folder.name, keep_actors=asked.detach)
 
 
-def _join_or_start_cluster(plan: Plan) -> None:
+def _join_or_start_cluster(plan: Plan, detach: bool) -> None:
     address = os.environ.get("RAY_ADDRESS")
+    use_gpus = bool(plan.run.num_gpus)
     try:
-        join_or_start_cluster(address, plan.num_workers, bool(plan.run.num_gpus), NAMESPACE)
+        started = join_or_start_cluster(address, plan.num_workers, use_gpus, NAMESPACE)
     except ConnectionError as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
             "local one"
         ) from None
+    if started and detach:
+        close_cluster(plan.folder.name, keep_actors=False)
+        raise UserError(
+            "--detach needs a cluster that outlives this command: `ray start --head` first, or "
+            "set RAY_ADDRESS"
+        )
 
 
 def _follow(plan: Plan, console: Console, interrupts: Interrupts, detach: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from actors.program import Factory
 from actors.shell import Shell
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
-from elastic.events import Event, RunOpened
+from elastic.events import Event, RunOpened, StopRequested, WorkerLost
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from pipelines.program import TrainingProgram
@@ -62,9 +63,10 @@ def run_plainly(
     due: tuple[tuple[int, Event], ...] = (),
     program: str = "pipelines.program:TrainingProgram",
     timeout_s: float = 150.0,
+    stop_after_losses: int | None = None,
     **policy: float,
 ) -> Outcome:
-    """Train to the end; fails if it takes longer than `timeout_s`."""
+    """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`."""
     folder.mkdir(parents=True, exist_ok=True)
     kwargs = {"settings": settings.model_dump(mode="json")}
     specs = TrainingProgram(**kwargs, device="cpu").specs()
@@ -73,6 +75,7 @@ def run_plainly(
             "min_workers": min_workers,
             "max_workers": workers,
             "quiesce_deadline_s": 3.0,
+            "collective_timeout_s": 30.0,
             "growth_settle_s": 0.2,
             **policy,
         }
@@ -88,7 +91,8 @@ def run_plainly(
     options = WorkerOptions(
         str(folder), rules.collective_timeout_s, settings.checkpoint_every, faults
     )
-    fleet = ProcessFleet(Factory(program, kwargs), options, shell.post, lease.epoch)
+    post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
+    fleet = ProcessFleet(Factory(program, kwargs), options, post, lease.epoch)
     guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     guard.start()
     try:
@@ -98,6 +102,20 @@ def run_plainly(
         guard.cancel()
     lease.release()
     return Outcome(stopped, folder)
+
+
+def _stopping(post: Callable[[Event], None], num_losses: int) -> Callable[[Event], None]:
+    """Ask for a stop once so many workers have been lost."""
+    lost: list[Event] = []
+
+    def note(event: Event) -> None:
+        post(event)
+        if isinstance(event, WorkerLost):
+            lost.append(event)
+            if len(lost) == num_losses:
+                post(StopRequested("enough"))
+
+    return note
 
 
 class _Overdue:

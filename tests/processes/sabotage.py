@@ -1,0 +1,64 @@
+"""Programs with one mistake each, for the oracle to find."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from actors.program import Applied, Groups
+from elastic.votes import Vote
+from pipelines.program import TrainingProgram
+from pipelines.replica import DataParallelReplica
+
+MISTAKEN_STEP = 12
+
+
+class ZeroesMoments(DataParallelReplica):
+    """Forgets Adam's moments in every re-layout but the first."""
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        if self.groups.assignment.generation > 1:
+            for name, tensor in tensors.items():
+                if name.endswith(("exp_avg", "exp_avg_sq")):
+                    tensor.zero_()
+        super().adopt(tensors)
+
+
+class DoublesASample(DataParallelReplica):
+    """Reads the first sample of one step twice and the second not at all."""
+
+    def _ids(self, step: int, microbatch: int) -> range:
+        return super()._ids(step, 0 if (step, microbatch) == (MISTAKEN_STEP, 1) else microbatch)
+
+
+class ScalesGradients(DataParallelReplica):
+    """Divides by three workers where there are four."""
+
+    def apply(self, step: int, vote: Vote) -> Applied:
+        torch._foreach_mul_(list(self.state.gradients().values()), 4 / 3)
+        return super().apply(step, vote)
+
+
+class SeedsByRank(DataParallelReplica):
+    """Draws its randomness by rank, so that it depends on the world."""
+
+    def _batch(self, step: int, microbatch: int | None) -> object:
+        batch = super()._batch(step, microbatch)
+        torch.manual_seed(1000 * step + self.groups.world_rank)
+        return batch
+
+
+def _program(replica: type[DataParallelReplica]) -> type[TrainingProgram]:
+    class Sabotaged(TrainingProgram):
+        def build(self, groups: Groups) -> DataParallelReplica:
+            return replica(self.workload, self.settings, groups)
+
+    return Sabotaged
+
+
+moments_zeroed = _program(ZeroesMoments)
+sample_doubled = _program(DoublesASample)
+gradients_scaled = _program(ScalesGradients)
+seeds_by_rank = _program(SeedsByRank)

@@ -1,0 +1,52 @@
+"""Repeated generations leak nothing: 50 kill-and-rejoin cycles in one surviving process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from harness import read, run_plainly
+
+from actors.faults import Fault
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+NUM_CYCLES = 50
+STEPS_BETWEEN_KILLS = 1
+SETTINGS = tiny().model_copy(
+    update={"data": DataSettings(source="random", seq_len=16), "steps": 100_000}
+)
+
+
+@pytest.fixture
+def usage_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("USAGE_FOLDER", str(tmp_path))
+    yield tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_kills_leave_nothing_behind(usage_folder: Path) -> None:
+    """w0 survives them all; each joiner dies in the first step that it computes."""
+    joiners = tuple(Fault("kill", f"w{i}", 0, "compute") for i in range(1, NUM_CYCLES + 1))
+    run = run_plainly(
+        usage_folder,
+        SETTINGS,
+        2,
+        program="watched:WatchedProgram",
+        faults=joiners,
+        stop_after_losses=NUM_CYCLES,
+        timeout_s=800.0,
+    )
+    assert len(run.told("WorkerLost")) == NUM_CYCLES
+    assert not run.told("RolledBack")
+    [survivor] = {line["pid"] for line in run.told("WorkerReady") if line["worker"] == "w0"}
+    usage = read(usage_folder / f"usage-{survivor}.jsonl")
+    alone = [line for line in usage if line["world_size"] == 1]
+    early, late = alone[5], alone[-1]
+    assert len(alone) >= NUM_CYCLES - 5
+    assert late["num_fds"] <= early["num_fds"] + 2
+    assert late["num_threads"] <= early["num_threads"] + 1
+    assert late["num_modules"] == early["num_modules"] == 0
+    assert late["memory_bytes"] <= early["memory_bytes"] * 1.1 + 20e6

@@ -1,0 +1,40 @@
+"""A program that writes down, at each build, what its process has gathered."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed.fsdp import FSDPModule
+
+from actors.program import Groups
+from pipelines.program import TrainingProgram
+from pipelines.replica import DataParallelReplica
+
+
+class WatchedProgram(TrainingProgram):
+    """Appends one line a build to `<folder>/usage-<pid>.jsonl`, before it builds."""
+
+    def __init__(self, settings: dict[str, Any], data_folder: str | None = None) -> None:
+        super().__init__(settings, data_folder)
+        self.folder = Path(os.environ["USAGE_FOLDER"])
+
+    def build(self, groups: Groups) -> DataParallelReplica:
+        process = psutil.Process()
+        usage = {
+            "generation": groups.assignment.generation,
+            "world_size": groups.assignment.layout.num_workers,
+            "num_fds": process.num_fds(),
+            "num_threads": process.num_threads(),
+            "num_python_threads": threading.active_count(),
+            "memory_bytes": process.memory_info().rss,
+            "num_modules": sum(isinstance(thing, FSDPModule) for thing in gc.get_objects()),
+        }
+        with open(self.folder / f"usage-{os.getpid()}.jsonl", "a") as out:
+            out.write(json.dumps(usage) + "\n")
+        return super().build(groups)
