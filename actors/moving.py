@@ -63,8 +63,23 @@ def move(
     )
     for sends, receives in zip_longest(_rounds(outgoing), _rounds(incoming)):
         check()
-        _exchange(group, sends or {}, receives or {}, moved)
+        _exchange(group, sends or {}, receives or {}, moved, device)
     return new, moved
+
+
+def stage(
+    specs: Sequence[TensorSpec], transfers: Transfers, held: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The held tensors, those that do not stay in place moved to pinned host memory, one by one,
+    so that a GPU never holds the old and the new part at once."""
+    staged: dict[str, Tensor] = {}
+    for index in sorted(transfers.old_regions):
+        name = specs[index].name
+        tensor = held.pop(name)
+        if index not in transfers.kept and tensor.is_cuda:
+            tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
+        staged[name] = tensor
+    return staged
 
 
 def _exchange(
@@ -72,6 +87,7 @@ def _exchange(
     sends: Mapping[int, Window],
     receives: Mapping[int, Window],
     moved: Moved,
+    device: torch.device,
 ) -> None:
     """One message to and from each peer; both sides stand in the same round."""
     assert group is not None or not (sends or receives)
@@ -84,7 +100,7 @@ def _exchange(
         landing.append((buffer, window))
         works.append(group.recv([buffer], peer, 0))
         moved.bytes_received += buffer.nbytes
-    packed = [(peer, _pack(window)) for peer, window in sends.items()]
+    packed = [(peer, _pack(window, device)) for peer, window in sends.items()]
     for peer, buffer in packed:
         works.append(group.send([buffer], peer, 0))
         moved.bytes_sent += buffer.nbytes
@@ -104,7 +120,7 @@ def _allocate(
     for index, region in transfers.new_regions.items():
         spec = specs[index]
         if index in transfers.kept:
-            new[spec.name] = old[spec.name]
+            new[spec.name] = old[spec.name].to(device)
         else:
             new[spec.name] = torch.empty(
                 region.shape, dtype=getattr(torch, spec.dtype), device=device
@@ -149,10 +165,11 @@ def _buffer(window: Window) -> Tensor:
     return torch.empty(sum(size for _, size in window), dtype=torch.uint8, device=device)
 
 
-def _pack(window: Window) -> Tensor:
+def _pack(window: Window, device: torch.device) -> Tensor:
+    """One message's bytes where the group sends from; staged pieces come back to the device."""
     if len(window) == 1:
-        return _as_bytes(window[0][0].contiguous())
-    return torch.cat([_as_bytes(part.contiguous()) for part, _ in window])
+        return _as_bytes(window[0][0].contiguous().to(device))
+    return torch.cat([_as_bytes(part.contiguous().to(device)) for part, _ in window])
 
 
 def _unpack(buffer: Tensor, window: Window) -> None:

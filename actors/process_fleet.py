@@ -17,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+import torch
+
 from actors.program import Factory
 from actors.store import host_store
 from actors.trainer import WorkerOptions
@@ -171,6 +173,7 @@ class ProcessFleet:
 def serve_worker(pipe: Connection, name: str, program: Factory, options: WorkerOptions) -> None:
     """The child's main: obey until the parent is gone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)  # a worker is one CPU slot, as Ray has it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides how a run ends
     sending = threading.Lock()
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,7 +114,16 @@ class Program(Protocol):
 
 @dataclass(frozen=True)
 class Factory:
-    """How to make an object in another process: `module:callable` and JSON keyword arguments."""
+    """How to make an object in another process: `module:callable` and JSON keyword arguments.
+
+    `environment` is set there before the module is imported.
+    """
 
     target: str
     kwargs: dict[str, Any]
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def make(self) -> Any:
+        os.environ.update(self.environment)
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)(**self.kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import threading
 import time
@@ -71,8 +70,7 @@ class RayObserver:
     def __init__(self, factory: Factory, orphan_timeout_s: float) -> None:
         os.nice(NICENESS)  # training comes first
         self._orphanage = Orphanage(orphan_timeout_s)
-        module, _, name = factory.target.partition(":")
-        self._observer: Observer = getattr(importlib.import_module(module), name)(**factory.kwargs)
+        self._observer: Observer = factory.make()
 
     def poll(self) -> None:
         self._orphanage.hear()

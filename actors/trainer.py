@@ -14,7 +14,7 @@ from actors.checkpoints import Part, PartWriter
 from actors.faults import Fault, Faults
 from actors.groups import Formation
 from actors.interruption import Interruption
-from actors.moving import Moved, move
+from actors.moving import Moved, move, stage
 from actors.program import Program, Replica, StateBytes
 from actors.sources import digest_of_sources
 from actors.stepping import Stepper
@@ -33,7 +33,7 @@ from elastic.events import (
 from elastic.parts import my_share
 from elastic.regions import Region
 from elastic.shards import region_of
-from elastic.transfers import derive
+from elastic.transfers import Transfers, derive
 
 NOTHING_HELD = -1
 
@@ -201,11 +201,10 @@ class Trainer:
         if command.source == "live":
             assert plan.old is not None and self.formation is not None
             transfers = derive(self.specs, plan, self.worker)
-            held = self.holdings.get(plan.old.generation)
             tensors, moved = move(
                 self.specs,
                 transfers,
-                held.tensors if held and self.worker in plan.holders else {},
+                self._staged(plan.old.generation, transfers),
                 self.formation.transfer,
                 self.program.device,
                 self.interruption.check,
@@ -220,6 +219,15 @@ class Trainer:
         placed = {name: tensor.to(self.program.device) for name, tensor in read.items()}
         num_bytes = sum(tensor.nbytes for tensor in placed.values())
         return placed, Moved(bytes_received=num_bytes), num_bytes
+
+    def _staged(self, generation: int, transfers: Transfers) -> dict[str, Tensor]:
+        """What this worker holds of the old assignment, where the transfers can read it."""
+        held = self.holdings.get(generation)
+        if held is None or self.worker not in self.order.plan.holders:
+            return {}
+        if self.program.device.type == "cuda":
+            held.tensors = stage(self.specs, transfers, held.tensors)
+        return held.tensors
 
     def _regions(self, assignment: Assignment) -> dict[str, Region]:
         if self.worker not in assignment.members:

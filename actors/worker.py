@@ -7,7 +7,6 @@ the control side at once; all else queues for the training thread.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import queue
 import socket
@@ -108,7 +107,7 @@ class Worker:
                     self._tell(order.generation, error)
 
     def _warm_up(self) -> None:
-        program = make_program(self._factory)
+        program: Program = self._factory.make()
         program.warm_up()
         self._trainer = Trainer(self.name, program, self._options, self._report, self._interruption)
         gc.collect()
@@ -166,13 +165,6 @@ class Worker:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         self._report(WorkerRaised(self.name, generation, kind_of(error), message, text))
         traceback.clear_frames(error.__traceback__)
-
-
-def make_program(factory: Factory) -> Program:
-    """Call the factory in this process."""
-    module, _, name = factory.target.partition(":")
-    program: Program = getattr(importlib.import_module(module), name)(**factory.kwargs)
-    return program
 
 
 def kind_of(error: BaseException) -> str:

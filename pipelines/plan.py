@@ -140,7 +140,9 @@ def _tracker(folder: RunFolder, tracking_uri: str, experiment: str) -> Factory:
         "tracking_uri": tracking_uri,
         "experiment": experiment,
     }
-    return Factory("pipelines.sidecar:tracker", kwargs)
+    # Importing MLflow is already an event that its telemetry would report.
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}
+    return Factory("pipelines.sidecar:tracker", kwargs, environment)
 
 
 def _settings(asked: Asked) -> TrainSettings:

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from elastic.commands import Form
-from elastic.events import Event
-from elastic.planning import Job
 from sim.meetings import Meetings
 from sim.storage import Storage
 from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
+
+from elastic.commands import Form
+from elastic.events import Event
+from elastic.planning import Job
 
 
 class Interrupted(Exception):

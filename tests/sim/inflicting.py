@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from elastic.events import NodeDraining, StopRequested, StoreLost, WorkerLeaving, WorkerSuspected
 from sim.scenario import policy_of
 from sim.worker import SimWorker
 from sim.world import World
+
+from elastic.events import NodeDraining, StopRequested, StoreLost, WorkerLeaving, WorkerSuspected
 
 
 def inflict(world: World, action: str, worker: SimWorker) -> None:

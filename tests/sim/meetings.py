@@ -46,7 +46,9 @@ class Meetings:
         meeting = self._meetings.setdefault(key, Meeting(everyone))
         meeting.brought[worker] = brings
         meeting.waiting[worker] = Waiting(thread, everyone if needs is None else needs)
-        ready = [w for w, (_, needed) in meeting.waiting.items() if needed <= meeting.brought.keys()]
+        ready = [
+            w for w, (_, needed) in meeting.waiting.items() if needed <= meeting.brought.keys()
+        ]
         for name in ready:
             meeting.waiting.pop(name).thread.wake(dict(meeting.brought), self._latency_s())
         if not meeting.waiting and len(meeting.brought) == len(everyone):

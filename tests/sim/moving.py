@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sim.lineage import SPECS, Lineage, Part, cut, places, regions_under
+from sim.storage import Checkpoint
+
 from elastic.assignment import Assignment
 from elastic.regions import Region
 from elastic.transfers import Relayout as RelayoutPlan
 from elastic.transfers import Transfers, derive
-from sim.lineage import SPECS, Lineage, Part, cut, places, regions_under
-from sim.storage import Checkpoint
 
 Shipment = list[tuple[int, Region, list[int]]]
 """What goes from one worker to another: tensor, region, values."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
+from sim.faults import Fault, draw_faults
+
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
-from sim.faults import Fault, draw_faults
 
 NUM_MICROBATCHES = 12
 
@@ -78,7 +79,7 @@ def drawn(seed: int) -> Scenario:
     job = Job(
         NUM_MICROBATCHES,
         state_bytes=1000,
-        steps=random.randint(5, 14),
+        steps=random.randint(5, 40),
         checkpoint_every=random.choice((0, 2, 3, 4)),
     )
     return Scenario(

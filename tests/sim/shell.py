@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from sim.timeline import Timeline
+
 from elastic.commands import Command, RecordStep, Resume, Stopped
 from elastic.core import Core
 from elastic.events import Event, Woke
 from elastic.state import CoreState
 from elastic.wire import command_line, event_line, replayed, state_line
-from sim.timeline import Timeline
 
 MAX_WAKES_AT_ONCE = 3
 
@@ -96,9 +97,7 @@ class SimShell:
         if self._closed or deadline is None or deadline == self._wake_at:
             return
         self._wake_at = deadline
-        self._timeline.after(
-            max(0.0, deadline - self._timeline.now), lambda: self._wake(deadline)
-        )
+        self._timeline.after(max(0.0, deadline - self._timeline.now), lambda: self._wake(deadline))
 
     def _wake(self, deadline: float) -> None:
         if self._closed or deadline != self._wake_at:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from sim.lineage import SPECS, Lineage, cut, places
+
 from elastic.commands import PublishCheckpoint
 from elastic.events import Saved
 from elastic.regions import Region
-from sim.lineage import SPECS, Lineage, cut, places
 
 
 class PartFile(NamedTuple):

@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from sim.control import Control
+from sim.lineage import SPECS, Part
+from sim.moving import Moving, from_checkpoint
+from sim.storage import PartFile
+from sim.timeline import Body, GroupBroken
+from sim.writer import PartWriter
+
 from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import (
     Evaluated,
@@ -18,12 +25,6 @@ from elastic.events import (
 from elastic.parts import my_share
 from elastic.samples import batch_ids, deal
 from elastic.votes import StepRecord, Vote
-from sim.control import Control
-from sim.lineage import SPECS, Part
-from sim.moving import Moving, from_checkpoint
-from sim.storage import PartFile
-from sim.timeline import Body, GroupBroken
-from sim.writer import PartWriter
 
 NOTHING_HELD = -1
 NUM_KEPT_RECORDS = 64

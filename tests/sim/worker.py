@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 
-from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
-from elastic.events import WorkerRaised, WorkerReady
 from sim.control import Control, Interrupted, Raised, Surroundings
 from sim.lineage import Part
 from sim.timeline import Block, Body, GroupBroken, Thread
 from sim.trainer import Trainer
 from sim.writer import PartWriter
+
+from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.events import WorkerRaised, WorkerReady
 
 Order = Abort | Form | Relayout | Resume | Pause | Settle | SaveCheckpoint
 

@@ -7,6 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
+from sim.checks import Checks
+from sim.control import Surroundings
+from sim.lineage import Part
+from sim.meetings import Meetings
+from sim.scenario import Scenario, bound_s
+from sim.shell import Records, SimShell, replay
+from sim.storage import Storage
+from sim.timeline import Channel, Timeline
+from sim.worker import Order, SimWorker
+
 from elastic.commands import (
     Abort,
     Command,
@@ -34,15 +44,6 @@ from elastic.events import (
     WorkerSuspected,
 )
 from elastic.policy import Policy
-from sim.checks import Checks
-from sim.control import Surroundings
-from sim.lineage import Part
-from sim.meetings import Meetings
-from sim.scenario import Scenario, bound_s
-from sim.shell import Records, SimShell, replay
-from sim.storage import Storage
-from sim.timeline import Channel, Timeline
-from sim.worker import Order, SimWorker
 
 HORIZON_S = 900.0
 
@@ -133,9 +134,7 @@ class World:
         self.around.meetings.break_connections(worker.name)
         self.links[worker.name].cut = self.random.random() < 0.3
         told_after_s = told_after_s or self.random.uniform(0.005, 0.06)
-        self.timeline.after(
-            told_after_s, partial(self.shell.post, WorkerLost(worker.name, cause))
-        )
+        self.timeline.after(told_after_s, partial(self.shell.post, WorkerLost(worker.name, cause)))
         if told_after_s > 1.0:
             self.suspect_later(worker)
 
@@ -144,10 +143,10 @@ class World:
         suspected = WorkerSuspected(worker.name, "no answer to a probe")
         self.timeline.after(self.random.uniform(1.0, 1.6), partial(self.shell.post, suspected))
 
-    def _parts_of(self, names: set[str]) -> list[Part]:
+    def _parts_of(self, names: set[str]) -> list[tuple[str, Part]]:
         """What these workers, as far as alive, really hold."""
         living = (worker for name, worker in self.workers.items() if name in names)
-        return [part for worker in living for part in worker.holdings()]
+        return [(worker.name, part) for worker in living for part in worker.holdings()]
 
     def _pass_moment(self, name: str, moment: str) -> None:
         worker = self.workers.get(name)
@@ -236,4 +235,3 @@ class World:
 
     def _latency_s(self) -> float:
         return self.random.uniform(0.0005, 0.005)
-

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from elastic.events import PartFailed, PartWritten
 from sim.control import Control
 from sim.storage import PartFile
 from sim.timeline import Block, Body, Thread
+
+from elastic.events import PartFailed, PartWritten
 
 
 class PartWriter:
