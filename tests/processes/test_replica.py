@@ -9,10 +9,10 @@ from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import NamedTuple
 
-import plain_loop
 import pytest
 import torch
 import torch.distributed as dist
+from expected import expected as plainly_trained
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,10 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from actors.program import Groups, StateBytes
 from elastic.assignment import Assignment
 from elastic.layout import Layout
-from elastic.samples import batch_ids, sample_of
 from elastic.shards import region_of
 from elastic.votes import Vote
-from pipelines.optimizer import learning_rate
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
@@ -147,30 +145,8 @@ def trained_by(folder: Path, layout: Layout, world_rank: int) -> Trained:
 
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """The losses, gradient norms and final weights of the plain loop."""
-    program = program_of(SETTINGS)
-    model, data, optimizer = SETTINGS.model, program.workload.train, SETTINGS.optimizer
-    plain = plain_loop.Plain(
-        model.num_layers,
-        model.num_heads,
-        model.rope_theta,
-        model.norm_eps,
-        tuple(learning_rate(optimizer, step) for step in range(1, NUM_STEPS + 1)),
-        (optimizer.beta1, optimizer.beta2),
-        optimizer.weight_decay,
-        optimizer.max_grad_norm,
-    )
-    weights = {
-        spec.name: program.initial(spec, region_of(spec, Layout(), Layout().coordinates(0)))
-        for spec in program.specs()
-        if spec.kind == "parameter"
-    }
-    batches = []
-    for step in range(1, NUM_STEPS + 1):
-        ids = batch_ids(step, SETTINGS.batch)
-        batch = data.read([sample_of(SETTINGS.seed, one, data.num_samples) for one in ids])
-        batches.append((batch.tokens, batch.targets))
-    return plain_loop.train(plain, weights, batches), weights
+    """The losses and final weights of the plain loop."""
+    return plainly_trained(SETTINGS, NUM_STEPS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -6,11 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
+from expected import expected
 from harness import Outcome, read, run_plainly
-from safetensors.torch import load_file
 
 from actors.faults import Fault
 from elastic.events import WorkerLeaving
+from elastic.regions import Region
+from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings
 
@@ -44,17 +47,22 @@ def assert_same_maths(run: Outcome, undisturbed: Outcome) -> None:
     assert evaluated == pytest.approx(
         {line["step"]: line["loss"] for line in undisturbed.told("Evaluated")}, rel=1e-9
     )
-    ours, theirs = final_weights(run), final_weights(undisturbed)
-    assert ours.keys() == theirs.keys()
+    assert_same_weights(run, final_weights(undisturbed))
 
 
-def final_weights(run: Outcome) -> dict[str, object]:
+def final_weights(run: Outcome) -> dict[str, torch.Tensor]:
+    """The parameters, put together from whatever layout wrote them."""
     [checkpoint] = (run.folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}-*")
-    return {
-        name: tensor
-        for part in checkpoint.glob("*.safetensors")
-        for name, tensor in load_file(part).items()
-    }
+    program = TrainingProgram(SETTINGS.model_dump(mode="json"), device="cpu")
+    parameters = [spec for spec in program.specs() if spec.kind == "parameter"]
+    return program.read_regions(
+        checkpoint, {spec.name: Region.whole(spec.shape) for spec in parameters}
+    )
+
+
+def assert_same_weights(run: Outcome, weights: dict[str, torch.Tensor]) -> None:
+    for name, weight in final_weights(run).items():
+        torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
 
 
 def assert_nothing_redone(run: Outcome) -> None:
@@ -79,6 +87,14 @@ def assert_each_sample_once(run: Outcome, batch: int) -> None:
 def survivors_keep_their_processes(run: Outcome, survivors: set[str]) -> None:
     assert {line["worker"] for line in run.told("WorkerLost")}.isdisjoint(survivors)
     assert survivors <= set(run.told("Resume")[-1]["workers"])
+
+
+def test_the_undisturbed_run_equals_the_plain_loop(undisturbed: Outcome) -> None:
+    seen, weights = expected(SETTINGS, NUM_STEPS)
+    losses, norms = zip(*seen, strict=True)
+    assert list(undisturbed.losses().values()) == pytest.approx(losses, rel=1e-9)
+    assert [line["grad_norm"] for line in undisturbed.metrics] == pytest.approx(norms, rel=1e-9)
+    assert_same_weights(undisturbed, weights)
 
 
 KILLS = {

@@ -1,0 +1,45 @@
+"""What the plain loop makes of a recipe's settings: losses, gradient norms and final weights."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import plain_loop
+import torch
+
+from elastic.layout import Layout
+from elastic.samples import batch_ids, sample_of
+from elastic.shards import region_of
+from pipelines.optimizer import learning_rate
+from pipelines.program import TrainingProgram
+from pipelines.settings import TrainSettings
+
+
+@cache
+def expected(
+    settings: TrainSettings, num_steps: int
+) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
+    """Trained in this process from the same initial weights on the same samples."""
+    program = TrainingProgram(settings.model_dump(mode="json"), device="cpu")
+    model, data, optimizer = settings.model, program.workload.train, settings.optimizer
+    plain = plain_loop.Plain(
+        model.num_layers,
+        model.num_heads,
+        model.rope_theta,
+        model.norm_eps,
+        tuple(learning_rate(optimizer, step) for step in range(1, num_steps + 1)),
+        (optimizer.beta1, optimizer.beta2),
+        optimizer.weight_decay,
+        optimizer.max_grad_norm,
+    )
+    weights = {
+        spec.name: program.initial(spec, region_of(spec, Layout(), Layout().coordinates(0)))
+        for spec in program.specs()
+        if spec.kind == "parameter"
+    }
+    batches = []
+    for step in range(1, num_steps + 1):
+        ids = batch_ids(step, settings.batch)
+        batch = data.read([sample_of(settings.seed, one, data.num_samples) for one in ids])
+        batches.append((batch.tokens, batch.targets))
+    return plain_loop.train(plain, weights, batches), weights
