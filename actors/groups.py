@@ -17,6 +17,7 @@ from actors.torch_private import (
     abort_nccl_groups,
     bare_group,
     group_options,
+    leave_aborts_to_us,
     reset_group_tables,
 )
 from elastic.commands import Form
@@ -82,13 +83,14 @@ class Formation:
         order, device_type = self._order, self._device.type
         world_rank = order.assignment.world_rank(self._worker)
         layout = order.assignment.layout
+        leave_aborts_to_us()
         dist.init_process_group(
             group_options(device_type, self._timeout)[0],
             store=store,
             rank=world_rank,
             world_size=layout.num_workers,
             timeout=self._timeout,
-            device_id=self._device if device_type == "cuda" else None,
+            device_id=_own_gpu() if device_type == "cuda" else None,
         )
         mesh = init_device_mesh(
             device_type,
@@ -115,3 +117,8 @@ class Formation:
             len(plan.participants),
             self._timeout,
         )
+
+
+def _own_gpu() -> torch.device:
+    """With its index, which torch wants to bind a group to a device."""
+    return torch.device("cuda", torch.cuda.current_device())

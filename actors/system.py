@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from importlib.util import find_spec
 from typing import Any
 
 import psutil
@@ -21,5 +22,6 @@ def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         line["device_memory_bytes"] = torch.cuda.memory_allocated()
-        line["device_use_percent"] = torch.cuda.utilization()
+        if find_spec("pynvml"):
+            line["device_use_percent"] = torch.cuda.utilization()
     return line

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
@@ -33,6 +34,15 @@ def bare_group(
         nccl = dist.ProcessGroupNCCL(store, group_rank, num_ranks, options)
         return cast(ProcessGroup, nccl)
     return cast(ProcessGroup, dist.ProcessGroupGloo(store, group_rank, num_ranks, timeout))
+
+
+def leave_aborts_to_us() -> None:
+    """Keep NCCL's watchdog from ending a survivor's process; to be called before the first group.
+
+    By default it tears the process down when a peer dies; the controller decides that here.
+    """
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
 
 
 def abort_nccl_groups(bare: ProcessGroup | None) -> None:
