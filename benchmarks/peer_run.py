@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -65,9 +66,22 @@ def peer_run(peer: Peer) -> Iterator[PeerRun]:
     """The peer at work, with its checkpoints on tmpfs, until the block ends."""
     with TemporaryDirectory(dir=TMPFS, prefix="peer-") as name:
         folder = Path(name)
-        environment = {"PYTHONPATH": str(SCRIPTS), **GLOO, **peer.environment}
+        path = os.pathsep.join([str(SCRIPTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
+        environment = {"PYTHONPATH": path.rstrip(os.pathsep), **GLOO, **peer.environment}
         with running(peer.key, peer.command(folder), folder, environment) as program:
             yield PeerRun(program, folder)
+
+
+def bare_fsdp2(recipe: Path) -> Peer:
+    """The loop without elasticity for a run's `recipe.json`; it never tells of a failure."""
+    script = str(SCRIPTS / "bare_fsdp2.py")
+    return Peer(
+        "bare-fsdp2",
+        "bare torchrun + FSDP2",
+        "clips by the global norm, reduces the loss",
+        "torch",
+        lambda folder: torchrun(script, str(folder), str(recipe)),
+    )
 
 
 def free_ports(number: int) -> list[str]:
@@ -79,10 +93,16 @@ def free_ports(number: int) -> list[str]:
         return [str(one.getsockname()[1]) for one in sockets]
 
 
-def _torchrun(folder: Path) -> list[str]:
+def torchrun(*arguments: str) -> list[str]:
+    """torchrun with 4 processes on this machine."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    agent += ["--max-restarts", str(NUM_PORTS - 1), "--monitor-interval", "0.1"]
-    return [*agent, str(SCRIPTS / "torchrun_mlp.py"), str(folder), *free_ports(NUM_PORTS)]
+    return [*agent, *arguments]
+
+
+def _restarting(folder: Path) -> list[str]:
+    rules = ["--max-restarts", str(NUM_PORTS - 1), "--monitor-interval", "0.1"]
+    script = [str(SCRIPTS / "torchrun_mlp.py"), str(folder), *free_ports(NUM_PORTS)]
+    return torchrun(*rules, *script)
 
 
 TORCHRUN = Peer(
@@ -90,7 +110,7 @@ TORCHRUN = Peer(
     "torchrun",
     "restarts, monitor interval 0.1 s, checkpoint every 10 steps on tmpfs, a port an attempt",
     "torch",
-    _torchrun,
+    _restarting,
 )
 RAY_TRAIN = Peer(
     "ray-train",

@@ -16,6 +16,8 @@ from pathlib import Path
 import psutil
 
 MARK = "ELASTIC_BENCHMARK"
+EQUAL = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", "PYTHONUNBUFFERED": "1"}
+"""One thread and the same priority for every process: Ray would run its workers at nice 15."""
 POLL_S = 0.02
 GRACE_S = 20.0
 
@@ -37,10 +39,12 @@ class Program:
         """Every living process that inherited the mark, also those that left the tree."""
         return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the whole family."""
-        for process in self.family():
-            _send(process, number)
+    def freeze(self) -> list[psutil.Process]:
+        """Stop the whole family; return it, to be thawed."""
+        family = self.family()
+        for process in family:
+            _send(process, signal.SIGSTOP)
+        return family
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Raises `Failed`, with the end of the log, if it takes longer or the program ends."""
@@ -56,7 +60,8 @@ class Program:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def end(self) -> None:
-        """Ask it to end, and kill whatever of it is left after a while."""
+        """Ask it to end, frozen or not, and kill whatever of it is left after a while."""
+        thaw(self.family())
         if self.process.poll() is None:
             self.process.terminate()
             deadline = time.monotonic() + GRACE_S
@@ -76,12 +81,11 @@ def running(
     """Start a program in `folder`; nothing of it is left when the block ends."""
     mark = f"{name}-{uuid.uuid4().hex}"
     log = folder / f"{name}.log"
-    threads = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "RAY_DEDUP_LOGS": "0"}
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
             cwd=folder,
-            env={**os.environ, **threads, **(environment or {}), MARK: mark},
+            env={**os.environ, **EQUAL, **(environment or {}), MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -96,6 +100,13 @@ def running(
 
 def python(script: Path, *arguments: str) -> list[str]:
     return [sys.executable, str(script), *arguments]
+
+
+def thaw(family: Sequence[psutil.Process]) -> float:
+    """Let frozen processes go on; return when, in seconds since the epoch."""
+    for process in family:
+        _send(process, signal.SIGCONT)
+    return time.time()
 
 
 def kill(pid: int) -> float:

@@ -47,9 +47,12 @@ class Told:
         partial.replace(folder / f"pid-{world_rank}")
         self._file = (folder / "steps.jsonl").open("a")
 
-    def commit(self, step: int, world_size: int, attempt: int = PID) -> None:
+    def commit(
+        self, step: int, world_size: int, attempt: int = PID, loss: float | None = None
+    ) -> None:
         """To be told by one rank. `attempt` is any number that changes with a recovery: this
         process's id, if recovering means that processes are started anew."""
         line = {"time": time.time(), "step": step, "attempt": attempt, "world_size": world_size}
+        line["loss"] = loss
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()

@@ -1,0 +1,93 @@
+"""How long training pauses when 2 workers become 4.
+
+A cluster begins with room for 2 workers; a second node brings room for 2 more. After that growth
+two workers are killed at a time, and their warm replacements make the 2 that are left 4 again. The
+pause is the gap between the last commit of 2 workers and the first of 4, less the median step.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from cluster import Cluster, cluster
+from elastic_run import ElasticRun, elastic_train
+from processes import kill
+from report import Must, conclude, parser, show_table
+
+SETTLE_STEPS = 20
+NUM_BEFORE, NUM_AFTER = 2, 4
+TIMEOUT_S = 180.0
+
+
+@dataclass(frozen=True)
+class Growth:
+    gap_s: float
+    median_step_s: float
+    relayout_s: float
+    bytes_moved: int
+
+    @property
+    def pause_s(self) -> float:
+        return self.gap_s - self.median_step_s
+
+
+def measure(recipe: str, num_growths: int) -> list[Growth]:
+    with (
+        TemporaryDirectory(prefix="grow-") as name,
+        cluster(Path(name), NUM_BEFORE) as ray,
+        elastic_train(
+            Path(name) / "storage",
+            recipe,
+            ["--workers", f"{NUM_BEFORE}:{NUM_AFTER}"],
+            ray.environment,
+        ) as run,
+    ):
+        return [_grow(run, ray, number) for number in range(num_growths)]
+
+
+def _grow(run: ElasticRun, ray: Cluster, number: int) -> Growth:
+    """First by a node, later by killing two and awaiting their replacements."""
+    if number == 0:
+        run.wait_for_world(NUM_BEFORE, SETTLE_STEPS, TIMEOUT_S)
+        ray.add_node(NUM_AFTER - NUM_BEFORE)
+    else:
+        for worker in run.members()[NUM_BEFORE:]:
+            kill(run.pid(worker))
+        run.wait_for_world(NUM_BEFORE, 1, TIMEOUT_S)
+    grown = run.wait_for_world(NUM_AFTER, SETTLE_STEPS, TIMEOUT_S)
+    steps = [line for line in run.metrics if line["generation"] == grown]
+    before = next(line for line in reversed(run.metrics) if line["generation"] < grown)
+    relaid = next(line for line in run.told("Relaid") if line["generation"] == grown)
+    step_s = median(after["time"] - before["time"] for before, after in pairwise(steps))
+    assert before["world_size"] == NUM_BEFORE, "the growth was not from 2 to 4 at once"
+    return Growth(
+        steps[0]["time"] - before["time"], step_s, relaid["seconds"], relaid["bytes_moved"]
+    )
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--growths", type=int, default=6)
+    arguments.add_argument("--recipe", default="mlp")
+    options = arguments.parse_args()
+    growths = measure(options.recipe, options.growths)
+    rows = [
+        [
+            "a node joined" if number == 0 else "replacements of two killed",
+            *(f"{s:.3f}" for s in (one.gap_s, one.median_step_s, one.pause_s, one.relayout_s)),
+            f"{one.bytes_moved:,}",
+        ]
+        for number, one in enumerate(growths)
+    ]
+    columns = ("2 become 4", "gap s", "median step s", "pause s", "form and re-lay out s", "bytes")
+    show_table(f"growth of {options.recipe}", columns, rows)
+    return conclude([Must("median pause", median(g.pause_s for g in growths), 0.5)], options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,67 @@
+"""Draws what `docs/phases.md` shows: the phases, their transitions and the core's deadlines.
+
+python docs/make_phases.py            writes it
+python docs/make_phases.py --check    exits with 1 if the page is out of date
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from inspect import getsource
+
+from generated import ROOT, keep
+
+from elastic.phases import TRANSITIONS, Stopped, Waiting
+from elastic.policy import Policy
+
+PAGE = ROOT / "docs" / "phases.md"
+
+
+def diagram(transitions: Mapping[type, tuple[tuple[type, str], ...]]) -> str:
+    """The table of transitions as a Mermaid state diagram."""
+    arrows = [
+        f"    {phase.__name__} --> {successor.__name__}: {cause}"
+        for phase, successors in transitions.items()
+        for successor, cause in successors
+    ]
+    ends = [f"    [*] --> {Waiting.__name__}", *arrows, f"    {Stopped.__name__} --> [*]"]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *ends, "```"])
+
+
+def phases(transitions: Mapping[type, object]) -> str:
+    """One row a phase: what it means, and the data that it carries."""
+    rows = [
+        f"| {phase.__name__} | {_one_line(phase.__doc__)} "
+        f"| {', '.join(f'`{field.name}`' for field in fields(phase))} |"
+        for phase in transitions
+    ]
+    return "\n".join(["| phase | meaning | data |", "|---|---|---|", *rows])
+
+
+def policy() -> str:
+    """One row a number of the policy: its default and what it is for."""
+    told = dict(_told_fields(Policy))
+    rows = [f"| `{f.name}` | {f.default:g} | {told.get(f.name, '')} |" for f in fields(Policy)]
+    return "\n".join(["| number | default | meaning |", "|---|---|---|", *rows])
+
+
+def _told_fields(kind: type) -> Iterator[tuple[str, str]]:
+    """Each field that has a string below it, with that string."""
+    [definition] = ast.parse(getsource(kind)).body
+    assert isinstance(definition, ast.ClassDef)
+    name = ""
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            name = statement.target.id
+        elif name and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            yield name, _one_line(statement.value.value)
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split()).replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    keep(PAGE, {"diagram": diagram(TRANSITIONS), "phases": phases(TRANSITIONS), "policy": policy()})

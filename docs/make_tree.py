@@ -1,0 +1,80 @@
+"""Writes the tree of `README.md`: one line a file, from the first sentence of its docstring.
+
+python docs/make_tree.py            writes it
+python docs/make_tree.py --check    exits with 1 if the tree is out of date
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from generated import ROOT, keep
+
+PACKAGES = ("elastic", "actors", "pipelines", "benchmarks")
+WIDTH = 22
+FOLDERS = {
+    "benchmarks": "Programs that measure; results in benchmarks/README.md",
+    "benchmarks/peers": "What the peers run when they are measured",
+    "tests/golden": "Scenarios as text, with the traces that they must give",
+    "tests/gpu": "The same on a GPU; skipped without one",
+    "tests/processes": "Real training in plain processes: kills, re-layouts, checkpoints, tracking",
+    "tests/properties": "Laws that hold for whatever Hypothesis draws",
+    "tests/ray": "The `elastic` command on a real Ray, with real signals",
+    "tests/sim": "The real core in a simulated world of crashes, hangs and lost messages",
+    "tests/unit": "Single parts, by example",
+}
+"""What is said of folders that are no packages."""
+LOOSE = {
+    "docs/": "How it works, formats, facts: begin at docs/README.md",
+    "cluster.yaml": "A Ray cluster on AWS that can run this: see docs/cluster.md",
+}
+
+
+def tree() -> str:
+    lines = [line for package in PACKAGES for line in _files(ROOT / package, indent=0)]
+    tests = sorted(folder for folder in (ROOT / "tests").iterdir() if any(folder.glob("*.*")))
+    lines.append("tests/")
+    lines += [_line(f"{f.name}/", _told_of(f), 1) for f in tests if f.name != "__pycache__"]
+    lines += [_line(name, told, 0) for name, told in LOOSE.items()]
+    return "\n".join(["```text", *lines, "```"])
+
+
+def _files(folder: Path, indent: int) -> Iterator[str]:
+    """The folder's own line, then its Python files, then the folders in it."""
+    yield _line(f"{folder.name}/", _told_of(folder), indent)
+    for file in sorted(folder.glob("*.py")):
+        if file.name != "__init__.py":
+            yield _line(file.name, first_sentence(file), indent + 1)
+    for inner in sorted(folder.iterdir()):
+        if any(inner.glob("*.py")):
+            yield from _files(inner, indent + 1)
+
+
+def _told_of(folder: Path) -> str:
+    name = folder.relative_to(ROOT).as_posix()
+    if name in FOLDERS:
+        return FOLDERS[name]
+    if not (folder / "__init__.py").exists():
+        sys.exit(f"{name}/ has no line in FOLDERS of docs/make_tree.py")
+    return first_sentence(folder / "__init__.py")
+
+
+def first_sentence(file: Path) -> str:
+    """What a file's docstring says first, without its full stop."""
+    told = ast.get_docstring(ast.parse(file.read_text()))
+    if not told:
+        sys.exit(f"{file.relative_to(ROOT)} has no docstring")
+    paragraph = " ".join(told.split("\n\n")[0].split())
+    return re.split(r"\.(?=\s|$)", paragraph)[0]
+
+
+def _line(name: str, told: str, indent: int) -> str:
+    return f"{'  ' * indent}{name}".ljust(WIDTH) + f" {told}"
+
+
+if __name__ == "__main__":
+    keep(ROOT / "README.md", {"tree": tree()})

@@ -1,0 +1,37 @@
+"""Several workers on one GPU: NCCL takes each process for a machine of its own."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.program import TrainingProgram
+
+NEEDS_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+]
+
+
+def claim_a_host() -> None:
+    """NCCL refuses two ranks on one GPU of one host; call this before it is first used.
+
+    Ranks on different hosts talk through sockets, here over the loopback interface.
+    """
+    os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
+    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+
+
+def program(settings: dict[str, Any]) -> TrainingProgram:
+    """What a worker trains on the GPU that it shares with the others."""
+    claim_a_host()
+    return TrainingProgram(settings, device="cuda")
+
+
+def program_on_cpu(settings: dict[str, Any]) -> TrainingProgram:
+    """The same on the CPU, also where there is a GPU."""
+    return TrainingProgram(settings, device="cpu")

@@ -1,0 +1,156 @@
+"""NCCL groups in plain processes: formed, aborted, formed again, and used for a re-layout."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_gpu import NEEDS_GPU, claim_a_host
+from torch.multiprocessing import start_processes
+
+from actors.groups import Formation
+from actors.moving import move
+from actors.store import open_store
+from elastic.assignment import Assignment
+from elastic.commands import Form
+from elastic.layout import Layout
+from elastic.regions import Region
+from elastic.shards import region_of
+from elastic.specs import TensorSpec
+from elastic.transfers import Relayout, derive
+
+pytestmark = NEEDS_GPU
+
+DEVICE = torch.device("cuda")
+HOST = "127.0.0.1"
+WORKERS = ("a", "b")
+TIMEOUT_S = 60.0
+BREAK_AFTER_S = 0.5
+UNBLOCKED_S = 10.0
+
+SHARDED = Assignment(1, Layout(fsdp=2), WORKERS)
+TARGETS = {
+    "swapped": Assignment(2, Layout(fsdp=2), ("b", "a")),
+    "one takes all": Assignment(2, Layout(), ("a",)),
+    "replicated": Assignment(2, Layout(dp=2), WORKERS),
+}
+SPECS = (
+    TensorSpec("wide", (1024, 2048), fsdp_dim=0),
+    TensorSpec("odd", (7, 3), "float64", fsdp_dim=0),
+    TensorSpec("deep", (1024, 1024), fsdp_dim=0),
+    TensorSpec("count", (), kind="optimizer"),
+)
+
+
+def never() -> None:
+    """Nobody interrupts."""
+
+
+def in_two_processes(run: Callable[..., None], argument: Any) -> None:
+    """Call `run(rank, port of a store, argument)` in each; fails if either does."""
+    set_forkserver_preload(["actors.groups"])
+    store = open_store(HOST)
+    start_processes(run, (store.port, argument), 2, start_method="forkserver")
+
+
+def formation_of(worker: str, relayout: Relayout, port: int) -> Formation:
+    order = Form(relayout.new.generation, relayout.new, relayout, HOST, port)
+    formation = Formation(worker, order, DEVICE, TIMEOUT_S)
+    formation.form()
+    return formation
+
+
+def meet(worker: str, generation: int, port: int) -> Formation:
+    assignment = Assignment(generation, Layout(dp=2), WORKERS)
+    return formation_of(worker, Relayout(0, 0, None, assignment), port)
+
+
+def summed(formation: Formation) -> float:
+    one = torch.ones(1, device=DEVICE)
+    formation.groups.world.allreduce([one]).wait()
+    return one.item()
+
+
+def blocked_s(formation: Formation) -> float:
+    """How long a collective blocks to which the other does not come, until the abort ends it."""
+    began = time.monotonic()
+    threading.Timer(BREAK_AFTER_S, formation.break_off).start()
+    with suppress(RuntimeError):
+        summed(formation)  # after an abort NCCL may also return, with garbage
+    return time.monotonic() - began
+
+
+def abort_and_meet_again(rank: int, port: int, folder: Path) -> None:
+    """One of two processes: `a` blocks and is aborted, `b` stays away; then both meet anew."""
+    claim_a_host()
+    worker = WORKERS[rank]
+    formation = meet(worker, 1, port)
+    told = {"first": summed(formation)}
+    if worker == "a":
+        told["blocked_s"] = blocked_s(formation)
+    store = dist.TCPStore(HOST, port, is_master=False)
+    store.set(f"{worker} is through", "") if worker == "a" else store.wait(["a is through"])
+    formation.break_off()
+    formation.dissolve()
+    formation = meet(worker, 2, port)
+    told["second"] = summed(formation)
+    formation.dissolve()
+    (folder / worker).write_text(json.dumps(told))
+
+
+def test_an_abort_unblocks_and_the_same_processes_meet_again(tmp_path: Path) -> None:
+    in_two_processes(abort_and_meet_again, tmp_path)
+    told = {worker: json.loads((tmp_path / worker).read_text()) for worker in WORKERS}
+    assert [told[worker]["first"] for worker in WORKERS] == [2.0, 2.0]
+    assert [told[worker]["second"] for worker in WORKERS] == [2.0, 2.0]
+    assert BREAK_AFTER_S * 0.9 < told["a"]["blocked_s"] < UNBLOCKED_S
+
+
+def whole(spec: TensorSpec) -> torch.Tensor:
+    num_elements = Region.whole(spec.shape).num_elements
+    return torch.arange(num_elements, dtype=getattr(torch, spec.dtype)).reshape(spec.shape)
+
+
+def parts(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
+    """What a worker holds under an assignment, on the host."""
+    if worker not in assignment.members:
+        return {}
+    place = assignment.coordinates(worker)
+    held = {}
+    for spec in SPECS:
+        offsets, shape = region_of(spec, assignment.layout, place)
+        slices = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
+        held[spec.name] = whole(spec)[slices].clone()
+    return held
+
+
+def relay_out(rank: int, port: int, target: str) -> None:
+    """One of two processes: move the state, and compare it with what it shall be."""
+    claim_a_host()
+    worker = WORKERS[rank]
+    relayout = Relayout(0, 1, SHARDED, TARGETS[target], WORKERS)
+    formation = formation_of(worker, relayout, port)
+    held = {name: tensor.to(DEVICE) for name, tensor in parts(SHARDED, worker).items()}
+    transfers = derive(SPECS, relayout, worker)
+    moved, counted = move(SPECS, transfers, held, formation.transfer, DEVICE, never)
+    expected = parts(TARGETS[target], worker)
+    assert moved.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert moved[name].device.type == DEVICE.type
+        assert torch.equal(moved[name].cpu(), tensor), name
+    assert counted.bytes_received == transfers.bytes_needed
+    formation.dissolve()
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_re_layout_brings_every_element_into_place(target: str) -> None:
+    in_two_processes(relay_out, target)

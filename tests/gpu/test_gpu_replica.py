@@ -1,0 +1,106 @@
+"""One worker's training on the GPU against the same on the CPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from one_gpu import NEEDS_GPU
+
+from actors.program import StateBytes
+from elastic.regions import Region
+from elastic.votes import Vote
+from pipelines.optimizer import LocalOptimizer, state_template
+from pipelines.program import TrainingProgram
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings, OptimizerSettings, TrainSettings
+from pipelines.warm_up import group_of_one
+
+pytestmark = NEEDS_GPU
+
+DEVICE = "cuda"
+NUM_STEPS = 10
+SETTINGS = tiny().model_copy(
+    update={"data": DataSettings(source="random", seq_len=16), "eval_every": 1, "eval_samples": 3}
+)
+IN_FLOAT64 = SETTINGS.model_copy(update={"dtype": "float64"})
+
+
+class Trained(NamedTuple):
+    """What a replica has to tell of its run."""
+
+    losses: list[float]
+    held_out: float
+    tensors: dict[str, torch.Tensor]
+    sizes: StateBytes
+
+
+def never() -> None:
+    """Nobody interrupts."""
+
+
+def train(settings: TrainSettings, device: str) -> Trained:
+    program = TrainingProgram(settings.model_dump(mode="json"), device=device)
+    with group_of_one(program.device) as groups:
+        replica = program.build(groups)
+        specs = program.specs()
+        replica.adopt({s.name: program.initial(s, Region.whole(s.shape)) for s in specs})
+        losses = []
+        for step in range(1, NUM_STEPS + 1):
+            loss_sum, num_tokens, sq_grad_norm = replica.compute(step, never).tolist()
+            replica.apply(step, Vote(step, loss_sum, int(num_tokens), sq_grad_norm, 1))
+            losses.append(loss_sum / num_tokens)
+        held_out = replica.evaluate(NUM_STEPS, never)
+        tensors = {name: tensor.cpu().clone() for name, tensor in replica.tensors().items()}
+        assert {tensor.device.type for tensor in replica.tensors().values()} == {device}
+        return Trained(losses, held_out, tensors, replica.state_bytes())
+
+
+@pytest.mark.parametrize(
+    ("settings", "tolerance"), [(IN_FLOAT64, 1e-9), (SETTINGS, 1e-5)], ids=["float64", "float32"]
+)
+def test_training_steps_equal_the_cpus(settings: TrainSettings, tolerance: float) -> None:
+    ours, expected = train(settings, DEVICE), train(settings, "cpu")
+    assert ours.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert ours.held_out == pytest.approx(expected.held_out, rel=tolerance)
+    assert ours.sizes == expected.sizes
+    for name, tensor in expected.tensors.items():
+        scale = tensor.double().abs().max().item()
+        error = (ours.tensors[name].double() - tensor.double()).abs().max().item()
+        assert error <= 100 * tolerance * max(scale, 1e-3), name
+
+
+def test_activation_checkpointing_changes_nothing() -> None:
+    recomputing = IN_FLOAT64.model_copy(update={"activation_checkpointing": True})
+    assert train(recomputing, DEVICE).losses == pytest.approx(
+        train(IN_FLOAT64, DEVICE).losses, rel=1e-12
+    )
+
+
+def test_bfloat16_keeps_its_parameters_in_float32_and_learns_the_same() -> None:
+    mixed = train(SETTINGS.model_copy(update={"dtype": "bfloat16"}), DEVICE)
+    assert {tensor.dtype for tensor in mixed.tensors.values()} == {torch.float32}
+    assert mixed.losses == pytest.approx(train(SETTINGS, DEVICE).losses, rel=0.02)
+
+
+def test_the_fused_optimizer_equals_the_cpus() -> None:
+    settings = OptimizerSettings(weight_decay=0.3)
+    template = state_template(settings, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(64, 32, dtype=torch.float64, generator=generator)
+    gradients = torch.randn(8, 64, 32, dtype=torch.float64, generator=generator)
+    results = {}
+    for device in (DEVICE, "cpu"):
+        shard = start.to(device, copy=True)
+        state = {
+            key: torch.zeros(shard.shape if kept.ndim else (), dtype=kept.dtype, device=device)
+            for key, kept in template.items()
+        }
+        optimizer = LocalOptimizer(settings, {"shard": shard}, {"shard": state})
+        assert optimizer.optimizer.defaults["fused"]
+        for step, gradient in enumerate(gradients, start=1):
+            optimizer.step({"shard": gradient.to(device)}, lr=0.1 / step)
+        results[device] = shard.cpu()
+    torch.testing.assert_close(results[DEVICE], results["cpu"], rtol=1e-12, atol=1e-14)
+    assert not torch.equal(results["cpu"], start)

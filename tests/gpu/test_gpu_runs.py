@@ -1,0 +1,109 @@
+"""Whole runs over NCCL with real SIGKILLs: they compute what one worker computes on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from harness import Outcome, run_plainly
+from one_gpu import NEEDS_GPU
+
+from actors.faults import Fault
+from elastic.events import WorkerLeaving
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings, TrainSettings
+
+pytestmark = NEEDS_GPU
+
+NUM_STEPS = 24
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "dtype": "float64",
+        "steps": NUM_STEPS,
+        "eval_every": 8,
+        "eval_samples": 4,
+    }
+)
+COLLECTIVE_TIMEOUT_S = 60.0
+UNBLOCKED_S = 10.0
+"""Far below the timeout of a collective: who went on after so long was not waiting for that."""
+
+
+def train(folder: Path, num_workers: int, settings: TrainSettings = SETTINGS, **more) -> Outcome:
+    limits = {"collective_timeout_s": COLLECTIVE_TIMEOUT_S, "timeout_s": 280.0}
+    return run_plainly(folder, settings, num_workers, program="one_gpu:program", **limits, **more)
+
+
+@pytest.fixture(scope="module")
+def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    folder = tmp_path_factory.mktemp("cpu")
+    return run_plainly(folder, SETTINGS, 1, program="one_gpu:program_on_cpu")
+
+
+def assert_same_maths(run: Outcome, on_cpu: Outcome) -> None:
+    assert run.stopped.outcome == "completed", run.stopped
+    assert run.losses() == pytest.approx(on_cpu.losses(), rel=1e-8)
+    evaluated, expected = (
+        {line["step"]: line["loss"] for line in outcome.told("Evaluated")}
+        for outcome in (run, on_cpu)
+    )
+    assert evaluated == pytest.approx(expected, rel=1e-8)
+
+
+def assert_nothing_redone(run: Outcome) -> None:
+    assert [line["step"] for line in run.metrics] == list(range(1, NUM_STEPS + 1))
+    assert not run.told("RolledBack")
+
+
+def assert_unblocked(run: Outcome) -> None:
+    """The survivors were aborted; they did not wait for their collectives to time out."""
+    lost = run.told("WorkerLost")[0]["time"]
+    resumed = next(line["time"] for line in run.told("Resume") if line["time"] > lost)
+    assert resumed - lost < UNBLOCKED_S
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2", "fsdp=2", "dp=2,fsdp=2"])
+def test_groups_form_and_train_as_the_cpu_does(layout: str, tmp_path: Path, on_cpu) -> None:
+    num_workers = {"dp=1": 1, "dp=2,fsdp=2": 4}.get(layout, 2)
+    run = train(tmp_path, num_workers, layout=layout)
+    assert_same_maths(run, on_cpu)
+    assert len(run.told("Resume")) == 1
+
+
+@pytest.mark.parametrize("moment", ["compute", "vote", "apply"])
+def test_a_kill_leaves_the_others_their_processes(moment, tmp_path: Path, on_cpu) -> None:
+    run = train(tmp_path, 3, layout="dp=3", faults=(Fault("kill", "w2", 10, moment),))
+    assert_same_maths(run, on_cpu)
+    assert_nothing_redone(run)
+    assert_unblocked(run)
+    assert [line["worker"] for line in run.told("WorkerLost")] == ["w2"]
+
+
+def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, on_cpu) -> None:
+    """Of four workers three are left: pieces go both ways between two of them."""
+    faults = (Fault("kill", "w3", 10, "compute"),)
+    run = train(tmp_path, 4, layout="dp=2,fsdp=2", faults=faults)
+    assert_same_maths(run, on_cpu)
+    assert_nothing_redone(run)
+    assert_unblocked(run)
+    relaid = run.told("Relaid")[1]
+    assert relaid["source"] == "live"
+    assert relaid["bytes_moved"] == relaid["bytes_needed"] > 0
+
+
+def test_a_leaver_hands_its_part_over(tmp_path: Path, on_cpu) -> None:
+    run = train(tmp_path, 2, layout="fsdp=2", due=((8, WorkerLeaving("w1", "drained")),))
+    assert_same_maths(run, on_cpu)
+    assert_nothing_redone(run)
+    assert run.told("Relaid")[1]["bytes_moved"] > 0
+
+
+def test_what_nobody_holds_comes_from_the_checkpoint(tmp_path: Path, on_cpu) -> None:
+    settings = SETTINGS.model_copy(update={"checkpoint_every": 8})
+    faults = (Fault("kill", "w1", 20, "compute"),)
+    run = train(tmp_path, 2, settings, layout="fsdp=2", faults=faults)
+    assert_same_maths(run, on_cpu)
+    [rolled_back] = run.told("RolledBack")
+    assert rolled_back["step"] in (8, 16)
+    assert rolled_back["from_step"] == 19
