@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from actors.torch_private import exchanged_together
 from elastic.regions import Region
 from elastic.specs import TensorSpec
 from elastic.transfers import Piece, Transfers
@@ -95,17 +96,19 @@ def _exchange(
         return
     landing: list[tuple[Tensor, Window]] = []
     works: list[Work] = []
-    for peer, window in receives.items():
-        buffer = _buffer(window)
-        landing.append((buffer, window))
-        works.append(group.recv([buffer], peer, 0))
-        moved.bytes_received += buffer.nbytes
     packed = [(peer, _pack(window, device)) for peer, window in sends.items()]
-    for peer, buffer in packed:
-        works.append(group.send([buffer], peer, 0))
-        moved.bytes_sent += buffer.nbytes
+    with exchanged_together(group, device):
+        for peer, window in receives.items():
+            buffer = _buffer(window)
+            landing.append((buffer, window))
+            works.append(group.recv([buffer], peer, 0))
+            moved.bytes_received += buffer.nbytes
+        for peer, buffer in packed:
+            works.append(group.send([buffer], peer, 0))
+            moved.bytes_sent += buffer.nbytes
     for work in works:
-        work.wait()
+        if device.type != "cuda":  # a coalesced exchange has been waited for as a whole
+            work.wait()
     for buffer, window in landing:
         _unpack(buffer, window)
 

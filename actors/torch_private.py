@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,34 @@ def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
 def bare_group(
     device_type: str, store: Store, group_rank: int, num_ranks: int, timeout: timedelta
 ) -> ProcessGroup:
-    """A group beside the world's, which may hold processes that are not in the world."""
+    """A group beside the world's, which may hold processes that are not in the world.
+
+    `new_group` would only take ranks of the world.
+    """
+    group = ProcessGroup(store, group_rank, num_ranks)
+    backend: Any
     if device_type == "cuda":
+        kind = ProcessGroup.BackendType.NCCL
         _, options = group_options(device_type, timeout)
-        nccl = dist.ProcessGroupNCCL(store, group_rank, num_ranks, options)
-        return cast(ProcessGroup, nccl)
-    return cast(ProcessGroup, dist.ProcessGroupGloo(store, group_rank, num_ranks, timeout))
+        backend = dist.ProcessGroupNCCL(store, group_rank, num_ranks, options)
+    else:
+        kind = ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, group_rank, num_ranks, timeout)
+    group._set_default_backend(kind)
+    group._register_backend(torch.device(device_type), kind, backend)
+    return group
+
+
+@contextmanager
+def exchanged_together(group: ProcessGroup, device: torch.device) -> Iterator[None]:
+    """Sends and receives inside of it are one operation on NCCL, which runs those of a pair of
+    ranks in order: two that both receive first would wait for each other for ever."""
+    if device.type != "cuda":
+        yield
+        return
+    group._start_coalescing(device)
+    yield
+    group._end_coalescing(device).wait()
 
 
 def leave_aborts_to_us() -> None:
@@ -54,7 +77,7 @@ def abort_nccl_groups(bare: ProcessGroup | None) -> None:
     for group in groups:
         group._get_backend(torch.device("cuda")).abort()
     if bare is not None and bare not in groups:
-        bare.abort()
+        bare._get_backend(torch.device("cuda")).abort()
 
 
 def reset_group_tables() -> None:

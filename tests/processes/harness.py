@@ -70,6 +70,7 @@ def run_plainly(
     folder.mkdir(parents=True, exist_ok=True)
     kwargs = {"settings": settings.model_dump(mode="json")}
     specs = TrainingProgram(**kwargs, device="cpu").specs()
+    kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
     rules = Policy(
         **{
             "min_workers": min_workers,

@@ -56,7 +56,6 @@ class Control:
         self.name = name
         self.around = around
         self.training: Thread
-        self.alive = True
         self.frozen = False
         self.deaf = False
         self.disk_full = False
@@ -81,11 +80,13 @@ class Control:
     def at(self, moment: str) -> Body:
         """A moment at which something may happen to this worker."""
         self.around.at(self.name, moment)
-        if self.next_error:
+        if self.next_error and moment != "ready":
             kind, self.next_error = self.next_error, ""
             raise Raised(kind)
-        if self.frozen or not self.alive or self.training.ended:
+        if self.training.ended:
             yield Block("nothing")
+        if self.frozen:
+            yield 0.0
 
     def work(self, seconds: float) -> Body:
         """Busy, but asking now and then whether to go on."""

@@ -7,6 +7,7 @@ from random import Random
 
 MOMENTS = (
     ("starting", 6),
+    ("ready", 6),
     ("forming", 8),
     ("formed", 8),
     ("relaying", 8),
@@ -31,9 +32,11 @@ ACTIONS = {
     "kill two": 8,
     "kill and tell late": 6,
     "freeze": 6,
+    "freeze for a while": 5,
     "hang": 5,
     "lose a report": 10,
     "delay a report": 8,
+    "delay an order": 5,
     "go deaf": 5,
     "raise peer": 3,
     "raise device": 3,
@@ -68,9 +71,28 @@ class Fault:
         return self.num_spared < 0
 
 
+HARMFUL = {
+    "raise peer",
+    "raise device",
+    "raise memory",
+    "raise program",
+    "lose a report",
+    "delay a report",
+    "fill the disk",
+    "stop",
+}
+"""Without any of these, and with fewer than a storm of others, a run completes."""
+
+STANDSTILLS = {"freeze", "hang"}
+"""Nobody can write the last checkpoint for a worker that alone has its part of the state."""
+
+STORM = 12
+
+
 def draw_faults(random: Random) -> list[Fault]:
-    """None to five."""
-    actions = random.choices(list(ACTIONS), list(ACTIONS.values()), k=random.choice(range(6)))
+    """None to five, and now and then a storm."""
+    number = random.choice((0, 1, 1, 2, 2, 2, 3, 3, 4, 5, STORM))
+    actions = random.choices(list(ACTIONS), list(ACTIONS.values()), k=number)
     return [_draw_fault(random, action) for action in actions]
 
 

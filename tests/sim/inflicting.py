@@ -42,6 +42,12 @@ def _freeze(world: World, worker: SimWorker) -> None:
         world.suspect_later(worker)
 
 
+def _freeze_for_a_while(world: World, worker: SimWorker) -> None:
+    """A machine that stands still and comes back, suspected or not."""
+    _freeze(world, worker)
+    world.timeline.after(world.random.uniform(0.1, 3.0), worker.thaw)
+
+
 def _hang(world: World, worker: SimWorker) -> None:
     if worker.control.world_rank is not None:
         worker.hang()
@@ -53,6 +59,10 @@ def _lose_a_report(world: World, worker: SimWorker) -> None:
 
 def _delay_a_report(world: World, worker: SimWorker) -> None:
     world.links[worker.name].next_delay_s = world.random.uniform(0.1, 8.0)
+
+
+def _delay_an_order(world: World, worker: SimWorker) -> None:
+    world.links[worker.name].next_order_delay_s = world.random.uniform(0.1, 4.0)
 
 
 def _go_deaf(world: World, worker: SimWorker) -> None:
@@ -114,9 +124,11 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "kill two": _kill_two,
     "kill and tell late": _kill_and_tell_late,
     "freeze": _freeze,
+    "freeze for a while": _freeze_for_a_while,
     "hang": _hang,
     "lose a report": _lose_a_report,
     "delay a report": _delay_a_report,
+    "delay an order": _delay_an_order,
     "go deaf": _go_deaf,
     "suspect": _suspect,
     "leave": _leave,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -65,11 +65,17 @@ class Part:
     regions: dict[int, Region]
     pieces: dict[int, list[int]]
 
-    def apply(self, step: int, generation: int) -> None:
-        """The optimizer's step, in place: older parts that share a piece see it too."""
+    def apply(self, step: int, generation: int) -> Iterator[None]:
+        """The optimizer's step, in place: older parts that share a piece see it too.
+
+        It pauses half-way, where it may break.
+        """
         token = token_of(step, generation)
-        for piece in self.pieces.values():
+        for tensor in sorted(self.pieces):
+            piece = self.pieces[tensor]
             piece[:] = [(value * FACTOR + token) % MODULUS for value in piece]
+            if tensor == min(self.pieces):
+                yield
         self.lineage = self.lineage.then(generation)
 
     def is_whole(self) -> bool:

@@ -42,6 +42,7 @@ def policy_of(min_workers: int, max_workers: int) -> Policy:
         form_timeout_s=3.0,
         relayout_timeout_s=6.0,
         hang_timeout_s=4.0,
+        first_step_timeout_s=5.0,
         growth_settle_s=0.5,
         save_timeout_s=6.0,
         restart_backoff_s=0.5,
@@ -55,7 +56,7 @@ def bound_s(policy: Policy) -> float:
     one at moving the state come to nothing, and workers start anew.
     """
     return (
-        policy.hang_timeout_s
+        policy.first_step_timeout_s
         + 2 * policy.collective_timeout_s
         + policy.form_timeout_s
         + policy.relayout_timeout_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sim.inflicting import inflict
 from sim.scenario import Scenario
+from sim.telling import command_in_words, event_in_words
 from sim.world import World
 
 NUM_TOLD = 60
@@ -21,9 +22,9 @@ def simulate(scenario: Scenario, keep_journal: bool = False) -> World:
 
 def trace(world: World) -> str:
     """The scenario, the faults, and what happened last: each event with its commands."""
-    faults = [f"{at:9.3f} FAULT {what}" for at, what in world.happened]
+    faults = [f"{at:9.3f} FAULT {action}: {whom}" for at, action, whom in world.happened]
     lines = []
     for now, event, commands, phase in world.records.trace[-NUM_TOLD:]:
-        lines.append(f"{now:9.3f} {phase:8} {event}")
-        lines += [f"{'':20}-> {command}" for command in commands]
+        lines.append(f"{now:9.3f} {phase:8} {event_in_words(event)}")
+        lines += [f"{'':20}-> {command_in_words(command)}" for command in commands]
     return "\n".join([str(world.scenario), *faults, *lines])

@@ -48,6 +48,7 @@ class Thread:
         self._timeline = timeline
         self._body = body
         self._wait = 0
+        self._held_up: list[Callable[[], None]] | None = None
         self.ended = False
         self.waiting_on = ""
         self.wake(None, 0.0)
@@ -64,12 +65,24 @@ class Thread:
         """Never run again."""
         self.ended = True
 
+    def hold(self) -> None:
+        """As SIGSTOP does: whatever would go on waits for `release`."""
+        self._held_up = self._held_up or []
+
+    def release(self) -> None:
+        held_up, self._held_up = self._held_up or [], None
+        for resume in held_up:
+            self._timeline.after(0.0, resume)
+
     def _resume_after(self, delay_s: float, resume: Callable[[], float | Block]) -> None:
         wait = self._wait
         self._timeline.after(delay_s, lambda: self._resume(wait, resume))
 
     def _resume(self, wait: int, resume: Callable[[], float | Block]) -> None:
         if self.ended or wait != self._wait:
+            return
+        if self._held_up is not None:
+            self._held_up.append(lambda: self._resume(wait, resume))
             return
         self._wait += 1
         self.waiting_on = ""

@@ -190,9 +190,9 @@ class Trainer:
         assert vote.step == part.lineage.step + 1, "invariant 8: a step skipped or applied twice"
         stepper.torn = True
         yield 0.002
-        yield from self._control.at("apply")
+        for _ in part.apply(vote.step, newest):
+            yield from self._control.at("apply")
         stepper.torn = False
-        part.apply(vote.step, newest)
         self.holdings = {newest: part}
         stepper.committed_step = vote.step
         stepper.gradients_complete = False

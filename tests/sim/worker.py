@@ -26,12 +26,14 @@ class SimWorker:
         self._writer = PartWriter(self.control)
         self._trainer = Trainer(self.control, self._writer)
         self._orders: deque[Order] = deque()
+        self._unread: list[Order] = []
         self.control.training = Thread(around.timeline, self._serve(ready, warm_up_s))
 
     def take(self, order: Order) -> None:
         """A command arrives: an abort acts at once, all else queues."""
         control = self.control
-        if control.frozen or not control.alive:
+        if control.frozen:
+            self._unread.append(order)
             return
         if isinstance(order, Pause):
             control.pause_wished_generation = order.generation
@@ -44,16 +46,24 @@ class SimWorker:
             control.training.wake(None, 0.0)
 
     def die(self) -> None:
-        self.control.alive = False
         self.control.training.stop()
-        self._writer.stop()
+        self._writer.thread.stop()
         self.control.around.meetings.leave(self.name)
 
     def freeze(self) -> None:
         """As SIGSTOP does: nothing moves any more, nothing is answered."""
         self.control.frozen = True
-        self.control.training.stop()
-        self._writer.stop()
+        self.control.training.hold()
+        self._writer.thread.hold()
+
+    def thaw(self) -> None:
+        """As SIGCONT does, with all that has come meanwhile."""
+        self.control.frozen = False
+        unread, self._unread = self._unread, []
+        for order in unread:
+            self.take(order)
+        self.control.training.release()
+        self._writer.thread.release()
 
     def hang(self) -> None:
         """The training thread alone is stuck, and hears no abort."""
@@ -73,6 +83,7 @@ class SimWorker:
             control.report(WorkerRaised(self.name, 0, error.kind, str(error)))
             return
         control.report(ready)
+        yield from control.at("ready")
         while True:
             while not self._orders:
                 yield Block("orders")

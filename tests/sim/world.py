@@ -9,6 +9,7 @@ from random import Random
 
 from sim.checks import Checks
 from sim.control import Surroundings
+from sim.faults import HARMFUL, STANDSTILLS
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.scenario import Scenario, bound_s
@@ -59,6 +60,7 @@ class Link:
     down: Channel
     lose_next: bool = False
     next_delay_s: float = 0.0
+    next_order_delay_s: float = 0.0
     cut: bool = False
 
 
@@ -74,7 +76,7 @@ class World:
         self.workers: dict[str, SimWorker] = {}
         self.links: dict[str, Link] = {}
         self.faults = [replace(fault) for fault in scenario.faults]
-        self.happened: list[tuple[float, str]] = []
+        self.happened: list[tuple[float, str, str]] = []
         self.num_flaps = 0
         self._num_slow_starters = scenario.num_slow_starters
         self._num_started = 0
@@ -91,6 +93,11 @@ class World:
         outcome = self.shell.outcome
         assert outcome, f"invariant 9: no end in sight: {self.shell.core.state.phase}"
         self.checks.after_end(outcome, self.scenario.job.steps, self.records, self.storage)
+        happened = {action for _, action, _ in self.happened}
+        stands_still = "took too long" in outcome.reason and happened & STANDSTILLS
+        storm = len(self.happened) >= self.scenario.policy.max_attempts
+        if not (storm or stands_still or happened & HARMFUL):
+            assert outcome.outcome == "completed", f"nothing could hurt it, yet {outcome}"
         return outcome
 
     def open(self, core: Core, policy: Policy) -> None:
@@ -155,7 +162,7 @@ class World:
         due = [f for f in self.faults if f.is_due(moment, worker.control.world_rank)]
         for fault in due:
             self.faults.remove(fault)
-            self.happened.append((self.timeline.now, f"{fault.action}: {name} in {moment}"))
+            self.happened.append((self.timeline.now, fault.action, f"{name} in {moment}"))
             self.checks.note_fault(self.timeline.now)
             self._inflict(self, fault.action, worker)
 
@@ -198,9 +205,14 @@ class World:
 
     def _send(self, names: tuple[str, ...], order: Order) -> None:
         for name in names:
-            worker = self.workers.get(name)
-            if worker:
-                self.links[name].down.send(self._latency_s(), partial(worker.take, order))
+            worker, link = self.workers.get(name), self.links.get(name)
+            if worker and link:
+                extra_s, link.next_order_delay_s = link.next_order_delay_s, 0.0
+                link.down.send(self._latency_s() + extra_s, partial(self._hand, worker, order))
+
+    def _hand(self, worker: SimWorker, order: Order) -> None:
+        if worker.name in self.workers:
+            worker.take(order)
 
     def _publish(self, command: PublishCheckpoint) -> None:
         try:
@@ -208,7 +220,9 @@ class World:
         except OSError as error:
             self.shell.post(PartFailed("", command.generation, command.step, str(error)))
         else:
-            self.shell.post(Checkpointed(saved.step, saved.generation, saved.path))
+            # It is visible at once; that the controller hears of it may take its time.
+            told = Checkpointed(saved.step, saved.generation, saved.path)
+            self.post_soon(told, within_s=self.random.choice((0.001, 0.03, 0.3)))
 
     def _store_listens(self, starter: SimShell) -> None:
         if starter is not self.shell:

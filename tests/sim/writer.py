@@ -17,15 +17,12 @@ class PartWriter:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._parts: deque[tuple[int, int, PartFile]] = deque()
-        self._thread = Thread(control.around.timeline, self._serve())
+        self.thread = Thread(control.around.timeline, self._serve())
 
     def write(self, step: int, generation: int, part: PartFile) -> None:
         self._parts.append((step, generation, part))
-        if self._thread.waiting_on == "parts":
-            self._thread.wake(None, 0.0)
-
-    def stop(self) -> None:
-        self._thread.stop()
+        if self.thread.waiting_on == "parts":
+            self.thread.wake(None, 0.0)
 
     def _serve(self) -> Body:
         control = self._control
@@ -36,8 +33,9 @@ class PartWriter:
             step, generation, part = self._parts.popleft()
             yield around.draw(0.01, 0.1)
             around.at(name, "writing")
-            if self._thread.ended:
+            if self.thread.ended:
                 return
+            yield 0.0
             if control.disk_full:
                 control.disk_full = False
                 control.report(PartFailed(name, generation, step, "no space left"))

@@ -1,0 +1,227 @@
+"""The language of the scenario files: what happens, line by line, and what the core answers.
+
+A line that is not indented says what happens; the indented ones below it are the core's answer:
+its commands and, after `=`, the phase that it goes to. `#` begins a comment. Words in capitals
+are the reader's own:
+
+    run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N]
+    open [saved STEP gG]                a controller takes the run
+    store ready | store lost
+    ready W... [on NODE]                workers have warmed up
+    lost W... CAUSE: | suspected W... | leaving W... | draining NODE
+    formed W... | moved W...            groups are formed; the state is in place
+    steps 3..7 | paused W... at 7       world rank 0 tells of committed steps
+    quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
+    settled W... at 8
+    raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
+    stop | wake                         `wake` is at the core's own deadline
+
+What workers tell bears the present generation, unless `gG` says another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from sim.telling import command_in_words, phase_in_words
+
+from elastic.commands import Command, RecordStep
+from elastic.core import Core
+from elastic.events import (
+    Checkpointed,
+    Event,
+    GroupFormed,
+    NodeDraining,
+    PartFailed,
+    PartWritten,
+    Paused,
+    Quiesced,
+    RunOpened,
+    Saved,
+    Settled,
+    StateReady,
+    StepCommitted,
+    StopRequested,
+    StoreLost,
+    StoreReady,
+    Woke,
+    WorkerLeaving,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+    WorkerSuspected,
+)
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.votes import StepRecord, Vote
+
+KEYWORDS = ("at", "saw", "records", "step", "saved", "on")
+FLAGS = ("gradients", "torn")
+
+
+class Script:
+    """Plays one scenario file against a fresh core."""
+
+    def __init__(self) -> None:
+        self._core = Core()
+        self._now = 0.0
+        self._opening: RunOpened
+
+    def play(self, text: str) -> str:
+        """The same scenario with the answers that the core gives now."""
+        lines: list[str] = []
+        for line in text.splitlines():
+            if line.startswith(" "):
+                continue
+            lines.append(line)
+            if line.strip() and not line.startswith("#"):
+                lines += [f"    {answer}" for answer in self._answer(line)]
+        return "\n".join(lines) + "\n"
+
+    def _answer(self, line: str) -> list[str]:
+        phase = phase_in_words(self._core.state.phase)
+        commands: list[Command] = []
+        for event in self._events(line.split()):
+            commands += self._core.step(self._now, event)
+        now_in = phase_in_words(self._core.state.phase)
+        return [*_told(commands), *([f"= {now_in}"] if now_in != phase else [])]
+
+    def _events(self, words: list[str]) -> Iterator[Event]:
+        """What one line stands for."""
+        kind, *rest = words
+        match kind:
+            case "run":
+                self._opening = _opening(dict(word.split("=", 1) for word in rest))
+            case "wake":
+                deadline = self._core.next_deadline()
+                assert deadline is not None, "the core does not want to be woken"
+                self._now = max(self._now, deadline)
+                yield Woke()
+            case "open":
+                yield _with_saved(self._opening, rest)
+            case "store":
+                yield StoreReady("host", 29500) if rest == ["ready"] else StoreLost("it died")
+            case "draining":
+                yield NodeDraining(rest[0], self._now + 30.0)
+            case "stop":
+                yield StopRequested("SIGTERM")
+            case "steps":
+                yield from self._steps(rest)
+            case "checkpointed":
+                generation = self._generation(rest)
+                step = int(rest[0])
+                yield Checkpointed(step, generation, f"step-{step}-g{generation}")
+            case _:
+                yield from self._of_workers(kind, rest)
+
+    def _of_workers(self, kind: str, words: list[str]) -> Iterator[Event]:
+        """One event for each worker that the line names."""
+        names = [word for word in words if word[0] == "w" and word[1:].isdigit()]
+        cause = " ".join(words[len(names) :])
+        told = _keywords(words)
+        generation = self._generation(words)
+        step = _last(told.get("at", told.get("step", "0")))
+        for name in names:
+            match kind:
+                case "ready":
+                    yield WorkerReady(name, told.get("on", f"node-{name}"), 1)
+                case "lost":
+                    yield WorkerLost(name, cause or "killed")
+                case "suspected":
+                    yield WorkerSuspected(name, "no answer to a probe")
+                case "leaving":
+                    yield WorkerLeaving(name, "asked to")
+                case "formed":
+                    yield GroupFormed(name, generation)
+                case "moved":
+                    yield StateReady(name, generation, 0, 0, 0.0, 1, 1, 2)
+                case "paused":
+                    yield Paused(name, generation, step)
+                case "quiesced":
+                    yield self._quiesced(name, generation, step, words)
+                case "settled":
+                    yield Settled(name, generation, self._record(step))
+                case "raised":
+                    yield WorkerRaised(name, generation, cause, f"{cause} trouble", "traceback")
+                case "written":
+                    yield PartWritten(name, generation, step, f"part-{name}", 100)
+                case "failed":
+                    yield PartFailed(name, generation, step, "no space left")
+                case _:
+                    raise ValueError(f"{kind!r} is no word of the scenarios")
+
+    def _steps(self, words: list[str]) -> Iterator[Event]:
+        generation = self._generation(words)
+        for step in _range(words[0]):
+            self._now += 0.5
+            yield StepCommitted(generation, self._record(step), _vote(step))
+
+    def _quiesced(self, name: str, generation: int, step: int, words: list[str]) -> Quiesced:
+        told = _keywords(words)
+        records = (
+            tuple(self._record(s) for s in _range(told["records"])) if "records" in told else ()
+        )
+        vote = _vote(int(told["saw"])) if "saw" in told else _vote(step) if step else None
+        complete = "gradients" in words
+        return Quiesced(name, generation, step, vote, complete, "torn" in words, records)
+
+    def _record(self, step: int) -> StepRecord:
+        state = self._core.state
+        world_size = len(state.members())
+        return StepRecord(
+            self._now, step, state.generation, world_size, 2.0, 64, 0.1, 1.0, 0.5, skipped=False
+        )
+
+    def _generation(self, words: list[str]) -> int:
+        given = [int(word[1:]) for word in words if word[0] == "g" and word[1:].isdigit()]
+        return given[0] if given else self._core.state.generation
+
+
+def _opening(told: dict[str, str]) -> RunOpened:
+    smallest, _, largest = told["workers"].partition(":")
+    job = Job(
+        num_microbatches=int(told.get("microbatches", 8)),
+        steps=int(told["steps"]),
+        checkpoint_every=int(told.get("checkpoint_every", 0)),
+    )
+    wish = Wish.parse(told.get("layout", ""), int(largest))
+    return RunOpened(1, Policy(int(smallest), int(largest)), wish, job)
+
+
+def _with_saved(opening: RunOpened, words: list[str]) -> RunOpened:
+    if not words:
+        return opening
+    step, generation = int(words[1]), int(words[2][1:])
+    saved = Saved(step, generation, f"step-{step}-g{generation}")
+    return RunOpened(2, opening.policy, opening.wish, opening.job, saved)
+
+
+def _vote(step: int) -> Vote:
+    return Vote(step, 128.0, 64, 4.0, 2)
+
+
+def _keywords(words: list[str]) -> dict[str, str]:
+    """Each keyword with the word after it."""
+    return {word: words[i + 1] for i, word in enumerate(words[:-1]) if word in KEYWORDS}
+
+
+def _range(text: str) -> range:
+    first, _, last = text.partition("..")
+    return range(int(first), int(last or first) + 1)
+
+
+def _last(text: str) -> int:
+    return _range(text)[-1]
+
+
+def _told(commands: list[Command]) -> Iterator[str]:
+    """One line a command; steps that follow one another share one."""
+    for is_record, some in groupby(commands, key=lambda command: isinstance(command, RecordStep)):
+        group = list(some)
+        if is_record and len(group) > 1:
+            first, last = group[0], group[-1]
+            assert isinstance(first, RecordStep) and isinstance(last, RecordStep)
+            yield f"RecordStep {first.record.step}..{last.record.step}"
+        else:
+            yield from map(command_in_words, group)

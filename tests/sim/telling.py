@@ -1,0 +1,114 @@
+"""Events and commands in a few words, for traces and golden files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic.commands import (
+    Abort,
+    Command,
+    Form,
+    Pause,
+    PublishCheckpoint,
+    RecordStep,
+    Relaid,
+    Relayout,
+    Resume,
+    RolledBack,
+    SaveCheckpoint,
+    Settle,
+    StartStore,
+    StartWorkers,
+    Stopped,
+    StopWorker,
+    Waited,
+)
+from elastic.events import Event, Quiesced, RunOpened, Settled, StateReady, StepCommitted
+from elastic.phases import Aborting, Phase, Waiting
+
+
+def command_in_words(command: Command) -> str:
+    """The class name, then what matters."""
+    return f"{type(command).__name__} {_of_command(command)}".strip()
+
+
+def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command)
+    match command:
+        case StartStore():
+            return ""
+        case StartWorkers():
+            return " ".join(command.workers)
+        case StopWorker():
+            return f"{command.worker}: {command.cause}"
+        case Abort() | Pause():
+            return f"g{command.generation} {_names(command.workers)}: {command.cause}"
+        case Settle():
+            return f"g{command.generation} {_names(command.workers)} at step {command.vote.step}"
+        case Form():
+            return _of_form(command)
+        case Relayout():
+            source = f"{command.source} {command.path}".strip()
+            return f"g{command.generation} {_names(command.workers)} from {source}"
+        case Resume():
+            released = f", released {_names(command.released)}" if command.released else ""
+            where = f"{command.layout} {_names(command.workers)}"
+            return f"g{command.generation} from step {command.step}: {where}{released}"
+        case SaveCheckpoint():
+            parts = f"parts of g{command.held_generation} as g{command.generation}"
+            return f"step {command.step} {_names(command.workers)}, {parts}"
+        case PublishCheckpoint():
+            files = _names(name for name, _ in command.files)
+            return f"step {command.step} g{command.generation} {files}"
+        case RecordStep():
+            return f"{command.record.step}"
+        case Relaid():
+            return f"g{command.generation} at step {command.step} from {command.source}"
+        case RolledBack():
+            steps = f"step {command.step} from step {command.from_step}"
+            return f"g{command.generation} to {steps}, {command.source}"
+        case Waited():
+            return command.reason
+        case Stopped():
+            reason = f": {command.reason}" if command.reason else ""
+            return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_form(form: Form) -> str:
+    assignment, plan = form.assignment, form.plan
+    spares = f", spares {_names(assignment.spares)}" if assignment.spares else ""
+    old = f", g{plan.old.generation} is held by {_names(plan.holders)}" if plan.old else ""
+    where = f"{assignment.layout} {_names(assignment.members)}"
+    return f"g{form.generation} for step {plan.step}: {where}{spares}{old}"
+
+
+def event_in_words(event: Event) -> str:
+    """The class name, then its fields, shortened where there are many."""
+    match event:
+        case RunOpened():
+            return f"RunOpened incarnation {event.incarnation}, saved {event.saved}"
+        case StateReady():
+            return f"StateReady {event.worker} g{event.generation}"
+        case StepCommitted():
+            return f"StepCommitted {event.record.step} g{event.generation}"
+        case Settled():
+            return f"Settled {event.worker} g{event.generation} at step {event.record.step}"
+        case Quiesced():
+            seen = f", saw the vote of {event.vote.step}" if event.vote else ""
+            complete = ", gradients complete" if event.gradients_complete else ""
+            torn = ", torn" if event.torn else ""
+            where = f"{event.worker} g{event.generation} at step {event.committed_step}"
+            return f"Quiesced {where}{seen}{complete}{torn}"
+    return str(event)
+
+
+def phase_in_words(phase: Phase) -> str:
+    """The class name, and for whom it waits."""
+    pending = sorted(getattr(phase, "pending", ()))
+    for_whom = f" for {_names(pending)}" if pending else ""
+    settling = " to settle" if isinstance(phase, Aborting) and phase.settling else ""
+    reason = f": {phase.reason}" if isinstance(phase, Waiting) else ""
+    return f"{type(phase).__name__}{for_whom}{settling}{reason}"
+
+
+def _names(names: Iterable[str]) -> str:
+    return f"[{' '.join(names)}]"
