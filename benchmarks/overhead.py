@@ -9,6 +9,7 @@ step of a block, which was cut by the stop, is not counted.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,8 @@ from report import Must, bootstrap_interval, conclude, console, parser, show_tab
 NUM_WORKERS = 4
 WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0
-BLOCK_TIMEOUT_S = 60.0
+LONGEST_BLOCK_S = 6.0
+"""A run whose processes are all stopped for longer takes its driver for dead."""
 RECIPE_ARGUMENTS = ["--set", "eval_every=0", "--set", "checkpoint_every=0"]
 
 
@@ -37,30 +39,36 @@ class Side:
     lines: Callable[[], list[dict[str, Any]]]
     frozen: list[psutil.Process]
 
-    def block(self, num_steps: int) -> float:
-        """Train so many whole steps; return the seconds that one took."""
+    def block(self, num_steps: int) -> float | None:
+        """Train so many whole steps; return the seconds that one took, or None if that would
+        stop the other side for too long."""
         thawed = thaw(self.frozen)
-        times: list[float] = []
 
-        def done() -> bool:
-            times[:] = [line["time"] for line in self.lines()[-2 * num_steps - 4 :]]
-            times[:] = [time for time in times if time > thawed]
-            return len(times) > num_steps
+        def times() -> list[float]:
+            recent = self.lines()[-2 * num_steps - 4 :]
+            return [line["time"] for line in recent if line["time"] > thawed]
 
-        self.run.wait_until(done, BLOCK_TIMEOUT_S, f"a block of {num_steps} steps")
+        def over() -> bool:
+            return len(times()) > num_steps or time.time() - thawed > LONGEST_BLOCK_S
+
+        self.run.wait_until(over, START_TIMEOUT_S, f"a block of {num_steps} steps")
         self.frozen = self.run.program.freeze()
-        return (times[num_steps] - times[0]) / num_steps
+        stamps = times()
+        if len(stamps) <= num_steps:
+            return None
+        return (stamps[num_steps] - stamps[0]) / num_steps
 
 
 @dataclass(frozen=True)
 class Comparison:
-    ours_s: list[float]
-    bare_s: list[float]
+    pairs_s: list[tuple[float, float]]
+    """Seconds a step of ours and of the bare loop took, in blocks side by side."""
+    num_void: int
     num_aborts: int
 
     @property
     def ratios(self) -> list[float]:
-        return [ours / bare for ours, bare in zip(self.ours_s, self.bare_s, strict=True)]
+        return [ours / bare for ours, bare in self.pairs_s]
 
 
 def compare(layout: str, data: str, num_blocks: int, num_steps: int) -> Comparison:
@@ -79,11 +87,24 @@ def compare(layout: str, data: str, num_blocks: int, num_steps: int) -> Comparis
                     Side(ours, lambda: ours.metrics, ours.program.freeze()),
                     Side(bare, lambda: bare.steps, bare.program.freeze()),
                 )
-                times_s: tuple[list[float], list[float]] = ([], [])
-                for number in range(num_blocks):
-                    for which in (0, 1) if number % 2 else (1, 0):
-                        times_s[which].append(sides[which].block(num_steps))
-                return Comparison(*times_s, len(ours.told("Abort")))
+                pairs_s = take_turns(sides, num_blocks, num_steps)
+                num_aborts = len(ours.told("Abort"))
+    return Comparison(pairs_s, num_blocks - len(pairs_s), num_aborts)
+
+
+def take_turns(
+    sides: tuple[Side, Side], num_blocks: int, num_steps: int
+) -> list[tuple[float, float]]:
+    """Pairs of blocks, without those of which one was too long."""
+    pairs_s = []
+    for number in range(num_blocks):
+        times_s: list[float | None] = [None, None]
+        for which in (0, 1) if number % 2 else (1, 0):
+            times_s[which] = sides[which].block(num_steps)
+        ours_s, bare_s = times_s
+        if ours_s is not None and bare_s is not None:
+            pairs_s.append((ours_s, bare_s))
+    return pairs_s
 
 
 def main() -> int:
@@ -97,13 +118,15 @@ def main() -> int:
     low, high = bootstrap_interval(result.ratios)
     ratio = median(result.ratios)
     rows = [
-        ["ours", f"{median(result.ours_s):.4f}"],
-        ["bare torchrun + FSDP2", f"{median(result.bare_s):.4f}"],
+        ["ours", f"{median(ours for ours, _ in result.pairs_s):.4f}"],
+        ["bare torchrun + FSDP2", f"{median(bare for _, bare in result.pairs_s):.4f}"],
         ["ratio, median of the pairs", f"{ratio:.4f}"],
         ["its 95 % interval", f"{low:.4f} to {high:.4f}"],
     ]
     title = f"byte_lm, {options.layout}, {options.blocks} blocks of {options.steps} steps each"
     show_table(title, ["step", "s"], rows)
+    if result.num_void:
+        console.print(f"{result.num_void} pairs left out: a block took over {LONGEST_BLOCK_S} s")
     if result.num_aborts:
         console.print(f"ours broke off {result.num_aborts} times, as after a stop or a loss")
     return conclude([Must("low end of the ratio's interval", low, 1.02, "")], options.check)

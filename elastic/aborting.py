@@ -6,15 +6,17 @@ to it (DESIGN section 6). If nobody has seen it, the gradients are dropped and t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from elastic.commands import Abort, Command, RecordStep, Settle, StopWorker
 from elastic.events import Quiesced, Settled, WorkerRaised
 from elastic.forming import try_form
-from elastic.phases import Aborting, Ending, Forming, Relaying
-from elastic.recovery import live_covers
+from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
+from elastic.recovery import living
 from elastic.roster import forget
-from elastic.saving import end
-from elastic.state import CoreState
-from elastic.votes import StepRecord, Vote
+from elastic.saving import end, stop, upload_key
+from elastic.state import CoreState, Held
+from elastic.votes import StepRecord
 
 
 def participants(state: CoreState) -> set[str]:
@@ -28,7 +30,7 @@ def participants(state: CoreState) -> set[str]:
 def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[Command]:
     """Break off the generation; its survivors unwind."""
     pending = participants(state)
-    policy = state.policy
+    policy, broken = state.policy, state.phase
     state.num_attempts += 1
     state.last_failure = cause
     phase = Aborting(
@@ -38,6 +40,9 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
         patience=now + policy.collective_timeout_s,
         num_lost=num_lost,
     )
+    if isinstance(broken, Relaying):
+        assignment = broken.attempt.assignment
+        state.also_held = Held(assignment, broken.ready.keys() & set(assignment.members) & pending)
     state.enter(phase)
     if not pending:
         return _conclude(state, now, phase)
@@ -47,17 +52,21 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
     """Sort an exception: a peer's death, a broken device, too little memory, or a bug."""
     failure = Ending("failed", f"{event.worker}: {event.message}", event.traceback)
+    if event.worker not in state.seats:
+        return []
     if event.worker not in state.warm:
         # Before anything has trained it is the program's fault; later, that machine's.
-        if not state.ever_formed:
+        if not state.ever_formed and event.kind != "device":
             state.ending = failure
         return [StopWorker(event.worker, event.message)]
-    if isinstance(state.phase, Aborting) or event.generation != state.generation:
-        # Raised after the abort of its generation: collateral, unless the device is broken.
-        return [StopWorker(event.worker, event.message)] if event.kind == "device" else []
+    commands: list[Command] = []
     if event.kind == "device":
-        return [StopWorker(event.worker, event.message), *abort(state, now, event.message)]
-    commands = abort(state, now, f"{event.worker}: {event.message}")
+        commands.append(StopWorker(event.worker, event.message))
+    elif isinstance(state.phase, Saving) and event.generation == state.generation:
+        return stop(state, f"the last checkpoint could not be written: {failure.reason}")
+    if event.generation != state.generation or not isinstance(state.phase, Breakable):
+        return commands  # collateral of an abort
+    commands += abort(state, now, failure.reason)
     if event.kind in ("memory", "program") and isinstance(state.phase, Aborting):
         state.phase.raised = failure
     return commands
@@ -71,7 +80,8 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
         return []
     phase.pending.discard(event.worker)
     phase.reports[event.worker] = event
-    return [] if phase.pending else _conclude(state, now, phase)
+    commands = _learn(state, event)
+    return commands if phase.pending else commands + _conclude(state, now, phase)
 
 
 def on_settled(state: CoreState, now: float, event: Settled) -> list[Command]:
@@ -81,7 +91,7 @@ def on_settled(state: CoreState, now: float, event: Settled) -> list[Command]:
     if phase.settling is None:
         return []
     phase.pending.discard(event.worker)
-    commands = _record(state, [event.record])
+    commands = _record(state, (event.record,))
     return commands if phase.pending else commands + _go_on(state, now, phase)
 
 
@@ -90,7 +100,7 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
     phase = state.phase
     assert isinstance(phase, Aborting)
     was_expected = worker in phase.pending
-    phase.num_lost += 1
+    phase.num_lost += was_expected or worker in phase.reports
     phase.pending.discard(worker)
     phase.reports.pop(worker, None)
     if phase.pending or not was_expected:
@@ -103,7 +113,7 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
     phase = state.phase
     assert isinstance(phase, Aborting)
     late = sorted(phase.pending)
-    if now < phase.patience and not live_covers(state, without=phase.pending):
+    if now < phase.patience and not living(state, without=phase.pending):
         phase.deadline = phase.patience
         return []
     phase.deadline = phase.patience = float("inf")
@@ -115,23 +125,20 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
 
 
 def _conclude(state: CoreState, now: float, phase: Aborting) -> list[Command]:
-    """All reports are in: take the newest step that anybody saw decided."""
+    """All reports are in: go to the newest step that anybody saw decided."""
     torn = [w for w, report in phase.reports.items() if report.torn]
     commands = _drop(state, now, phase, torn, "an apply broke half-way")
+    vote = state.last_vote
     holders = state.held.holders if state.held else set()
     reports = [phase.reports[w] for w in sorted(phase.reports) if w in holders]
-    records = [record for report in reports for record in report.records]
-    commands += _record(state, sorted(records, key=lambda record: record.step))
-    vote = _newest_vote(state, reports)
-    if vote is None or not reports:
-        return commands + _go_on(state, now, phase)
-    state.last_vote = vote
-    late = [report for report in reports if report.committed_step < vote.step]
+    late = [report for report in reports if vote and report.committed_step < vote.step]
     hopeless = [report.worker for report in late if not report.gradients_complete]
     commands += _drop(state, now, phase, hopeless, "its gradients were lost")
     behind = {report.worker for report in late if report.gradients_complete}
-    if not behind:
+    if vote is None or not behind:
         return commands + _go_on(state, now, phase)
+    # Whoever settles a step does not write a part of it.
+    state.uploads.pop(upload_key(state.generation, vote.step), None)
     phase.settling = vote
     phase.pending = behind
     phase.deadline = phase.patience = now + state.policy.collective_timeout_s
@@ -145,21 +152,24 @@ def _drop(
     for worker in workers:
         forget(state, now, worker, cause)
         del phase.reports[worker]
-        phase.num_lost += 1
     return [StopWorker(worker, cause) for worker in workers]
 
 
-def _newest_vote(state: CoreState, reports: list[Quiesced]) -> Vote | None:
-    seen = [state.last_vote, *(report.vote for report in reports)]
-    return max((vote for vote in seen if vote), key=lambda vote: vote.step, default=None)
+def _learn(state: CoreState, report: Quiesced) -> list[Command]:
+    """What a holder has seen counts, also if he dies before the others have spoken."""
+    if not state.held or report.worker not in state.held.holders:
+        return []
+    if report.vote and (state.last_vote is None or report.vote.step > state.last_vote.step):
+        state.last_vote = report.vote
+    return _record(state, report.records)
 
 
-def _record(state: CoreState, records: list[StepRecord]) -> list[Command]:
+def _record(state: CoreState, records: Iterable[StepRecord]) -> list[Command]:
     """The lines of steps that no report had told of yet, in order and without a gap."""
     commands: list[Command] = []
     for record in records:
         if record.step == state.committed_step + 1:
-            state.committed_step += 1
+            state.commit(record.step)
             commands.append(RecordStep(record))
     return commands
 
@@ -167,6 +177,8 @@ def _record(state: CoreState, records: list[StepRecord]) -> list[Command]:
 def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
     if phase.raised and not phase.num_lost:
         state.ending = state.ending or phase.raised
+    elif state.committed_step >= state.job.steps and living(state):
+        state.ending = state.ending or Ending("completed")
     elif state.num_attempts >= state.policy.max_attempts:
         reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"
         state.ending = state.ending or Ending("failed", reason)

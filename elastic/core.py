@@ -7,7 +7,7 @@ for by itself: form, pause, start workers.
 
 from __future__ import annotations
 
-from math import isfinite
+from math import inf, isfinite
 from typing import assert_never
 
 from elastic import aborting, forming, roster, running, saving
@@ -39,6 +39,7 @@ from elastic.events import (
 )
 from elastic.phases import (
     Aborting,
+    Breakable,
     Ending,
     Forming,
     Pausing,
@@ -48,6 +49,7 @@ from elastic.phases import (
     Stopped,
     Waiting,
 )
+from elastic.recovery import living
 from elastic.state import CoreState
 
 
@@ -70,7 +72,7 @@ class Core:
         times = [roster.start_deadline(state)]
         match phase:
             case Waiting():
-                times += [forming.patience_deadline(state, phase)]
+                times += [inf if phase.until is None else phase.until]
             case Running():
                 times += [running.hang_deadline(state, phase), running.growth_deadline(state)]
             case Pausing():
@@ -101,7 +103,7 @@ class Core:
             case WorkerSuspected():
                 return self._suspect(now, event)
             case WorkerLeaving() | NodeDraining():
-                roster.mark_leaving(state, event)
+                return self._let_go(event)
             case WorkerRaised():
                 return aborting.on_raised(state, now, event)
             case StopRequested():
@@ -147,7 +149,7 @@ class Core:
             case Settled():
                 return aborting.on_settled(state, now, event)
             case PartWritten():
-                return saving.on_part_written(state, event)
+                saving.on_part_written(state, event)
             case PartFailed():
                 return saving.on_part_failed(state, now, event)
             case Checkpointed():
@@ -186,10 +188,24 @@ class Core:
             case Aborting():
                 return aborting.on_lost(state, now, event.worker)
             case Saving() if concerned:
-                return saving.end(state, now)
+                return self._save_anew(now)
             case Forming() | Relaying() | Running() | Pausing() if concerned:
                 return aborting.abort(state, now, f"{event.worker}: {event.cause}", num_lost=1)
         return []
+
+    def _save_anew(self, now: float) -> list[Command]:
+        """A writer of the last checkpoint is gone. A complete run that is lost goes back."""
+        state = self.state
+        if state.ending == Ending("completed") and not living(state):
+            state.ending = None
+            return forming.try_form(state, now)
+        return saving.end(state, now)
+
+    def _let_go(self, event: WorkerLeaving | NodeDraining) -> list[Command]:
+        """Members go at the next boundary, those who do nothing at once."""
+        leavers = roster.mark_leaving(self.state, event)
+        busy = aborting.participants(self.state)
+        return [StopWorker(w, "it leaves by plan") for w in leavers if w not in busy]
 
     def _suspect(self, now: float, event: WorkerSuspected) -> list[Command]:
         state = self.state
@@ -197,8 +213,10 @@ class Core:
             return []
         if event.worker not in aborting.participants(state):
             return [StopWorker(event.worker, event.cause)]
-        if isinstance(state.phase, Forming | Relaying | Running | Pausing):
+        if isinstance(state.phase, Breakable):
             return aborting.abort(state, now, f"{event.worker}: {event.cause}")
+        if isinstance(state.phase, Saving) and living(state, without={event.worker}):
+            return [StopWorker(event.worker, event.cause)]
         return []
 
     def _wake(self, now: float) -> list[Command]:
@@ -213,11 +231,11 @@ class Core:
             case Aborting() if now >= phase.deadline:
                 return aborting.on_deadline(state, now)
             case Saving() if now >= phase.deadline:
-                return saving.stop(state, "the last checkpoint took too long")
+                return saving.on_deadline(state, now)
         return []
 
     def _follow_up(self, now: float) -> list[Command]:
-        state, commands = self.state, []
+        state, commands = self.state, saving.publish_whole(self.state)
         if isinstance(state.phase, Waiting):
             commands += saving.end(state, now) if state.ending else forming.try_form(state, now)
         elif isinstance(state.phase, Running):

@@ -17,23 +17,26 @@ from elastic.commands import (
 )
 from elastic.events import GroupFormed, StateReady
 from elastic.infeasible import Infeasible
-from elastic.phases import Attempt, Ending, Forming, Relaying, Running, Waiting
-from elastic.recovery import Source, choose_source
+from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
+from elastic.recovery import choose_source, living
+from elastic.saving import end
 from elastic.state import CoreState, Held
 from elastic.transfers import Relayout as RelayoutPlan
 
 
 def try_form(state: CoreState, now: float) -> list[Command]:
     """Form the next generation if enough workers are there; else wait, with the reason."""
-    reason = _not_yet(state, now)
-    if reason:
-        return wait(state, now, reason)
+    lacking = _lacking(state)
+    if lacking:
+        return wait(state, now, lacking)
+    until = _patience_until(state)
+    if until is not None and now < until:
+        reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
+        return wait(state, now, reason, until)
     source = choose_source(state)
-    assignment = _assign(state, source)
+    assignment = next_assignment(state, source.old)
     if isinstance(assignment, Infeasible):
-        if state.num_staying() >= state.policy.max_workers:
-            state.ending = Ending("user_error", assignment.reason)
-        return wait(state, now, assignment.reason)
+        return _refuse(state, now, assignment)
     state.generation = assignment.generation
     commands: list[Command] = []
     if source.step < state.committed_step:
@@ -41,6 +44,11 @@ def try_form(state: CoreState, now: float) -> list[Command]:
             RolledBack(state.generation, source.step, state.committed_step, source.kind)
         )
         _fall_back(state, source.step)
+    # With this order the workers forget whatever they hold under any other assignment.
+    state.held = Held(source.old, set(source.holders)) if source.old else None
+    state.also_held = None
+    if source.old is None:
+        state.uploads.clear()  # of steps that will be redone, and their bits will differ
     plan = RelayoutPlan(
         state.history, source.step, source.old, assignment, tuple(sorted(source.holders))
     )
@@ -52,15 +60,24 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     return [*commands, form]
 
 
-def wait(state: CoreState, now: float, reason: str) -> list[Command]:
+def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
+    """Wait for more workers; if all are there, what was asked for cannot be had."""
+    commands = wait(state, now, refusal.reason)
+    if state.num_staying() < state.policy.max_workers:
+        return commands
+    state.ending = Ending("user_error", refusal.reason)
+    return commands + end(state, now)
+
+
+def wait(state: CoreState, now: float, reason: str, until: float | None = None) -> list[Command]:
     """Stay in, or go to, Waiting; a new reason is told once."""
-    if isinstance(state.phase, Waiting):
-        if state.phase.reason == reason:
-            return []
-        state.phase.reason = reason
-    else:
-        state.enter(Waiting(reason, now))
-    return [Waited(reason)]
+    phase = state.phase
+    if not isinstance(phase, Waiting):
+        state.enter(Waiting(reason, now, until))
+        return [Waited(reason)]
+    is_new = phase.reason != reason
+    phase.reason, phase.until = reason, until
+    return [Waited(reason)] if is_new else []
 
 
 def on_group_formed(state: CoreState, now: float, event: GroupFormed) -> list[Command]:
@@ -80,7 +97,11 @@ def on_group_formed(state: CoreState, now: float, event: GroupFormed) -> list[Co
 def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Command]:
     """Resume only after all groups are formed and all state is acknowledged (invariant 7)."""
     phase = state.phase
-    if not isinstance(phase, Relaying) or event.generation != state.generation:
+    if event.generation != state.generation:
+        return []
+    if isinstance(phase, Aborting):
+        _note_arrival(state, phase, event)
+    if not isinstance(phase, Relaying):
         return []
     phase.pending.discard(event.worker)
     phase.ready[event.worker] = event
@@ -89,9 +110,18 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
     return _resume(state, now, phase)
 
 
+def _note_arrival(state: CoreState, phase: Aborting, event: StateReady) -> None:
+    """The re-layout is broken off, but this part of it is there."""
+    held = state.also_held
+    if held and held.assignment.generation == event.generation and event.worker in phase.pending:
+        held.holders.add(event.worker)
+
+
 def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     attempt = phase.attempt
     members = attempt.assignment.members
+    if state.held:
+        state.also_held = Held(state.held.assignment, state.held.holders.intersection(members))
     state.held = Held(attempt.assignment, set(members))
     spares = state.warm - state.leaving - set(members)
     state.spare_since = now if spares else None
@@ -118,40 +148,12 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     return [relaid, resume, *(StopWorker(worker, "it leaves by plan") for worker in leavers)]
 
 
-def patience_deadline(state: CoreState, phase: Waiting) -> float:
-    """When waiting for more than the minimum ends."""
-    if state.num_staying() < state.policy.min_workers or not state.store_port:
-        return float("inf")
-    if not state.ever_formed:
-        return phase.since + state.policy.start_timeout_s
-    return (state.spare_since or phase.since) + state.policy.growth_settle_s
-
-
-def _not_yet(state: CoreState, now: float) -> str:
-    num_staying, policy = state.num_staying(), state.policy
-    if not state.store_port:
-        return "the store is starting"
-    if num_staying < policy.min_workers:
-        return f"{num_staying} of at least {policy.min_workers} workers are ready"
-    if num_staying >= policy.max_workers or not _others_are_coming(state, now):
-        return ""
-    return f"{num_staying} of {policy.max_workers} workers are ready"
-
-
-def _others_are_coming(state: CoreState, now: float) -> bool:
-    """Whether waiting for more than the minimum is still worth it."""
-    phase = state.phase
-    if not isinstance(phase, Waiting):
-        return False
-    all_warm = state.ever_formed and len(state.seats) == len(state.warm)
-    return not all_warm and now < patience_deadline(state, phase)
-
-
-def _assign(state: CoreState, source: Source) -> Assignment | Infeasible:
+def next_assignment(state: CoreState, previous: Assignment | None) -> Assignment | Infeasible:
+    """Who would train in the next generation, with the state where it lies now."""
     staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
     memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
     return assign(
-        source.old,
+        previous,
         tuple(staying),
         generation=state.generation + 1,
         wish=state.wish,
@@ -162,10 +164,33 @@ def _assign(state: CoreState, source: Source) -> Assignment | Infeasible:
     )
 
 
+def _lacking(state: CoreState) -> str:
+    """Without what nothing can be formed."""
+    num_staying, num_wanted = state.num_staying(), state.policy.min_workers
+    if not state.store_port:
+        return "the store is starting"
+    if num_staying < num_wanted:
+        return f"{num_staying} of at least {num_wanted} workers are ready"
+    if any(upload.is_published for upload in state.uploads.values()) and not living(state):
+        return "a newer checkpoint is about to become visible"
+    return ""
+
+
+def _patience_until(state: CoreState) -> float | None:
+    """Until when waiting for more than the minimum is worth it, if at all."""
+    phase, policy = state.phase, state.policy
+    if not isinstance(phase, Waiting) or state.num_staying() >= policy.max_workers:
+        return None
+    if not state.ever_formed:
+        return phase.since + policy.start_timeout_s
+    if len(state.seats) == len(state.warm):
+        return None
+    return (state.spare_since or phase.since) + policy.growth_settle_s
+
+
 def _fall_back(state: CoreState, step: int) -> None:
-    """All later steps are void, uploads in flight included: their bits will differ."""
+    """All later steps are void."""
     state.history = state.generation
     state.committed_step = step
     state.evaluated_step = min(state.evaluated_step, step)
     state.last_vote = None
-    state.uploads.clear()

@@ -25,6 +25,8 @@ class Waiting:
 
     reason: str
     since: float
+    until: float | None = None
+    """When to go on with those who are there, if nobody else comes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,9 @@ class Aborting:
 
 @dataclass(slots=True)
 class Saving:
-    """The last checkpoint is being written."""
+    """The last checkpoint is being written, under this number."""
 
     generation: int
-    pending: set[str]
     deadline: float
 
 
@@ -107,6 +108,9 @@ class Stopped:
 
 
 Phase = Waiting | Forming | Relaying | Running | Pausing | Aborting | Saving | Stopped
+
+Breakable = Forming | Relaying | Running | Pausing
+"""The phases in which workers act together, so that one who fails fails all."""
 
 TRANSITIONS: dict[type, tuple[tuple[type, str], ...]] = {
     Waiting: (
@@ -141,6 +145,8 @@ TRANSITIONS: dict[type, tuple[tuple[type, str], ...]] = {
     ),
     Saving: (
         (Saving, "a writer was lost, the others cover"),
+        (Forming, "complete, but lost before it was saved"),
+        (Waiting, "the same, and too few are left"),
         (Stopped, "saved, or cannot be"),
     ),
     Stopped: (),

@@ -15,13 +15,15 @@ class Policy:
     """A run starts with all its workers, or after this long with at least the minimum."""
     quiesce_deadline_s: float = 0.3
     """After an abort, a worker that is not needed for the state gets this long to unwind."""
-    collective_timeout_s: float = 30.0
+    collective_timeout_s: float = 300.0
     """What every process group has; also the patience with a worker that is needed."""
     form_timeout_s: float = 30.0
     relayout_timeout_s: float = 600.0
     hang_timeout_s: float = 60.0
     hang_factor: float = 10.0
     """No progress for `max(hang_timeout_s, hang_factor x median step)` is a hang."""
+    first_step_timeout_s: float = 600.0
+    """The same before any step has committed: the first one may have to compile."""
     growth_settle_s: float = 2.0
     """How long a ready joiner waits for others that are still warming up."""
     save_timeout_s: float = 300.0

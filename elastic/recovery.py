@@ -34,48 +34,50 @@ class Source:
 
 def choose_source(state: CoreState) -> Source:
     """What the next generation is made from."""
-    layout = state.held.assignment.layout if state.held else Layout()
-    choice = choose(any_state(layout), _holdings(state))
+    held = living(state)
+    layout = held.assignment.layout if held else Layout()
+    choice = choose(any_state(layout), _holdings(state, held))
     assert not isinstance(choice, Infeasible), "the initial state is always there"
-    return _source(state, choice)
+    return _source(held, choice)
 
 
-def live_covers(state: CoreState, without: Set[str] = frozenset()) -> bool:
-    """Whether the living holders, less some, have all of the state between them."""
-    held = state.held
-    if held is None:
-        return False
+def living(state: CoreState, without: Set[str] = frozenset()) -> Held | None:
+    """The live holdings that have all of the state between them, also without some workers."""
+    return next((held for held in state.holdings() if _covers(held, without)), None)
+
+
+def _covers(held: Held, without: Set[str]) -> bool:
     layout = held.assignment.layout
-    ranks = [rank for rank, worker in _living(held) if worker not in without]
+    ranks = [rank for rank, worker in _holders(held) if worker not in without]
     return uncovered(any_state(layout), layout, ranks) is None
 
 
-def _source(state: CoreState, choice: Choice) -> Source:
+def _source(held: Held | None, choice: Choice) -> Source:
     match choice.tier:
         case Tier.LIVE:
-            assert state.held is not None
+            assert held is not None
             holders = frozenset(holding.holder for holding in choice.holdings)
-            return Source("live", choice.step, state.held.assignment, holders)
+            return Source("live", choice.step, held.assignment, holders)
         case Tier.CHECKPOINT:
             return Source("checkpoint", choice.step, path=choice.holdings[0].holder)
         case _:
             return Source("initial", choice.step)
 
 
-def _holdings(state: CoreState) -> Iterator[Holding]:
+def _holdings(state: CoreState, held: Held | None) -> Iterator[Holding]:
     yield Holding("anybody", Tier.INITIAL, 0, INITIAL_STEP, 0)
     if state.saved:
         saved = state.saved
         yield Holding(saved.path, Tier.CHECKPOINT, state.history, saved.step, saved.generation)
-    if state.held:
-        layout, generation = state.held.assignment.layout, state.held.assignment.generation
+    if held:
+        layout, generation = held.assignment.layout, held.assignment.generation
         step, history = state.committed_step, state.history
-        for rank, worker in _living(state.held):
+        for rank, worker in _holders(held):
             place = layout.coordinates(rank)
             yield Holding(worker, Tier.LIVE, history, step, generation, layout, place)
 
 
-def _living(held: Held) -> Iterator[tuple[int, str]]:
+def _holders(held: Held) -> Iterator[tuple[int, str]]:
     for rank, worker in enumerate(held.assignment.members):
         if worker in held.holders:
             yield rank, worker

@@ -8,6 +8,7 @@ from elastic.phases import Ending, Running, Waiting
 from elastic.state import CoreState, Seat
 
 MAX_BACKOFF_S = 60.0
+MAX_DOUBLINGS = 16
 
 
 def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
@@ -15,6 +16,8 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
 
     One that runs other sources than the first is turned away before a byte reaches it.
     """
+    if event.worker not in state.seats:
+        return []  # its loss was told first
     if state.digest not in (None, event.digest):
         return _turn_away(state, now, event)
     state.digest = event.digest
@@ -33,24 +36,25 @@ def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
     """A worker is gone: whatever it held or was writing is gone too."""
     if worker not in state.seats:
         return
-    if worker not in state.warm:
+    if worker not in state.warm | state.leaving:
         _count_start_failure(state, now, cause)
     del state.seats[worker]
     state.warm.discard(worker)
     state.leaving.discard(worker)
-    if state.held:
-        state.held.holders.discard(worker)
+    for held in state.holdings():
+        held.holders.discard(worker)
     for key in [k for k, upload in state.uploads.items() if worker in upload.pending]:
         del state.uploads[key]
 
 
-def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> None:
+def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> list[str]:
     """These workers shall hold no rank any more from the next boundary on."""
     if isinstance(event, WorkerLeaving):
         leavers = [event.worker] if event.worker in state.seats else []
     else:
         leavers = [w for w, seat in state.seats.items() if seat.node == event.node]
     state.leaving.update(leavers)
+    return leavers
 
 
 def start_missing(state: CoreState, now: float) -> list[Command]:
@@ -96,7 +100,8 @@ def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command
 
 def _count_start_failure(state: CoreState, now: float, cause: str) -> None:
     state.num_start_failures += 1
-    backoff_s = state.policy.restart_backoff_s * 2 ** (state.num_start_failures - 1)
+    num_doublings = min(state.num_start_failures - 1, MAX_DOUBLINGS)
+    backoff_s = state.policy.restart_backoff_s * 2**num_doublings
     state.no_start_before = now + min(backoff_s, MAX_BACKOFF_S)
     if state.num_start_failures >= state.policy.max_start_failures and not state.ever_ready:
         state.ending = Ending("failed", f"workers die while they start: {cause}")

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from elastic.aborting import abort
-from elastic.assigning import assign
 from elastic.assignment import Assignment
 from elastic.commands import Command, Pause, RecordStep
 from elastic.events import Evaluated, Paused, Progressed, StepCommitted
-from elastic.forming import try_form
+from elastic.forming import next_assignment, try_form
 from elastic.phases import Ending, Pausing, Running
 from elastic.saving import end, expect_parts
 from elastic.state import CoreState
@@ -20,11 +19,10 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     if event.generation != state.generation or record.step <= state.committed_step:
         return []
     if record.step > state.committed_step + 1:
-        # A report was lost; the workers' own records, handed over when they unwind, fill the gap.
-        return abort(state, now, f"no report of step {state.committed_step + 1} has come")
-    state.committed_step = record.step
+        state.last_vote = event.vote
+        return _close_gap(state, now)
+    state.commit(record.step)
     state.last_vote = event.vote
-    state.num_attempts = 0
     state.recent_step_s = [*state.recent_step_s[1 - NUM_RECENT_STEPS :], record.step_s]
     _progress(state, now)
     if isinstance(state.phase, Running):
@@ -56,6 +54,8 @@ def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
     phase.pending.discard(event.worker)
     if phase.pending:
         return []
+    if state.committed_step < event.step:
+        return _close_gap(state, now)
     if state.committed_step >= state.job.steps:
         state.ending = state.ending or Ending("completed")
     return end(state, now) if state.ending else try_form(state, now)
@@ -92,6 +92,13 @@ def growth_deadline(state: CoreState) -> float:
     return state.spare_since + state.policy.growth_settle_s
 
 
+def _close_gap(state: CoreState, now: float) -> list[Command]:
+    """A report was lost; the workers' own records, handed over when they unwind, fill the gap."""
+    if not isinstance(state.phase, Running | Pausing):
+        return []
+    return abort(state, now, f"no report of step {state.committed_step + 1} has come")
+
+
 def _may_grow(state: CoreState, now: float) -> bool:
     all_warm = len(state.seats) == len(state.warm)
     return all_warm or now >= growth_deadline(state)
@@ -100,20 +107,8 @@ def _may_grow(state: CoreState, now: float) -> bool:
 def _growth_helps(state: CoreState) -> bool:
     """Whether an assignment with the spares would train on more workers than now."""
     assert state.held is not None
-    staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
-    wider = assign(
-        state.held.assignment,
-        tuple(staying),
-        generation=state.generation + 1,
-        wish=state.wish,
-        topology=staying,
-        job=state.job,
-        memory_bytes=None,
-        snapshots_cover=False,
-    )
-    if not isinstance(wider, Assignment):
-        return False
-    return wider.layout.num_workers > len(state.members())
+    wider = next_assignment(state, state.held.assignment)
+    return isinstance(wider, Assignment) and len(wider.members) > len(state.members())
 
 
 def _progress(state: CoreState, now: float) -> None:

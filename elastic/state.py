@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from elastic.assignment import Assignment
 from elastic.events import Saved
 from elastic.phases import Ending, Phase, Waiting, may_follow
-from elastic.seating import Place
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.seating import Place
 from elastic.votes import Vote
 
 
@@ -44,6 +44,7 @@ class Upload:
     generation: int
     pending: set[str]
     files: dict[str, int] = field(default_factory=dict)
+    is_published: bool = False
 
 
 @dataclass(slots=True)
@@ -80,6 +81,9 @@ class CoreState:
     store_host: str = ""
     store_port: int = 0
     held: Held | None = None
+    also_held: Held | None = None
+    """The same step under another assignment: the one before, until a step commits under the
+    new one; or the one to which a broken re-layout was going."""
     saved: Saved | None = None
     uploads: dict[str, Upload] = field(default_factory=dict)
 
@@ -87,6 +91,16 @@ class CoreState:
         """Change the phase; the table of transitions must allow it."""
         assert may_follow(self.phase, phase), f"{self.phase} may not lead to {phase}"
         self.phase = phase
+
+    def commit(self, step: int) -> None:
+        """One more step stands; what still lies elsewhere is of the step before."""
+        self.committed_step = step
+        self.also_held = None
+        self.num_attempts = 0
+
+    def holdings(self) -> list[Held]:
+        """The live state under each assignment under which some of it lies."""
+        return [held for held in (self.held, self.also_held) if held]
 
     def num_staying(self) -> int:
         """Warm workers that are not about to leave."""

@@ -62,7 +62,6 @@ class Checks:
         self._ready: set[tuple[str, int]] = set()
         self._form: Form | None = None
         self._old_reports: list[Event] = []
-        self._wanted_steps = 0
 
     def note_fault(self, now: float) -> None:
         self._well_at = max(self._well_at, now)
@@ -123,7 +122,8 @@ class Checks:
         assert again == form.assignment, "invariant 2: the order of arrival decides"
 
     def _check_resume(self, resume: Resume) -> None:
-        assert self._form and resume.generation == self._form.generation
+        assert self._form, "invariant 7: resumed what was never formed"
+        assert resume.generation == self._form.generation, "invariant 6: resumed an older one"
         everyone = {(worker, resume.generation) for worker in self._form.plan.participants}
         assert everyone <= self._formed, "invariant 7: resumed before all groups were formed"
         assert everyone <= self._ready, "invariant 7: resumed before all state was there"

@@ -140,7 +140,7 @@ class World:
         worker.die()
         self.around.meetings.break_connections(worker.name)
         self.links[worker.name].cut = self.random.random() < 0.3
-        told_after_s = told_after_s or self.random.uniform(0.005, 0.06)
+        told_after_s = told_after_s or self.random.uniform(0.0005, 0.06)
         self.timeline.after(told_after_s, partial(self.shell.post, WorkerLost(worker.name, cause)))
         if told_after_s > 1.0:
             self.suspect_later(worker)

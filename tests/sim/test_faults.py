@@ -1,0 +1,33 @@
+"""The real core in a world of crashes, hangs, losses and restarts; invariants after each event.
+
+A run that fails tells its seed and what happened; put the seed into `seeds.py`. To see one:
+`python -c "from sim.simulation import *; print(trace(simulate(drawn(SEED))))"` in `tests/`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from sim.scenario import drawn
+from sim.seeds import KEPT
+from sim.simulation import simulate
+
+NUM_SEEDS = 300
+NUM_SEEDS_SLOW = 12_000
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 50))
+def test_runs_survive_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn(seed))
+
+
+@pytest.mark.parametrize("seed", KEPT)
+def test_what_was_found_once_is_not_found_again(seed: int) -> None:
+    simulate(drawn(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SEEDS + NUM_SEEDS_SLOW, 1000))
+def test_many_more(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn(seed))

@@ -1,0 +1,92 @@
+"""Ten thousand workers: the core alone must not be what a recovery waits for."""
+
+from __future__ import annotations
+
+from time import process_time
+
+from elastic.commands import Abort, Command, Form, Relayout, Resume, StartWorkers
+from elastic.core import Core
+from elastic.events import (
+    Event,
+    GroupFormed,
+    Quiesced,
+    RunOpened,
+    StateReady,
+    StepCommitted,
+    StoreReady,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.phases import Running
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.votes import StepRecord, Vote
+
+NUM_WORKERS = 10_000
+WORKERS_PER_NODE = 8
+
+
+class Crowd:
+    """All workers answer every command at once."""
+
+    def __init__(self) -> None:
+        self.core = Core()
+        self.now = 0.0
+
+    def tell(self, event: Event) -> None:
+        """One event, and all that follows from it."""
+        waiting: list[Event] = [event]
+        while waiting:
+            answers: list[Event] = []
+            for told in waiting:
+                self.now += 1e-6
+                for command in self.core.step(self.now, told):
+                    answers += self._answers(command)
+            waiting = answers
+
+    def _answers(self, command: Command) -> list[Event]:
+        match command:
+            case StartWorkers():
+                names = command.workers
+                return [
+                    WorkerReady(name, f"node{int(name[1:]) // WORKERS_PER_NODE}", 1)
+                    for name in names
+                ]
+            case Form():
+                people = command.plan.participants
+                return [GroupFormed(name, command.generation) for name in people]
+            case Relayout():
+                people, generation = command.workers, command.generation
+                return [StateReady(name, generation, 0, 0, 0.0, 1, 1, 2) for name in people]
+            case Abort():
+                step = self.core.state.committed_step
+                people, generation = command.workers, command.generation
+                return [Quiesced(name, generation, step) for name in people]
+            case Resume():
+                step, generation = command.step + 1, command.generation
+                record = StepRecord(0.0, step, generation, 1, 1.0, 1, 0.1, 1.0, 0.5, False)
+                return [StepCommitted(generation, record, Vote(step, 1.0, 1, 1.0, 1))]
+        return []
+
+
+def test_ten_thousand_start_and_lose_one() -> None:
+    crowd = Crowd()
+    began = process_time()
+    policy = Policy(NUM_WORKERS // 2, NUM_WORKERS)
+    job = Job(num_microbatches=NUM_WORKERS, steps=1000)
+    crowd.tell(RunOpened(1, policy, Wish.parse("pp=4,tp=8", NUM_WORKERS), job))
+    crowd.tell(StoreReady("host", 1))
+    state = crowd.core.state
+    assert isinstance(state.phase, Running)
+    before = state.members()
+    assert len(before) == NUM_WORKERS // 32 * 32
+
+    crowd.tell(WorkerLost(before[1234], "killed"))
+    assert isinstance(state.phase, Running)
+    assert (state.generation, state.committed_step) == (2, 2)
+    after = state.members()
+    assert before[1234] not in after
+    assert len(after) == len(before)
+    moved = sum(old != new for old, new in zip(before, after, strict=True))
+    assert moved <= WORKERS_PER_NODE, "who could stay did not"
+    assert process_time() - began < 4.0

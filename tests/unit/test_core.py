@@ -1,0 +1,128 @@
+"""Single decisions of the core that no scenario file tells of."""
+
+from __future__ import annotations
+
+from elastic.commands import Command, StartStore, StartWorkers, Stopped, StopWorker
+from elastic.core import Core
+from elastic.events import (
+    Event,
+    NodeDraining,
+    RunOpened,
+    StopRequested,
+    StoreReady,
+    Woke,
+    WorkerLeaving,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+)
+from elastic.phases import Forming
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+
+
+def opened(min_workers: int = 2, max_workers: int = 2, **policy: float) -> Core:
+    """A run whose store is up and whose workers are starting."""
+    core = Core()
+    rules = Policy(min_workers, max_workers, **policy)  # type: ignore[arg-type]
+    core.step(0.0, RunOpened(1, rules, Wish(max_workers=max_workers), Job(8, steps=10)))
+    core.step(0.0, StoreReady("host", 1))
+    return core
+
+
+def told(core: Core, *events: Event, now: float = 1.0) -> list[Command]:
+    return [command for event in events for command in core.step(now, event)]
+
+
+def ready(worker: str, digest: str = "same") -> WorkerReady:
+    return WorkerReady(worker, "node", 1, digest=digest)
+
+
+def test_opening_starts_the_store_and_all_workers() -> None:
+    opening = RunOpened(1, Policy(1, 2), Wish(), Job(8, steps=10))
+    commands = Core().step(0.0, opening)
+    assert StartStore() in commands
+    assert StartWorkers(("w0", "w1")) in commands
+
+
+def test_a_stopped_run_says_nothing_more() -> None:
+    core = opened()
+    (stopped,) = told(core, StopRequested("SIGTERM"))
+    assert stopped == Stopped("interrupted", 0, "SIGTERM")
+    assert told(core, ready("w0"), ready("w1"), Woke()) == []
+    assert core.next_deadline() is None
+
+
+def test_a_worker_whose_loss_was_told_first_is_not_welcome() -> None:
+    core = opened()
+    told(core, WorkerLost("w0", "killed"), ready("w0"))
+    assert core.state.warm == set()
+    assert "w0" not in core.state.seats
+
+
+def test_a_worker_that_keeps_dying_is_started_ever_more_slowly_but_for_ever() -> None:
+    core = opened()
+    told(core, ready("w0"))
+    now, pauses, worker = 1.0, [], "w1"
+    for _ in range(1100):
+        told(core, WorkerLost(worker, "no such file"), now=now)
+        woken = core.next_deadline()
+        assert woken is not None
+        pauses.append(woken - now)
+        now = woken
+        (start,) = told(core, Woke(), now=now)
+        assert isinstance(start, StartWorkers)
+        (worker,) = start.workers
+    assert pauses[:4] == [1.0, 2.0, 4.0, 8.0]
+    assert max(pauses) == 60.0
+    assert core.state.ending is None
+
+
+def test_other_sources_are_turned_away() -> None:
+    core = opened()
+    commands = told(core, ready("w0"), ready("w1", digest="other"))
+    assert commands[-2:-1] == [StopWorker("w1", commands[-2].cause)]  # type: ignore[attr-defined]
+    assert isinstance(commands[-1], Stopped)
+    assert commands[-1].outcome == "user_error"
+    assert "w1 on node runs other sources" in commands[-1].reason
+
+
+def test_other_sources_do_not_end_a_run_that_trains() -> None:
+    core = opened(1, 2)
+    told(core, ready("w0"), now=1.0)
+    told(core, Woke(), now=100.0)
+    assert isinstance(core.state.phase, Forming)
+    (stop,) = told(core, ready("w1", digest="other"), now=100.0)
+    assert isinstance(stop, StopWorker)
+    assert core.state.ending is None
+
+
+def test_a_broken_device_at_the_start_is_that_machines_fault() -> None:
+    core = opened()
+    broken = WorkerRaised("w0", 0, "device", "CUDA error: no such device")
+    assert told(core, broken) == [StopWorker("w0", broken.message)]
+    assert core.state.ending is None
+
+
+def test_an_exception_of_one_who_is_gone_means_nothing() -> None:
+    core = opened()
+    told(core, WorkerLost("w0", "killed"))
+    assert told(core, WorkerRaised("w0", 0, "program", "late")) == []
+    assert core.state.ending is None
+
+
+def test_one_who_leaves_while_it_starts_is_no_failed_start() -> None:
+    core = opened()
+    assert told(core, WorkerLeaving("w0", "asked to")) == [
+        StopWorker("w0", "it leaves by plan"),
+        StartWorkers(("w2",)),
+    ]
+    told(core, WorkerLost("w0", "stopped"))
+    assert core.state.num_start_failures == 0
+
+
+def test_a_draining_node_takes_only_its_own_workers() -> None:
+    core = opened(1, 3)
+    told(core, ready("w0"), WorkerReady("w1", "spot", 2, digest="same"))
+    told(core, NodeDraining("spot", 100.0))
+    assert core.state.leaving == {"w1"}
