@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from elastic.assignment import Assignment
 from elastic.events import Saved
 from elastic.phases import Ending, Phase, Waiting, may_follow
-from elastic.seating import Place
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.seating import Place
 from elastic.votes import Vote
 
 
