@@ -14,10 +14,10 @@ from rich.console import Console
 from actors.errors import ControllerLost, RunTaken
 from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
 from actors.ray_controller import Progress
-from pipelines.display import Display
 from pipelines.errors import UserError
 from pipelines.plan import Asked, Plan, make_plan
 from pipelines.run_folder import Tail
+from pipelines.view.display import Display
 
 NAMESPACE = "elastic"
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from actors.program import Groups
 from elastic.regions import Region
 from elastic.specs import TensorSpec
-from pipelines.checkpoint import read_regions, write_part
-from pipelines.language_model import LanguageModelWorkload, open_samples
-from pipelines.mlp import MlpWorkload
-from pipelines.replica import DataParallelReplica
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
-from pipelines.state import initial_value, state_specs
-from pipelines.warm_up import warm_up
-from pipelines.workload import Workload
+from pipelines.training.checkpoint import read_regions, write_part
+from pipelines.training.language_model import LanguageModelWorkload, open_samples
+from pipelines.training.mlp import MlpWorkload
+from pipelines.training.replica import DataParallelReplica
+from pipelines.training.state import initial_value, state_specs
+from pipelines.training.warm_up import warm_up
+from pipelines.training.workload import Workload
 
 
 class TrainingProgram:
@@ -40,11 +40,11 @@ class TrainingProgram:
         self.workload = make_workload(self.settings, data_folder)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Every logical tensor of the state; see `pipelines.state.state_specs`."""
+        """Every logical tensor of the state; see `pipelines.training.state.state_specs`."""
         return state_specs(self.workload, self.settings)
 
     def warm_up(self) -> None:
-        """One throw-away build and step; see `pipelines.warm_up`."""
+        """One throw-away build and step; see `pipelines.training.warm_up`."""
         warm_up(self.workload, self.settings, self.device)
 
     def build(self, groups: Groups) -> DataParallelReplica:
@@ -56,11 +56,11 @@ class TrainingProgram:
         return initial_value(self.workload, self.settings, spec, region).to(self.device)
 
     def write_part(self, file: Path, parts: Mapping[str, tuple[Region, Tensor]]) -> None:
-        """Write one worker's regions of a checkpoint; see `pipelines.checkpoint`."""
+        """Write one worker's regions of a checkpoint; see `pipelines.training.checkpoint`."""
         write_part(file, parts)
 
     def read_regions(self, folder: Path, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
-        """Read regions from a checkpoint; see `pipelines.checkpoint`."""
+        """Read regions from a checkpoint; see `pipelines.training.checkpoint`."""
         return read_regions(folder, wanted)
 
 

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from elastic.layout import Layout
 from elastic.samples import batch_ids, sample_of
-from pipelines.optimizer import learning_rate
 from pipelines.program import make_workload
 from pipelines.settings import TrainSettings
-from pipelines.workload import Workload
+from pipelines.training.optimizer import learning_rate
+from pipelines.training.workload import Workload
 
 
 def shard(module: torch.nn.Module, workload: Workload, mesh: DeviceMesh) -> FSDPModule:

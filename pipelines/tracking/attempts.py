@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from pipelines.wording import shortened
+from pipelines.view.wording import shortened
 
 CREDENTIALS = re.compile(r"//[^/@\s]+@")
 

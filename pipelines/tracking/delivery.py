@@ -14,12 +14,12 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH
 
-from pipelines.history import History
 from pipelines.run_folder import RunFolder, Tail
 from pipelines.tracking.delivered import Delivered
 from pipelines.tracking.report import tags, write_files
 from pipelines.tracking.rows import happening_metrics, params, step_metrics, system_metrics
 from pipelines.tracking.store import connect, drop_twins, open_run
+from pipelines.view.history import History
 
 BLOCK_BYTES = 1 << 15
 """About as many lines as fill one batch of metrics."""

@@ -10,11 +10,11 @@ from typing import Any
 
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_RUN_NOTE
 
-from pipelines.history import History
-from pipelines.membership import Happening
 from pipelines.run_folder import RunFolder
-from pipelines.timeline import render
-from pipelines.wording import shortened
+from pipelines.view.history import History
+from pipelines.view.membership import Happening
+from pipelines.view.timeline import render
+from pipelines.view.wording import shortened
 
 EVENTS_FILE = "events.json"
 NUM_NOTED = 20

@@ -13,8 +13,8 @@ from typing import Any
 from mlflow.entities import Metric
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
 
-from pipelines.membership import Happening
-from pipelines.wording import shortened
+from pipelines.view.membership import Happening
+from pipelines.view.wording import shortened
 
 STEP_FIELDS = ("loss", "lr", "grad_norm", "step_s", "world_size", "generation")
 SYSTEM_FIELDS = {

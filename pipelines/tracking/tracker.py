@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pipelines.history import History
 from pipelines.run_folder import RunFolder, Tail, default_tracking_uri
 from pipelines.tracking.attempts import Attempts, without_credentials
 from pipelines.tracking.delivery import Delivery
 from pipelines.tracking.store import prepare_process
-from pipelines.wording import counted
+from pipelines.view.history import History
+from pipelines.view.wording import counted
 
 POLL_S = 2.0
 """A poll that catches up leaves the rest to the next one after so long."""

@@ -11,11 +11,11 @@ from one_gpu import NEEDS_GPU
 from actors.program import StateBytes
 from elastic.regions import Region
 from elastic.votes import Vote
-from pipelines.optimizer import LocalOptimizer, state_template
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings, OptimizerSettings, TrainSettings
-from pipelines.warm_up import group_of_one
+from pipelines.training.optimizer import LocalOptimizer, state_template
+from pipelines.training.warm_up import group_of_one
 
 pytestmark = NEEDS_GPU
 

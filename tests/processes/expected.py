@@ -10,9 +10,9 @@ import torch
 from elastic.layout import Layout
 from elastic.samples import batch_ids, sample_of
 from elastic.shards import region_of
-from pipelines.optimizer import learning_rate
 from pipelines.program import TrainingProgram
 from pipelines.settings import TrainSettings
+from pipelines.training.optimizer import learning_rate
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from actors.program import Applied, Groups
 from elastic.votes import Vote
 from pipelines.program import TrainingProgram
-from pipelines.replica import DataParallelReplica
+from pipelines.training.replica import DataParallelReplica
 
 MISTAKEN_STEP = 12
 

@@ -21,8 +21,8 @@ from elastic.layout import Layout
 from elastic.regions import Region
 from elastic.shards import region_of, sharding_of
 from elastic.specs import TensorSpec
-from pipelines.checkpoint import read_regions, write_part
 from pipelines.errors import UserError
+from pipelines.training.checkpoint import read_regions, write_part
 
 SPECS = (
     TensorSpec("layers.0.weight", (7, 3), "float32", layer=0, fsdp_dim=0, num_layers=1),

@@ -25,7 +25,7 @@ from elastic.votes import Vote
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
-from pipelines.warm_up import group_of_one
+from pipelines.training.warm_up import group_of_one
 
 NUM_STEPS = 10
 NUM_PROCESSES = 4

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from actors.program import Groups
 from pipelines.program import TrainingProgram
-from pipelines.replica import DataParallelReplica
+from pipelines.training.replica import DataParallelReplica
 
 
 class WatchedProgram(TrainingProgram):

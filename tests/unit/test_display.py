@@ -10,8 +10,8 @@ from rich.console import Console
 from written_runs import MIDNIGHT, WrittenRun
 
 from elastic.commands import Waited
-from pipelines.display import Display, sparkline
 from pipelines.run_folder import Tail
+from pipelines.view.display import Display, sparkline
 
 
 def console(is_terminal: bool) -> Console:

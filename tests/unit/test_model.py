@@ -12,11 +12,11 @@ from elastic.regions import Region
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch
 from pipelines.errors import UserError
-from pipelines.language_model import IGNORED, LanguageModelWorkload
-from pipelines.mlp import MlpWorkload
-from pipelines.model import Transformer, document_mask, rotary, rotate
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
-from pipelines.state import initial_value, state_specs
+from pipelines.training.language_model import IGNORED, LanguageModelWorkload
+from pipelines.training.mlp import MlpWorkload
+from pipelines.training.model import Transformer, document_mask, rotary, rotate
+from pipelines.training.state import initial_value, state_specs
 
 CPU = torch.device("cpu")
 SMALL = TransformerSettings(

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.optimizer import LocalOptimizer, learning_rate, state_template
 from pipelines.settings import OptimizerSettings
+from pipelines.training.optimizer import LocalOptimizer, learning_rate, state_template
 
 SCHEDULE = OptimizerSettings(lr=0.1, min_lr_ratio=0.1, warmup_steps=10, decay_steps=110)
 

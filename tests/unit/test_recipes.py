@@ -11,7 +11,7 @@ from pipelines.errors import UserError
 from pipelines.program import make_workload
 from pipelines.recipes import RECIPES, byte_lm, load, mlp, tiny
 from pipelines.settings import DataSettings, TrainSettings
-from pipelines.state import state_specs
+from pipelines.training.state import state_specs
 
 OWN = """
 from pipelines.recipes import tiny

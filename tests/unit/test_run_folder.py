@@ -14,10 +14,10 @@ from written_runs import WrittenRun, append
 
 from elastic.commands import StopWorker
 from elastic.events import Checkpointed, Evaluated, NodeDraining, WorkerLeaving
-from pipelines.history import History, read_history
-from pipelines.progress import Curve
 from pipelines.run_folder import Tail
-from pipelines.wording import duration, quantity, shortened
+from pipelines.view.history import History, read_history
+from pipelines.view.progress import Curve
+from pipelines.view.wording import duration, quantity, shortened
 
 ROWS = st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3), max_size=12)
 

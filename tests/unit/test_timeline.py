@@ -16,11 +16,11 @@ from matplotlib.text import Annotation
 from written_runs import WrittenRun
 
 from elastic.events import Checkpointed
-from pipelines.event_lanes import draw_lanes, used_lanes
-from pipelines.history import read_history
 from pipelines.run_folder import RunFolder
-from pipelines.time_axis import TimeAxis
-from pipelines.timeline import draw
+from pipelines.view.event_lanes import draw_lanes, used_lanes
+from pipelines.view.history import read_history
+from pipelines.view.time_axis import TimeAxis
+from pipelines.view.timeline import draw
 
 
 def weeks_with_many_events(path: Path) -> RunFolder:

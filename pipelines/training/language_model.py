@@ -12,8 +12,8 @@ from torch.nn import functional
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.errors import UserError
-from pipelines.model import Transformer, document_mask, initial_std
 from pipelines.settings import DataSettings, TransformerSettings
+from pipelines.training.model import Transformer, document_mask, initial_std
 
 IGNORED = -100
 """The target of a position that is not to be predicted."""

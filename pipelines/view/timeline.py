@@ -12,13 +12,13 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
-from pipelines.event_lanes import GRID, INK, LANES, QUIET, draw_lanes, used_lanes
-from pipelines.history import History, read_history
-from pipelines.membership import Stretch
-from pipelines.progress import Point
 from pipelines.run_folder import RunFolder
-from pipelines.time_axis import TimeAxis
-from pipelines.wording import duration
+from pipelines.view.event_lanes import GRID, INK, LANES, QUIET, draw_lanes, used_lanes
+from pipelines.view.history import History, read_history
+from pipelines.view.membership import Stretch
+from pipelines.view.progress import Point
+from pipelines.view.time_axis import TimeAxis
+from pipelines.view.wording import duration
 
 LOSS, WORLD, STOP = "#0072b2", "#56b4e9", "#f3f4f6"
 LANE_INCHES = 0.25

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines.membership import Membership
-from pipelines.progress import Progress
 from pipelines.run_folder import RunFolder, Tail
-from pipelines.wording import counted, duration
+from pipelines.view.membership import Membership
+from pipelines.view.progress import Progress
+from pipelines.view.wording import counted, duration
 
 
 @dataclass(slots=True)

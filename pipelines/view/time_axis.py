@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import numpy as np
 from matplotlib.axes import Axes
 
-from pipelines.history import History
+from pipelines.view.history import History
 
 INTERVALS_S = (
     *(0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600),

@@ -11,15 +11,15 @@ from torch import Tensor
 from actors.program import Applied, Groups, Interrupt, StateBytes
 from elastic.samples import batch_ids, microbatch_seed, sample_of
 from elastic.votes import Vote
-from pipelines.evaluation import evaluate
-from pipelines.local_state import LocalState
-from pipelines.optimizer import learning_rate
-from pipelines.parallelise import Interruptible, accumulate, parallelise
-from pipelines.sample_log import append_samples
 from pipelines.settings import TrainSettings
-from pipelines.share import Share
-from pipelines.state import build_on_meta
-from pipelines.workload import Workload
+from pipelines.training.evaluation import evaluate
+from pipelines.training.local_state import LocalState
+from pipelines.training.optimizer import learning_rate
+from pipelines.training.parallelise import Interruptible, accumulate, parallelise
+from pipelines.training.sample_log import append_samples
+from pipelines.training.share import Share
+from pipelines.training.state import build_on_meta
+from pipelines.training.workload import Workload
 
 NORM_EPS = 1e-6
 """Added to the norm in clipping, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -86,7 +86,7 @@ class DataParallelReplica:
         self.state.drop_gradients()
 
     def evaluate(self, step: int, interrupt: Interrupt) -> float:
-        """The mean loss over the held-out split; see `pipelines.evaluation`."""
+        """The mean loss over the held-out split; see `pipelines.training.evaluation`."""
         self.interruptible.interrupt = interrupt
         return evaluate(self.module, self.workload, self.settings, self.share, self.groups)
 

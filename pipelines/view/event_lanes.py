@@ -9,10 +9,10 @@ from matplotlib.axes import Axes
 from matplotlib.text import Annotation
 from matplotlib.transforms import blended_transform_factory
 
-from pipelines.history import History
-from pipelines.membership import Happening
-from pipelines.time_axis import TimeAxis
-from pipelines.wording import shortened
+from pipelines.view.history import History
+from pipelines.view.membership import Happening
+from pipelines.view.time_axis import TimeAxis
+from pipelines.view.wording import shortened
 
 INK, QUIET, GRID = "#22272e", "#6b7280", "#e5e7eb"
 MARKER_PIXELS = 12.0

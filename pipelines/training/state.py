@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from elastic.regions import Region
 from elastic.specs import Kind, TensorSpec
-from pipelines.optimizer import state_template
-from pipelines.seeds import keyed_generator
 from pipelines.settings import TrainSettings
-from pipelines.workload import Workload
+from pipelines.training.optimizer import state_template
+from pipelines.training.seeds import keyed_generator
+from pipelines.training.workload import Workload
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 OPTIMIZER = "optimizer."

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from actors.program import StateBytes
-from pipelines.optimizer import LocalOptimizer, state_template
 from pipelines.settings import TrainSettings
-from pipelines.state import optimizer_name, stored_dtype
+from pipelines.training.optimizer import LocalOptimizer, state_template
+from pipelines.training.state import optimizer_name, stored_dtype
 
 
 class LocalState:

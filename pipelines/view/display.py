@@ -15,8 +15,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.history import History
-from pipelines.wording import counted, duration, quantity, shortened
+from pipelines.view.history import History
+from pipelines.view.wording import counted, duration, quantity, shortened
 
 REDRAW_S = 0.25
 PLAIN_EVERY_S = 10.0

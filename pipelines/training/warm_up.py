@@ -16,10 +16,10 @@ from elastic.assignment import Assignment
 from elastic.layout import Layout
 from elastic.regions import Region
 from elastic.votes import Vote
-from pipelines.replica import DataParallelReplica
 from pipelines.settings import TrainSettings
-from pipelines.state import initial_value, state_specs
-from pipelines.workload import Workload
+from pipelines.training.replica import DataParallelReplica
+from pipelines.training.state import initial_value, state_specs
+from pipelines.training.workload import Workload
 
 
 def warm_up(workload: Workload, settings: TrainSettings, device: torch.device) -> None:

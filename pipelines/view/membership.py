@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipelines.wording import counted, duration, shortened
+from pipelines.view.wording import counted, duration, shortened
 
 PHASES = {
     "RunOpened": "starting",

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from actors.program import Groups
 from pipelines.settings import TrainSettings
-from pipelines.share import Share
-from pipelines.workload import Workload
+from pipelines.training.share import Share
+from pipelines.training.workload import Workload
 
 
 @torch.no_grad()

@@ -9,8 +9,8 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from pipelines.seeds import keyed_generator
 from pipelines.settings import MlpSettings
+from pipelines.training.seeds import keyed_generator
 
 
 class VectorBatch(NamedTuple):

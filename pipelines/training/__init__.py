@@ -1,0 +1,9 @@
+"""Models and how they are trained: modules, sharding, optimizer, replicas, checkpoint parts.
+
+`replica` is where a step happens; `workload` is what a new kind of model has to provide.
+"""
+
+from pipelines.training.replica import DataParallelReplica
+from pipelines.training.workload import Workload
+
+__all__ = ["DataParallelReplica", "Workload"]
