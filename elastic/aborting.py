@@ -109,11 +109,12 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """Kill whoever has not unwound, once the others cover the state or patience is over."""
+    """Kill whoever has not unwound, unless he and only he can keep the state alive."""
     phase = state.phase
     assert isinstance(phase, Aborting)
     late = sorted(phase.pending)
-    if now < phase.patience and not living(state, without=phase.pending):
+    needed = living(state) and not living(state, without=phase.pending)
+    if needed and now < phase.patience:
         phase.deadline = phase.patience
         return []
     phase.deadline = phase.patience = float("inf")

@@ -82,6 +82,8 @@ def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
 def hang_deadline(state: CoreState, phase: Running | Pausing) -> float:
     policy = state.policy
     patience_s = max(policy.hang_timeout_s, policy.hang_factor * state.median_step_s())
+    if not state.recent_step_s:
+        patience_s = policy.first_step_timeout_s
     return phase.last_progress + patience_s
 
 
