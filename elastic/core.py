@@ -162,6 +162,7 @@ class Core:
         """Begin, or begin again: nothing of an earlier incarnation lives."""
         old = self.state
         step = event.saved.step if event.saved else 0
+        is_done = step >= event.job.steps
         self.state = CoreState(
             policy=event.policy,
             wish=event.wish,
@@ -170,12 +171,12 @@ class Core:
             generation=old.generation,
             history=old.generation,
             phase=Waiting("starting", now),
-            committed_step=max(old.committed_step, step),
+            committed_step=step if is_done else max(old.committed_step, step),
             evaluated_step=old.evaluated_step,
             next_worker=old.next_worker,
             saved=event.saved,
         )
-        if step >= event.job.steps:
+        if is_done:
             self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")
             return []
         return [StartStore()]
@@ -204,7 +205,8 @@ class Core:
     def _let_go(self, event: WorkerLeaving | NodeDraining) -> list[Command]:
         """Members go at the next boundary, those who do nothing at once."""
         leavers = roster.mark_leaving(self.state, event)
-        busy = aborting.participants(self.state)
+        holders = (held.holders for held in self.state.holdings())
+        busy = aborting.participants(self.state).union(*holders)
         return [StopWorker(w, "it leaves by plan") for w in leavers if w not in busy]
 
     def _suspect(self, now: float, event: WorkerSuspected) -> list[Command]:

@@ -48,8 +48,9 @@ def publish_whole(state: CoreState) -> list[Command]:
 
 def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Command]:
     state.uploads.pop(upload_key(event.generation, event.step), None)
-    last = (state.phase.generation if isinstance(state.phase, Saving) else 0, state.committed_step)
-    if (event.generation, event.step) == last:
+    phase = state.phase
+    is_last = isinstance(phase, Saving) and event.generation == phase.generation
+    if is_last and event.step == state.committed_step:
         return stop(state, f"the last checkpoint could not be written: {event.cause}")
     return []
 

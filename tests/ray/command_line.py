@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-PATIENCE_S = 120.0
+PATIENCE_S = 300.0
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """The real core in a world of crashes, hangs, losses and restarts; invariants after each event.
 
-A run that fails tells its seed and what happened; put the seed into `seeds.py`. To see one:
-`python -c "from sim.simulation import *; print(trace(simulate(drawn(SEED))))"` in `tests/`.
+A run that fails tells its seed, its faults and what happened last; keep the seed in `seeds.py`.
 """
 
 from __future__ import annotations

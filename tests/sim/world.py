@@ -169,7 +169,7 @@ class World:
     def _report(self, name: str, event: Event) -> None:
         """A worker's words are under way; they arrive in order, or are lost with it."""
         link, shell = self.links[name], self.shell
-        if link.lose_next and not isinstance(event, WorkerReady):
+        if link.lose_next and getattr(event, "generation", 0):  # one who starts is never unheard
             link.lose_next = False
             return
         extra_s, link.next_delay_s = link.next_delay_s, 0.0

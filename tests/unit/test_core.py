@@ -8,6 +8,7 @@ from elastic.events import (
     Event,
     NodeDraining,
     RunOpened,
+    Saved,
     StopRequested,
     StoreReady,
     Woke,
@@ -43,6 +44,14 @@ def test_opening_starts_the_store_and_all_workers() -> None:
     commands = Core().step(0.0, opening)
     assert StartStore() in commands
     assert StartWorkers(("w0", "w1")) in commands
+
+
+def test_begun_again_with_fewer_steps_than_are_saved_there_is_nothing_to_do() -> None:
+    core = Core()
+    core.state.committed_step = 25
+    saved = Saved(20, 1, "step-20-g1")
+    commands = core.step(0.0, RunOpened(2, Policy(), Wish(), Job(8, steps=15), saved))
+    assert commands == [Stopped("completed", 20, "step 20 is saved: nothing to do")]
 
 
 def test_a_stopped_run_says_nothing_more() -> None:

@@ -1,0 +1,162 @@
+"""Whatever is told, in whatever order, true or not: the core stays whole and never breaks."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from sim.telling import command_in_words, phase_in_words
+
+from elastic.core import Core
+from elastic.events import (
+    Checkpointed,
+    Evaluated,
+    Event,
+    GroupFormed,
+    NodeDraining,
+    PartFailed,
+    PartWritten,
+    Paused,
+    Progressed,
+    Quiesced,
+    RunOpened,
+    Saved,
+    Settled,
+    StateReady,
+    StepCommitted,
+    StopRequested,
+    StoreLost,
+    StoreReady,
+    Woke,
+    WorkerLeaving,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+    WorkerSuspected,
+)
+from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Saving, Stopped
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.votes import StepRecord, Vote
+from elastic.wire import encode
+
+NUM_EVENTS = 300
+
+
+def step_of(step: int, generation: int) -> tuple[StepRecord, Vote]:
+    record = StepRecord(0.0, step, generation, 1, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
+    return record, Vote(step, 1.0, 1, 1.0, 1)
+
+
+def helpful_event(random: Random, core: Core) -> Event:
+    """What would bring the run on from where it is."""
+    state, phase = core.state, core.state.phase
+    generation, step = state.generation, state.committed_step
+    starting = sorted(state.seats.keys() - state.warm)
+    match phase:
+        case Forming():
+            return GroupFormed(random.choice(sorted(phase.pending)), generation)
+        case Relaying():
+            worker = random.choice(sorted(phase.pending))
+            return StateReady(worker, generation, 0, 0, 0.0, 1, 1, 2)
+        case Pausing():
+            return Paused(random.choice(sorted(phase.pending)), generation, step)
+        case Running():
+            return StepCommitted(generation, *step_of(step + 1, generation))
+        case Aborting() if phase.settling:
+            worker = random.choice(sorted(phase.pending))
+            return Settled(worker, generation, step_of(phase.settling.step, generation)[0])
+        case Aborting():
+            record, vote = step_of(step, generation)
+            worker = random.choice(sorted(phase.pending))
+            return Quiesced(worker, generation, step, vote, True, False, (record,))
+    parts = [(u, w) for u in state.uploads.values() for w in sorted(u.pending)]
+    if isinstance(phase, Saving) and parts:
+        upload, worker = random.choice(parts)
+        return PartWritten(worker, upload.generation, upload.step, f"part-{worker}", 1)
+    if not state.store_port:
+        return StoreReady("host", 1)
+    if starting:
+        node = f"node{random.randrange(3)}"
+        return WorkerReady(random.choice(starting), node, 1, digest="same")
+    return Woke()
+
+
+def any_event(random: Random, core: Core) -> Event:
+    """Mostly about who and what there is now, sometimes about nobody and long ago."""
+    state = core.state
+    worker = random.choice([*sorted(state.seats), "stranger"])
+    generation = state.generation - (random.random() < 0.2)
+    step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
+    record, vote = step_of(step, generation)
+    complete, torn = random.random() < 0.8, random.random() < 0.2
+    kind = random.choice(("peer", "device", "memory", "program"))
+    events: list[Event] = [
+        WorkerReady(worker, "node0", 1, digest="same"),
+        GroupFormed(worker, generation),
+        StateReady(worker, generation, 0, 0, 0.0, 1, 1, 2),
+        StepCommitted(generation, record, vote),
+        Paused(worker, generation, step),
+        Quiesced(worker, generation, step, vote, complete, torn, (record,)),
+        Settled(worker, generation, record),
+        PartWritten(worker, generation, step, f"part-{worker}", 1),
+        WorkerLost(worker, "killed"),
+        WorkerLost(worker, "killed"),
+        WorkerSuspected(worker, "silent"),
+        WorkerLeaving(worker, "asked to"),
+        NodeDraining(f"node{random.randrange(3)}", 100.0),
+        WorkerRaised(worker, generation, kind, "trouble"),
+        Checkpointed(step, generation, f"step-{step}-g{generation}"),
+        PartFailed(worker, generation, step, "no space left"),
+        Progressed(generation),
+        Evaluated(generation, step, 1.0),
+        StoreLost("it died"),
+        StopRequested("SIGTERM"),
+        Woke(),
+        Woke(),
+    ]
+    return random.choice(events)
+
+
+def opening(random: Random, incarnation: int, saved: Saved | None) -> RunOpened:
+    max_workers = random.randint(1, 5)
+    layout = random.choice(("", f"fsdp={max_workers}", "dp=2,fsdp=2", "tp=2"))
+    policy = Policy(random.randint(1, max_workers), max_workers, max_attempts=1000)
+    job = Job(8, steps=random.choice((5, 1000)), checkpoint_every=random.choice((0, 2)))
+    return RunOpened(incarnation, policy, Wish.parse(layout, max_workers), job, saved)
+
+
+def check(core: Core) -> None:
+    """What holds in every state."""
+    state, phase = core.state, core.state.phase
+    assert state.warm <= state.seats.keys()
+    assert state.leaving <= state.seats.keys()
+    assert all(held.holders <= state.warm for held in state.holdings())
+    if isinstance(phase, Forming | Relaying | Pausing | Aborting):
+        assert phase.pending, "a phase that waits for nobody"
+        assert phase.pending <= state.warm, "a phase that waits for the dead"
+        assert core.next_deadline() is not None, "a phase that waits for ever"
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_nothing_that_is_told_breaks_it(first: int) -> None:
+    for seed in range(first, first + 50):
+        random, core, now = Random(f"any/{seed}"), Core(), 0.0
+        core.step(now, opening(random, 1, None))
+        trace = [f"seed {seed}"]
+        for _ in range(NUM_EVENTS):
+            draw = helpful_event if random.random() < 0.85 else any_event
+            event = draw(random, core)
+            now += random.choice((0.0, 0.01, 0.5))
+            deadline = core.next_deadline()
+            if isinstance(event, Woke) and deadline is not None:
+                now = max(now, deadline)
+            if isinstance(core.state.phase, Stopped):
+                event = opening(random, core.state.incarnation + 1, core.state.saved)
+            before, generation = phase_in_words(core.state.phase), core.state.generation
+            commands = core.step(now, event)
+            said = "; ".join(map(command_in_words, commands))
+            trace.append(f"{before} | {event} | {said} | {phase_in_words(core.state.phase)}")
+            assert core.state.generation >= generation, "\n".join(trace[-20:])
+            check(core)
+        encode(core.state)
