@@ -10,7 +10,7 @@ from collections.abc import Iterator, Set
 from dataclasses import dataclass
 
 from elastic.assignment import Assignment
-from elastic.holdings import Choice, Holding, Tier, any_state, choose, uncovered
+from elastic.holdings import Holding, Tier, any_state, choose, uncovered
 from elastic.infeasible import Infeasible
 from elastic.layout import Layout
 from elastic.state import CoreState, Held
@@ -33,12 +33,19 @@ class Source:
 
 
 def choose_source(state: CoreState) -> Source:
-    """What the next generation is made from."""
+    """What the next generation is made from.
+
+    The living stand at the committed step, and nothing durable is newer: where they cover the
+    state they are the newest holdings. Else the rule decides among what lasts.
+    """
     held = living(state)
-    layout = held.assignment.layout if held else Layout()
-    choice = choose(any_state(layout), _holdings(state, held))
+    if held:
+        return Source("live", state.committed_step, held.assignment, frozenset(held.holders))
+    choice = choose(any_state(Layout()), _lasting(state))
     assert not isinstance(choice, Infeasible), "the initial state is always there"
-    return _source(held, choice)
+    if choice.tier is Tier.CHECKPOINT:
+        return Source("checkpoint", choice.step, path=choice.holdings[0].holder)
+    return Source("initial", choice.step)
 
 
 def living(state: CoreState, without: Set[str] = frozenset()) -> Held | None:
@@ -47,37 +54,13 @@ def living(state: CoreState, without: Set[str] = frozenset()) -> Held | None:
 
 
 def _covers(held: Held, without: Set[str]) -> bool:
-    layout = held.assignment.layout
-    ranks = [rank for rank, worker in _holders(held) if worker not in without]
+    layout, there = held.assignment.layout, held.holders - without
+    ranks = (rank for rank, worker in enumerate(held.assignment.members) if worker in there)
     return uncovered(any_state(layout), layout, ranks) is None
 
 
-def _source(held: Held | None, choice: Choice) -> Source:
-    match choice.tier:
-        case Tier.LIVE:
-            assert held is not None
-            holders = frozenset(holding.holder for holding in choice.holdings)
-            return Source("live", choice.step, held.assignment, holders)
-        case Tier.CHECKPOINT:
-            return Source("checkpoint", choice.step, path=choice.holdings[0].holder)
-        case _:
-            return Source("initial", choice.step)
-
-
-def _holdings(state: CoreState, held: Held | None) -> Iterator[Holding]:
+def _lasting(state: CoreState) -> Iterator[Holding]:
     yield Holding("anybody", Tier.INITIAL, 0, INITIAL_STEP, 0)
     if state.saved:
         saved = state.saved
         yield Holding(saved.path, Tier.CHECKPOINT, state.history, saved.step, saved.generation)
-    if held:
-        layout, generation = held.assignment.layout, held.assignment.generation
-        step, history = state.committed_step, state.history
-        for rank, worker in _holders(held):
-            place = layout.coordinates(rank)
-            yield Holding(worker, Tier.LIVE, history, step, generation, layout, place)
-
-
-def _holders(held: Held) -> Iterator[tuple[int, str]]:
-    for rank, worker in enumerate(held.assignment.members):
-        if worker in held.holders:
-            yield rank, worker
