@@ -36,7 +36,7 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
     phase = Aborting(
         cause,
         pending,
-        deadline=now + policy.quiesce_deadline_s,
+        deadline=now + max(policy.quiesce_deadline_s, state.median_step_s()),
         patience=now + policy.collective_timeout_s,
         num_lost=num_lost,
     )

@@ -14,7 +14,8 @@ class Policy:
     start_timeout_s: float = 60.0
     """A run starts with all its workers, or after this long with at least the minimum."""
     quiesce_deadline_s: float = 0.3
-    """After an abort, a worker that is not needed for the state gets this long to unwind."""
+    """After an abort, a worker that is not needed for the state gets this long to unwind, or as
+    long as a median step: on a busy machine a healthy one needs more."""
     collective_timeout_s: float = 300.0
     """What every process group has; also the patience with a worker that is needed."""
     form_timeout_s: float = 30.0
