@@ -6,18 +6,22 @@ import os
 import signal
 import time
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Moment = Literal["compute", "vote", "apply", "forming", "relaying", "evaluation"]
-MOMENTS: tuple[Moment, ...] = ("compute", "vote", "apply", "forming", "relaying", "evaluation")
+Moment = Literal[
+    "compute", "vote", "reading", "apply", "settling", "forming", "relaying", "evaluation"
+]
+MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """`kill`, `stop` (SIGSTOP), `hang` or `raise`: done by `worker` to itself, once.
 
-    At the given moment of `step`, or of any step if it is 0; forming and re-laying out have no
-    step of their own: there `step` is the first one that the generation would train.
+    At the given moment of `step`, or of any step if it is 0. In `reading` the vote is decided and
+    this worker has not seen it; in `settling` it comes to it after an abort. Forming and
+    re-laying out have no step of their own: there `step` is the first one that the generation
+    would train.
     """
 
     action: Literal["kill", "stop", "hang", "raise"]

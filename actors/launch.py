@@ -13,7 +13,8 @@ from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Ru
 from actors.ray_private import hush_driver
 from elastic.commands import Stopped
 
-FOLLOW_S = 0.2
+SHOW_EVERY_S = 0.2
+ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 
 
@@ -76,38 +77,39 @@ class Drive:
             _clear_away(name)
         self._controller = (
             ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController)
-            .options(name=name, lifetime="detached", num_cpus=0)
+            .options(name=name, lifetime="detached", num_cpus=0, enable_task_events=False)
             .remote(run)
         )
-        self.progress()
-
-    def progress(self) -> Progress:
-        """Where the run stands. Raises `RunTaken` or `ControllerLost`."""
-        return _ask(self._controller)
+        _answer(self._controller.progress.remote(0.0))
 
     def request_stop(self, cause: str) -> None:
         self._controller.request_stop.remote(cause)
 
     def follow(self, each: Callable[[], None]) -> Progress:
-        """Wait for the end, calling `each` several times a second."""
-        while True:
-            progress = self.progress()
-            each()
-            if progress.outcome is not None:
-                return progress
-            time.sleep(FOLLOW_S)
+        """Wait for the end, calling `each` several times a second. Raises `ControllerLost`."""
+        progress = Progress()
+        while progress.outcome is None:
+            asked = self._controller.progress.remote(ASK_EVERY_S)
+            began = time.monotonic()
+            while time.monotonic() - began < ANSWER_TIMEOUT_S:
+                if ray.wait([asked], timeout=SHOW_EVERY_S)[0]:
+                    break
+                each()
+            progress = _answer(asked)
+        each()
+        return progress
 
 
 def _clear_away(name: str) -> None:
     """A controller that has finished may still stand there; one at work refuses."""
-    if _ask(ray.get_actor(name)).outcome is None:
+    if _answer(ray.get_actor(name).progress.remote(0.0)).outcome is None:
         raise RunTaken(f"{name.partition(':')[0]}: a controller on this cluster drives this run")
     _end(name)
 
 
-def _ask(controller: Any) -> Progress:
+def _answer(asked: Any) -> Progress:
     try:
-        progress: Progress = ray.get(controller.progress.remote(), timeout=ANSWER_TIMEOUT_S)
+        progress: Progress = ray.get(asked, timeout=ANSWER_TIMEOUT_S)
     except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         taken = [line for line in lines if "RunTaken: " in line]

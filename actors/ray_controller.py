@@ -24,7 +24,8 @@ from elastic.events import Event, RunOpened, StopRequested, WorkerReady
 
 CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2}
 OBSERVER_PATIENCE_S = 30.0
-POLL_S = 1.0
+ATTEND_EVERY_S = 1.0
+POLL_EVERY_S = 5.0
 NICENESS = 10
 
 
@@ -32,7 +33,7 @@ class Observer(Protocol):
     """Follows a run's files beside the training, in a process of its own."""
 
     def poll(self) -> None:
-        """Look for what is new; called about once a second."""
+        """Look for what is new; called every few seconds."""
 
     def finish(self, patience_s: float) -> str | None:
         """Deliver the rest; return one line about what could not be delivered, or None."""
@@ -88,6 +89,7 @@ class RayController:
         self._driver_heard = time.monotonic()
         self._orphanage = Orphanage(run.orphan_timeout_s)
         self._progress = Progress()
+        self._ended = threading.Event()
         folder = Path(run.folder)
         self._lease = claim(folder)
         self._samples = LineFile(folder / "system.jsonl")
@@ -117,9 +119,10 @@ class RayController:
         self._samples.write(line)
 
     @ray.method(concurrency_group="driver")
-    def progress(self) -> Progress:
-        """Asked by the driver several times a second, which also shows that it lives."""
+    def progress(self, patience_s: float) -> Progress:
+        """Waits so long for the run's end; that it is asked shows that the driver lives."""
         self._driver_heard = time.monotonic()
+        self._ended.wait(patience_s)
         return self._progress
 
     @ray.method(concurrency_group="driver")
@@ -136,14 +139,17 @@ class RayController:
             self._lease.release()
         undelivered = tuple(told for told in self._finish_observers() if told)
         self._progress = Progress(outcome, undelivered)
+        self._ended.set()
 
     def _attend(self) -> None:
         """Poll the observers; ask for a stop when the driver has gone silent."""
-        asked = False
+        asked, polled = False, 0.0
         while True:
-            time.sleep(POLL_S)
-            for observer in self._observers:
-                observer.poll.remote()
+            time.sleep(ATTEND_EVERY_S)
+            if time.monotonic() - polled >= POLL_EVERY_S:
+                polled = time.monotonic()
+                for observer in self._observers:
+                    observer.poll.remote()
             silence_s = time.monotonic() - self._driver_heard
             running = self._progress.outcome is None
             if silence_s < self._run.orphan_timeout_s / 3 or (running and self._run.detached):
@@ -161,6 +167,7 @@ class RayController:
                 name=f"{self._run.name}:observer-{number}-{self._lease.epoch}",
                 lifetime="detached",
                 num_cpus=0,
+                enable_task_events=False,
             )
             .remote(factory, self._run.orphan_timeout_s)
         )

@@ -148,7 +148,11 @@ class RayFleet:
     def _detached(self, kind: type, name: str, **options: Any) -> Any:
         groups = getattr(kind, "GROUPS", {})
         return ray.remote(concurrency_groups=groups)(kind).options(
-            name=f"{self._run_name}:{name}", lifetime="detached", max_restarts=0, **options
+            name=f"{self._run_name}:{name}",
+            lifetime="detached",
+            max_restarts=0,
+            enable_task_events=False,  # nobody looks at each call, and telling takes time
+            **options,
         )
 
     def _when_done(self, answer: Any, then: Callable[[Future[Any]], None]) -> None:

@@ -98,6 +98,7 @@ class Stepper:
         ballot[4] = 1.0 - whole.to(ballot)
         self.gradients_complete = True
         self._groups.world.allreduce([ballot]).wait()
+        self._faults.at("reading", step)
         loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
         num_contributions, num_nonfinite, num_wishes = (round(count) for count in counts)
         if num_contributions != self._groups.assignment.layout.num_workers or not math.isfinite(

@@ -153,9 +153,18 @@ class Trainer:
         self.report(Paused(self.worker, resume.generation, stepper.committed_step))
 
     def settle(self, command: Settle) -> None:
-        """Roll forward to the step that a seen vote has decided."""
+        """Roll forward to the step that a seen vote has decided.
+
+        If that breaks the controller, who waits for this worker, is told before the error.
+        """
         assert self.stepper is not None
-        record = self.stepper.apply(command.vote)
+        try:
+            self.faults.at("settling", command.vote.step)
+            record = self.stepper.apply(command.vote)
+        except Exception:
+            self.stepper.torn = True
+            self.quiesce(command.generation)
+            raise
         self._keep_only(max(self.holdings))
         self.report(Settled(self.worker, command.generation, record))
 

@@ -21,7 +21,8 @@ from elastic.events import (
     WorkerSuspected,
 )
 
-INTERVAL_S = 0.5
+LOOK_EVERY_S = 0.25
+ASK_EVERY_S = 1.0
 PATIENCE_S = 1.0
 """Four workers and three importing joiners on two cores answer within 0.05 s (FACTS: Ray)."""
 QUIET_S = 10.0
@@ -67,7 +68,7 @@ class Watch:
         self._thread.join()
 
     def _serve(self) -> None:
-        while not self._closed.wait(INTERVAL_S):
+        while not self._closed.wait(LOOK_EVERY_S):
             with self._lock:
                 advanced = False
                 for worker in list(self._questions):
@@ -89,7 +90,8 @@ class Watch:
             advanced = signs > self._signs.get(worker, 0)
             self._signs[worker] = signs
             self._suspected.discard(worker)
-        self._questions[worker] = _Question(now, self._fleet.probe(worker))
+        if question is None or now - question.asked >= ASK_EVERY_S:
+            self._questions[worker] = _Question(now, self._fleet.probe(worker))
         return advanced
 
     def _tell_progress(self, advanced: bool, now: float) -> None:

@@ -60,7 +60,6 @@ class Worker:
         self._interruption = Interruption()
         self._orders: queue.Queue[Order] = queue.Queue()
         self._incarnation = 0
-        self._newest_form = 0
         self._quiesced_generation = 0
         self._trainer: Trainer | None = None
 
@@ -103,7 +102,8 @@ class Worker:
             except Interrupted:
                 pass  # the abort that asked for it stands in the queue
             except Exception as error:
-                if order.generation > self._interruption.aborted_generation:
+                is_collateral = order.generation <= self._interruption.aborted_generation
+                if isinstance(order, Settle) or not is_collateral:
                     self._tell(order.generation, error)
 
     def _warm_up(self) -> None:

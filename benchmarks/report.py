@@ -6,6 +6,7 @@ import argparse
 import os
 import platform
 import random
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ class Must:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Every benchmark takes `--check`."""
+    """Every benchmark takes `--check`, and ends what it has started when it is told to end."""
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     arguments = argparse.ArgumentParser(description=description)
     arguments.add_argument("--check", action="store_true", help="exit 1 when a must is missed")
     return arguments

@@ -76,8 +76,10 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
     phase = state.phase
     if not isinstance(phase, Aborting) or event.generation != state.generation:
         return []
-    if phase.settling is not None or event.worker not in phase.pending:
+    if event.worker not in phase.pending:
         return []
+    if phase.settling is not None:
+        return _give_up_settling(state, now, event)
     phase.pending.discard(event.worker)
     phase.reports[event.worker] = event
     commands = _learn(state, event)
@@ -93,6 +95,15 @@ def on_settled(state: CoreState, now: float, event: Settled) -> list[Command]:
     phase.pending.discard(event.worker)
     commands = _record(state, (event.record,))
     return commands if phase.pending else commands + _go_on(state, now, phase)
+
+
+def _give_up_settling(state: CoreState, now: float, event: Quiesced) -> list[Command]:
+    """Its apply of the decided step broke; an older report of the same worker says nothing."""
+    if not event.torn:
+        return []
+    cause = "its apply of the decided step broke"
+    forget(state, now, event.worker, cause)
+    return [StopWorker(event.worker, cause), *on_lost(state, now, event.worker)]
 
 
 def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:

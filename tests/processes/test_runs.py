@@ -135,6 +135,43 @@ def test_a_kill_changes_nothing(name: str, tmp_path: Path, undisturbed: Outcome)
     assert len(run.told("WorkerLost")) == len(faults)
 
 
+UNSEEN = [Fault("raise", "w1", 20, "reading"), Fault("kill", "w2", 20, "apply")]
+"""All but w1 see the vote of step 20 decided, and w2 dies of it."""
+
+
+def test_who_has_not_seen_the_vote_rolls_forward(tmp_path: Path, undisturbed: Outcome) -> None:
+    run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=tuple(UNSEEN))
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    [settled] = run.told("Settled")
+    assert (settled["worker"], settled["record"]["step"]) == ("w1", 20)
+    survivors_keep_their_processes(run, {"w0", "w1", "w3"})
+
+
+def test_who_cannot_roll_forward_is_replaced(tmp_path: Path, undisturbed: Outcome) -> None:
+    faults = (*UNSEEN, Fault("raise", "w1", 20, "settling"))
+    run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=faults)
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    assert run.told("Settle") and not run.told("Settled")
+    assert {line["worker"] for line in run.told("WorkerLost")} == {"w1", "w2"}
+    survivors_keep_their_processes(run, {"w0", "w3"})
+
+
+def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Outcome) -> None:
+    """As when Gloo loses the wake-up: w1 waits in a collective that no abort ends."""
+    faults = (Fault("kill", "w2", 20, "apply"), Fault("hang", "w1", 20, "reading"))
+    run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=faults)
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    causes = {line["worker"]: line["cause"] for line in run.told("WorkerLost")}
+    assert causes.keys() == {"w1", "w2"}
+    survivors_keep_their_processes(run, {"w0", "w3"})
+
+
 def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:
     fault = Fault("stop", "w1", 20, "compute")
     run = run_plainly(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from sim.control import Control
+from sim.control import Control, Raised
 from sim.lineage import SPECS, Part
 from sim.moving import Moving, from_checkpoint
 from sim.storage import PartFile
@@ -121,8 +121,13 @@ class Trainer:
     def settle(self, command: Settle) -> Body:
         control = self._control
         assert self.stepper
-        yield from control.at("settling")
-        record = yield from self._apply(self.stepper, command.vote)
+        try:
+            yield from control.at("settling")
+            record = yield from self._apply(self.stepper, command.vote)
+        except Raised:
+            self.stepper.torn = True
+            yield from self.quiesce(command.generation)
+            raise
         control.report(Settled(control.name, command.generation, record))
         yield from control.at("settled")
 

@@ -94,7 +94,7 @@ class SimWorker:
                 continue  # the abort that asked for it stands in the queue
             except (GroupBroken, Raised) as error:
                 control.around.meetings.leave(self.name)
-                if order.generation > control.aborted_generation:
+                if isinstance(order, Settle) or order.generation > control.aborted_generation:
                     kind = error.kind if isinstance(error, Raised) else "peer"
                     control.report(WorkerRaised(self.name, order.generation, kind, str(error)))
 
