@@ -10,7 +10,7 @@ import ray
 
 from actors.errors import ControllerLost, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
-from actors.ray_private import hush_driver
+from actors.ray_private import end_log_monitor, hush_driver
 from elastic.commands import Stopped
 
 SHOW_EVERY_S = 0.2
@@ -35,6 +35,7 @@ def join_or_start_cluster(
     if not joined:
         slots: dict[str, Any] = {"num_gpus": num_workers} if use_gpus else {}
         ray.init(address="local", num_cpus=num_workers, include_dashboard=False, **slots, **common)
+        end_log_monitor()
     hush_driver()
     return not joined
 

@@ -86,7 +86,7 @@ class RayController:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._driver_heard = time.monotonic()
+        self._driver_silence_s = 0.0
         self._orphanage = Orphanage(run.orphan_timeout_s)
         self._progress = Progress()
         self._ended = threading.Event()
@@ -121,7 +121,7 @@ class RayController:
     @ray.method(concurrency_group="driver")
     def progress(self, patience_s: float) -> Progress:
         """Waits so long for the run's end; that it is asked shows that the driver lives."""
-        self._driver_heard = time.monotonic()
+        self._driver_silence_s = 0.0
         self._ended.wait(patience_s)
         return self._progress
 
@@ -150,9 +150,10 @@ class RayController:
                 polled = time.monotonic()
                 for observer in self._observers:
                     observer.poll.remote()
-            silence_s = time.monotonic() - self._driver_heard
+            self._driver_silence_s += ATTEND_EVERY_S
             running = self._progress.outcome is None
-            if silence_s < self._run.orphan_timeout_s / 3 or (running and self._run.detached):
+            is_alone = self._driver_silence_s >= self._run.orphan_timeout_s / 3
+            if not is_alone or (running and self._run.detached):
                 self._orphanage.hear()
             elif running and not asked:
                 asked = True

@@ -12,3 +12,12 @@ def hush_driver() -> None:
     workers' logs (`log_to_driver`) leaves these messages on.
     """
     driver._worker_logs_enabled = False
+
+
+def end_log_monitor() -> None:
+    """End the process that forwards workers' output to a driver, in a cluster of our own.
+
+    With `log_to_driver` off nobody reads what it forwards, but it goes on looking for new files
+    ten times a second, a hundredth of a core; only `ray start` has a public switch for it.
+    """
+    driver._global_node.kill_log_monitor(check_alive=False)

@@ -23,19 +23,24 @@ SAMPLE_EVERY_S = 10.0
 
 
 class Orphanage:
-    """Ends this process when nobody has been heard for too long: detached, never orphaned."""
+    """Ends this process when nobody has been heard for too long: detached, never orphaned.
+
+    Silence is counted only while this process runs: a machine that stood still has missed nothing.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._heard = time.monotonic()
+        self._silence_s = 0.0
         threading.Thread(target=self._serve, name="orphanage", daemon=True).start()
 
     def hear(self) -> None:
-        self._heard = time.monotonic()
+        self._silence_s = 0.0
 
     def _serve(self) -> None:
-        while time.monotonic() - self._heard < self._timeout_s:
-            time.sleep(min(1.0, self._timeout_s / 4))
+        pause_s = min(1.0, self._timeout_s / 4)
+        while self._silence_s < self._timeout_s:
+            time.sleep(pause_s)
+            self._silence_s += pause_s
         os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -70,7 +70,7 @@ class Running:
 
 @dataclass(slots=True)
 class Pausing:
-    """The wish to stop at the next boundary is under way; `since` bounds how long."""
+    """The wish to stop at the next boundary is under way; `last_progress` bounds how long."""
 
     cause: str
     pending: set[str]

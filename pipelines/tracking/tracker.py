@@ -15,7 +15,7 @@ from pipelines.view.wording import counted
 POLL_S = 2.0
 """A poll that catches up leaves the rest to the next one after so long."""
 FIRST_REPORT_S, REPORT_EVERY_S = 15.0, 60.0
-REPORT_SHARE = 0.05
+REPORT_SHARE = 0.01
 """Reports, whose files grow with the run, take at most this share of the time."""
 
 

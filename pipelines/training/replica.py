@@ -17,6 +17,7 @@ from pipelines.training.local_state import LocalState
 from pipelines.training.optimizer import learning_rate
 from pipelines.training.parallelise import Interruptible, accumulate, parallelise
 from pipelines.training.sample_log import append_samples
+from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share
 from pipelines.training.state import build_on_meta
 from pipelines.training.workload import Workload
@@ -97,7 +98,7 @@ class DataParallelReplica:
     def _batch(self, step: int, microbatch: int | None) -> object:
         if microbatch is None:
             return self.workload.empty()
-        torch.manual_seed(microbatch_seed(self.settings.seed, step, microbatch))
+        seed_device(self.groups.device, microbatch_seed(self.settings.seed, step, microbatch))
         ids = self._ids(step, microbatch)
         num_samples = self.workload.num_samples
         samples = [sample_of(self.settings.seed, one, num_samples) for one in ids]
