@@ -13,7 +13,7 @@ from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Ru
 from actors.ray_private import end_log_monitor, hush_driver
 from elastic.commands import Stopped
 
-SHOW_EVERY_S = 0.2
+SHOW_EVERY_S = 0.5
 ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 

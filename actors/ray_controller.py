@@ -20,7 +20,7 @@ from actors.ray_worker import Orphanage
 from actors.shell import Shell
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
-from elastic.events import Event, RunOpened, StopRequested, WorkerReady
+from elastic.events import Event, RunOpened, StopRequested
 
 CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2}
 OBSERVER_PATIENCE_S = 30.0
@@ -110,8 +110,6 @@ class RayController:
     @ray.method(concurrency_group="reports")
     def report(self, event: Event) -> None:
         """A worker's events, in its order."""
-        if isinstance(event, WorkerReady):
-            self._fleet.note(event)
         self._shell.post(event)
 
     @ray.method(concurrency_group="samples")

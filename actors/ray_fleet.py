@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,18 +20,22 @@ from actors.program import Factory
 from actors.ray_worker import RayAgent, RayStore, RayWorker
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Order
-from elastic.events import Event, StoreLost, StoreReady, WorkerLost, WorkerReady
+from elastic.events import Event, StoreLost, StoreReady, WorkerLost
 
 HEARTBEAT_S = 2.0
+AGENT_DELAY_S = 10.0
+"""A node's agent comes after its first workers have joined: a process that starts meanwhile makes
+that pause 0.25 s longer on two cores. Until then `ray.kill` ends a stopped worker there, in 5 s."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Seat:
-    """One worker's actor and, once it is warm, where its process is."""
+    """One worker's actor and, once it has started, where its process is."""
 
     actor: Any
     node: str = ""
     pid: int = 0
+    started: float = float("inf")
 
 
 class RayFleet:
@@ -64,20 +68,6 @@ class RayFleet:
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def note(self, event: WorkerReady) -> None:
-        """Where a worker runs, so that it can be ended by signal; its node gets an agent."""
-        with self._lock:
-            if event.worker in self._seats:
-                seat = self._seats[event.worker]
-                seat.node, seat.pid = event.node, event.pid
-            if event.node != self._node and event.node not in self._agents:
-                self._agents[event.node] = self._detached(
-                    RayAgent,
-                    f"agent-{event.node}",
-                    num_cpus=0,
-                    scheduling_strategy=NodeAffinitySchedulingStrategy(event.node, soft=False),
-                ).remote(self._orphan_timeout_s)
-
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
         store = self._detached(RayStore, name, num_cpus=0)
@@ -96,7 +86,7 @@ class RayFleet:
             with self._lock:
                 self._seats[worker] = _Seat(actor)
             life = actor.live.remote()
-            actor.start.remote()
+            self._when_done(actor.start.remote(), partial(self._worker_started, worker))
             self._when_done(life, partial(self._worker_lost, worker))
 
     def stop_worker(self, worker: str) -> None:
@@ -138,12 +128,18 @@ class RayFleet:
             workers = list(self._seats)
         for worker in workers:
             self.stop_worker(worker)
-        for actor in [self._store, *self._agents.values()]:
-            if actor is not None:
-                ray.kill(actor)
+        if self._store is not None:
+            ray.kill(self._store)
+        self._end_agents()
         deadline = time.monotonic() + 10.0
         while self._seats and time.monotonic() < deadline:
             time.sleep(0.02)
+
+    def _end_agents(self) -> None:
+        with self._lock:
+            agents = list(self._agents.values())
+        for agent in agents:
+            ray.kill(agent)
 
     def _detached(self, kind: type, name: str, **options: Any) -> Any:
         groups = getattr(kind, "GROUPS", {})
@@ -166,6 +162,17 @@ class RayFleet:
         if not self._closed.is_set():
             self._post(StoreLost(_cause(answer.exception())))
 
+    def _worker_started(self, worker: str, answer: Future[tuple[str, int]]) -> None:
+        """Where a worker runs, so that it can be ended by signal."""
+        if answer.exception() is not None:
+            return  # it died, which `live` tells
+        with self._lock:
+            if worker in self._seats:
+                node, pid = answer.result()
+                self._seats[worker] = replace(
+                    self._seats[worker], node=node, pid=pid, started=time.monotonic()
+                )
+
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
         with self._lock:
             self._seats.pop(worker, None)
@@ -173,12 +180,29 @@ class RayFleet:
             self._post(WorkerLost(worker, _cause(life.exception())))
 
     def _beat(self) -> None:
-        """Keep the actors that get no probes from thinking themselves orphans."""
+        """Keep the actors that get no probes from thinking themselves orphans.
+
+        New nodes get their agents here. (Ray's callbacks may not create actors.)
+        """
         while not self._closed.wait(HEARTBEAT_S):
+            self._send_agents()
             with self._lock:
                 quiet = [*self._agents.values(), *([self._store] if self._store else [])]
             for actor in quiet:
                 actor.hear.remote()
+
+    def _send_agents(self) -> None:
+        with self._lock:
+            old = time.monotonic() - AGENT_DELAY_S
+            nodes = {seat.node for seat in self._seats.values() if seat.started < old}
+        for node in sorted(nodes - self._agents.keys() - {self._node}):
+            options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+            kind = self._detached(RayAgent, f"agent-{node}", num_cpus=0, **options)
+            agent = kind.remote(self._orphan_timeout_s)
+            with self._lock:
+                self._agents[node] = agent
+        if self._closed.is_set():
+            self._end_agents()
 
 
 def _cause(error: BaseException | None) -> str:

@@ -59,16 +59,17 @@ class RayWorker:
     ) -> None:
         choose_interface()
         self._name = name
+        self._node = ray.get_runtime_context().get_node_id()
         self._controller = controller
         self._orphanage = Orphanage(orphan_timeout_s)
-        self._worker = Worker(
-            name, ray.get_runtime_context().get_node_id(), program, options, self._report
-        )
+        self._worker = Worker(name, self._node, program, options, self._report)
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
-    def start(self) -> None:
+    def start(self) -> tuple[str, int]:
+        """Begin to warm up; returns at once, with the node's id and this process's."""
         self._worker.start()
+        return self._node, os.getpid()
 
     @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:

@@ -23,11 +23,11 @@ def parallelise(
 ) -> FSDPModule:
     """Shard each block, then the rest of the module, over `fsdp`, with replicas over `dp`.
 
-    Always HSDP (Zhao et al., FSDP, 2023), also over axes of size 1: so no collective is ever
-    left to the optimizer's step. Gradients are summed, never averaged: apply divides by the
-    number of tokens of the whole batch.
+    Always FSDP (Zhao et al., 2023), also over an axis of size 1: so no collective is ever left to
+    the optimizer's step. Gradients are summed, never averaged: apply divides by the number of
+    tokens of the whole batch.
     """
-    mesh = mesh if mesh.mesh_dim_names == MESH_AXES else mesh[MESH_AXES]
+    mesh = _data_mesh(mesh)
     policy = _precision(settings)
     sharded = _num_shards(mesh) > 1
     for block in blocks:
@@ -70,6 +70,13 @@ class Interruptible:
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Without replicas the shards alone: an all-reduce among one takes its time as well."""
+    if mesh.size(mesh.mesh_dim_names.index("dp")) == 1:
+        return mesh["fsdp"]
+    return mesh if mesh.mesh_dim_names == MESH_AXES else mesh[MESH_AXES]
 
 
 def _num_shards(mesh: DeviceMesh) -> int:
