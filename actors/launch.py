@@ -87,7 +87,7 @@ class Drive:
         self._controller.request_stop.remote(cause)
 
     def follow(self, each: Callable[[], None]) -> Progress:
-        """Wait for the end, calling `each` several times a second. Raises `ControllerLost`."""
+        """Wait for the end, calling `each` twice a second. Raises `ControllerLost`."""
         progress = Progress()
         while progress.outcome is None:
             asked = self._controller.progress.remote(ASK_EVERY_S)

@@ -6,9 +6,10 @@ import os
 import threading
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import ray
 
@@ -66,15 +67,20 @@ class Progress:
 
 
 class RayObserver:
-    """An observer's process."""
+    """An observer's process; that it is alive to somebody is heard beside its work."""
+
+    GROUPS: ClassVar = {"life": 1}
 
     def __init__(self, factory: Factory, orphan_timeout_s: float) -> None:
         os.nice(NICENESS)  # training comes first
         self._orphanage = Orphanage(orphan_timeout_s)
         self._observer: Observer = factory.make()
 
-    def poll(self) -> None:
+    @ray.method(concurrency_group="life")
+    def hear(self) -> None:
         self._orphanage.hear()
+
+    def poll(self) -> None:
         self._observer.poll()
 
     def finish(self, patience_s: float) -> str | None:
@@ -118,8 +124,9 @@ class RayController:
 
     @ray.method(concurrency_group="driver")
     def progress(self, patience_s: float) -> Progress:
-        """Waits so long for the run's end; that it is asked shows that the driver lives."""
-        self._driver_silence_s = 0.0
+        """Waits so long for the run's end; who does so is the driver, and shows that it lives."""
+        if patience_s:
+            self._driver_silence_s = 0.0
         self._ended.wait(patience_s)
         return self._progress
 
@@ -130,14 +137,17 @@ class RayController:
     def _drive(self) -> None:
         try:
             outcome = self._shell.run(self._fleet, self._run.opening)
+            with suppress(OSError):  # a lease that cannot be given back runs out
+                self._lease.release()
         except Exception as error:
             reason = f"the controller broke: {type(error).__name__}: {error}"
             outcome = Stopped("failed", 0, reason, traceback.format_exc())
-        else:
-            self._lease.release()
-        undelivered = tuple(told for told in self._finish_observers() if told)
-        self._progress = Progress(outcome, undelivered)
-        self._ended.set()
+        undelivered: tuple[str, ...] = ()
+        try:
+            undelivered = tuple(told for told in self._finish_observers() if told)
+        finally:
+            self._progress = Progress(outcome, undelivered)
+            self._ended.set()
 
     def _attend(self) -> None:
         """Poll the observers; ask for a stop when the driver has gone silent."""
@@ -147,6 +157,7 @@ class RayController:
             if time.monotonic() - polled >= POLL_EVERY_S:
                 polled = time.monotonic()
                 for observer in self._observers:
+                    observer.hear.remote()
                     observer.poll.remote()
             self._driver_silence_s += ATTEND_EVERY_S
             running = self._progress.outcome is None
@@ -161,7 +172,7 @@ class RayController:
 
     def _observe(self, number: int, factory: Factory) -> Any:
         return (
-            ray.remote(RayObserver)
+            ray.remote(concurrency_groups=RayObserver.GROUPS)(RayObserver)
             .options(
                 name=f"{self._run.name}:observer-{number}-{self._lease.epoch}",
                 lifetime="detached",
@@ -178,6 +189,6 @@ class RayController:
                 answer = observer.finish.remote(OBSERVER_PATIENCE_S)
                 told.append(ray.get(answer, timeout=2 * OBSERVER_PATIENCE_S))
             except ray.exceptions.RayError as error:
-                told.append(f"an observer broke: {str(error).splitlines()[-1]}")
+                told.append(f"an observer broke: {str(error).strip().rpartition(chr(10))[2]}")
             ray.kill(observer)
         return told

@@ -23,6 +23,7 @@ from actors.worker import Envelope, Order
 from elastic.events import Event, StoreLost, StoreReady, WorkerLost
 
 HEARTBEAT_S = 2.0
+CLOSE_TIMEOUT_S = 10.0
 AGENT_DELAY_S = 10.0
 """A node's agent comes after its first workers have joined: a process that starts meanwhile makes
 that pause 0.25 s longer on two cores. Until then `ray.kill` ends a stopped worker there, in 5 s."""
@@ -62,6 +63,7 @@ class RayFleet:
         self._node = ray.get_runtime_context().get_node_id()
         self._controller = ray.get_runtime_context().current_actor
         self._seats: dict[str, _Seat] = {}
+        self._probed: set[str] = set()
         self._agents: dict[str, Any] = {}
         self._store: Any = None
         self._lock = threading.Lock()
@@ -117,6 +119,7 @@ class RayFleet:
             missing: Future[int] = Future()
             missing.set_exception(ProcessLookupError(worker))
             return missing
+        self._probed.add(worker)
         answer = seat.actor.signs_of_life.remote()
         future: Future[int] = answer.future()
         return future
@@ -130,10 +133,10 @@ class RayFleet:
             self.stop_worker(worker)
         if self._store is not None:
             ray.kill(self._store)
-        self._end_agents()
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._seats and time.monotonic() < deadline:
             time.sleep(0.02)
+        self._end_agents()  # not before they have done what they were asked to
 
     def _end_agents(self) -> None:
         with self._lock:
@@ -185,11 +188,24 @@ class RayFleet:
         New nodes get their agents here. (Ray's callbacks may not create actors.)
         """
         while not self._closed.wait(HEARTBEAT_S):
-            self._send_agents()
+            with suppress(ray.exceptions.RayError, ValueError):  # the next beat tries again
+                self._send_agents()
             with self._lock:
-                quiet = [*self._agents.values(), *([self._store] if self._store else [])]
-            for actor in quiet:
-                actor.hear.remote()
+                unasked = self._seats.keys() - self._probed
+                starting = [s.actor for w, s in self._seats.items() if s.pid and w in unasked]
+                agents = list(self._agents.items())
+            for actor in starting:
+                actor.signs_of_life.remote()
+            if self._store is not None:
+                self._store.hear.remote()
+            for node, agent in agents:
+                self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
+
+    def _agent_heard(self, node: str, answer: Future[None]) -> None:
+        """Without an agent `ray.kill` does its work, until the next beat sends another."""
+        if answer.exception() is not None:
+            with self._lock:
+                self._agents.pop(node, None)
 
     def _send_agents(self) -> None:
         with self._lock:
@@ -197,7 +213,8 @@ class RayFleet:
             nodes = {seat.node for seat in self._seats.values() if seat.started < old}
         for node in sorted(nodes - self._agents.keys() - {self._node}):
             options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-            kind = self._detached(RayAgent, f"agent-{node}", num_cpus=0, **options)
+            name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"
+            kind = self._detached(RayAgent, name, num_cpus=0, **options)
             agent = kind.remote(self._orphan_timeout_s)
             with self._lock:
                 self._agents[node] = agent

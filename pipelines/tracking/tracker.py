@@ -22,7 +22,7 @@ REPORT_SHARE = 0.01
 class Tracker:
     """Delivers one run to one MLflow store; meant to live in a process of its own.
 
-    Call `poll` about once a second and `finish` at the end. Neither raises when the store is
+    Call `poll` every few seconds and `finish` at the end. Neither raises when the store is
     down: the files are the spool, and what is delivered is written down in `tracking.json`.
     """
 
