@@ -1,4 +1,4 @@
-"""The command line: `elastic train`, `elastic prepare`."""
+"""The command line: `elastic train`, `elastic prepare`, `elastic plan`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipelines.data import find_corpus, find_tokenizer, prepare
 from pipelines.drive import drive
 from pipelines.errors import UserError
 from pipelines.plan import Asked
+from pipelines.view.footprint_table import footprint_tables, parse_counts
 
 app = typer.Typer(
     help="Training that never stops because a machine did.",
@@ -114,6 +115,23 @@ def prepare_command(
         f"{name}: {split.num_tokens:,} tokens" for name, split in index.splits.items()
     )
     typer.echo(f"{out}: {counts}; train on them with --data {out}")
+
+
+@app.command()
+def plan(
+    model_params: Annotated[
+        float, typer.Option(metavar="NUMBER", help="How many parameters the model has, e.g. 7e9.")
+    ],
+    world_sizes: Annotated[
+        str, typer.Option(help="Numbers of workers that share the state.")
+    ] = "1,8,64,512",
+) -> None:
+    """Print the memory that training takes, by precision, ZeRO stage and number of workers."""
+    if not 1 <= model_params < float("inf"):
+        raise UserError(f"--model-params {model_params:g}: a number of parameters, e.g. 7e9")
+    for formula, table in footprint_tables(model_params, parse_counts(world_sizes)):
+        Console(soft_wrap=True).print(formula, highlight=False)
+        Console().print(table)
 
 
 def main() -> None:
