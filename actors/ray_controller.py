@@ -189,6 +189,7 @@ class RayController:
                 answer = observer.finish.remote(OBSERVER_PATIENCE_S)
                 told.append(ray.get(answer, timeout=2 * OBSERVER_PATIENCE_S))
             except ray.exceptions.RayError as error:
-                told.append(f"an observer broke: {str(error).strip().rpartition(chr(10))[2]}")
+                last_line = str(error).strip().split("\n")[-1]
+                told.append(f"an observer broke: {last_line}")
             ray.kill(observer)
         return told

@@ -191,11 +191,11 @@ class RayFleet:
             with suppress(ray.exceptions.RayError, ValueError):  # the next beat tries again
                 self._send_agents()
             with self._lock:
-                unasked = self._seats.keys() - self._probed
-                starting = [s.actor for w, s in self._seats.items() if s.pid and w in unasked]
+                seats = list(self._seats.items())
                 agents = list(self._agents.items())
-            for actor in starting:
-                actor.signs_of_life.remote()
+            for worker, seat in seats:
+                if seat.pid and worker not in self._probed:
+                    seat.actor.signs_of_life.remote()
             if self._store is not None:
                 self._store.hear.remote()
             for node, agent in agents:

@@ -24,10 +24,10 @@ STAGES = {
 
 def footprint_tables(num_params: float, shard_counts: Sequence[int]) -> list[tuple[str, Table]]:
     """For each precision its formula and a table: 10^9 bytes a worker, a row a ZeRO stage."""
+    chosen = ((title, FOOTPRINTS[precision]) for precision, title in TITLES.items())
     return [
         (f"{title}: {_formula(footprint)}", _table(footprint, num_params, shard_counts))
-        for precision, title in TITLES.items()
-        if (footprint := FOOTPRINTS[precision])
+        for title, footprint in chosen
     ]
 
 
