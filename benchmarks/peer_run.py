@@ -67,7 +67,8 @@ def peer_run(peer: Peer) -> Iterator[PeerRun]:
     with TemporaryDirectory(dir=TMPFS, prefix="peer-") as name:
         folder = Path(name)
         path = os.pathsep.join([str(SCRIPTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
-        environment = {"PYTHONPATH": path.rstrip(os.pathsep), **GLOO, **peer.environment}
+        environment = {"PYTHONPATH": path.rstrip(os.pathsep), "TMPDIR": name}
+        environment |= {**GLOO, **peer.environment}
         with running(peer.key, peer.command(folder), folder, environment) as program:
             yield PeerRun(program, folder)
 

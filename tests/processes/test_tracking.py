@@ -100,7 +100,8 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
     files = {file.path for file in client.list_artifacts(row.info.run_id)}
     assert files == {"events.json", "journal.jsonl", "recipe.json", "timeline.png"}
     assert (tmp_path / "mlflow-artifacts").is_dir()
-    events = json.loads(Path(client.download_artifacts(row.info.run_id, "events.json")).read_text())
+    file = client.download_artifacts(row.info.run_id, "events.json", str(tmp_path))
+    events = json.loads(Path(file).read_text())
     told = [dict(zip(events["columns"], event, strict=True)) for event in events["data"]]
     [lost] = [event for event in told if event["event"] == "lost"]
     assert (lost["worker"], lost["cause"], lost["step"]) == ("w3", "connection reset", 8)
@@ -221,7 +222,11 @@ class Server:
         command += ["--artifacts-destination", str(self.folder / "artifacts")]
         self.process = subprocess.Popen(
             command,
-            env={**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true"},
+            env={
+                **os.environ,
+                "MLFLOW_DISABLE_TELEMETRY": "true",
+                "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",  # it leaves a folder behind
+            },
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
