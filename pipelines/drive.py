@@ -28,6 +28,10 @@ class Interrupts:
     def __init__(self) -> None:
         self.number = 0
         self.told = False
+        self.listen()
+
+    def listen(self) -> None:
+        """Take the signals; once more after `ray.init`, which takes SIGTERM for itself."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._take)
 
@@ -47,6 +51,7 @@ def drive(asked: Asked, console: Console) -> int:
         highlight=False,
     )
     _join_or_start_cluster(plan, asked.detach)
+    interrupts.listen()
     try:
         return _follow(plan, console, interrupts, asked.detach)
     except RunTaken as error:

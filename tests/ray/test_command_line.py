@@ -39,14 +39,17 @@ def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> No
     assert run.info.status == "FINISHED"
 
 
-def test_an_interrupted_run_saves_and_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_saves_and_goes_on(
+    tmp_path: Path, number: signal.Signals, exit_code: int
+) -> None:
     with elastic_train(tmp_path, *TINY, "--workers", "2", "--steps", "100000") as command:
         command.wait_for_step(10)
-        command.process.send_signal(signal.SIGINT)
+        command.process.send_signal(number)
         code, output = command.finish()
         stopped_at = len(command.metrics())
         assert command.lines("Checkpointed")[-1]["step"] == stopped_at
-    assert code == 130, output
+    assert code == exit_code, output
     steps = str(stopped_at + 20)
     with elastic_train(tmp_path, *TINY, "--workers", "1", "--steps", steps) as command:
         code, output = command.finish()
