@@ -94,13 +94,14 @@ class RayFleet:
     def stop_worker(self, worker: str) -> None:
         with self._lock:
             seat = self._seats.get(worker)
+            agent = self._agents.get(seat.node) if seat else None
         if seat is None:
             return
         if seat.pid and seat.node == self._node:
             with suppress(ProcessLookupError):  # gone already: as wanted
                 os.kill(seat.pid, signal.SIGKILL)
-        elif seat.pid and seat.node in self._agents:
-            self._agents[seat.node].kill.remote(seat.pid)
+        elif agent is not None:
+            agent.kill.remote(seat.pid)
         else:
             ray.kill(seat.actor)
 
@@ -211,7 +212,8 @@ class RayFleet:
         with self._lock:
             old = time.monotonic() - AGENT_DELAY_S
             nodes = {seat.node for seat in self._seats.values() if seat.started < old}
-        for node in sorted(nodes - self._agents.keys() - {self._node}):
+            lacking = sorted(nodes - self._agents.keys() - {self._node})
+        for node in lacking:
             options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
             name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"
             kind = self._detached(RayAgent, name, num_cpus=0, **options)

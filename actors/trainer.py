@@ -155,7 +155,7 @@ class Trainer:
     def settle(self, command: Settle) -> None:
         """Roll forward to the step that a seen vote has decided.
 
-        If that breaks the controller, who waits for this worker, is told before the error.
+        If that breaks, the controller, which waits for this worker, is told so before the error.
         """
         assert self.stepper is not None
         try:

@@ -167,8 +167,9 @@ def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Ou
     assert_same_maths(run, undisturbed)
     assert_nothing_redone(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    causes = {line["worker"]: line["cause"] for line in run.told("WorkerLost")}
-    assert causes.keys() == {"w1", "w2"}
+    assert {line["worker"] for line in run.told("WorkerLost")} == {"w1", "w2"}
+    causes = {line["worker"]: line["cause"] for line in run.told("StopWorker")}
+    assert causes == {"w1": "it did not unwind in time"}
     survivors_keep_their_processes(run, {"w0", "w3"})
 
 
