@@ -106,10 +106,11 @@ def any_state(layout: Layout) -> tuple[TensorSpec, ...]:
     The reverse does not hold: a state that is cut less may be covered by fewer.
     """
     shape = (layout.fsdp * layout.tp, layout.fsdp * layout.cp * layout.tp)
-    stand_in = TensorSpec(
-        "the state", shape, layer=0, fsdp_dim=0, kind="optimizer", num_layers=layout.pp
-    )
-    stages = [replace(stand_in, layer=stage) for stage in range(layout.pp)]
+    stand_in = TensorSpec("the state", shape, layer=0, fsdp_dim=0, kind="optimizer")
+    stages = [
+        replace(stand_in, layer=stage, layer_costs=(1,) * (layout.pp * layout.vp))
+        for stage in range(layout.pp)
+    ]
     dense = [replace(spec, tp_dim=0) for spec in stages]
     expert = [replace(spec, fsdp_dim=1, ep_dim=1) for spec in stages if layout.ep > 1]
     return (*dense, *expert)

@@ -29,7 +29,7 @@ class Layout:
     `dp` counts replicas, `fsdp` shards (`dp x fsdp` is HSDP); `ep` folds out of
     `fsdp x cp x tp` for expert tensors; `zero` says what `fsdp` shards
     (Rajbhandari et al., ZeRO, 2020: 0 nothing, 1 optimizer state, 2 and gradients,
-    3 and parameters).
+    3 and parameters); `vp` is how many stages of the pipeline lie on each of its ranks.
 
     Raises `InvalidLayout` if a degree is not a positive integer or does not fold.
     """
@@ -41,9 +41,10 @@ class Layout:
     tp: int = 1
     ep: int = 1
     zero: int = 3
+    vp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in (*AXES, "ep"):
+        for axis in (*AXES, "ep", "vp"):
             if getattr(self, axis) < 1:
                 raise InvalidLayout(f"{axis}={getattr(self, axis)}: a degree is at least 1")
         if self.zero not in (0, 1, 2, 3):
@@ -52,6 +53,9 @@ class Layout:
             raise InvalidLayout(
                 f"ep={self.ep} does not divide fsdp x cp x tp = {self.fsdp * self.cp * self.tp}"
             )
+
+        if self.vp > 1 and self.pp == 1:
+            raise InvalidLayout(f"vp={self.vp}: several stages a rank need a pipeline; set pp")
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -92,7 +96,7 @@ class Layout:
         return tuple(tuple(r + i * stride for i in range(degree)) for r in firsts)
 
     def __str__(self) -> str:
-        parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep")]
+        parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep", "vp")]
         told = [part for part in parts if not part.endswith("=1")]
         told += [f"zero={self.zero}"] if self.zero != 3 else []
         return ",".join(told) or "dp=1"

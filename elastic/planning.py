@@ -19,11 +19,12 @@ one replica alone is taken only where no two fit: a single loss would cost steps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 
 from elastic.infeasible import Infeasible
 from elastic.layout import Layout
+from elastic.limits import Limits
 
 STEP_TOLERANCE_PERCENT = 5
 
@@ -41,6 +42,7 @@ class Wish:
     tp: int = 1
     ep: int = 1
     zero: int = 3
+    vp: int = 1
     dp: int | None = None
     fsdp: int | None = None
     max_workers: int | None = None
@@ -56,6 +58,7 @@ class Wish:
             tp=layout.tp,
             ep=layout.ep,
             zero=layout.zero,
+            vp=layout.vp,
             dp=layout.dp if "dp" in told else None,
             fsdp=layout.fsdp if "fsdp" in told else None,
             max_workers=max_workers,
@@ -75,7 +78,7 @@ class Wish:
 
     def layout(self, dp: int, fsdp: int) -> Layout:
         """The model axes with these data axes."""
-        return Layout(self.pp, dp, fsdp, self.cp, self.tp, self.ep, self.zero)
+        return Layout(self.pp, dp, fsdp, self.cp, self.tp, self.ep, self.zero, self.vp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,7 @@ class Job:
     A step has `num_microbatches`. All state together has `state_bytes`, `param_bytes` of it
     parameters (they matter where `zero` < 3); a worker needs `margin` times its part.
     `steps` is where the run ends; a checkpoint is due at each multiple of `checkpoint_every`
-    (0: only at the end).
+    (0: only at the end). `limits` are what the model's shape allows of the model axes.
     """
 
     num_microbatches: int = 1
@@ -94,6 +97,7 @@ class Job:
     margin: float = 1.2
     steps: int = 0
     checkpoint_every: int = 0
+    limits: Limits = field(default_factory=Limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,9 @@ def plan_layout(
             f"pp={wish.pp}, cp={wish.cp}, tp={wish.tp} need {wish.num_model_ranks} workers at "
             f"least, {num_workers} are there; start more or lower a degree"
         )
+    refusal = job.limits.refusal(wish.layout(1, wish.ep))
+    if refusal:
+        return Infeasible(refusal)
     num_data_ranks = num_workers // wish.num_model_ranks
     if wish.data_axes and wish.data_axes[0] * wish.data_axes[1] <= num_data_ranks:
         return _as_wished(wish, job, capacity, *wish.data_axes)

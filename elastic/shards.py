@@ -9,9 +9,10 @@ to it: it cuts a dim, it selects (a layer lies on one pipeline stage), or it rep
 - Expert tensors see `pp, dp, rest, ep` with `rest x ep = fsdp x cp x tp`: the innermost `ep`
   of these ranks form an expert group and cut `ep_dim`, `rest` does what `fsdp` does for dense
   tensors; `tp_dim` is not used (as in torchtitan with an expert tensor parallelism of 1).
-- `zero` says whether `fsdp` (or `rest`) cuts at all: optimizer state from 1 on, parameters
-  at 3; buffers are never cut by it.
-- Layers are dealt to stages in order and as evenly as they go; `layer=None` replicates over
+- `zero` says whether `fsdp` (or `rest`) cuts at all: from 1 on both optimizer state and
+  parameters, buffers never. A worker that computes with whole parameters (zero=1 and 2) keeps
+  only its own part of them current: what it holds is that part.
+- Layers are dealt to stages in order and by cost (see `stages`); `layer=None` replicates over
   `pp`.
 
 Cuts are made from the innermost axis outwards, so a region is named by one number: the
@@ -29,6 +30,7 @@ from elastic.errors import InvalidSpec
 from elastic.layout import Coordinates, Layout
 from elastic.regions import Region
 from elastic.specs import TensorSpec
+from elastic.stages import pipeline_ranks
 
 
 class Axis(NamedTuple):
@@ -139,15 +141,15 @@ def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
 
 
 def stage_of(spec: TensorSpec, layout: Layout) -> int:
-    """The pipeline stage of a spec's layer; 0 where there is one stage or no layer."""
+    """The pipeline rank of a spec's layer; 0 where there is one rank or no layer."""
     if layout.pp == 1 or spec.layer is None:
         return 0
-    if not 0 <= spec.layer < spec.num_layers:
+    if not 0 <= spec.layer < len(spec.layer_costs):
         raise InvalidSpec(
-            f"'{spec.name}': layer {spec.layer} of num_layers={spec.num_layers} has no stage "
-            f"under {layout}; give every spec with a layer the number of layers"
+            f"'{spec.name}': layer {spec.layer} of {len(spec.layer_costs)} has no stage under "
+            f"{layout}; give every spec with a layer the costs of all layers"
         )
-    return spec.layer * layout.pp // spec.num_layers
+    return pipeline_ranks(spec.layer_costs, layout.pp, layout.vp)[spec.layer]
 
 
 def alike(spec: TensorSpec, *layouts: Layout) -> tuple[object, ...]:
@@ -198,5 +200,4 @@ def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None]]:
 
 
 def _fsdp_cuts(spec: TensorSpec, layout: Layout) -> bool:
-    threshold = {"parameter": 3, "optimizer": 1}.get(spec.kind)
-    return threshold is not None and layout.zero >= threshold
+    return layout.zero > 0 and spec.kind != "buffer"

@@ -18,18 +18,19 @@ ITEMSIZE_BYTES = {
 }
 
 Kind = Literal["parameter", "optimizer", "buffer"]
-"""What a tensor is to ZeRO: `fsdp` splits parameters at zero=3, optimizer state from zero=1
-on, buffers never."""
+"""What a tensor is to ZeRO: `fsdp` splits parameters and optimizer state from zero=1 on,
+buffers never."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One logical tensor: its whole shape, and which dim each axis splits.
 
-    `layer` is the layer it belongs to, of `num_layers` in all (None: held by every pipeline
-    stage; `num_layers` matters only where `pp` > 1). `fsdp_dim`, `tp_dim` and `ep_dim` are
-    the dims that those axes split (None: replicated over the axis); a tensor with an
-    `ep_dim` belongs to experts. `dtype` is a key of `ITEMSIZE_BYTES`.
+    `layer` is the layer it belongs to (None: held by every pipeline stage); `layer_costs` are
+    the costs of all layers, by which they are dealt to stages (only needed where `pp` > 1).
+    `fsdp_dim`, `tp_dim` and `ep_dim` are the dims that those axes split (None: replicated over
+    the axis); a tensor with an `ep_dim` belongs to experts. `dtype` is a key of
+    `ITEMSIZE_BYTES`.
     """
 
     name: str
@@ -40,7 +41,7 @@ class TensorSpec:
     tp_dim: int | None = None
     ep_dim: int | None = None
     kind: Kind = "parameter"
-    num_layers: int = 0
+    layer_costs: tuple[int, ...] = ()
 
     @property
     def itemsize_bytes(self) -> int:

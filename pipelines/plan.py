@@ -171,9 +171,7 @@ def _wish(layout: str | None, policy: Policy) -> Wish:
         wish = Wish.parse(layout or "", policy.max_workers)
     except ElasticError as error:
         raise UserError(f"--layout {layout}: {error}") from None
-    if (wish.pp, wish.cp, wish.tp, wish.ep, wish.zero) != (1, 1, 1, 1, 3):
-        raise UserError(f"--layout {layout}: this version trains with dp and fsdp only")
-    num_wished = prod(wish.data_axes or (1,))
+    num_wished = wish.num_model_ranks * prod(wish.data_axes or (1,))
     if num_wished > policy.max_workers:
         raise UserError(
             f"--layout {layout} needs {num_wished} workers, --workers allows "
@@ -235,4 +233,5 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         state_bytes=sum(spec.num_bytes for spec in program.specs()),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_every,
+        limits=program.workload.shape().limits,
     )

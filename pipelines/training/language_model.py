@@ -14,6 +14,8 @@ from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.errors import UserError
 from pipelines.settings import DataSettings, TransformerSettings
 from pipelines.training.model import Transformer, document_mask, initial_std
+from pipelines.training.transformer_shape import transformer_shape
+from pipelines.training.workload import Shape
 
 IGNORED = -100
 """The target of a position that is not to be predicted."""
@@ -36,6 +38,7 @@ class LanguageModelWorkload:
         self.held_out = held_out
         self.digest = train.digest
         self.num_samples = train.num_samples
+        self.seq_len = train.seq_len
         self.num_held_out = held_out.num_samples if held_out else 0
 
     def module(self) -> nn.Module:
@@ -43,6 +46,9 @@ class LanguageModelWorkload:
 
     def blocks(self, module: Transformer) -> Sequence[nn.Module]:
         return list(module.layers)
+
+    def shape(self) -> Shape:
+        return transformer_shape(self.settings, self.seq_len)
 
     def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
         if tensor.ndim == 1:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from elastic.limits import Limits
 from pipelines.settings import MlpSettings
 from pipelines.training.seeds import keyed_generator
+from pipelines.training.workload import Layer, Shape
 
 
 class VectorBatch(NamedTuple):
@@ -51,6 +54,13 @@ class MlpWorkload:
 
     def blocks(self, module: Mlp) -> Sequence[nn.Module]:
         return list(module.layers)
+
+    def shape(self) -> Shape:
+        """Layers for the pipeline; nothing here for the other model axes."""
+        costs = [first * second for first, second in pairwise(self.settings.dims)]
+        names = [*(f"layers.{i}" for i in range(len(costs) - 1)), "output"]
+        layers = tuple(Layer((name,), cost) for name, cost in zip(names, costs, strict=True))
+        return Shape(layers, Limits(tp_divides=1, num_layers=len(costs), seq_len=1, num_experts=1))
 
     def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
         if tensor.ndim == 1:

@@ -13,9 +13,8 @@ from elastic.specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
 from pipelines.training.optimizer import state_template
 from pipelines.training.seeds import keyed_generator
-from pipelines.training.workload import Workload
+from pipelines.training.workload import Shape, Style, Workload
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 OPTIMIZER = "optimizer."
 
 
@@ -41,21 +40,60 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     What has a parameter's shape is sharded as the parameter is: dim 0 over `fsdp`.
     """
     module = build_on_meta(workload, settings)
-    num_layers = len(workload.blocks(module))
-    specs = []
+    placing = Placing(workload.shape())
     parameters = dict(module.named_parameters())
-    for name, parameter in parameters.items():
-        specs.append(_spec(name, parameter, num_layers, "parameter", fsdp_dim=0))
-    for name, buffer in buffers(module):
-        specs.append(_spec(name, buffer, num_layers, "buffer", fsdp_dim=None))
+    specs = [placing.spec(name, value, "parameter") for name, value in parameters.items()]
+    specs += [placing.spec(name, value, "buffer") for name, value in buffers(module)]
     template = state_template(settings.optimizer, stored_dtype(settings))
     for name, parameter in parameters.items():
         for key, kept in template.items():
             like = parameter.to(kept.dtype) if kept.ndim else kept
-            fsdp_dim = 0 if kept.ndim else None
-            full_name = optimizer_name(name, key)
-            specs.append(_spec(full_name, like, num_layers, "optimizer", fsdp_dim))
+            specs.append(placing.spec(name, like, "optimizer", optimizer_name(name, key)))
     return tuple(specs)
+
+
+class Placing:
+    """Which layer a tensor belongs to, and which of its dims each axis cuts."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.costs = tuple(layer.cost for layer in shape.layers)
+        self.layer_of = {
+            module: number for number, layer in enumerate(shape.layers) for module in layer.modules
+        }
+
+    def spec(self, owner: str, value: Tensor, kind: Kind, name: str | None = None) -> TensorSpec:
+        """The spec of a parameter or buffer `owner`, or of what is kept for it as `name`."""
+        expert = owner.endswith(self.shape.experts) and bool(self.shape.experts)
+        cut = value.ndim > 0 and kind != "buffer"
+        layer = self.layer(owner)
+        return TensorSpec(
+            name or owner,
+            tuple(value.shape),
+            str(value.dtype).removeprefix("torch."),
+            layer=layer,
+            fsdp_dim=0 if cut else None,
+            tp_dim=self._tp_dim(owner) if cut else None,
+            ep_dim=0 if cut and expert else None,
+            kind=kind,
+            layer_costs=self.costs if layer is not None else (),
+        )
+
+    def layer(self, owner: str) -> int | None:
+        """The layer whose module holds this tensor."""
+        parts = owner.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
+        return next((self.layer_of[one] for one in prefixes if one in self.layer_of), None)
+
+    def _tp_dim(self, owner: str) -> int | None:
+        module, _, _ = owner.rpartition(".")
+        style = style_of(module, self.shape)
+        return {"colwise": 0, "vocabulary": 0, "rowwise": 1}.get(style or "")
+
+
+def style_of(module: str, shape: Shape) -> Style | None:
+    """How tensor parallelism treats a module of this name."""
+    return shape.styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -83,18 +121,3 @@ def initial_value(
         for first, length in zip(region.offsets, region.shape, strict=True)
     )
     return whole[slices].to(dtype, copy=True).contiguous()
-
-
-def _spec(
-    name: str, value: Tensor, num_layers: int, kind: Kind, fsdp_dim: int | None
-) -> TensorSpec:
-    layer = LAYER.search(name)
-    return TensorSpec(
-        name,
-        tuple(value.shape),
-        str(value.dtype).removeprefix("torch."),
-        layer=int(layer[1]) if layer else None,
-        fsdp_dim=fsdp_dim,
-        kind=kind,
-        num_layers=num_layers if layer else 0,
-    )

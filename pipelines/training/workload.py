@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
+
+from elastic.limits import Limits
+
+Style = Literal["colwise", "rowwise", "sequence", "vocabulary"]
+"""How tensor parallelism treats a module, in torch.distributed.tensor.parallel's terms;
+`vocabulary` is an embedding cut by rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A part of a model that lies on one pipeline stage: its modules by name, and its cost
+    in multiplications a token, by which layers are dealt to stages."""
+
+    modules: tuple[str, ...]
+    cost: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a model offers to the model axes.
+
+    `layers` stand in forward order. `styles` names the modules that `tp` cuts; a star stands
+    for any layer's number. `limits` are those of the axes; `ep` cuts dim 0 of `experts`,
+    parameters by the last parts of their names.
+    """
+
+    layers: tuple[Layer, ...]
+    limits: Limits
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    experts: tuple[str, ...] = ()
 
 
 class Workload(Protocol):
@@ -24,6 +55,9 @@ class Workload(Protocol):
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """The parts that are sharded, compiled and checkpointed one by one, in forward order."""
+
+    def shape(self) -> Shape:
+        """How the model may be spread over pp, cp, tp and ep."""
 
     def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Write a parameter's (or buffer's) values at step 0 into a whole float32 tensor."""

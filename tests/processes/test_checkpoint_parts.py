@@ -25,7 +25,7 @@ from pipelines.errors import UserError
 from pipelines.training.checkpoint import read_regions, write_part
 
 SPECS = (
-    TensorSpec("layers.0.weight", (7, 3), "float32", layer=0, fsdp_dim=0, num_layers=1),
+    TensorSpec("layers.0.weight", (7, 3), "float32", layer=0, fsdp_dim=0, layer_costs=(1,)),
     TensorSpec("norm.weight", (2,), "float64", fsdp_dim=0),
     TensorSpec("half", (4, 2), "bfloat16", fsdp_dim=0),
     TensorSpec("optimizer.norm.weight.step", (), "float32", kind="optimizer"),

@@ -34,7 +34,9 @@ def layouts(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Layout:
         degrees[axis] = draw(st.sampled_from([n for n in (2, 1, 3, 2, 1, 5, 4) if n <= room]))
     num_inner = degrees["fsdp"] * degrees["cp"] * degrees["tp"]
     ep = draw(st.sampled_from([n for n in range(1, num_inner + 1) if num_inner % n == 0]))
-    return Layout(**degrees, ep=ep, zero=draw(st.sampled_from([3, 3, 3, 0, 1, 2])))
+    zero = draw(st.sampled_from([3, 3, 3, 0, 1, 2]))
+    vp = draw(st.sampled_from([1, 1, 2])) if 1 < degrees["pp"] <= 2 else 1
+    return Layout(**degrees, ep=ep, zero=zero, vp=vp)
 
 
 @st.composite
@@ -42,8 +44,8 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
     """A small tensor of any kind; sizes that divide nothing, and scalars."""
     shape = tuple(draw(st.lists(st.integers(0, 11) | st.just(7), max_size=3)))
     dims = st.sampled_from([*range(len(shape)), *range(len(shape)), None])
-    num_layers = draw(st.sampled_from([5, 7]))
-    layer = draw(st.none() | st.integers(0, num_layers - 1))
+    layer_costs = draw(st.sampled_from([(1,) * 5, (0, 3, 3, 3, 3, 3, 8)]))
+    layer = draw(st.none() | st.integers(0, len(layer_costs) - 1))
     return TensorSpec(
         name=name,
         shape=shape,
@@ -53,7 +55,7 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
         tp_dim=draw(dims),
         ep_dim=draw(st.sampled_from([None, None, draw(dims)])),
         kind=draw(st.sampled_from(["parameter", "optimizer", "buffer"])),
-        num_layers=num_layers,
+        layer_costs=layer_costs,
     )
 
 

@@ -1,4 +1,5 @@
-"""The geometry once more, element by element, sharing no code with the product.
+"""The geometry once more, element by element, sharing no code with the product but the deal of
+layers to stages.
 
 Layouts, coordinates and specs are taken as plain data; everything else is spelled out over
 numpy arrays: which elements each rank holds, and whether a set of transfers, carried out,
@@ -18,6 +19,7 @@ from elastic.assignment import Assignment
 from elastic.layout import Layout
 from elastic.regions import Region
 from elastic.specs import TensorSpec
+from elastic.stages import deal_layers
 from elastic.transfers import Relayout, Transfers
 
 Mask = NDArray[np.bool_]
@@ -110,10 +112,10 @@ def _box(region: Region) -> tuple[slice, ...]:
 def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
     pp, _, fsdp, cp, tp = place
     mask = np.zeros(spec.shape, dtype=np.bool_)
-    if spec.layer is not None and spec.layer not in _layers(pp, layout.pp, spec.num_layers):
+    if spec.layer is not None and spec.layer not in _layers(pp, layout, spec.layer_costs):
         return mask
     kept = [list(range(size)) for size in spec.shape]
-    sharded = {"parameter": layout.zero == 3, "optimizer": layout.zero > 0, "buffer": False}
+    sharded = {"parameter": layout.zero > 0, "optimizer": layout.zero > 0, "buffer": False}
     fsdp_dim = spec.fsdp_dim if sharded[spec.kind] else None
     if spec.ep_dim is not None:
         block = list(product(range(layout.fsdp), range(layout.cp), range(layout.tp)))
@@ -135,9 +137,12 @@ def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
     return mask
 
 
-def _layers(stage: int, num_stages: int, num_layers: int) -> range:
-    first = ceil(stage * num_layers / num_stages)
-    return range(first, ceil((stage + 1) * num_layers / num_stages))
+def _layers(rank: int, layout: Layout, costs: tuple[int, ...]) -> list[int]:
+    """Of the deal into stages, which has laws of its own, what lies on one pipeline rank."""
+    if layout.pp == 1:
+        return list(range(len(costs)))
+    stages = deal_layers(costs, layout.pp * layout.vp)
+    return [layer for stage in stages[rank :: layout.pp] for layer in stage]
 
 
 def _chunk(indices: list[int], num_chunks: int, index: int) -> list[int]:

@@ -117,7 +117,7 @@ from elastic.layout import Layout
 from elastic.specs import TensorSpec
 from elastic.transfers import Relayout, derive
 
-specs = [TensorSpec(f"t{i}", (7 + i, 10), layer=i, fsdp_dim=0, tp_dim=1, num_layers=4)
+specs = [TensorSpec(f"t{i}", (7 + i, 10), layer=i, fsdp_dim=0, tp_dim=1, layer_costs=(1,) * 4)
          for i in range(4)]
 old = Assignment(1, Layout(pp=2, dp=2, fsdp=3, tp=2), tuple(f"w{i}" for i in range(24)))
 new = Assignment(2, Layout(pp=1, dp=3, fsdp=2, tp=3), tuple(f"w{i}" for i in range(8, 26)))

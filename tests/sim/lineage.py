@@ -13,9 +13,9 @@ from elastic.shards import region_of
 from elastic.specs import TensorSpec
 
 SPECS = (
-    TensorSpec("first", (5, 3), layer=0, fsdp_dim=0, tp_dim=1, num_layers=2),
-    TensorSpec("second", (31,), layer=1, fsdp_dim=0, tp_dim=0, num_layers=2),
-    TensorSpec("moment", (5,), layer=1, fsdp_dim=0, num_layers=2, kind="optimizer"),
+    TensorSpec("first", (5, 3), layer=0, fsdp_dim=0, tp_dim=1, layer_costs=(1, 1)),
+    TensorSpec("second", (31,), layer=1, fsdp_dim=0, tp_dim=0, layer_costs=(1, 1)),
+    TensorSpec("moment", (5,), layer=1, fsdp_dim=0, layer_costs=(1, 1), kind="optimizer"),
     TensorSpec("scale", (2,), kind="buffer"),
 )
 """Of the longest, each of up to six shards has some: who lacks a shard lacks a part of it."""

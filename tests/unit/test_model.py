@@ -124,10 +124,10 @@ def test_more_tokens_than_the_model_knows_are_refused() -> None:
 def test_the_state_names_every_parameter_and_what_the_optimizer_keeps() -> None:
     specs = {spec.name: spec for spec in state_specs(small_workload(), SETTINGS)}
     weight = specs["layers.1.attention.wk.weight"]
-    assert (weight.shape, weight.layer, weight.num_layers) == ((8, 16), 1, 2)
+    assert (weight.shape, weight.layer, weight.tp_dim) == ((8, 16), 2, 0)
     assert (weight.fsdp_dim, weight.kind, weight.dtype) == (0, "parameter", "float32")
     moment = specs["optimizer.layers.1.attention.wk.weight.exp_avg_sq"]
-    assert (moment.shape, moment.layer, moment.fsdp_dim) == ((8, 16), 1, 0)
+    assert (moment.shape, moment.layer, moment.fsdp_dim) == ((8, 16), 2, 0)
     count = specs["optimizer.layers.1.attention.wk.weight.step"]
     assert (count.shape, count.fsdp_dim, count.kind) == ((), None, "optimizer")
     assert specs["embedding.weight"].layer is None

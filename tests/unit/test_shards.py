@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.errors import InvalidSpec
+from elastic.errors import InvalidLayout, InvalidSpec
 from elastic.layout import Coordinates, Layout
 from elastic.regions import Region
 from elastic.shards import bytes_held, copies_of, region_of
@@ -35,7 +35,7 @@ def test_two_axes_may_cut_two_dims() -> None:
     assert region_of(spec, Layout(fsdp=2, tp=3), place) == Region((4, 4), (4, 2))
 
 
-@pytest.mark.parametrize(("kind", "cut_from"), [("parameter", 3), ("optimizer", 1), ("buffer", 4)])
+@pytest.mark.parametrize(("kind", "cut_from"), [("parameter", 1), ("optimizer", 1), ("buffer", 4)])
 def test_the_zero_stage_says_what_fsdp_cuts(kind: str, cut_from: int) -> None:
     spec = TensorSpec("t", (8,), fsdp_dim=0, kind=kind)  # type: ignore[arg-type]
     for zero in range(4):
@@ -45,19 +45,26 @@ def test_the_zero_stage_says_what_fsdp_cuts(kind: str, cut_from: int) -> None:
 
 def test_layers_are_dealt_to_stages_in_order_and_evenly() -> None:
     layout = Layout(pp=3)
-    layers = [TensorSpec(f"l{i}", (2,), layer=i, num_layers=7) for i in range(7)]
+    layers = [TensorSpec(f"l{i}", (2,), layer=i, layer_costs=(1,) * 7) for i in range(7)]
     stages = [rows(spec, layout).index((0, 2)) for spec in layers]
-    assert stages == [0, 0, 0, 1, 1, 2, 2]
+    assert stages == [0, 0, 1, 1, 1, 2, 2]
     assert all(rows(spec, layout).count(None) == 2 for spec in layers)
     assert rows(TensorSpec("shared", (2,)), layout) == [(0, 2)] * 3
 
 
-def test_fewer_layers_than_stages_leave_stages_without() -> None:
-    only = TensorSpec("l0", (2,), layer=0, num_layers=1)
-    assert rows(only, Layout(pp=3)) == [(0, 2), None, None]
+def test_virtual_stages_go_round_the_pipeline_ranks() -> None:
+    layers = [TensorSpec(f"l{i}", (2,), layer=i, layer_costs=(1,) * 6) for i in range(6)]
+    stages = [rows(spec, Layout(pp=2, vp=2)).index((0, 2)) for spec in layers]
+    assert stages == [0, 0, 1, 0, 0, 1]
 
 
-def test_a_layer_without_the_number_of_layers_has_no_stage() -> None:
+def test_fewer_layers_than_stages_are_refused() -> None:
+    only = TensorSpec("l0", (2,), layer=0, layer_costs=(1,))
+    with pytest.raises(InvalidLayout, match="1 layers cannot fill 3"):
+        rows(only, Layout(pp=3))
+
+
+def test_a_layer_without_the_costs_of_all_has_no_stage() -> None:
     spec = TensorSpec("l3", (2,), layer=3)
     assert rows(spec, Layout(dp=2)) == [(0, 2)] * 2
     with pytest.raises(InvalidSpec, match="l3"):
