@@ -130,7 +130,7 @@ def test_the_state_names_every_parameter_and_what_the_optimizer_keeps() -> None:
     assert (moment.shape, moment.layer, moment.fsdp_dim) == ((8, 16), 2, 0)
     count = specs["optimizer.layers.1.attention.wk.weight.step"]
     assert (count.shape, count.fsdp_dim, count.kind) == ((), None, "optimizer")
-    assert specs["embedding.weight"].layer is None
+    assert (specs["embedding.weight"].layer, specs["head.weight"].layer) == (0, 3)
     num_parameters = sum(spec.kind == "parameter" for spec in specs.values())
     assert len(specs) == 4 * num_parameters == 4 * (3 + 2 * 9)
 
