@@ -9,9 +9,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
-from torch.distributed.device_mesh import init_device_mesh
 
 from actors.gloo_sockets import shut_connections_to, shut_gloo_connections
+from actors.meshes import form_groups
 from actors.program import Groups
 from actors.torch_private import (
     abort_nccl_groups,
@@ -22,8 +22,6 @@ from actors.torch_private import (
 )
 from elastic.commands import Form
 
-MESH_AXES = ("dp", "fsdp")
-
 
 class Formation:
     """The groups that one process is in for one generation.
@@ -32,11 +30,19 @@ class Formation:
     at any time, also while `form` blocks, and makes the training thread's calls raise.
     """
 
-    def __init__(self, worker: str, order: Form, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self,
+        worker: str,
+        order: Form,
+        device: torch.device,
+        timeout_s: float,
+        has_experts: bool = False,
+    ) -> None:
         self._worker = worker
         self._order = order
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
+        self._has_experts = has_experts
         self._breaking = threading.Lock()
         self._dissolved = False
         self.groups: Groups | None = None
@@ -82,27 +88,18 @@ class Formation:
     def _form_world(self, store: Store) -> Groups:
         order, device_type = self._order, self._device.type
         world_rank = order.assignment.world_rank(self._worker)
-        layout = order.assignment.layout
         leave_aborts_to_us()
         dist.init_process_group(
             group_options(device_type, self._timeout)[0],
             store=store,
             rank=world_rank,
-            world_size=layout.num_workers,
+            world_size=order.assignment.layout.num_workers,
             timeout=self._timeout,
             device_id=_own_gpu() if device_type == "cuda" else None,
         )
-        mesh = init_device_mesh(
-            device_type,
-            (layout.dp, layout.fsdp),
-            mesh_dim_names=MESH_AXES,
-            backend_override={
-                axis: group_options(device_type, self._timeout) for axis in MESH_AXES
-            },
+        return form_groups(
+            order.assignment, world_rank, self._device, self._timeout, self._has_experts
         )
-        world = dist.group.WORLD
-        assert world is not None
-        return Groups(order.assignment, world_rank, self._device, world, mesh)
 
     def _form_transfer(self, store: Store) -> ProcessGroup | None:
         """The world's own group where nobody else takes part in the transfers."""

@@ -14,6 +14,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from elastic.assignment import Assignment
+from elastic.layout import Coordinates, Layout
 from elastic.regions import Region
 from elastic.specs import TensorSpec
 from elastic.votes import Vote
@@ -31,7 +32,23 @@ class Groups:
     device: torch.device
     world: ProcessGroup
     mesh: DeviceMesh
-    """Axes `dp` and `fsdp` (others as they come), over `device`."""
+    """Axes `replica` and `fsdp`, around them `pp` and `tp` if they have a degree; see
+    `actors.meshes`."""
+    cp: ProcessGroup | None = None
+    """Those that share this rank's sequences by `cp`; None if it has them alone."""
+    sequence: ProcessGroup | None = None
+    """Those that share them by `cp` or `tp`, where there are experts."""
+    experts: DeviceMesh | None = None
+    """Axes `replica`, `fsdp` and `ep`, before them `pp`, for expert tensors where they see
+    another mesh than the dense."""
+
+    @property
+    def layout(self) -> Layout:
+        return self.assignment.layout
+
+    @property
+    def place(self) -> Coordinates:
+        return self.layout.coordinates(self.world_rank)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,11 @@ class Trainer:
         old = order.plan.old.generation if order.plan.old else 0
         self.holdings = {g: held for g, held in self.holdings.items() if g == old}
         self.formation = Formation(
-            self.worker, order, self.program.device, self.options.collective_timeout_s
+            self.worker,
+            order,
+            self.program.device,
+            self.options.collective_timeout_s,
+            has_experts=any(spec.ep_dim is not None for spec in self.specs),
         )
         self.interruption.check()
         self.faults.at("forming", order.plan.step + 1)

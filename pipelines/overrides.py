@@ -20,6 +20,8 @@ WHERE_AND_HOW = frozenset(
         "activation_checkpointing",
         "compile",
         "record_samples",
+        "schedule",
+        "reshard_after_forward",
     }
 )
 """The fields that may change when a run is resumed; all others define the maths."""

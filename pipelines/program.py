@@ -16,7 +16,7 @@ from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
 from pipelines.training.checkpoint import read_regions, write_part
 from pipelines.training.language_model import LanguageModelWorkload, open_samples
 from pipelines.training.mlp import MlpWorkload
-from pipelines.training.replica import DataParallelReplica
+from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
 from pipelines.training.warm_up import warm_up
 from pipelines.training.workload import Workload
@@ -47,9 +47,9 @@ class TrainingProgram:
         """One throw-away build and step; see `pipelines.training.warm_up`."""
         warm_up(self.workload, self.settings, self.device)
 
-    def build(self, groups: Groups) -> DataParallelReplica:
+    def build(self, groups: Groups) -> ShardedReplica:
         """This rank's part under an assignment: shapes, no values yet."""
-        return DataParallelReplica(self.workload, self.settings, groups)
+        return ShardedReplica(self.workload, self.settings, groups)
 
     def initial(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of a tensor at step 0, on the device."""
@@ -66,9 +66,10 @@ class TrainingProgram:
 
 def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Workload:
     """The workload that the settings name. Held-out data are opened only to be evaluated."""
+    dtype: torch.dtype = getattr(torch, settings.dtype)
     match settings.model:
         case MlpSettings():
-            return MlpWorkload(settings.model, settings.seed)
+            return MlpWorkload(settings.model, settings.seed, dtype)
         case TransformerSettings():
             folder = Path(data_folder) if data_folder else None
             vocab_size = settings.model.vocab_size
@@ -78,6 +79,6 @@ def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Wo
                 else None
                 for split in ("train", "held_out")
             )
-            return LanguageModelWorkload(settings.model, train, held_out)
+            return LanguageModelWorkload(settings.model, train, held_out, dtype)
         case _:
             assert_never(settings.model)

@@ -22,6 +22,10 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A part of a whole, from 0 to below 1."""
 
 
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+"""The order of a pipeline's passes; the last two may have several stages a rank (`vp`)."""
+
+
 class Settings(BaseModel):
     """Frozen, and refuses what it does not know."""
 
@@ -131,6 +135,8 @@ class TrainSettings(Settings):
     eval_every: NonNegativeInt = 0
     eval_samples: PositiveInt = 64
     checkpoint_every: NonNegativeInt = 0
+    schedule: ScheduleName = "1f1b"
+    reshard_after_forward: bool = True
     activation_checkpointing: bool = False
     compile: bool = False
     record_samples: Path | None = None

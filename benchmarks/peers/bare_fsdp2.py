@@ -26,7 +26,8 @@ from elastic.samples import batch_ids, sample_of
 from pipelines.program import make_workload
 from pipelines.settings import TrainSettings
 from pipelines.training.optimizer import learning_rate
-from pipelines.training.workload import Workload
+from pipelines.training.spread import ALONE
+from pipelines.training.workload import Workload, forward_loss
 
 
 def shard(module: torch.nn.Module, workload: Workload, mesh: DeviceMesh) -> FSDPModule:
@@ -71,8 +72,9 @@ def train(folder: Path, recipe: dict[str, Any], settings: TrainSettings) -> None
         total = torch.zeros(())
         for number, batch in enumerate(shares, start=1):
             model.set_requires_gradient_sync(number == len(shares))
-            num_tokens = workload.num_tokens(batch) * len(shares)
-            loss = workload.loss(module, batch, device) / num_tokens
+            fed = workload.feed(batch, device, ALONE, seed=0)
+            num_tokens = workload.num_tokens(fed.targets) * len(shares)
+            loss = forward_loss(workload, module, fed) / num_tokens
             loss.backward()
             total += loss.detach()
         for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""The mean loss over the held-out split: bit for bit the same under any layout."""
+"""The mean loss over the held-out split: bit for bit the same under any dp, fsdp and pp."""
 
 from __future__ import annotations
 
@@ -6,51 +6,46 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from actors.program import Groups
 from pipelines.settings import TrainSettings
+from pipelines.training.passes import Passes
 from pipelines.training.share import Share
-from pipelines.training.workload import Workload
+from pipelines.training.spread import Spread
+from pipelines.training.workload import PADDING, Fed, Workload
 
 
-@torch.no_grad()
 def evaluate(
-    module: nn.Module,
-    workload: Workload,
-    settings: TrainSettings,
-    share: Share,
-    groups: Groups,
+    passes: Passes, workload: Workload, settings: TrainSettings, share: Share, groups: Groups
 ) -> float:
     """The mean loss per token over the first `eval_samples` held-out samples.
 
     The samples are cut into fixed microbatches; each is summed by one rank, and the sums are
-    gathered as a vector in which every other rank adds 0, which is exact. So neither the
-    layout nor the order of a reduction can change the value.
+    gathered as a vector in which every other rank adds 0, which is exact. So the order of a
+    reduction cannot change the value; only `tp` and `cp`, which share a microbatch, may in its
+    last bits.
     """
     num_samples = min(settings.eval_samples, workload.num_held_out)
     starts = range(0, num_samples, settings.microbatch)
-    sums = torch.zeros(2, len(starts), dtype=torch.float64, device=groups.device)
-    module.eval()
-    for microbatch in share.rounds(len(starts)):
+    spread = Spread.of(groups, workload.seq_len)
+    rounds = share.rounds(len(starts))
+    rounds += [None] * (passes.num_rounds(len(rounds)) - len(rounds))
+
+    def fed(microbatch: int | None) -> Fed:
         if microbatch is None:
-            workload.loss(module, workload.empty(), groups.device)
-            continue
+            size = settings.microbatch if passes.needs_full_size else 0
+            return workload.feed(workload.empty(size), groups.device, spread, PADDING)
         first = starts[microbatch]
         samples = range(first, min(first + settings.microbatch, num_samples))
         batch = workload.read(samples, held_out=True)
-        sums[0, microbatch] = workload.loss(module, batch, groups.device)
-        sums[1, microbatch] = workload.num_tokens(batch)
-    module.train()
-    _reshard(module)
+        return workload.feed(batch, groups.device, spread, PADDING)
+
+    summed = passes.evaluate((fed(microbatch) for microbatch in rounds), len(rounds))
+    sums = torch.zeros(2, len(starts), dtype=torch.float64, device=groups.device)
+    for microbatch, (loss, num_tokens) in zip(rounds, summed, strict=False):
+        if microbatch is not None and spread.counts:
+            sums[0, microbatch] = loss
+            sums[1, microbatch] = num_tokens
     dist.all_reduce(sums, group=groups.world)
     losses, tokens = sums.tolist()
     return math.fsum(losses) / math.fsum(tokens)
-
-
-def _reshard(module: nn.Module) -> None:
-    # Without a backward pass nothing else lets go of the gathered parameters.
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()

@@ -9,13 +9,17 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from elastic.regions import chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.errors import UserError
 from pipelines.settings import DataSettings, TransformerSettings
-from pipelines.training.model import Transformer, document_mask, initial_std
+from pipelines.training.model import Transformer, initial_std
+from pipelines.training.ring import positions
+from pipelines.training.spread import ALONE, Spread
+from pipelines.training.tensor_parallel import whole_vocabulary
 from pipelines.training.transformer_shape import transformer_shape
-from pipelines.training.workload import Shape
+from pipelines.training.workload import Fed, Shape
 
 IGNORED = -100
 """The target of a position that is not to be predicted."""
@@ -25,7 +29,11 @@ class LanguageModelWorkload:
     """A transformer trained on one split of windows and evaluated on another."""
 
     def __init__(
-        self, settings: TransformerSettings, train: Samples, held_out: Samples | None
+        self,
+        settings: TransformerSettings,
+        train: Samples,
+        held_out: Samples | None,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Raises `UserError` if the data have more tokens than the model knows."""
         if train.vocab_size > settings.vocab_size:
@@ -34,6 +42,7 @@ class LanguageModelWorkload:
                 f"tokens: set model.vocab_size={train.vocab_size} or more"
             )
         self.settings = settings
+        self.dtype = dtype
         self.train = train
         self.held_out = held_out
         self.digest = train.digest
@@ -41,11 +50,11 @@ class LanguageModelWorkload:
         self.seq_len = train.seq_len
         self.num_held_out = held_out.num_samples if held_out else 0
 
-    def module(self) -> nn.Module:
-        return Transformer(self.settings)
+    def module(self, spread: Spread = ALONE) -> nn.Module:
+        return Transformer(self.settings, spread)
 
     def blocks(self, module: Transformer) -> Sequence[nn.Module]:
-        return list(module.layers)
+        return list(module.layers.values())
 
     def shape(self) -> Shape:
         return transformer_shape(self.settings, self.seq_len)
@@ -60,27 +69,51 @@ class LanguageModelWorkload:
         split = self.held_out if held_out else self.train
         return split.read(samples)
 
-    def empty(self) -> Batch:
-        one = torch.zeros(1, 1, dtype=torch.int64)
-        return Batch(one, torch.full_like(one, IGNORED), None)
+    def empty(self, num_samples: int = 0) -> Batch:
+        shape = (num_samples, self.seq_len) if num_samples else (1, 1)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        return Batch(tokens, torch.full_like(tokens, IGNORED), None)
 
-    def num_tokens(self, batch: Batch) -> int:
-        return int((batch.targets != IGNORED).sum())
+    def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
+        keywords = {"seeds": torch.full(batch.tokens.shape[:1], seed)}
+        if batch.documents is not None:
+            keywords["documents"] = batch.documents
+        inputs, targets = batch.tokens, batch.targets
+        if spread.num_cp > 1:
+            held = positions(batch.tokens.shape[1], spread.cp_rank, spread.num_cp)
+            inputs, targets = inputs[:, held], targets[:, held]
+        return Fed(inputs.to(device), keywords, targets.to(device))
 
-    def loss(self, module: nn.Module, batch: Batch, device: torch.device) -> Tensor:
+    def num_tokens(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).sum()
+
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
         """The cross-entropy in nats, in float32 or better, summed over the targets."""
-        mask = None if batch.documents is None else document_mask(batch.documents, device)
-        logits = module(batch.tokens.to(device), mask).flatten(0, 1)
+        logits = output.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        targets = batch.targets.to(device).flatten()
-        return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
+        if spread.tp is not None:
+            logits = whole_vocabulary(logits, spread.tp, self.settings.vocab_size)
+        total = functional.cross_entropy(
+            logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total.to_local() if spread.tp is not None else total
+
+    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+        held = len(positions(self.seq_len, spread.cp_rank, spread.num_cp))
+        if layer == 0:
+            return torch.empty(num_samples, held, dtype=torch.int64, device="meta")
+        if layer == self.settings.num_layers + 2:
+            width = chunk_interval(self.settings.vocab_size, spread.num_tp, spread.tp_rank)[1]
+        else:
+            width, held = self.settings.dim, chunk_interval(held, spread.num_tp, spread.tp_rank)[1]
+        return torch.empty(num_samples, held, width, dtype=self.dtype, device="meta")
 
     def miniature(self) -> LanguageModelWorkload:
         settings = TransformerSettings(
             vocab_size=8, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, hidden_dim=8
         )
         samples = RandomWindows("train", 4, vocab_size=8, num_samples=8)
-        return LanguageModelWorkload(settings, samples, samples)
+        return LanguageModelWorkload(settings, samples, samples, self.dtype)
 
 
 def open_samples(

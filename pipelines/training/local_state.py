@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 
 import torch
@@ -16,11 +16,12 @@ from pipelines.training.state import optimizer_name, stored_dtype
 
 
 class LocalState:
-    """Plain tensors by logical name, sharing memory with a sharded module and its optimizer."""
+    """Plain tensors by logical name, sharing memory with sharded modules and their optimizer."""
 
-    def __init__(self, module: nn.Module, settings: TrainSettings) -> None:
-        """Take a module on the meta device after `fully_shard`: it has shapes, but no values."""
-        self.module = module
+    def __init__(self, modules: Sequence[nn.Module], settings: TrainSettings) -> None:
+        """Take modules (one, or a pipeline rank's stages, whose names differ) on the meta device
+        after `fully_shard`: they have shapes, but no values."""
+        self.modules = modules
         self.settings = settings
         self._read_module()
         template = state_template(settings.optimizer, stored_dtype(settings))
@@ -55,7 +56,10 @@ class LocalState:
             for name, parameter in self.parameters.items()
         }
         unsharded = {name: given[name] for name in self.buffers}
-        self.module.load_state_dict(sharded | unsharded, assign=True)
+        for module in self.modules:
+            own = module.state_dict()
+            values = {name: value for name, value in (sharded | unsharded).items() if name in own}
+            module.load_state_dict(values, assign=True)
         self._read_module()
         self.optimizer = LocalOptimizer(self.settings.optimizer, self.shards, kept)
 
@@ -93,7 +97,11 @@ class LocalState:
 
     @torch.no_grad()
     def _read_module(self) -> None:
-        named = self.module.state_dict(keep_vars=True)
+        named = {
+            name: value
+            for module in self.modules
+            for name, value in module.state_dict(keep_vars=True).items()
+        }
         self.parameters: dict[str, DTensor] = {
             name: value for name, value in named.items() if isinstance(value, DTensor)
         }

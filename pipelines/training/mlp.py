@@ -13,7 +13,8 @@ from torch.nn import functional
 from elastic.limits import Limits
 from pipelines.settings import MlpSettings
 from pipelines.training.seeds import keyed_generator
-from pipelines.training.workload import Layer, Shape
+from pipelines.training.spread import ALONE, Spread
+from pipelines.training.workload import Fed, Layer, Shape
 
 
 class VectorBatch(NamedTuple):
@@ -24,36 +25,39 @@ class VectorBatch(NamedTuple):
 
 
 class Mlp(nn.Module):
-    """Linear layers with ReLU between them."""
+    """Linear layers with ReLU between them, or a stage of them."""
 
     def __init__(self, settings: MlpSettings) -> None:
         super().__init__()
-        pairs = zip(settings.dims[:-1], settings.dims[1:-1], strict=False)
-        self.layers = nn.ModuleList(nn.Linear(first, second) for first, second in pairs)
-        self.output = nn.Linear(*settings.dims[-2:])
+        *hidden, last = (nn.Linear(first, second) for first, second in pairwise(settings.dims))
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in enumerate(hidden)})
+        self.output = last
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = inputs.to(self.output.weight.dtype)
-        for layer in self.layers:
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers.values():
             hidden = functional.relu(layer(hidden))
-        return self.output(hidden)
+        return hidden if self.output is None else self.output(hidden)
 
 
 class MlpWorkload:
     """Random vectors whose targets are a fixed nonlinear function of them."""
 
-    def __init__(self, settings: MlpSettings, seed: int) -> None:
+    def __init__(
+        self, settings: MlpSettings, seed: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.settings = settings
         self.seed = seed
+        self.dtype = dtype
         self.digest = f"random vectors of seed {seed}"
         self.num_samples = settings.num_samples
         self.num_held_out = settings.num_samples
+        self.seq_len = 1
 
-    def module(self) -> nn.Module:
+    def module(self, spread: Spread = ALONE) -> nn.Module:
         return Mlp(self.settings)
 
     def blocks(self, module: Mlp) -> Sequence[nn.Module]:
-        return list(module.layers)
+        return list(module.layers.values())
 
     def shape(self) -> Shape:
         """Layers for the pipeline; nothing here for the other model axes."""
@@ -74,21 +78,28 @@ class MlpWorkload:
         repeats = -(-width // inputs.shape[1])
         return VectorBatch(inputs, inputs.sin().repeat(1, repeats)[:, :width])
 
-    def empty(self) -> VectorBatch:
+    def empty(self, num_samples: int = 0) -> VectorBatch:
         first, last = self.settings.dims[0], self.settings.dims[-1]
-        return VectorBatch(torch.empty(0, first), torch.empty(0, last))
+        missing = torch.full((num_samples, last), torch.nan)
+        return VectorBatch(torch.zeros(num_samples, first), missing)
 
-    def num_tokens(self, batch: VectorBatch) -> int:
-        return len(batch.inputs)
+    def feed(self, batch: VectorBatch, device: torch.device, spread: Spread, seed: int) -> Fed:
+        return Fed(batch.inputs.to(device, self.dtype), {}, batch.targets.to(device, self.dtype))
 
-    def loss(self, module: nn.Module, batch: VectorBatch, device: torch.device) -> Tensor:
+    def num_tokens(self, targets: Tensor) -> Tensor:
+        return (~targets[:, 0].isnan()).sum()
+
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
         """The squared error, averaged over the outputs of a sample, summed over samples."""
-        predicted = module(batch.inputs.to(device))
-        targets = batch.targets.to(device, predicted.dtype)
-        return functional.mse_loss(predicted, targets, reduction="sum") / targets.shape[1]
+        known = torch.where(targets.isnan(), output.detach(), targets)
+        return functional.mse_loss(output, known, reduction="sum") / targets.shape[1]
+
+    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+        width = self.settings.dims[layer]
+        return torch.empty(num_samples, width, dtype=self.dtype, device="meta")
 
     def miniature(self) -> MlpWorkload:
-        return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.seed)
+        return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.seed, self.dtype)
 
     def _vector(self, sample: int, held_out: bool) -> Tensor:
         split = "held out" if held_out else "training"

@@ -3,61 +3,106 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from pipelines.settings import TransformerSettings
+from pipelines.training.keyed_dropout import KeyedDropout
+from pipelines.training.ring import positions
+from pipelines.training.ring_attention import ring_attention
+from pipelines.training.spread import ALONE, Spread
+
+
+class Frame(NamedTuple):
+    """What all layers share in one forward pass: the sequences' whole length, the rotary angles
+    of this rank's tokens, who may attend to whom, and by what dropout is drawn."""
+
+    length: int
+    rotation: Tensor
+    mask: Tensor | None
+    documents: Tensor | None
+    seed: int | None
+    is_padding: bool
 
 
 class Transformer(nn.Module):
-    """Tokens to next-token logits (Touvron et al., Llama, 2023).
+    """Tokens to next-token logits (Touvron et al., Llama, 2023), or a stage of it.
 
-    `forward(tokens, mask)` takes int64 tokens (batch, length) and None or a boolean mask
-    (batch, 1, length, length), True where a query may attend; without one attention is causal.
-    Returns logits (batch, length, vocabulary).
+    `forward(tokens, documents, seeds)` takes int64 tokens (batch, length), None or the document
+    of each token (batch, length), int, between which no token attends, and None or the
+    microbatch's random seed (batch,), negative for one that only pads. Returns logits (batch,
+    length, vocabulary). A stage without embedding takes, one without head gives hidden states
+    (batch, length, dim). Where `spread` cuts the sequence, `length` is this rank's part, but for
+    `documents`.
     """
 
-    def __init__(self, settings: TransformerSettings) -> None:
+    def __init__(self, settings: TransformerSettings, spread: Spread = ALONE) -> None:
         super().__init__()
         self.settings = settings
+        self.spread = spread
         self.embedding = nn.Embedding(settings.vocab_size, settings.dim)
-        self.layers = nn.ModuleList(Block(settings) for _ in range(settings.num_layers))
+        blocks = {str(i): Block(settings, spread, i) for i in range(settings.num_layers)}
+        self.layers = nn.ModuleDict(blocks)
         self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.head = nn.Linear(settings.dim, settings.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
-        head_dim = self.settings.dim // self.settings.num_heads
-        rotation = rotary(tokens.shape[1], head_dim, self.settings.rope_theta, tokens.device)
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden, rotation, mask)
-        return self.head(self.norm(hidden))
+    def forward(
+        self, hidden: Tensor, documents: Tensor | None = None, seeds: Tensor | None = None
+    ) -> Tensor:
+        length = hidden.shape[1] if self.spread.has_whole_sequences else self.spread.seq_len
+        frame = self._frame(length, documents, seeds, hidden.device)
+        if self.embedding is not None:
+            hidden = self.embedding(hidden)
+        for layer in self.layers.values():
+            hidden = layer(hidden, frame)
+        return hidden if self.head is None else self.head(self.norm(hidden))
+
+    def _frame(
+        self, length: int, documents: Tensor | None, seeds: Tensor | None, device: torch.device
+    ) -> Frame:
+        settings, spread = self.settings, self.spread
+        held = positions(length, spread.cp_rank, spread.num_cp).to(device)
+        head_dim = settings.dim // settings.num_heads
+        seed = int(seeds[0]) if seeds is not None else None
+        mask = document_mask(documents, device) if spread.cp is None else None
+        return Frame(
+            length,
+            rotary(held, head_dim, settings.rope_theta),
+            mask,
+            documents if mask is None else None,
+            seed if settings.dropout and self.training else None,
+            is_padding=seed is not None and seed < 0,
+        )
 
 
 class Block(nn.Module):
     """One layer: attention and feed-forward, each normalised first and added to its input."""
 
-    def __init__(self, settings: TransformerSettings) -> None:
+    def __init__(self, settings: TransformerSettings, spread: Spread, number: int) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
-        self.attention = Attention(settings)
+        self.attention = Attention(settings, spread)
         self.feed_forward_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.feed_forward = FeedForward(settings)
-        self.dropout = nn.Dropout(settings.dropout)
+        self.attention_dropout = KeyedDropout(settings.dropout, spread, 2 * number)
+        self.feed_forward_dropout = KeyedDropout(settings.dropout, spread, 2 * number + 1)
 
-    def forward(self, hidden: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden), rotation, mask)
-        hidden = hidden + self.dropout(attended)
-        return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden)))
+    def forward(self, hidden: Tensor, frame: Frame) -> Tensor:
+        attended = self.attention(self.attention_norm(hidden), frame=frame)
+        hidden = hidden + self.attention_dropout(attended, frame.seed)
+        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        return hidden + self.feed_forward_dropout(fed, frame.seed)
 
 
 class Attention(nn.Module):
     """Causal self-attention with grouped key and value heads (Ainslie et al., GQA, 2023)."""
 
-    def __init__(self, settings: TransformerSettings) -> None:
+    def __init__(self, settings: TransformerSettings, spread: Spread) -> None:
         super().__init__()
+        self.ring = spread.cp
         self.head_dim = settings.dim // settings.num_heads
         kv_dim = settings.num_kv_heads * self.head_dim
         self.wq = nn.Linear(settings.dim, settings.dim, bias=False)
@@ -65,19 +110,23 @@ class Attention(nn.Module):
         self.wv = nn.Linear(settings.dim, kv_dim, bias=False)
         self.wo = nn.Linear(settings.dim, settings.dim, bias=False)
 
-    def forward(self, hidden: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, frame: Frame) -> Tensor:
         query, key, value = (
             linear(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for linear in (self.wq, self.wk, self.wv)
         )
-        attended = functional.scaled_dot_product_attention(
-            rotate(query, rotation),
-            rotate(key, rotation),
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
+        query, key = rotate(query, frame.rotation), rotate(key, frame.rotation)
+        if self.ring is not None:
+            attended = ring_attention(query, key, value, frame.length, self.ring, frame.documents)
+        else:
+            attended = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=frame.mask,
+                is_causal=frame.mask is None,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
         return self.wo(attended.transpose(1, 2).flatten(2))
 
 
@@ -94,13 +143,15 @@ class FeedForward(nn.Module):
         return self.w2(functional.silu(self.w1(hidden)) * self.w3(hidden))
 
 
-def rotary(length: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Cosines and sines of each position's angles, float64, shape (2, length, head_dim / 2).
+def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines of the angles of positions (length,), float64, shape (2, length,
+    head_dim / 2).
 
     Su et al., RoFormer, 2021: angle `position * theta ** (-2 i / head_dim)`.
     """
+    device = positions.device
     powers = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device=device), theta**-powers)
+    angles = torch.outer(positions.double(), theta**-powers)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -114,13 +165,14 @@ def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
     return turned.to(heads.dtype)
 
 
-def document_mask(documents: Tensor, device: torch.device) -> Tensor | None:
-    """True where a query may attend to a key: the same document, and not later.
+def document_mask(documents: Tensor | None, device: torch.device) -> Tensor | None:
+    """True where a query may attend to a key, (batch, 1, length, length): the same document, and
+    not later.
 
     `documents` (batch, length), on the host, numbers the document of each token. None if no
     sample holds more than one: then plain causal attention says the same and is faster.
     """
-    if bool((documents == documents[:, :1]).all()):
+    if documents is None or bool((documents == documents[:, :1]).all()):
         return None
     documents = documents.to(device)
     same = documents[:, None, :, None] == documents[:, None, None, :]

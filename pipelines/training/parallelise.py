@@ -1,4 +1,4 @@
-"""A module made parallel over the mesh: sharded, checkpointed, compiled, interruptible."""
+"""A module made parallel over the mesh: cut, sharded, checkpointed, compiled, interruptible."""
 
 from __future__ import annotations
 
@@ -12,40 +12,54 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from actors.program import Interrupt
+from actors.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
-
-MESH_AXES = ("dp", "fsdp")
+from pipelines.training.spread import Spread
+from pipelines.training.tensor_parallel import cut_modules
+from pipelines.training.workload import Workload
 
 
 def parallelise(
-    module: nn.Module, blocks: Iterable[nn.Module], mesh: DeviceMesh, settings: TrainSettings
+    module: nn.Module,
+    workload: Workload,
+    groups: Groups,
+    spread: Spread,
+    settings: TrainSettings,
 ) -> FSDPModule:
-    """Shard each block, then the rest of the module, over `fsdp`, with replicas over `dp`.
+    """Cut a stage's module over `tp`, then shard each block and the rest of it over `fsdp`, with
+    replicas over `dp` and `cp`.
 
     Always FSDP (Zhao et al., 2023), also over an axis of size 1: so no collective is ever left to
     the optimizer's step. Gradients are summed, never averaged: apply divides by the number of
     tokens of the whole batch.
     """
-    mesh = _data_mesh(mesh)
-    policy = _precision(settings)
-    sharded = _num_shards(mesh) > 1
-    for block in blocks:
+    if spread.tp is not None:
+        cut_modules(module, workload.shape().styles, spread.tp)
+    options = {"mesh": data_mesh(groups.mesh), "mp_policy": _precision(settings)}
+    reshards = keeps_shards(groups, settings)
+    for block in workload.blocks(module):
         _wrap_forward(block, settings)
-        _sum_gradients(
-            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=sharded)
-        )
-    return _sum_gradients(fully_shard(module, mesh=mesh, mp_policy=policy))
+        _sum_gradients(fully_shard(block, reshard_after_forward=reshards, **options))
+    return _sum_gradients(fully_shard(module, **options))
 
 
-def accumulate(module: FSDPModule, mesh: DeviceMesh, last: bool) -> None:
+def accumulate(module: FSDPModule, last: bool, reshards: bool) -> None:
     """Reduce gradients over the data ranks in the next backward only if it is a step's last.
 
-    Where there is but one shard, what was gathered (a mere copy) is kept until then as well.
+    Where shards are not let go of in between (with one, what is gathered is a mere copy), they
+    are kept until then.
     """
     module.set_requires_gradient_sync(last)
     module.set_is_last_backward(last)
-    module.set_reshard_after_backward(last or _num_shards(mesh) > 1)
+    module.set_reshard_after_backward(last or reshards)
+
+
+def keeps_shards(groups: Groups, settings: TrainSettings) -> bool:
+    """Whether a block's gathered parameters are let go of after its forward.
+
+    In a pipeline they stay: each microbatch would gather them anew.
+    """
+    return settings.reshard_after_forward and _num_shards(groups) > 1 and groups.layout.pp == 1
 
 
 class Interruptible:
@@ -72,15 +86,14 @@ class Interruptible:
         self.interrupt()
 
 
-def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Without replicas the shards alone: an all-reduce among one takes its time as well."""
-    if mesh.size(mesh.mesh_dim_names.index("dp")) == 1:
-        return mesh["fsdp"]
-    return mesh if mesh.mesh_dim_names == MESH_AXES else mesh[MESH_AXES]
+    alone = mesh["replica"].size() == 1
+    return mesh["fsdp"] if alone else mesh["replica", "fsdp"]
 
 
-def _num_shards(mesh: DeviceMesh) -> int:
-    return mesh.size(mesh.mesh_dim_names.index("fsdp"))
+def _num_shards(groups: Groups) -> int:
+    return groups.mesh["fsdp"].size()
 
 
 def _sum_gradients(module: FSDPModule) -> FSDPModule:

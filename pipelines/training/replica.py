@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from actors.program import Applied, Groups, Interrupt, StateBytes
 from elastic.samples import batch_ids, microbatch_seed, sample_of
@@ -15,30 +16,43 @@ from pipelines.settings import TrainSettings
 from pipelines.training.evaluation import evaluate
 from pipelines.training.local_state import LocalState
 from pipelines.training.optimizer import learning_rate
-from pipelines.training.parallelise import Interruptible, accumulate, parallelise
+from pipelines.training.parallelise import Interruptible, keeps_shards, parallelise
+from pipelines.training.passes import OneByOne, Passes
+from pipelines.training.pipeline import Pipelined
 from pipelines.training.sample_log import append_samples
 from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share
-from pipelines.training.state import build_on_meta
-from pipelines.training.workload import Workload
+from pipelines.training.spread import Spread
+from pipelines.training.stage_modules import Stage, build_stages
+from pipelines.training.workload import PADDING, Fed, Workload
 
 NORM_EPS = 1e-6
 """Added to the norm in clipping, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
-class DataParallelReplica:
-    """Trains a workload over the axes `dp` and `fsdp`; see `actors.program.Replica`."""
+class ShardedReplica:
+    """Trains a workload under any layout; see `actors.program.Replica`."""
 
     def __init__(self, workload: Workload, settings: TrainSettings, groups: Groups) -> None:
         self.workload = workload
         self.settings = settings
         self.groups = groups
         self.share = Share.of(groups)
-        module = build_on_meta(workload, settings)
-        blocks = workload.blocks(module)
-        self.module = parallelise(module, blocks, groups.mesh, settings)
+        self.spread = Spread.of(groups, workload.seq_len)
+        stages = build_stages(workload, settings, groups.layout, groups.place.pp, self.spread)
+        modules = [
+            parallelise(stage.module, workload, groups, self.spread, settings) for stage in stages
+        ]
+        blocks = [block for module in modules for block in workload.blocks(module)]
         self.interruptible = Interruptible(blocks)
-        self.state = LocalState(self.module, settings)
+        self.state = LocalState(modules, settings)
+        self.passes = self._passes(stages, modules)
+
+    def _passes(self, stages: Sequence[Stage], modules: Sequence[FSDPModule]) -> Passes:
+        groups, settings = self.groups, self.settings
+        if groups.layout.pp > 1:
+            return Pipelined(self.workload, stages, modules, groups, self.spread, settings)
+        return OneByOne(self.workload, modules[0], self.spread, keeps_shards(groups, settings))
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these the local state; see `LocalState.adopt`."""
@@ -54,15 +68,13 @@ class DataParallelReplica:
         self.interruptible.interrupt = interrupt
         rounds = self.share.rounds(self.settings.num_microbatches)
         self._record(step, rounds)
+        rounds += [None] * (self.passes.num_rounds(len(rounds)) - len(rounds))
+        feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
-        for number, microbatch in enumerate(rounds, start=1):
-            if number in (1, len(rounds)):
-                accumulate(self.module, self.groups.mesh, last=number == len(rounds))
-            batch = self._batch(step, microbatch)
-            loss = self.workload.loss(self.module, batch, self.groups.device)
-            loss.backward()
-            sums[0] += loss.detach()
-            sums[1] += self.workload.num_tokens(batch)
+        for loss, num_tokens in self.passes.train(feds, len(rounds)):
+            if self.spread.counts:
+                sums[0] += loss
+                sums[1] += num_tokens
         sums[2] = self.state.squared_norm()
         return sums
 
@@ -89,20 +101,24 @@ class DataParallelReplica:
     def evaluate(self, step: int, interrupt: Interrupt) -> float:
         """The mean loss over the held-out split; see `pipelines.training.evaluation`."""
         self.interruptible.interrupt = interrupt
-        return evaluate(self.module, self.workload, self.settings, self.share, self.groups)
+        return evaluate(self.passes, self.workload, self.settings, self.share, self.groups)
 
     def state_bytes(self) -> StateBytes:
         """What this rank holds on its device; see `LocalState.state_bytes`."""
         return self.state.state_bytes()
 
-    def _batch(self, step: int, microbatch: int | None) -> object:
+    def _fed(self, step: int, microbatch: int | None) -> Fed:
+        device, spread = self.groups.device, self.spread
         if microbatch is None:
-            return self.workload.empty()
-        seed_device(self.groups.device, microbatch_seed(self.settings.seed, step, microbatch))
-        ids = self._ids(step, microbatch)
+            full_size = self.settings.microbatch if self.passes.needs_full_size else 0
+            return self.workload.feed(self.workload.empty(full_size), device, spread, PADDING)
+        seed = microbatch_seed(self.settings.seed, step, microbatch)
+        seed_device(device, seed)
         num_samples = self.workload.num_samples
-        samples = [sample_of(self.settings.seed, one, num_samples) for one in ids]
-        return self.workload.read(samples)
+        samples = [
+            sample_of(self.settings.seed, one, num_samples) for one in self._ids(step, microbatch)
+        ]
+        return self.workload.feed(self.workload.read(samples), device, spread, seed)
 
     def _ids(self, step: int, microbatch: int) -> range:
         size = self.settings.microbatch
@@ -110,7 +126,7 @@ class DataParallelReplica:
 
     def _record(self, step: int, rounds: Sequence[int | None]) -> None:
         file = self.settings.record_samples
-        if file:
+        if file and self.spread.is_first_reader:
             own = [microbatch for microbatch in rounds if microbatch is not None]
             ids = [one for microbatch in own for one in self._ids(step, microbatch)]
             generation = self.groups.assignment.generation

@@ -13,9 +13,12 @@ from elastic.specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
 from pipelines.training.optimizer import state_template
 from pipelines.training.seeds import keyed_generator
+from pipelines.training.spread import ALONE, Spread
 from pipelines.training.workload import Shape, Style, Workload
 
 OPTIMIZER = "optimizer."
+CUT_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
+"""The dim of a weight that `tp` cuts, by its module's style."""
 
 
 def optimizer_name(parameter: str, key: str) -> str:
@@ -28,10 +31,10 @@ def stored_dtype(settings: TrainSettings) -> torch.dtype:
     return torch.float64 if settings.dtype == "float64" else torch.float32
 
 
-def build_on_meta(workload: Workload, settings: TrainSettings) -> nn.Module:
+def build_on_meta(workload: Workload, settings: TrainSettings, spread: Spread = ALONE) -> nn.Module:
     """The workload's module with shapes and no values."""
     with torch.device("meta"):
-        return workload.module().to(stored_dtype(settings))
+        return workload.module(spread).to(stored_dtype(settings))
 
 
 def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec, ...]:
@@ -88,7 +91,7 @@ class Placing:
     def _tp_dim(self, owner: str) -> int | None:
         module, _, _ = owner.rpartition(".")
         style = style_of(module, self.shape)
-        return {"colwise": 0, "vocabulary": 0, "rowwise": 1}.get(style or "")
+        return CUT_DIMS.get(style) if style else None
 
 
 def style_of(module: str, shape: Shape) -> Style | None:

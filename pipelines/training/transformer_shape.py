@@ -11,16 +11,18 @@ from pipelines.training.workload import Layer, Shape, Style
 STYLES: dict[str, Style] = {
     "embedding": "vocabulary",
     "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather",
     "layers.*.attention.wq": "colwise",
     "layers.*.attention.wk": "colwise",
     "layers.*.attention.wv": "colwise",
     "layers.*.attention.wo": "rowwise",
     "layers.*.feed_forward_norm": "sequence",
+    "layers.*.feed_forward": "gather",
     "layers.*.feed_forward.w1": "colwise",
     "layers.*.feed_forward.w3": "colwise",
     "layers.*.feed_forward.w2": "rowwise",
     "norm": "sequence",
-    "head": "colwise",
+    "head": "logits",
 }
 """Shoeybi et al., Megatron-LM, 2019, with the norms spread over the sequence (Korthikanti et
 al., Reducing Activation Recomputation, 2022)."""

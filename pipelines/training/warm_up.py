@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
+from actors.meshes import form_groups
 from actors.program import Groups
 from actors.torch_private import reset_group_tables
 from elastic.assignment import Assignment
@@ -17,9 +18,11 @@ from elastic.layout import Layout
 from elastic.regions import Region
 from elastic.votes import Vote
 from pipelines.settings import TrainSettings
-from pipelines.training.replica import DataParallelReplica
+from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
 from pipelines.training.workload import Workload
+
+FORMING_TIMEOUT = timedelta(seconds=60)
 
 
 def warm_up(workload: Workload, settings: TrainSettings, device: torch.device) -> None:
@@ -40,20 +43,14 @@ def group_of_one(device: torch.device) -> Iterator[Groups]:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
-        yield Groups(
-            Assignment(0, Layout(), ("alone",)),
-            0,
-            device,
-            dist.group.WORLD,
-            init_device_mesh(device.type, (1, 1), mesh_dim_names=("dp", "fsdp")),
-        )
+        yield form_groups(Assignment(0, Layout(), ("alone",)), 0, device, FORMING_TIMEOUT)
     finally:
         reset_group_tables()
         gc.collect()
 
 
 def _one_step(workload: Workload, settings: TrainSettings, groups: Groups) -> None:
-    replica = DataParallelReplica(workload, settings, groups)
+    replica = ShardedReplica(workload, settings, groups)
     tensors = {}
     for spec in state_specs(workload, settings):
         value = initial_value(workload, settings, spec, Region.whole(spec.shape))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Generator, Tensor, nn
 
 from elastic.limits import Limits
+from pipelines.training.spread import ALONE, Spread
 
-Style = Literal["colwise", "rowwise", "sequence", "vocabulary"]
-"""How tensor parallelism treats a module, in torch.distributed.tensor.parallel's terms;
-`vocabulary` is an embedding cut by rows."""
+Style = Literal["colwise", "rowwise", "sequence", "gather", "vocabulary", "logits"]
+"""How tensor parallelism treats a module: see `pipelines.training.tensor_parallel`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,24 @@ class Shape:
     experts: tuple[str, ...] = ()
 
 
+PADDING = -1
+"""The seed of a microbatch that only pads."""
+
+
+class Fed(NamedTuple):
+    """What one microbatch feeds to a rank's module, on its device, the samples in dim 0.
+
+    `inputs` go to the first stage of a pipeline, `keywords` (on the host) to each, `targets` to
+    the loss.
+    """
+
+    inputs: Tensor
+    keywords: dict[str, Tensor]
+    targets: Tensor
+
+
 class Workload(Protocol):
-    """One kind of training job. `Batch` is its own: whatever `read` gives and `loss` takes."""
+    """One kind of training job. `Batch` is its own: whatever `read` gives and `feed` takes."""
 
     digest: str
     """Of the data: two runs with the same one read the same samples."""
@@ -49,9 +65,14 @@ class Workload(Protocol):
     """How many samples one epoch has."""
     num_held_out: int
     """How many samples are held out for evaluation."""
+    seq_len: int
+    """Tokens of a sample; 1 where samples are no sequences."""
 
-    def module(self) -> nn.Module:
-        """A new module; called under the meta device, so values given here are lost."""
+    def module(self, spread: Spread = ALONE) -> nn.Module:
+        """A new module; called under the meta device, so values given here are lost.
+
+        A child that a pipeline stage lacks is None or, in a `ModuleDict`, missing.
+        """
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """The parts that are sharded, compiled and checkpointed one by one, in forward order."""
@@ -65,14 +86,27 @@ class Workload(Protocol):
     def read(self, samples: Sequence[int], held_out: bool = False) -> Any:
         """The batch of these samples, in this order, on the host."""
 
-    def empty(self) -> Any:
-        """A batch whose loss is 0 and has gradient 0, as small as it may be."""
+    def empty(self, num_samples: int = 0) -> Any:
+        """A batch whose loss is 0 and has gradient 0: so many samples of full size, or, for 0,
+        one as small as it may be."""
 
-    def num_tokens(self, batch: Any) -> int:
-        """How many losses the batch sums; what the whole step's gradient is divided by."""
+    def feed(self, batch: Any, device: torch.device, spread: Spread, seed: int) -> Fed:
+        """This rank's part of a batch. `seed` is the microbatch's, negative for one that only
+        pads."""
 
-    def loss(self, module: nn.Module, batch: Any, device: torch.device) -> Tensor:
-        """The sum (never the mean) of a batch's losses."""
+    def num_tokens(self, targets: Tensor) -> Tensor:
+        """How many losses these targets sum; what the whole step's gradient is divided by."""
+
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+        """The sum (never the mean) of the losses, shape ()."""
+
+    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+        """What a rank passes into a layer, or out of the last, as a tensor on the meta device."""
 
     def miniature(self) -> Workload:
         """The same with tiny dimensions and no data to open, for warming up."""
+
+
+def forward_loss(workload: Workload, module: nn.Module, fed: Fed, spread: Spread = ALONE) -> Tensor:
+    """The loss of one microbatch through a whole module."""
+    return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, spread)

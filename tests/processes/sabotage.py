@@ -10,12 +10,13 @@ from torch import Tensor
 from actors.program import Applied, Groups
 from elastic.votes import Vote
 from pipelines.program import TrainingProgram
-from pipelines.training.replica import DataParallelReplica
+from pipelines.training.replica import ShardedReplica
+from pipelines.training.workload import Fed
 
 MISTAKEN_STEP = 12
 
 
-class ZeroesMoments(DataParallelReplica):
+class ZeroesMoments(ShardedReplica):
     """Forgets Adam's moments in every re-layout but the first."""
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
@@ -26,14 +27,14 @@ class ZeroesMoments(DataParallelReplica):
         super().adopt(tensors)
 
 
-class DoublesASample(DataParallelReplica):
+class DoublesASample(ShardedReplica):
     """Reads the first sample of one step twice and the second not at all."""
 
     def _ids(self, step: int, microbatch: int) -> range:
         return super()._ids(step, 0 if (step, microbatch) == (MISTAKEN_STEP, 1) else microbatch)
 
 
-class ScalesGradients(DataParallelReplica):
+class ScalesGradients(ShardedReplica):
     """Divides by three workers where there are four."""
 
     def apply(self, step: int, vote: Vote) -> Applied:
@@ -41,18 +42,18 @@ class ScalesGradients(DataParallelReplica):
         return super().apply(step, vote)
 
 
-class SeedsByRank(DataParallelReplica):
+class SeedsByRank(ShardedReplica):
     """Draws its randomness by rank, so that it depends on the world."""
 
-    def _batch(self, step: int, microbatch: int | None) -> object:
-        batch = super()._batch(step, microbatch)
-        torch.manual_seed(1000 * step + self.groups.world_rank)
-        return batch
+    def _fed(self, step: int, microbatch: int | None) -> Fed:
+        fed = super()._fed(step, microbatch)
+        seeds = torch.full_like(fed.keywords["seeds"], 1000 * step + self.groups.world_rank)
+        return fed._replace(keywords=fed.keywords | {"seeds": seeds})
 
 
-def _program(replica: type[DataParallelReplica]) -> type[TrainingProgram]:
+def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
     class Sabotaged(TrainingProgram):
-        def build(self, groups: Groups) -> DataParallelReplica:
+        def build(self, groups: Groups) -> ShardedReplica:
             return replica(self.workload, self.settings, groups)
 
     return Sabotaged

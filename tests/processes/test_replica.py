@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from contextlib import suppress
+from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import NamedTuple
@@ -13,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import expected as plainly_trained
-from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from actors.meshes import form_groups
 from actors.program import Groups, StateBytes
 from elastic.assignment import Assignment
 from elastic.layout import Layout
@@ -121,9 +122,9 @@ def run_rank(world_rank: int, folder: Path) -> None:
             continue
         store = dist.PrefixStore(str(layout), file)
         dist.init_process_group("gloo", store=store, world_size=layout.num_workers, rank=world_rank)
-        mesh = init_device_mesh("cpu", (layout.dp, layout.fsdp), mesh_dim_names=("dp", "fsdp"))
         members = tuple(f"w{i}" for i in range(layout.num_workers))
-        groups = Groups(Assignment(7, layout, members), world_rank, CPU, dist.group.WORLD, mesh)
+        assignment = Assignment(7, layout, members)
+        groups = form_groups(assignment, world_rank, CPU, timedelta(seconds=60))
         log = {"record_samples": folder / f"{layout}.jsonl"}
         trained = train(program_of(SETTINGS.model_copy(update=log)), groups)
         torch.save(trained._asdict(), folder / f"{layout}-{world_rank}.pt")
@@ -244,7 +245,7 @@ def test_a_dropped_replica_leaves_nothing_behind_even_after_an_abort() -> None:
             replica.adopt(local_tensors(program, groups))
             with suppress(Stop):
                 replica.compute(1, interrupt)
-            modules.append(weakref.ref(replica.module))
+            modules.append(weakref.ref(replica.state.modules[0]))
             del replica
     assert [module() for module in modules] == [None, None]
 

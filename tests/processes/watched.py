@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from actors.program import Groups
 from pipelines.program import TrainingProgram
-from pipelines.training.replica import DataParallelReplica
+from pipelines.training.replica import ShardedReplica
 
 
 class WatchedProgram(TrainingProgram):
@@ -24,7 +24,7 @@ class WatchedProgram(TrainingProgram):
         super().__init__(settings, data_folder)
         self.folder = Path(os.environ["USAGE_FOLDER"])
 
-    def build(self, groups: Groups) -> DataParallelReplica:
+    def build(self, groups: Groups) -> ShardedReplica:
         process = psutil.Process()
         usage = {
             "generation": groups.assignment.generation,

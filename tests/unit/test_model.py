@@ -10,13 +10,14 @@ from torch.nn.functional import cross_entropy
 
 from elastic.regions import Region
 from pipelines.data.synthetic import RandomWindows
-from pipelines.data.windows import Batch
 from pipelines.errors import UserError
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
 from pipelines.training.language_model import IGNORED, LanguageModelWorkload
 from pipelines.training.mlp import MlpWorkload
 from pipelines.training.model import Transformer, document_mask, rotary, rotate
+from pipelines.training.spread import ALONE
 from pipelines.training.state import initial_value, state_specs
+from pipelines.training.workload import PADDING, forward_loss
 
 CPU = torch.device("cpu")
 SMALL = TransformerSettings(
@@ -52,7 +53,7 @@ def test_a_document_is_predicted_as_if_it_stood_alone() -> None:
     model = small_model()
     tokens = torch.randint(16, (1, 10))
     documents = tokens_of([3, 3, 3, 3, 5, 5, 5, 6, 6, 6])
-    together = model(tokens, document_mask(documents, CPU))
+    together = model(tokens, documents)
     for first, last in ((0, 4), (4, 7), (7, 10)):
         alone = model(tokens[:, first:last])
         torch.testing.assert_close(together[:, first:last], alone)
@@ -83,7 +84,7 @@ def test_grouped_heads_are_whole_heads_repeated() -> None:
 def test_rotated_heads_meet_by_their_distance_alone(shift, distance) -> None:
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(1, 2, 1, 8, dtype=torch.float64, generator=generator)
-    angles = rotary(64, 8, 10_000.0, CPU)
+    angles = rotary(torch.arange(64), 8, 10_000.0)
     key = rotate(heads[:, :1], angles[:, shift : shift + 1])
     query = rotate(heads[:, 1:], angles[:, shift + distance : shift + distance + 1])
     first_key = rotate(heads[:, :1], angles[:, :1])
@@ -96,23 +97,26 @@ def test_the_loss_is_a_sum_over_the_targets_that_count() -> None:
     batch = workload.read([0, 5, 7])
     logits = model(batch.tokens).flatten(0, 1)
     expected = cross_entropy(logits, batch.targets.flatten(), reduction="sum")
-    torch.testing.assert_close(workload.loss(model, batch, CPU), expected)
-    assert workload.num_tokens(batch) == 24
+    fed = workload.feed(batch, CPU, ALONE, seed=1)
+    torch.testing.assert_close(forward_loss(workload, model, fed), expected)
+    assert workload.num_tokens(batch.targets) == 24
     some = batch.targets.clone()
     some[:, 4:] = IGNORED
-    assert workload.num_tokens(Batch(batch.tokens, some, None)) == 12
+    assert workload.num_tokens(some) == 12
 
 
 @pytest.mark.parametrize(
     "workload", [small_workload(), MlpWorkload(MlpSettings(dims=(4, 3, 2)), 0)]
 )
-def test_an_empty_batch_has_neither_loss_nor_gradient(workload) -> None:
+@pytest.mark.parametrize("num_samples", [0, 2])
+def test_an_empty_batch_has_neither_loss_nor_gradient(workload, num_samples) -> None:
     torch.manual_seed(0)
     module = workload.module()
-    loss = workload.loss(module, workload.empty(), CPU)
+    fed = workload.feed(workload.empty(num_samples), CPU, ALONE, PADDING)
+    loss = forward_loss(workload, module, fed)
     loss.backward()
     assert loss.item() == 0
-    assert workload.num_tokens(workload.empty()) == 0
+    assert workload.num_tokens(fed.targets) == 0
     assert all(not parameter.grad.any() for parameter in module.parameters())
 
 

@@ -1,0 +1,103 @@
+"""Forward and backward passes of a step's microbatches through a whole module, one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor.parallel import loss_parallel
+
+from pipelines.training.parallelise import accumulate
+from pipelines.training.spread import Spread
+from pipelines.training.workload import Fed, Workload, forward_loss
+
+
+class Sums(NamedTuple):
+    """The loss and the number of tokens of a microbatch, as far as this rank counts them."""
+
+    loss: Tensor
+    num_tokens: Tensor
+
+
+class Passes(Protocol):
+    """How microbatches go through the module parts of one rank."""
+
+    needs_full_size: bool
+    """Whether all microbatches have one shape, also those that only pad."""
+
+    def num_rounds(self, least: int) -> int:
+        """How many microbatches, at least so many, each rank must run."""
+
+    def train(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+        """Forward and backward of all; after the last the gradients are reduced."""
+
+    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+        """Forward of all, without gradients."""
+
+
+class OneByOne:
+    """Each microbatch through the whole module; see `Passes`."""
+
+    def __init__(
+        self, workload: Workload, module: FSDPModule, spread: Spread, reshards: bool
+    ) -> None:
+        self.workload = workload
+        self.module = module
+        self.spread = spread
+        self.reshards = reshards
+        self.needs_full_size = not spread.has_whole_sequences
+
+    def num_rounds(self, least: int) -> int:
+        return least
+
+    def train(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+        sums = []
+        with loss_over(self.spread):
+            for number, fed in enumerate(feds, start=1):
+                if number in (1, num_rounds):
+                    accumulate(self.module, number == num_rounds, self.reshards)
+                loss = forward_loss(self.workload, self.module, fed, self.spread)
+                loss.backward()
+                sums.append(self._counted(loss.detach(), fed))
+        return sums
+
+    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+        with torch.no_grad(), loss_over(self.spread), evaluating([self.module]):
+            return [
+                self._counted(forward_loss(self.workload, self.module, fed, self.spread), fed)
+                for fed in feds
+            ]
+
+    def _counted(self, loss: Tensor, fed: Fed) -> Sums:
+        return Sums(loss, self.workload.num_tokens(fed.targets))
+
+
+def loss_over(spread: Spread) -> AbstractContextManager[None]:
+    """Where `tp` cuts the vocabulary, the loss is computed in parts."""
+    return loss_parallel() if spread.tp is not None else nullcontext()
+
+
+class evaluating:
+    """Modules in evaluation, whose gathered parameters are let go of at the end: without a
+    backward pass nothing else does that."""
+
+    def __init__(self, modules: Iterable[FSDPModule]) -> None:
+        self.modules = list(modules)
+
+    def __enter__(self) -> None:
+        for module in self.modules:
+            module.eval()
+
+    def __exit__(self, *error: object) -> None:
+        for module in self._parts():
+            module.reshard()
+        for module in self.modules:
+            module.train()
+
+    def _parts(self) -> Iterator[FSDPModule]:
+        every = (part for module in self.modules for part in module.modules())
+        return (part for part in every if isinstance(part, FSDPModule))

@@ -1,0 +1,129 @@
+"""Microbatches through the stages of a pipeline, by one of torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+from actors.program import Groups
+from pipelines.settings import ScheduleName, TrainSettings
+from pipelines.training.passes import Sums, evaluating, loss_over
+from pipelines.training.spread import Spread
+from pipelines.training.stage_modules import Stage
+from pipelines.training.workload import Fed, Workload
+
+SCHEDULES: dict[ScheduleName, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+"""Huang et al., GPipe, 2019; Narayanan et al., PipeDream-Flush and interleaved, 2021; Qi et al.,
+Zero Bubble (ZB1P), 2024."""
+
+
+class Pipelined:
+    """Microbatches through the stages that one rank has; see `pipelines.training.passes.Passes`.
+
+    Only ranks with the last stage know losses.
+    """
+
+    needs_full_size = True
+
+    def __init__(
+        self,
+        workload: Workload,
+        stages: Sequence[Stage],
+        modules: Sequence[FSDPModule],
+        groups: Groups,
+        spread: Spread,
+        settings: TrainSettings,
+    ) -> None:
+        self.workload = workload
+        self.stages = stages
+        self.modules = modules
+        self.groups = groups
+        self.spread = spread
+        self.schedule = settings.schedule
+        self.num_samples = settings.microbatch
+        self.num_stages = groups.layout.pp * groups.layout.vp
+        self.has_last = stages[-1].number == self.num_stages - 1
+        self._schedules: dict[int, Any] = {}
+
+    def num_rounds(self, least: int) -> int:
+        """1F1B wants as many microbatches as there are ranks, the interleaved schedules whole
+        rounds of as many."""
+        pp = self.groups.layout.pp
+        if self.schedule == "gpipe":
+            return least
+        return max(least, pp) if self.schedule == "1f1b" else -(-least // pp) * pp
+
+    def train(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+        with loss_over(self.spread):
+            return self._run(list(feds), self._schedule(num_rounds).step)
+
+    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+        with torch.no_grad(), loss_over(self.spread), evaluating(self.modules):
+            return self._run(list(feds), self._schedule(num_rounds).eval)
+
+    def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
+        inputs = torch.cat([fed.inputs for fed in feds])
+        targets = torch.cat([fed.targets for fed in feds])
+        losses: list[Tensor] = []
+        options: dict[str, Any] = _joined_keywords(feds)
+        if self.has_last:
+            options |= {"target": targets, "losses": losses}
+        run(*[inputs] if self.stages[0].number == 0 else [], **options)
+        return [
+            Sums(loss.detach(), self.workload.num_tokens(fed.targets))
+            for loss, fed in zip(losses, feds, strict=self.has_last)
+        ]
+
+    def _schedule(self, num_rounds: int) -> Any:
+        if num_rounds not in self._schedules:
+            make = SCHEDULES[self.schedule]
+            stages = [self._stage(*pair) for pair in zip(self.stages, self.modules, strict=True)]
+            one = len(stages) == 1 and self.schedule in ("gpipe", "1f1b")
+            self._schedules[num_rounds] = make(
+                stages[0] if one else stages, num_rounds, loss_fn=self._loss, scale_grads=False
+            )
+        return self._schedules[num_rounds]
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.workload.loss(output, targets, self.spread)
+
+    def _stage(self, stage: Stage, module: FSDPModule) -> PipelineStage:
+        """With the shapes of what flows in and out, which torch would else find by a pass."""
+        first, stop = stage.layers.start, stage.layers.stop
+        inputs, output = (
+            self.workload.flowing(layer, self.num_samples, self.spread) for layer in (first, stop)
+        )
+        return PipelineStage(
+            module,
+            stage.number,
+            self.num_stages,
+            self.groups.device,
+            input_args=inputs,
+            output_args=output,
+            group=self.groups.mesh.get_group("pp"),
+        )
+
+
+def _joined_keywords(feds: Sequence[Fed]) -> dict[str, Tensor]:
+    """The keywords of all microbatches in a row; what one lacks that others have is 0."""
+    known = {name: value for fed in feds for name, value in fed.keywords.items()}
+    return {
+        name: torch.cat([fed.keywords.get(name, torch.zeros_like(known[name])) for fed in feds])
+        for name in known
+    }
