@@ -12,7 +12,7 @@ from torch.nn import functional
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.errors import UserError
-from pipelines.settings import DataSettings, TransformerSettings
+from pipelines.settings import DataSettings, ExpertsSettings, TransformerSettings
 from pipelines.training.model import Transformer, document_mask, initial_std
 
 IGNORED = -100
@@ -64,14 +64,22 @@ class LanguageModelWorkload:
     def loss(self, module: nn.Module, batch: Batch, device: torch.device) -> Tensor:
         """The cross-entropy in nats, in float32 or better, summed over the targets."""
         mask = None if batch.documents is None else document_mask(batch.documents, device)
-        logits = module(batch.tokens.to(device), mask).flatten(0, 1)
+        counted = self.num_tokens(batch) > 0
+        logits = module(batch.tokens.to(device), mask, counted).flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         targets = batch.targets.to(device).flatten()
         return functional.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
     def miniature(self) -> LanguageModelWorkload:
+        experts = ExpertsSettings(num_experts=2, top_k=2, hidden_dim=8, shared_hidden_dim=8)
         settings = TransformerSettings(
-            vocab_size=8, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, hidden_dim=8
+            vocab_size=8,
+            dim=8,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            hidden_dim=8,
+            experts=self.settings.experts and experts,
         )
         samples = RandomWindows("train", 4, vocab_size=8, num_samples=8)
         return LanguageModelWorkload(settings, samples, samples)

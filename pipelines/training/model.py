@@ -9,13 +9,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipelines.settings import TransformerSettings
+from pipelines.training.experts import MixtureOfExperts
+from pipelines.training.feed_forward import FeedForward
 
 
 class Transformer(nn.Module):
     """Tokens to next-token logits (Touvron et al., Llama, 2023).
 
-    `forward(tokens, mask)` takes int64 tokens (batch, length) and None or a boolean mask
+    `forward(tokens, mask, counted)` takes int64 tokens (batch, length) and None or a boolean mask
     (batch, 1, length, length), True where a query may attend; without one attention is causal.
+    `counted` is False for a batch that is but padding: it has no balance loss of experts.
     Returns logits (batch, length, vocabulary).
     """
 
@@ -27,12 +30,12 @@ class Transformer(nn.Module):
         self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.head = nn.Linear(settings.dim, settings.vocab_size, bias=False)
 
-    def forward(self, tokens: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, mask: Tensor | None = None, counted: bool = True) -> Tensor:
         head_dim = self.settings.dim // self.settings.num_heads
         rotation = rotary(tokens.shape[1], head_dim, self.settings.rope_theta, tokens.device)
         hidden = self.embedding(tokens)
         for layer in self.layers:
-            hidden = layer(hidden, rotation, mask)
+            hidden = layer(hidden, rotation, mask, counted)
         return self.head(self.norm(hidden))
 
 
@@ -44,13 +47,22 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.attention = Attention(settings)
         self.feed_forward_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
-        self.feed_forward = FeedForward(settings)
+        self.feed_forward = (
+            MixtureOfExperts(settings.dim, settings.experts)
+            if settings.experts
+            else FeedForward(settings.dim, settings.hidden_dim)
+        )
         self.dropout = nn.Dropout(settings.dropout)
 
-    def forward(self, hidden: Tensor, rotation: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rotation: Tensor, mask: Tensor | None, counted: bool = True
+    ) -> Tensor:
         attended = self.attention(self.attention_norm(hidden), rotation, mask)
         hidden = hidden + self.dropout(attended)
-        return hidden + self.dropout(self.feed_forward(self.feed_forward_norm(hidden)))
+        normed = self.feed_forward_norm(hidden)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            return hidden + self.dropout(self.feed_forward(normed, counted))
+        return hidden + self.dropout(self.feed_forward(normed))
 
 
 class Attention(nn.Module):
@@ -79,19 +91,6 @@ class Attention(nn.Module):
             enable_gqa=query.shape[1] != key.shape[1],
         )
         return self.wo(attended.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, GLU variants, 2020): `w2(silu(w1 x) * w3 x)`."""
-
-    def __init__(self, settings: TransformerSettings) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(settings.dim, settings.hidden_dim, bias=False)
-        self.w2 = nn.Linear(settings.hidden_dim, settings.dim, bias=False)
-        self.w3 = nn.Linear(settings.dim, settings.hidden_dim, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.w2(functional.silu(self.w1(hidden)) * self.w3(hidden))
 
 
 def rotary(length: int, head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -130,5 +129,6 @@ def document_mask(documents: Tensor, device: torch.device) -> Tensor | None:
 def initial_std(name: str, settings: TransformerSettings) -> float:
     """The standard deviation of a weight at step 0 (Radford et al., GPT-2, 2019: 0.02, and
     smaller by `sqrt(2 layers)` where a layer adds to the residual stream)."""
-    residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+    experts = ("feed_forward.w2", "feed_forward.shared.w2.weight")
+    residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight", *experts))
     return 0.02 / math.sqrt(2 * settings.num_layers) if residual else 0.02

@@ -12,15 +12,18 @@ from elastic.regions import Region
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch
 from pipelines.errors import UserError
-from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
+from pipelines.settings import ExpertsSettings, MlpSettings, TrainSettings, TransformerSettings
 from pipelines.training.language_model import IGNORED, LanguageModelWorkload
 from pipelines.training.mlp import MlpWorkload
-from pipelines.training.model import Transformer, document_mask, rotary, rotate
+from pipelines.training.model import Transformer, document_mask, initial_std, rotary, rotate
 from pipelines.training.state import initial_value, state_specs
 
 CPU = torch.device("cpu")
 SMALL = TransformerSettings(
     vocab_size=16, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=24
+)
+MIXED = SMALL.model_copy(
+    update={"experts": ExpertsSettings(num_experts=4, hidden_dim=8, shared_hidden_dim=8)}
 )
 SETTINGS = TrainSettings(model=SMALL)
 
@@ -104,7 +107,8 @@ def test_the_loss_is_a_sum_over_the_targets_that_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "workload", [small_workload(), MlpWorkload(MlpSettings(dims=(4, 3, 2)), 0)]
+    "workload",
+    [small_workload(), small_workload(MIXED), MlpWorkload(MlpSettings(dims=(4, 3, 2)), 0)],
 )
 def test_an_empty_batch_has_neither_loss_nor_gradient(workload) -> None:
     torch.manual_seed(0)
@@ -133,6 +137,25 @@ def test_the_state_names_every_parameter_and_what_the_optimizer_keeps() -> None:
     assert specs["embedding.weight"].layer is None
     num_parameters = sum(spec.kind == "parameter" for spec in specs.values())
     assert len(specs) == 4 * num_parameters == 4 * (3 + 2 * 9)
+
+
+def test_experts_are_state_like_any_other_weight() -> None:
+    specs = {spec.name: spec for spec in state_specs(small_workload(MIXED), SETTINGS)}
+    shapes = {
+        "router.weight": (4, 16),
+        "w1": (4, 8, 16),
+        "w2": (4, 16, 8),
+        "w3": (4, 8, 16),
+        "shared.w1.weight": (8, 16),
+        "shared.w2.weight": (16, 8),
+        "shared.w3.weight": (8, 16),
+    }
+    place = "layers.1.feed_forward."
+    found = {name.removeprefix(place): spec for name, spec in specs.items() if place in name}
+    assert {n: s.shape for n, s in found.items() if s.kind == "parameter"} == shapes
+    smaller = {name for name in shapes if initial_std(f"{place}{name}", MIXED) < 0.02}
+    assert smaller == {"w2", "shared.w2.weight"}
+    assert initial_std("layers.0.feed_forward.w2.weight", SMALL) == pytest.approx(0.01)
 
 
 @settings(max_examples=20, deadline=None)
