@@ -35,7 +35,7 @@ def elastic() -> None:
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(help="tiny | byte_lm | mlp | path/to/file.py:function | module:function"),
+        typer.Argument(help="tiny | tiny_moe | byte_lm | mlp | file.py:function | module:function"),
     ],
     run_name: Annotated[
         str | None, typer.Option(help="The run's name; the same name again resumes it.")

@@ -12,6 +12,7 @@ from pipelines.errors import UserError
 from pipelines.overrides import near
 from pipelines.settings import (
     DataSettings,
+    ExpertsSettings,
     MlpSettings,
     OptimizerSettings,
     TrainSettings,
@@ -29,6 +30,15 @@ def tiny() -> TrainSettings:
         microbatch=1,
         steps=60,
     )
+
+
+def tiny_moe() -> TrainSettings:
+    """Test size with a mixture of experts: `tiny`, but each token uses two experts of four and a
+    shared one."""
+    settings = tiny()
+    experts = ExpertsSettings(num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32)
+    model = settings.model.model_copy(update={"experts": experts})
+    return settings.model_copy(update={"model": model})
 
 
 def byte_lm() -> TrainSettings:
@@ -58,7 +68,7 @@ def mlp() -> TrainSettings:
 
 
 RECIPES: dict[str, Callable[[], TrainSettings]] = {
-    recipe.__name__: recipe for recipe in (tiny, byte_lm, mlp)
+    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp)
 }
 
 

@@ -32,11 +32,36 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class ExpertsSettings(Settings):
+    """The experts of a mixture, of which each token uses `top_k` (Shazeer et al., 2017).
+
+    `shared_hidden_dim` is the width of an expert that all tokens use, 0 for none;
+    `balance_coefficient` weighs the loss that keeps the experts equally busy against that of a
+    token. With `top_k=1` the router learns from that loss alone.
+    """
+
+    num_experts: PositiveInt = 8
+    top_k: PositiveInt = 2
+    hidden_dim: PositiveInt = 352
+    shared_hidden_dim: NonNegativeInt = 0
+    balance_coefficient: NonNegativeFloat = 0.01
+
+    @model_validator(mode="after")
+    def enough_to_choose_from(self) -> ExpertsSettings:
+        if self.top_k > self.num_experts:
+            raise UserError(
+                f"model.experts.top_k={self.top_k} of model.experts.num_experts="
+                f"{self.num_experts}: a token cannot use more experts than there are"
+            )
+        return self
+
+
 class TransformerSettings(Settings):
     """A decoder-only transformer of the Llama family (Touvron et al., 2023).
 
     `vocab_size` may exceed that of the data: 264 is bytes and the separator, rounded up to
-    what divides evenly among 2, 3, 4, 6 and 8 shards.
+    what divides evenly among 2, 3, 4, 6 and 8 shards. With `experts`, these stand where the one
+    network of width `hidden_dim` stood in each layer.
     """
 
     kind: Literal["transformer"] = "transformer"
@@ -49,6 +74,7 @@ class TransformerSettings(Settings):
     rope_theta: PositiveFloat = 10_000.0
     norm_eps: PositiveFloat = 1e-5
     dropout: Fraction = 0.0
+    experts: ExpertsSettings | None = None
 
     @model_validator(mode="after")
     def heads_fit(self) -> TransformerSettings:

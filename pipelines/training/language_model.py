@@ -13,7 +13,7 @@ from elastic.regions import chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.errors import UserError
-from pipelines.settings import DataSettings, TransformerSettings
+from pipelines.settings import DataSettings, ExpertsSettings, TransformerSettings
 from pipelines.training.model import Transformer, initial_std
 from pipelines.training.ring import positions
 from pipelines.training.spread import ALONE, Spread
@@ -109,8 +109,15 @@ class LanguageModelWorkload:
         return torch.empty(num_samples, held, width, dtype=self.dtype, device="meta")
 
     def miniature(self) -> LanguageModelWorkload:
+        experts = ExpertsSettings(num_experts=2, top_k=2, hidden_dim=8, shared_hidden_dim=8)
         settings = TransformerSettings(
-            vocab_size=8, dim=8, num_layers=1, num_heads=2, num_kv_heads=1, hidden_dim=8
+            vocab_size=8,
+            dim=8,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            hidden_dim=8,
+            experts=self.settings.experts and experts,
         )
         samples = RandomWindows("train", 4, vocab_size=8, num_samples=8)
         return LanguageModelWorkload(settings, samples, samples, self.dtype)

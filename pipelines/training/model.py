@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipelines.settings import TransformerSettings
+from pipelines.training.experts import MixtureOfExperts
+from pipelines.training.feed_forward import FeedForward
 from pipelines.training.keyed_dropout import KeyedDropout
 from pipelines.training.ring import positions
 from pipelines.training.ring_attention import ring_attention
@@ -86,14 +88,22 @@ class Block(nn.Module):
         self.attention_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.attention = Attention(settings, spread)
         self.feed_forward_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
-        self.feed_forward = FeedForward(settings)
+        self.feed_forward = (
+            MixtureOfExperts(settings.dim, settings.experts, spread)
+            if settings.experts
+            else FeedForward(settings.dim, settings.hidden_dim)
+        )
         self.attention_dropout = KeyedDropout(settings.dropout, spread, 2 * number)
         self.feed_forward_dropout = KeyedDropout(settings.dropout, spread, 2 * number + 1)
 
     def forward(self, hidden: Tensor, frame: Frame) -> Tensor:
         attended = self.attention(self.attention_norm(hidden), frame=frame)
         hidden = hidden + self.attention_dropout(attended, frame.seed)
-        fed = self.feed_forward(self.feed_forward_norm(hidden))
+        normed = self.feed_forward_norm(hidden)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            fed = self.feed_forward(normed, counted=not frame.is_padding)
+        else:
+            fed = self.feed_forward(normed)
         return hidden + self.feed_forward_dropout(fed, frame.seed)
 
 
@@ -128,19 +138,6 @@ class Attention(nn.Module):
                 enable_gqa=query.shape[1] != key.shape[1],
             )
         return self.wo(attended.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    """SwiGLU (Shazeer, GLU variants, 2020): `w2(silu(w1 x) * w3 x)`."""
-
-    def __init__(self, settings: TransformerSettings) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(settings.dim, settings.hidden_dim, bias=False)
-        self.w2 = nn.Linear(settings.hidden_dim, settings.dim, bias=False)
-        self.w3 = nn.Linear(settings.dim, settings.hidden_dim, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.w2(functional.silu(self.w1(hidden)) * self.w3(hidden))
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
@@ -182,5 +179,5 @@ def document_mask(documents: Tensor | None, device: torch.device) -> Tensor | No
 def initial_std(name: str, settings: TransformerSettings) -> float:
     """The standard deviation of a weight at step 0 (Radford et al., GPT-2, 2019: 0.02, and
     smaller by `sqrt(2 layers)` where a layer adds to the residual stream)."""
-    residual = name.endswith(("attention.wo.weight", "feed_forward.w2.weight"))
+    residual = name.endswith(("attention.wo.weight", ".w2.weight", "experts.w2"))
     return 0.02 / math.sqrt(2 * settings.num_layers) if residual else 0.02

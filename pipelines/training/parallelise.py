@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from actors.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
+from pipelines.training.experts import Experts
 from pipelines.training.spread import Spread
 from pipelines.training.tensor_parallel import cut_modules
 from pipelines.training.workload import Workload
@@ -34,13 +35,16 @@ def parallelise(
     tokens of the whole batch.
     """
     if spread.tp is not None:
-        cut_modules(module, workload.shape().styles, spread.tp)
-    options = {"mesh": data_mesh(groups.mesh), "mp_policy": _precision(settings)}
-    reshards = keeps_shards(groups, settings)
+        cut_modules(module, workload.shape(), spread.tp)
+    options = {"mp_policy": _precision(settings)}
+    inner = options | {"reshard_after_forward": keeps_shards(groups, settings)}
+    mesh, expert_mesh = data_mesh(groups.mesh), data_mesh(groups.experts or groups.mesh)
     for block in workload.blocks(module):
         _wrap_forward(block, settings)
-        _sum_gradients(fully_shard(block, reshard_after_forward=reshards, **options))
-    return _sum_gradients(fully_shard(module, **options))
+        for experts in (part for part in block.modules() if isinstance(part, Experts)):
+            _sum_gradients(fully_shard(experts, mesh=expert_mesh, **inner))
+        _sum_gradients(fully_shard(block, mesh=mesh, **inner))
+    return _sum_gradients(fully_shard(module, mesh=mesh, **options))
 
 
 def accumulate(module: FSDPModule, last: bool, reshards: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import torch
@@ -90,13 +89,8 @@ class Placing:
 
     def _tp_dim(self, owner: str) -> int | None:
         module, _, _ = owner.rpartition(".")
-        style = style_of(module, self.shape)
+        style = self.shape.style_of(module)
         return CUT_DIMS.get(style) if style else None
-
-
-def style_of(module: str, shape: Shape) -> Style | None:
-    """How tensor parallelism treats a module of this name."""
-    return shape.styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

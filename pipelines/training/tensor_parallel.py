@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -17,19 +15,24 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from pipelines.training.workload import Style
+from pipelines.training.workload import Shape, Style
 
 SEQUENCE = Shard(1)
 """Between the cut modules hidden states (batch, length, dim) are spread over the sequence."""
 
 
-def cut_modules(module: nn.Module, styles: Mapping[str, Style], mesh: DeviceMesh) -> None:
-    """Cut the named modules, those that this stage has, over `tp` (Shoeybi et al., Megatron-LM,
-    2019; norms over the sequence: Korthikanti et al., 2022).
+def cut_modules(module: nn.Module, shape: Shape, mesh: DeviceMesh) -> None:
+    """Cut the modules that have a style over `tp` (Shoeybi et al., Megatron-LM, 2019; norms over
+    the sequence: Korthikanti et al., 2022).
 
     Every module takes and gives plain local tensors.
     """
-    parallelize_module(module, mesh, {name: _style(style) for name, style in styles.items()})
+    for name, part in list(module.named_modules()):
+        style = shape.style_of(name)
+        if style == "replicated":
+            distribute_module(part, mesh)
+        elif style is not None:
+            parallelize_module(part, mesh, _style(style))
 
 
 def whole_vocabulary(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTensor:
@@ -57,3 +60,5 @@ def _style(style: Style) -> ParallelStyle:
             return RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)
         case "logits":
             return ColwiseParallel(input_layouts=SEQUENCE)
+        case _:
+            raise ValueError(f"{style}: no style of a module that tp cuts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
@@ -12,7 +13,7 @@ from torch import Generator, Tensor, nn
 from elastic.limits import Limits
 from pipelines.training.spread import ALONE, Spread
 
-Style = Literal["colwise", "rowwise", "sequence", "gather", "vocabulary", "logits"]
+Style = Literal["colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated"]
 """How tensor parallelism treats a module: see `pipelines.training.tensor_parallel`."""
 
 
@@ -30,14 +31,18 @@ class Shape:
     """What a model offers to the model axes.
 
     `layers` stand in forward order. `styles` names the modules that `tp` cuts; a star stands
-    for any layer's number. `limits` are those of the axes; `ep` cuts dim 0 of `experts`,
-    parameters by the last parts of their names.
+    for any layer's number. `limits` are those of the axes. `experts` are the last parts of the
+    names of the parameters that `ep` cuts, in dim 0.
     """
 
     layers: tuple[Layer, ...]
     limits: Limits
     styles: Mapping[str, Style] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
+
+    def style_of(self, module: str) -> Style | None:
+        """How tensor parallelism treats the module of this name."""
+        return self.styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
 
 
 PADDING = -1

@@ -31,6 +31,9 @@ def expected(
         (optimizer.beta1, optimizer.beta2),
         optimizer.weight_decay,
         optimizer.max_grad_norm,
+        settings.microbatch,
+        model.experts.top_k if model.experts else 0,
+        model.experts.balance_coefficient if model.experts else 0.0,
     )
     weights = {
         spec.name: program.initial(spec, region_of(spec, Layout(), Layout().coordinates(0)))

@@ -16,6 +16,9 @@ class Plain:
     betas: tuple[float, float]
     weight_decay: float
     max_grad_norm: float
+    microbatch: int = 1
+    top_k: int = 0
+    balance: float = 0.0
 
 
 def train(plain, weights, batches):
@@ -30,8 +33,9 @@ def train(plain, weights, batches):
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        loss = cross_entropy(logits(plain, weights, tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
+        predicted, imbalance = logits(plain, weights, tokens)
+        loss = cross_entropy(predicted.flatten(0, 1), targets.flatten())
+        (loss + plain.balance * imbalance).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, plain.max_grad_norm)
         optimizer.step()
         seen.append((loss.item(), norm.item()))
@@ -39,14 +43,38 @@ def train(plain, weights, batches):
 
 
 def logits(plain, w, tokens):
-    x = w["embedding.weight"][tokens]
+    x, imbalance = w["embedding.weight"][tokens], 0.0
     for i in range(plain.num_layers):
         layer = {name.removeprefix(f"layers.{i}."): value for name, value in w.items()}
         x = x + attention(plain, layer, norm(plain, x, layer["attention_norm.weight"]))
         y = norm(plain, x, layer["feed_forward_norm.weight"])
-        w1, w2, w3 = (layer[f"feed_forward.w{n}.weight"].T for n in (1, 2, 3))
-        x = x + (silu(y @ w1) * (y @ w3)) @ w2
-    return norm(plain, x, w["norm.weight"]) @ w["head.weight"].T
+        if plain.top_k:
+            mixed, uneven = mixture(plain, layer, y)
+            x, imbalance = x + mixed, imbalance + uneven
+        else:
+            x = x + swiglu(y, *(layer[f"feed_forward.w{n}.weight"] for n in (1, 2, 3)))
+    return norm(plain, x, w["norm.weight"]) @ w["head.weight"].T, imbalance
+
+
+def swiglu(x, w1, w2, w3):
+    return (silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+
+
+def mixture(plain, layer, x):
+    layer = {name.removeprefix("feed_forward."): value for name, value in layer.items()}
+    probability = (x @ layer["router.weight"].T).softmax(-1)
+    chosen = probability >= probability.sort(descending=True).values[..., plain.top_k - 1, None]
+    share = probability * chosen / (probability * chosen).sum(-1, keepdim=True)
+    w1, w2, w3 = (layer[f"experts.w{n}"] for n in (1, 2, 3))
+    mixed = sum(share[..., e, None] * swiglu(x, w1[e], w2[e], w3[e]) for e in range(len(w1)))
+    if "shared.w1.weight" in layer:
+        mixed = mixed + swiglu(x, *(layer[f"shared.w{n}.weight"] for n in (1, 2, 3)))
+    uneven = []
+    for i in range(0, len(x), plain.microbatch):
+        used = chosen[i : i + plain.microbatch].to(x.dtype).mean((0, 1)) / plain.top_k
+        likely = probability[i : i + plain.microbatch].mean((0, 1))
+        uneven.append(len(used) * (used * likely).sum())
+    return mixed, torch.stack(uneven).mean()
 
 
 def norm(plain, x, weight):

@@ -81,7 +81,8 @@ def local_tensors(program: TrainingProgram, groups: Groups) -> dict[str, torch.T
     layout = groups.assignment.layout
     place = layout.coordinates(groups.world_rank)
     regions = {spec: region_of(spec, layout, place) for spec in program.specs()}
-    return {spec.name: program.initial(spec, region) for spec, region in regions.items()}
+    held = {spec: region for spec, region in regions.items() if region is not None}
+    return {spec.name: program.initial(spec, region) for spec, region in held.items()}
 
 
 def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) -> Trained:

@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.errors import UserError
 from pipelines.program import make_workload
-from pipelines.recipes import RECIPES, byte_lm, load, mlp, tiny
+from pipelines.recipes import RECIPES, byte_lm, load, mlp, tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
 from pipelines.training.state import state_specs
 
@@ -33,6 +33,7 @@ def num_parameters(settings: TrainSettings) -> int:
 
 def test_recipes_have_the_sizes_that_they_say() -> None:
     assert num_parameters(tiny()) < 300_000
+    assert num_parameters(tiny_moe()) < 300_000
     assert 2_000_000 < num_parameters(byte_lm()) < 6_000_000
     assert 2_050_000 < num_parameters(mlp()) < 2_150_000
 
@@ -58,7 +59,7 @@ def test_a_recipe_is_found_in_a_file_or_a_module(tmp_path, monkeypatch) -> None:
     ("name", "told"),
     [
         ("byte_ml", "near it: byte_lm"),
-        ("zzz", "there are: tiny, byte_lm, mlp"),
+        ("zzz", "there are: tiny, tiny_moe, byte_lm, mlp"),
         ("nowhere.py:own", "there is no file nowhere.py"),
         ("no_such_module:own", "there is no module no_such_module"),
         ("no.such.module:own", "there is no module no.such.module"),

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from pipelines.errors import UserError
 from pipelines.overrides import WHERE_AND_HOW, differing_maths, override
-from pipelines.recipes import byte_lm, mlp
+from pipelines.recipes import byte_lm, mlp, tiny_moe
 from pipelines.settings import TrainSettings
 
 
@@ -76,6 +76,12 @@ def test_heads_must_divide_the_width() -> None:
         override(byte_lm(), ["model.num_kv_heads=3"])
 
 
+def test_a_token_cannot_use_more_experts_than_there_are() -> None:
+    assert override(tiny_moe(), ["model.experts.top_k=4"]).model.experts.top_k == 4
+    with pytest.raises(UserError, match=r"model\.experts\.top_k=5 of .*num_experts=4"):
+        override(tiny_moe(), ["model.experts.top_k=5"])
+
+
 def test_settings_are_frozen_and_closed() -> None:
     with pytest.raises(ValidationError):
         byte_lm().seed = 3
@@ -83,7 +89,7 @@ def test_settings_are_frozen_and_closed() -> None:
         TrainSettings(flavour="sweet")
 
 
-@pytest.mark.parametrize("settings", [byte_lm(), mlp()])
+@pytest.mark.parametrize("settings", [byte_lm(), tiny_moe(), mlp()])
 def test_settings_survive_json(settings) -> None:
     assert TrainSettings.model_validate(json.loads(settings.model_dump_json())) == settings
 

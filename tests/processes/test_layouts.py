@@ -1,0 +1,152 @@
+"""Every axis alone, and many together, train as the plain loop in one process does."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from expected import expected
+from test_replica import CPU, Trained, program_of, train
+from torch.multiprocessing import start_processes
+
+from actors.meshes import form_groups
+from elastic.assignment import Assignment
+from elastic.layout import Layout
+from elastic.shards import bytes_held, region_of
+from pipelines.recipes import tiny, tiny_moe
+from pipelines.settings import DataSettings, TrainSettings
+
+NUM_STEPS = 4
+NUM_PROCESSES = 8
+COMMON = {
+    "data": DataSettings(source="random", seq_len=16),
+    "dtype": "float64",
+    "batch": 6,
+    "eval_every": 1,
+    "eval_samples": 3,
+}
+DENSE = tiny().model_copy(update=COMMON)
+MIXED = tiny_moe().model_copy(update=COMMON)
+
+
+class Case(NamedTuple):
+    """What is trained, and under which layout."""
+
+    layout: str
+    settings: TrainSettings = DENSE
+
+    @property
+    def name(self) -> str:
+        what = "experts" if self.settings.model.experts else "dense"
+        return f"{self.layout} {what} {self.settings.dtype} {self.settings.schedule}"
+
+
+def changed(settings: TrainSettings, **changes: object) -> TrainSettings:
+    return settings.model_copy(update=changes)
+
+
+CASES = [
+    Case("tp=2"),
+    Case("dp=2,tp=2"),
+    Case("fsdp=2,tp=2"),
+    Case("dp=2,fsdp=2,tp=2"),
+    Case("cp=2"),
+    Case("cp=3", changed(DENSE, data=DataSettings(source="random", seq_len=13))),
+    Case("cp=2,tp=2", changed(DENSE, data=DataSettings(source="random", seq_len=15))),
+    Case("dp=2,fsdp=2,cp=2"),
+    Case("pp=2", changed(DENSE, schedule="gpipe")),
+    Case("pp=2"),
+    Case("pp=3,dp=2"),
+    Case("pp=4"),
+    Case("pp=2,vp=2", changed(DENSE, schedule="interleaved_1f1b")),
+    Case("pp=2", changed(DENSE, schedule="zero_bubble")),
+    Case("pp=2,vp=2,fsdp=2", changed(DENSE, schedule="zero_bubble")),
+    Case("pp=2,fsdp=2"),
+    Case("pp=2,dp=2,tp=2"),
+    Case("pp=2,cp=2,tp=2"),
+    Case("pp=2,fsdp=2,tp=2", changed(DENSE, microbatch=2)),
+    Case("pp=2,fsdp=2,cp=2"),
+    Case("fsdp=2,cp=2,tp=2"),
+    Case("fsdp=2,zero=0"),
+    Case("dp=2", MIXED),
+    Case("fsdp=2,ep=2", MIXED),
+    Case("dp=2,fsdp=2,ep=2", MIXED),
+    Case("tp=2", MIXED),
+    Case("tp=2,ep=2", MIXED),
+    Case("cp=2,ep=2", MIXED),
+    Case("fsdp=2,cp=2,tp=2,ep=4", MIXED),
+    Case("pp=2,fsdp=2,tp=2,ep=2", MIXED),
+    Case("pp=2,fsdp=2,ep=2", changed(MIXED, schedule="zero_bubble", microbatch=2)),
+]
+
+
+def run_rank(world_rank: int, folder: Path) -> None:
+    """One of the processes: train each case that has such a rank."""
+    torch.set_num_threads(1)
+    file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
+    for case in CASES:
+        layout = Layout.parse(case.layout)
+        if world_rank >= layout.num_workers:
+            continue
+        store = dist.PrefixStore(case.name, file)
+        dist.init_process_group("gloo", store=store, world_size=layout.num_workers, rank=world_rank)
+        members = tuple(f"w{i}" for i in range(layout.num_workers))
+        program = program_of(case.settings)
+        has_experts = any(spec.ep_dim is not None for spec in program.specs())
+        groups = form_groups(
+            Assignment(1, layout, members), world_rank, CPU, timedelta(seconds=60), has_experts
+        )
+        trained = train(program, groups, NUM_STEPS)
+        torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("layouts")
+    set_forkserver_preload(["pipelines.program"])
+    start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_layout_trains_as_the_plain_loop_does(folder: Path, case: Case) -> None:
+    layout, tolerance = Layout.parse(case.layout), {"float64": 1e-9, "float32": 1e-5}
+    ranks = [
+        Trained(**torch.load(folder / f"{case.name}-{rank}.pt", weights_only=False))
+        for rank in range(layout.num_workers)
+    ]
+    seen, weights = expected(case.settings, NUM_STEPS)
+    losses, norms = zip(*seen, strict=True)
+    rel = tolerance[case.settings.dtype]
+    for trained in ranks:
+        assert trained.losses == pytest.approx(losses, rel=rel)
+        assert trained.norms == pytest.approx(norms, rel=rel)
+        assert trained.held_out == pytest.approx(ranks[0].held_out, rel=rel)
+        assert trained.num_collectives_in_apply == 0
+    specs = program_of(case.settings).specs()
+    for spec in specs:
+        if spec.kind != "parameter":
+            continue
+        for rank, trained in enumerate(ranks):
+            region = region_of(spec, layout, layout.coordinates(rank))
+            assert (spec.name in trained.tensors) == (region is not None)
+            if region is not None:
+                index = tuple(
+                    slice(first, first + size)
+                    for first, size in zip(region.offsets, region.shape, strict=True)
+                )
+                whole = weights[spec.name].detach()[index]
+                torch.testing.assert_close(
+                    trained.tensors[spec.name], whole, rtol=rel, atol=rel / 1000
+                )
+    for rank, trained in enumerate(ranks):
+        held = bytes_held(specs, layout, layout.coordinates(rank))
+        assert trained.sizes.param_bytes + trained.sizes.optimizer_bytes == pytest.approx(
+            held, rel=0.05
+        )
