@@ -12,7 +12,7 @@ from pipelines.settings import TrainSettings
 from pipelines.training.passes import Passes
 from pipelines.training.share import Share
 from pipelines.training.spread import Spread
-from pipelines.training.workload import PADDING, Fed, Workload
+from pipelines.training.workload import PADDING, Fed, Workload, joined
 
 
 def evaluate(
@@ -32,13 +32,14 @@ def evaluate(
     rounds += [None] * (passes.num_rounds(len(rounds)) - len(rounds))
 
     def fed(microbatch: int | None) -> Fed:
-        if microbatch is None:
-            size = settings.microbatch if passes.needs_full_size else 0
-            return workload.feed(workload.empty(size), groups.device, spread, PADDING)
-        first = starts[microbatch]
+        first = starts[microbatch] if microbatch is not None else num_samples
         samples = range(first, min(first + settings.microbatch, num_samples))
-        batch = workload.read(samples, held_out=True)
-        return workload.feed(batch, groups.device, spread, PADDING)
+        batches = [workload.read(samples, held_out=True)] if samples else []
+        missing = settings.microbatch - len(samples)
+        if passes.needs_full_size and missing:
+            batches.append(workload.empty(missing))
+        batches = batches or [workload.empty()]
+        return joined([workload.feed(one, groups.device, spread, PADDING) for one in batches])
 
     summed = passes.evaluate((fed(microbatch) for microbatch in rounds), len(rounds))
     sums = torch.zeros(2, len(starts), dtype=torch.float64, device=groups.device)

@@ -106,7 +106,8 @@ class LanguageModelWorkload:
             width = chunk_interval(self.settings.vocab_size, spread.num_tp, spread.tp_rank)[1]
         else:
             width, held = self.settings.dim, chunk_interval(held, spread.num_tp, spread.tp_rank)[1]
-        return torch.empty(num_samples, held, width, dtype=self.dtype, device="meta")
+        shape = (num_samples, held, width)
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def miniature(self) -> LanguageModelWorkload:
         experts = ExpertsSettings(num_experts=2, top_k=2, hidden_dim=8, shared_hidden_dim=8)

@@ -95,8 +95,8 @@ class MlpWorkload:
         return functional.mse_loss(output, known, reduction="sum") / targets.shape[1]
 
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
-        width = self.settings.dims[layer]
-        return torch.empty(num_samples, width, dtype=self.dtype, device="meta")
+        shape = (num_samples, self.settings.dims[layer])
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=layer > 0)
 
     def miniature(self) -> MlpWorkload:
         return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.seed, self.dtype)

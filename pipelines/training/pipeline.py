@@ -21,7 +21,7 @@ from pipelines.settings import ScheduleName, TrainSettings
 from pipelines.training.passes import Sums, evaluating, loss_over
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage
-from pipelines.training.workload import Fed, Workload
+from pipelines.training.workload import Fed, Workload, joined
 
 SCHEDULES: dict[ScheduleName, Any] = {
     "gpipe": ScheduleGPipe,
@@ -78,13 +78,12 @@ class Pipelined:
             return self._run(list(feds), self._schedule(num_rounds).eval)
 
     def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
-        inputs = torch.cat([fed.inputs for fed in feds])
-        targets = torch.cat([fed.targets for fed in feds])
+        together = joined(feds)
         losses: list[Tensor] = []
-        options: dict[str, Any] = _joined_keywords(feds)
+        options: dict[str, Any] = dict(together.keywords)
         if self.has_last:
-            options |= {"target": targets, "losses": losses}
-        run(*[inputs] if self.stages[0].number == 0 else [], **options)
+            options |= {"target": together.targets, "losses": losses}
+        run(*[together.inputs] if self.stages[0].number == 0 else [], **options)
         return [
             Sums(loss.detach(), self.workload.num_tokens(fed.targets))
             for loss, fed in zip(losses, feds, strict=self.has_last)
@@ -118,12 +117,3 @@ class Pipelined:
             output_args=output,
             group=self.groups.mesh.get_group("pp"),
         )
-
-
-def _joined_keywords(feds: Sequence[Fed]) -> dict[str, Tensor]:
-    """The keywords of all microbatches in a row; what one lacks that others have is 0."""
-    known = {name: value for fed in feds for name, value in fed.keywords.items()}
-    return {
-        name: torch.cat([fed.keywords.get(name, torch.zeros_like(known[name])) for fed in feds])
-        for name in known
-    }

@@ -115,3 +115,20 @@ class Workload(Protocol):
 def forward_loss(workload: Workload, module: nn.Module, fed: Fed, spread: Spread = ALONE) -> Tensor:
     """The loss of one microbatch through a whole module."""
     return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, spread)
+
+
+def joined(feds: Sequence[Fed]) -> Fed:
+    """Several in a row; keywords that one lacks and others have are 0."""
+    known = {name: value for fed in feds for name, value in fed.keywords.items()}
+    keywords = {
+        name: torch.cat([fed.keywords.get(name, _nothing_like(known[name], fed)) for fed in feds])
+        for name in known
+    }
+    inputs, targets = (
+        torch.cat(parts) for parts in zip(*[(f[0], f[2]) for f in feds], strict=True)
+    )
+    return Fed(inputs, keywords, targets)
+
+
+def _nothing_like(value: Tensor, fed: Fed) -> Tensor:
+    return value.new_zeros(len(fed.inputs), *value.shape[1:])
