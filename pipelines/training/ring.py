@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-TILE = 512
-"""Scores are computed for at most so many queries and keys at a time: it bounds their memory."""
+CPU_TILE = 256
+GPU_TILE = 1024
+"""Scores are computed for at most so many queries and keys at a time, which bounds their memory:
+on a CPU they should stay in its cache, on a GPU a kernel should have enough to do."""
 
 
 def positions(length: int, cp_rank: int, num_cp_ranks: int) -> Tensor:
@@ -87,19 +89,20 @@ class Ring:
     def tiles(self, source: int, device: torch.device) -> Iterator[Tile]:
         """What there is to compute with the keys of a rank; what is later than all queries of a
         tile is left out, and what is earlier than all needs no causal mask."""
-        for queries in self._segments(self.cp_rank):
-            for keys in self._segments(source):
+        longest = CPU_TILE if device.type == "cpu" else GPU_TILE
+        for queries in self._segments(self.cp_rank, longest):
+            for keys in self._segments(source, longest):
                 if keys.positions.start < queries.positions.stop:
                     masked = self._masked(queries.positions, keys.positions, device)
                     yield Tile(queries.local, keys.local, masked)
 
-    def _segments(self, cp_rank: int) -> list[Segment]:
+    def _segments(self, cp_rank: int, longest: int) -> list[Segment]:
         found: list[Segment] = []
         num_before = 0
         for chunk in chunks(self.length, cp_rank, self.size):
             offset = num_before - chunk.start
-            for first in chunk[::TILE]:
-                last = min(first + TILE, chunk.stop)
+            for first in chunk[::longest]:
+                last = min(first + longest, chunk.stop)
                 found.append(Segment(slice(first, last), slice(first + offset, last + offset)))
             num_before += len(chunk)
         return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing import start_processes
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipelines.training.ring import TILE, Ring, positions
+from pipelines.training.ring import CPU_TILE, Ring, positions
 from pipelines.training.ring_attention import ring_attention
 
 NUM_PROCESSES = 4
@@ -50,8 +50,8 @@ CASES = (
     ),
     *(Case(3, 19, heads=3, kv_heads=kv_heads) for kv_heads in (1, 3)),
     *(Case(4, 37, dtype, with_documents=True) for dtype in (torch.float32, torch.bfloat16)),
-    Case(2, 5 * TILE + 3, heads=1, kv_heads=1, batch=1),
-    Case(2, 5 * TILE + 3, heads=1, kv_heads=1, batch=1, with_documents=True),
+    Case(2, 5 * CPU_TILE + 3, heads=1, kv_heads=1, batch=1),
+    Case(2, 5 * CPU_TILE + 3, heads=1, kv_heads=1, batch=1, with_documents=True),
 )
 
 
@@ -94,7 +94,7 @@ def plainly(case: Case) -> Tensors:
     return results(attend, Tensors(*(tensor.double() for tensor in tensors)))
 
 
-def on_the_ring(case: Case, group: dist.ProcessGroup) -> Tensors:
+def on_the_ring(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> Tensors:
     """What this rank finds for its own positions."""
     tensors, documents = whole(case)
     mine = positions(case.length, group.rank(), group.size())
@@ -102,7 +102,7 @@ def on_the_ring(case: Case, group: dist.ProcessGroup) -> Tensors:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return ring_attention(query, key, value, case.length, group, documents)
 
-    return results(attend, Tensors(*(tensor[:, mine] for tensor in tensors)))
+    return results(attend, Tensors(*(tensor[:, mine].to(device) for tensor in tensors)))
 
 
 def work(group: dist.ProcessGroup, length: int) -> tuple[int, int]:
@@ -140,13 +140,24 @@ def run_rank(world_rank: int, folder: Path) -> None:
         if case.size in mine:
             group = mine[case.size]
             torch.save(tuple(on_the_ring(case, group)), folder / f"{case}-{group.rank()}.pt")
-    torch.save(work(groups[4], 8 * TILE), folder / f"work-{world_rank}.pt")
+    torch.save(work(groups[4], 8 * CPU_TILE), folder / f"work-{world_rank}.pt")
     dist.barrier()
     first, second = MEMBERS[2]
     if world_rank == first:
         torch.save(without_the_other(groups[2]), folder / "raised.pt")
     if world_rank != second:
         dist.destroy_process_group()
+
+
+def compare(folder: Path, case: Case) -> None:
+    """What the ranks found is what plain attention finds."""
+    expected, tolerance = plainly(case), TOLERANCES[case.dtype]
+    for cp_rank in range(case.size):
+        mine = positions(case.length, cp_rank, case.size)
+        found = Tensors(*torch.load(folder / f"{case}-{cp_rank}.pt"))
+        for one, other in zip(found, expected, strict=True):
+            assert one.dtype == case.dtype
+            torch.testing.assert_close(one.double(), other[:, mine], rtol=tolerance, atol=tolerance)
 
 
 @pytest.fixture(scope="module")
@@ -160,19 +171,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_outputs_and_gradients_equal_plain_attention(folder: Path, case: Case) -> None:
-    expected, tolerance = plainly(case), TOLERANCES[case.dtype]
-    for cp_rank in range(case.size):
-        mine = positions(case.length, cp_rank, case.size)
-        found = Tensors(*torch.load(folder / f"{case}-{cp_rank}.pt"))
-        for one, other in zip(found, expected, strict=True):
-            assert one.dtype == case.dtype
-            torch.testing.assert_close(one.double(), other[:, mine], rtol=tolerance, atol=tolerance)
+    compare(folder, case)
 
 
 def test_all_ranks_compute_little_more_than_the_causal_half(folder: Path) -> None:
     """With a tile for each chunk: 2 * size + 1 of 4 * size tiles, two of them masked in part."""
     works = [torch.load(folder / f"work-{cp_rank}.pt") for cp_rank in range(NUM_PROCESSES)]
-    assert works == [((2 * NUM_PROCESSES + 1) * TILE**2, 2)] * NUM_PROCESSES
+    assert works == [((2 * NUM_PROCESSES + 1) * CPU_TILE**2, 2)] * NUM_PROCESSES
 
 
 def test_what_a_broken_group_raises_comes_through(folder: Path) -> None:

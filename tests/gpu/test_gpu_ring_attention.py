@@ -1,0 +1,51 @@
+"""Attention on a ring of two processes on one GPU, over NCCL, equals plain attention."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_gpu import NEEDS_GPU, claim_a_host
+from test_ring_attention import TIMEOUT_S, Case, compare, on_the_ring
+from torch.multiprocessing import start_processes
+
+from pipelines.training.ring import GPU_TILE
+
+pytestmark = NEEDS_GPU
+
+CASES = (
+    *(Case(2, length, with_documents=length > 5) for length in (1, 5, 16, 19)),
+    *(Case(2, 37, dtype, with_documents=True) for dtype in (torch.float32, torch.bfloat16)),
+    Case(2, 5 * GPU_TILE + 3, heads=1, kv_heads=1, batch=1, with_documents=True),
+)
+
+
+def run_rank(cp_rank: int, folder: Path) -> None:
+    """One of the processes: computes every case."""
+    claim_a_host()
+    torch.cuda.set_device(0)
+    store = dist.FileStore(str(folder / "store"), 2)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("nccl", store=store, world_size=2, rank=cp_rank, timeout=timeout)
+    for case in CASES:
+        found = on_the_ring(case, dist.group.WORLD, "cuda")
+        torch.save(tuple(tensor.cpu() for tensor in found), folder / f"{case}-{cp_rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes found."""
+    folder = tmp_path_factory.mktemp("ring")
+    set_forkserver_preload(["pipelines.training.ring_attention"])
+    start_processes(run_rank, (folder,), 2, start_method="forkserver")
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_outputs_and_gradients_equal_plain_attention(folder: Path, case: Case) -> None:
+    compare(folder, case)
