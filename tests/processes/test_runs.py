@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
+from checks import (
+    assert_each_sample_once,
+    assert_nothing_redone,
+    survivors_keep_their_processes,
+)
 from expected import expected
-from harness import Outcome, read, run_plainly
+from harness import Outcome, run_plainly
 
 from actors.faults import Fault
 from elastic.events import WorkerLeaving
@@ -63,30 +67,6 @@ def final_weights(run: Outcome) -> dict[str, torch.Tensor]:
 def assert_same_weights(run: Outcome, weights: dict[str, torch.Tensor]) -> None:
     for name, weight in final_weights(run).items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
-
-
-def assert_nothing_redone(run: Outcome) -> None:
-    """Invariant 8, and the promise of replicas: each step stands once in the metrics."""
-    assert [line["step"] for line in run.metrics] == list(range(1, NUM_STEPS + 1))
-    assert not run.told("RolledBack")
-
-
-def assert_each_sample_once(run: Outcome, batch: int) -> None:
-    """Invariant 5, from what the data ranks read: of a step its last generation counts."""
-    lines = read(run.folder / "samples.jsonl")
-    committed = {line["step"]: line["generation"] for line in run.metrics}
-    used = Counter(
-        one
-        for line in lines
-        if line["step"] in committed and line["generation"] == committed[line["step"]]
-        for one in line["ids"]
-    )
-    assert used == Counter(range(NUM_STEPS * batch))
-
-
-def survivors_keep_their_processes(run: Outcome, survivors: set[str]) -> None:
-    assert {line["worker"] for line in run.told("WorkerLost")}.isdisjoint(survivors)
-    assert survivors <= set(run.told("Resume")[-1]["workers"])
 
 
 def test_the_undisturbed_run_equals_the_plain_loop(undisturbed: Outcome) -> None:
