@@ -26,7 +26,7 @@ from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
 from pipelines.recipes import load
 from pipelines.run_folder import RunFolder, default_tracking_uri
-from pipelines.settings import TrainSettings
+from pipelines.settings import SEVERAL_STAGES, TrainSettings
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECIPE_FORMAT = 1
@@ -70,6 +70,11 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     settings = _settings(asked)
     policy = _policy(asked.workers, num_gpus)
     wish = _wish(asked.layout, policy)
+    if wish.vp > 1 and settings.schedule not in SEVERAL_STAGES:
+        raise UserError(
+            f"--layout {asked.layout}: schedule={settings.schedule} knows one stage a rank; "
+            f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
+        )
     folder = _run_folder(asked)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:

@@ -67,6 +67,7 @@ CASES = [
     Case("pp=3,dp=2"),
     Case("pp=4"),
     Case("pp=2,vp=2", changed(DENSE, schedule="interleaved_1f1b")),
+    Case("pp=2,dp=2", changed(DENSE, schedule="interleaved_1f1b")),
     Case("pp=2", changed(DENSE, schedule="zero_bubble")),
     Case("pp=2,vp=2,fsdp=2", changed(DENSE, schedule="zero_bubble")),
     Case("pp=2,fsdp=2"),

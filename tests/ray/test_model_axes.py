@@ -10,10 +10,10 @@ from command_line import Command, elastic_train
 
 sys.path.append(str(Path(__file__).parents[1] / "processes"))
 
-from expected import expected  # noqa: E402
+from expected import expected
 
-from pipelines.overrides import override  # noqa: E402
-from pipelines.recipes import load  # noqa: E402
+from pipelines.overrides import override
+from pipelines.recipes import load
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 SETTINGS = ("data.source=random", "data.seq_len=16", "dtype=float64", "batch=8")
@@ -33,9 +33,7 @@ def assert_trained_plainly(command: Command, recipe: str, num_steps: int) -> Non
     seen, _ = expected(override(load(recipe), SETTINGS), num_steps)
     metrics = command.metrics()
     assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), "redone or lost"
-    assert [line["loss"] for line in metrics] == pytest.approx(
-        [loss for loss, _ in seen], rel=1e-9
-    )
+    assert [line["loss"] for line in metrics] == pytest.approx([loss for loss, _ in seen], rel=1e-9)
     assert not command.lines("RolledBack")
 
 
