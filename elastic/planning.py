@@ -78,7 +78,7 @@ def plan_layout(
         if candidates.pairs:
             priced = _priced(candidates, job, capacity)
             return _choose(priced, refusals, previous, capacity, snapshots_cover)
-    return Infeasible(refusals[0])
+    return Infeasible(_nothing_fits(wish, job, capacity, refusals[0]))
 
 
 def _mistake(wish: Wish, job: Job, capacity: Capacity) -> str | None:
@@ -110,6 +110,16 @@ def _refused_wish(wish: Wish, job: Job, capacity: Capacity, dp: int, fsdp: int) 
     if not fits(job, wish, capacity, fsdp):
         return f"{layout}: {too_big(job, wish, capacity, fsdp)}"
     return None
+
+
+def _nothing_fits(wish: Wish, job: Job, capacity: Capacity, refusal: str) -> str:
+    """Why not the wish, and why not all workers that are there as plain shards."""
+    fsdp = min(capacity.num_workers, job.num_microbatches)
+    if not fsdp:
+        return refusal
+    plain = replace(wish, pp=1, cp=1, tp=1, ep=1, vp=1)
+    as_shards = f"{plain.layout(1, fsdp)}: {too_big(job, plain, capacity, fsdp)}"
+    return refusal if refusal == as_shards else f"{refusal}; {as_shards}"
 
 
 def _tiers(wish: Wish, job: Job, capacity: Capacity) -> Iterator[Candidates]:
@@ -173,14 +183,15 @@ def _layout(one: Priced) -> Layout:
 def _reason(best: Priced, priced: list[Priced], refusals: list[str], capacity: Capacity) -> str:
     """What it costs, what comes next, and what was refused first."""
     reason = (
-        f"{_layout(best)} at {best[0]:.4g} microbatches a step, of {len(priced)} layouts for "
+        f"{_layout(best)} at {best[0]:.4g} microbatches a step, best of {len(priced)} for "
         f"{capacity.num_workers} workers"
     )
     others = [one for one in priced if one is not best]
     if others:
         least = min(cost for cost, _, _, _ in others)
         after = max((one for one in others if one[0] == least), key=lambda one: one[1])
-        reason += f"; next {_layout(after)} at {least:.4g}"
+        within = " (within 5 %, fewer replicas or more to move)" if least < best[0] else ""
+        reason += f"; next {_layout(after)} at {least:.4g}{within}"
     return f"{reason}; {refusals[0]}" if refusals else reason
 
 

@@ -109,12 +109,13 @@ def _may_grow(state: CoreState, now: float) -> bool:
 def _growth_helps(state: CoreState) -> bool:
     """Whether the spares would let more workers train, or bring the wished layout back."""
     assert state.held is not None
-    now, proposal = state.held.assignment, next_assignment(state, state.held.assignment)
+    present = state.held.assignment
+    proposal = next_assignment(state, present)
     if isinstance(proposal, Infeasible):
         return False
     wider = proposal.assignment
-    comes_back = state.wish.is_met(wider.layout) and not state.wish.is_met(now.layout)
-    return comes_back or len(wider.members) > len(now.members)
+    comes_back = state.wish.is_met(wider.layout) and not state.wish.is_met(present.layout)
+    return comes_back or len(wider.members) > len(present.members)
 
 
 def _progress(state: CoreState, now: float) -> None:

@@ -106,8 +106,12 @@ def test_a_refusal_for_memory_says_what_is_needed_what_is_there_and_what_would_f
     refused = chosen("tp=2,fsdp=1", 2, job, 45)
     assert refused == Infeasible(
         "tp=2: a worker needs 70 bytes for its part, times 1.5, and has 45; raise fsdp: fsdp=3 "
-        "would fit with 6 workers"
+        "would fit with 6 workers; fsdp=2: a worker needs 70 bytes for its part, times 1.5, and "
+        "has 45; raise fsdp: fsdp=5 would fit with 5 workers"
     )
+    fallen = chosen("tp=2,dp=2", 1, job, 80)
+    assert isinstance(fallen, Infeasible)
+    assert fallen.reason.startswith("dp=2,tp=2 needs 4 workers, 1 are there; dp=1: a worker needs")
     assert layout_of("tp=2,fsdp=1", 6, job=job, memory_bytes=45) == "fsdp=3,tp=2"
 
 
@@ -131,13 +135,13 @@ def test_the_reason_tells_what_was_refused_and_what_came_next() -> None:
     choice = chosen("tp=2,dp=2", 3)
     assert isinstance(choice, Choice)
     assert choice.reason == (
-        "tp=2 at 4 microbatches a step, of 1 layouts for 3 workers; "
+        "tp=2 at 4 microbatches a step, best of 1 for 3 workers; "
         "dp=2,tp=2 needs 4 workers, 3 are there"
     )
     choice = chosen("dp=2,fsdp=2", 3)
     assert isinstance(choice, Choice)
     assert choice.reason == (
-        "dp=3 at 3 microbatches a step, of 1 layouts for 3 workers; "
+        "dp=3 at 3 microbatches a step, best of 1 for 3 workers; "
         "dp=2,fsdp=2 needs 4 workers, 3 are there"
     )
     assert choice.refusals == (
