@@ -6,7 +6,7 @@ room for; fewer replicas could only lose. There are never more data ranks than m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -25,22 +25,17 @@ class Candidates:
     pairs: list[tuple[Wish, list[Pair]]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
-    def weigh(self, tier: Iterable[Wish], job: Job, capacity: Capacity) -> None:
-        """Take in all layouts with each of these model axes."""
-        for axes in tier:
-            pairs, refusal = pairs_of(axes, job, capacity)
-            if refusal:
-                self.refusals.append(refusal)
+    def weigh(self, axes: Wish, job: Job, capacity: Capacity, least_ep: int) -> None:
+        """Take in all layouts with these model axes and the largest part of `ep` that leaves any,
+        down to `least_ep`."""
+        parts = [ep for ep in range(axes.ep, least_ep - 1, -1) if axes.ep % ep == 0]
+        for one in (replace(axes, ep=ep) for ep in parts):
+            pairs, refusal = pairs_of(one, job, capacity)
             if pairs:
-                self.pairs.append((axes, pairs))
-
-    def weigh_any_ep(self, tier: Iterable[Wish], job: Job, capacity: Capacity) -> None:
-        """The same, with the largest part of `ep` that leaves any layout."""
-        for axes in tier:
-            parts = [n for n in range(axes.ep, 0, -1) if axes.ep % n == 0]
-            folding = [replace(axes, ep=ep) for ep in parts]
-            possible = (one for one in folding if pairs_of(one, job, capacity)[0])
-            self.weigh([next(possible, folding[-1])], job, capacity)
+                self.pairs.append((one, pairs))
+                break
+        if refusal:
+            self.refusals.append(refusal)
 
 
 def pairs_of(axes: Wish, job: Job, capacity: Capacity) -> tuple[list[Pair], str]:

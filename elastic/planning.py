@@ -25,7 +25,7 @@ refused: his are the mistakes to mend.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
@@ -124,15 +124,16 @@ def _nothing_fits(wish: Wish, job: Job, capacity: Capacity, refusal: str) -> str
 
 def _tiers(wish: Wish, job: Job, capacity: Capacity) -> Iterator[Candidates]:
     """The second tier and those after it, each made only if those before have nothing."""
-    as_wished = Candidates()
-    as_wished.weigh([wish], job, capacity)
-    yield as_wished
-    below = Candidates()
-    below.weigh_any_ep(lowered(wish, job), job, capacity)
-    yield below
-    above = Candidates()
-    above.weigh_any_ep(raised(wish, job, capacity.num_workers), job, capacity)
-    yield above
+    yield _weighed([wish], job, capacity, least_ep=wish.ep)
+    yield _weighed(lowered(wish, job), job, capacity)
+    yield _weighed(raised(wish, job, capacity.num_workers), job, capacity)
+
+
+def _weighed(tier: Iterable[Wish], job: Job, capacity: Capacity, least_ep: int = 1) -> Candidates:
+    candidates = Candidates()
+    for axes in tier:
+        candidates.weigh(axes, job, capacity, least_ep)
+    return candidates
 
 
 def _priced(candidates: Candidates, job: Job, capacity: Capacity) -> list[Priced]:
