@@ -25,7 +25,9 @@ class Limits:
         """Why this layout is not possible, or None."""
         if self.tp_divides is not None and self.tp_divides % layout.tp:
             if self.tp_divides == 1:
-                return f"tp={layout.tp}: tp divides attention heads; this model has none for it"
+                return (
+                    f"tp={layout.tp}: tp divides attention heads; this model has none for it"
+                )
             return f"tp={layout.tp} does not divide {self.tp_divides}, the key and value heads"
         num_stages = layout.pp * layout.vp
         if self.num_layers is not None and num_stages > self.num_layers:
