@@ -52,13 +52,18 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form the groups of a generation and build the program on them, without values yet."""
+    """Form the groups of a generation and build the program on them, without values yet.
+
+    `reason` says why this layout, `refusals` why not others, for whoever reads the journal.
+    """
 
     generation: int
     assignment: Assignment
     plan: RelayoutPlan
     store_host: str
     store_port: int
+    reason: str = ""
+    refusals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

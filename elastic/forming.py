@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.assigning import assign
+from elastic.assigning import Proposal, propose
 from elastic.assignment import Assignment
 from elastic.commands import (
     Command,
@@ -34,9 +34,10 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
         return wait(state, now, reason, until)
     source = choose_source(state)
-    assignment = next_assignment(state, source.old)
-    if isinstance(assignment, Infeasible):
-        return _refuse(state, now, assignment)
+    proposal = next_assignment(state, source.old)
+    if isinstance(proposal, Infeasible):
+        return _refuse(state, now, proposal)
+    assignment = proposal.assignment
     state.generation = assignment.generation
     commands: list[Command] = []
     if source.step < state.committed_step:
@@ -56,7 +57,15 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     participants = set(plan.participants)
     state.ever_formed = True
     state.enter(Forming(attempt, participants, now + state.policy.form_timeout_s))
-    form = Form(state.generation, assignment, plan, state.store_host, state.store_port)
+    form = Form(
+        state.generation,
+        assignment,
+        plan,
+        state.store_host,
+        state.store_port,
+        proposal.reason,
+        proposal.refusals,
+    )
     return [*commands, form]
 
 
@@ -148,11 +157,11 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     return [relaid, resume, *(StopWorker(worker, "it leaves by plan") for worker in leavers)]
 
 
-def next_assignment(state: CoreState, previous: Assignment | None) -> Assignment | Infeasible:
+def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal | Infeasible:
     """Who would train in the next generation, with the state where it lies now."""
     staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
     memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
-    return assign(
+    return propose(
         previous,
         tuple(staying),
         generation=state.generation + 1,

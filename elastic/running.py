@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from elastic.aborting import abort
-from elastic.assignment import Assignment
 from elastic.commands import Command, Pause, RecordStep
 from elastic.events import Evaluated, Paused, Progressed, StepCommitted
 from elastic.forming import next_assignment, try_form
+from elastic.infeasible import Infeasible
 from elastic.phases import Ending, Pausing, Running
 from elastic.saving import end, expect_parts
 from elastic.state import CoreState
@@ -107,10 +107,15 @@ def _may_grow(state: CoreState, now: float) -> bool:
 
 
 def _growth_helps(state: CoreState) -> bool:
-    """Whether an assignment with the spares would train on more workers than now."""
+    """Whether the spares would let more workers train, or bring the wished layout back."""
     assert state.held is not None
-    wider = next_assignment(state, state.held.assignment)
-    return isinstance(wider, Assignment) and len(wider.members) > len(state.members())
+    present = state.held.assignment
+    proposal = next_assignment(state, present)
+    if isinstance(proposal, Infeasible):
+        return False
+    wider = proposal.assignment
+    comes_back = state.wish.is_met(wider.layout) and not state.wish.is_met(present.layout)
+    return comes_back or len(wider.members) > len(present.members)
 
 
 def _progress(state: CoreState, now: float) -> None:
