@@ -109,6 +109,8 @@ class StateReady:
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
+    links: tuple[tuple[str, float], ...] = ()
+    """Bytes a second from other workers to this one, measured when a run begins."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.assigning import Proposal, propose
 from elastic.assignment import Assignment
 from elastic.commands import (
@@ -17,6 +19,7 @@ from elastic.commands import (
 )
 from elastic.events import GroupFormed, StateReady
 from elastic.infeasible import Infeasible
+from elastic.links import informed, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
 from elastic.recovery import choose_source, living
 from elastic.saving import end
@@ -134,6 +137,7 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     state.held = Held(attempt.assignment, set(members))
     spares = state.warm - state.leaving - set(members)
     state.spare_since = now if spares else None
+    _note_links(state, phase)
     state.enter(Running(now, now))
     relaid = Relaid(
         state.generation,
@@ -157,6 +161,17 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     return [relaid, resume, *(StopWorker(worker, "it leaves by plan") for worker in leavers)]
 
 
+def _note_links(state: CoreState, phase: Relaying) -> None:
+    measured = [
+        (worker, peer, speed)
+        for worker, event in sorted(phase.ready.items())
+        for peer, speed in event.links
+    ]
+    if measured:
+        topology = {worker: seat.place for worker, seat in state.seats.items()}
+        state.job = replace(state.job, links=median_speeds(measured, topology))
+
+
 def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal | Infeasible:
     """Who would train in the next generation, with the state where it lies now."""
     staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
@@ -167,7 +182,7 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal |
         generation=state.generation + 1,
         wish=state.wish,
         topology=staying,
-        job=state.job,
+        job=informed(state.job, previous.layout if previous else None, state.median_step_s()),
         memory_bytes=min(memories, default=None),
         snapshots_cover=False,
     )

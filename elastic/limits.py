@@ -27,10 +27,8 @@ class Limits:
         if self.tp_divides is not None and self.tp_divides % layout.tp:
             if self.tp_divides == 1:
                 return f"tp={layout.tp}: this model has nothing that tp could cut evenly"
-            return (
-                f"tp={layout.tp} does not divide {self.tp_divides}, the greatest number that "
-                "divides the heads, the key and value heads and the feed-forward width"
-            )
+            common = "what the heads and the feed-forward width have in common"
+            return f"tp={layout.tp} does not divide {self.tp_divides}, {common}"
         num_stages = layout.pp * layout.vp
         if self.num_layers is not None and num_stages > self.num_layers:
             return f"pp x vp = {num_stages} stages, but the model has {self.num_layers} layers"

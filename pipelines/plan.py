@@ -27,6 +27,7 @@ from pipelines.program import TrainingProgram
 from pipelines.recipes import load
 from pipelines.run_folder import RunFolder, default_tracking_uri
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
+from pipelines.training.spread import ALONE
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECIPE_FORMAT = 1
@@ -242,4 +243,5 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         checkpoint_every=settings.checkpoint_every,
         limits=shape.limits,
         layer_costs=tuple(layer.cost for layer in shape.layers),
+        activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,
     )
