@@ -65,13 +65,15 @@ def test_other_model_axes_keep_to_the_limits() -> None:
     choice = chosen("tp=4", 3, job)
     assert isinstance(choice, Choice)
     assert str(choice.layout) == "tp=2"
-    assert "tp=3 does not divide 4, the key and value heads" in choice.refusals
+    assert any(refusal.startswith("tp=3 does not divide 4") for refusal in choice.refusals)
     assert choice.refusals[0].startswith("pp=1, cp=1, tp=4 need 4 workers at least, 3 are there")
 
 
 def test_a_wish_that_the_model_cannot_have_is_refused_whatever_else_would_fit() -> None:
     job = Job(num_microbatches=8, limits=TRANSFORMER)
-    assert chosen("tp=3", 6, job) == Infeasible("tp=3 does not divide 4, the key and value heads")
+    refused = chosen("tp=3", 6, job)
+    assert isinstance(refused, Infeasible)
+    assert refused.reason.startswith("tp=3 does not divide 4")
     deep = chosen("pp=4,vp=2", 8, Job(num_microbatches=8, layer_costs=(1,) * 7))
     assert deep == Infeasible("pp x vp = 8 stages, but 7 layers have costs")
 
