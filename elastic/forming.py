@@ -22,6 +22,7 @@ from elastic.recovery import choose_source, living
 from elastic.saving import end
 from elastic.state import CoreState, Held
 from elastic.transfers import Relayout as RelayoutPlan
+from elastic.wishing import withdraw
 
 
 def try_form(state: CoreState, now: float) -> list[Command]:
@@ -38,6 +39,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     if isinstance(assignment, Infeasible):
         return _refuse(state, now, assignment)
     state.generation = assignment.generation
+    state.former_wish = None
     commands: list[Command] = []
     if source.step < state.committed_step:
         commands.append(
@@ -61,10 +63,12 @@ def try_form(state: CoreState, now: float) -> list[Command]:
 
 
 def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
-    """Wait for more workers; if all are there, what was asked for cannot be had."""
+    """Wait for more workers; if all are there, what was asked for last cannot be had."""
     commands = wait(state, now, refusal.reason)
     if state.num_staying() < state.policy.max_workers:
         return commands
+    if state.former_wish:
+        return [*commands, *withdraw(state, refusal), *try_form(state, now)]
     state.ending = Ending("user_error", refusal.reason)
     return commands + end(state, now)
 
@@ -151,7 +155,6 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
 def next_assignment(state: CoreState, previous: Assignment | None) -> Assignment | Infeasible:
     """Who would train in the next generation, with the state where it lies now."""
     staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
-    memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
     return assign(
         previous,
         tuple(staying),
@@ -159,7 +162,7 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Assignment
         wish=state.wish,
         topology=staying,
         job=state.job,
-        memory_bytes=min(memories, default=None),
+        memory_bytes=state.least_memory_bytes(),
         snapshots_cover=False,
     )
 
