@@ -25,6 +25,7 @@ from elastic.recovery import choose_source, living
 from elastic.saving import end
 from elastic.state import CoreState, Held
 from elastic.transfers import Relayout as RelayoutPlan
+from elastic.wishing import withdraw
 
 
 def try_form(state: CoreState, now: float) -> list[Command]:
@@ -42,6 +43,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return _refuse(state, now, proposal)
     assignment = proposal.assignment
     state.generation = assignment.generation
+    state.former_wish = None
     commands: list[Command] = []
     if source.step < state.committed_step:
         commands.append(
@@ -73,10 +75,12 @@ def try_form(state: CoreState, now: float) -> list[Command]:
 
 
 def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
-    """Wait for more workers; if all are there, what was asked for cannot be had."""
+    """Wait for more workers; if all are there, what was asked for last cannot be had."""
     commands = wait(state, now, refusal.reason)
     if state.num_staying() < state.policy.max_workers:
         return commands
+    if state.former_wish:
+        return [*commands, *withdraw(state, refusal), *try_form(state, now)]
     state.ending = Ending("user_error", refusal.reason)
     return commands + end(state, now)
 
@@ -175,7 +179,6 @@ def _note_links(state: CoreState, phase: Relaying) -> None:
 def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal | Infeasible:
     """Who would train in the next generation, with the state where it lies now."""
     staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
-    memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
     return propose(
         previous,
         tuple(staying),
@@ -183,7 +186,7 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal |
         wish=state.wish,
         topology=staying,
         job=informed(state.job, previous.layout if previous else None, state.median_step_s()),
-        memory_bytes=min(memories, default=None),
+        memory_bytes=state.least_memory_bytes(),
         snapshots_cover=False,
     )
 

@@ -10,6 +10,7 @@ from elastic.infeasible import Infeasible
 from elastic.phases import Ending, Pausing, Running
 from elastic.saving import end, expect_parts
 from elastic.state import CoreState
+from elastic.wishing import changes_layout
 
 NUM_RECENT_STEPS = 32
 
@@ -62,13 +63,16 @@ def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
 
 
 def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
-    """Ask for a pause if the run shall end, a member leaves, or joiners would be of use."""
+    """Ask for a pause if the run shall end, change its layout, or its members."""
     assert isinstance(state.phase, Running)
     cause = ""
     if state.ending:
         cause = state.ending.reason or state.ending.outcome
     elif state.leaving and not state.leaving.isdisjoint(state.members()):
         cause = "members leave"
+    elif state.former_wish:
+        state.former_wish = None  # it is new once
+        cause = "another layout" if changes_layout(state) else ""
     elif state.spare_since is not None and _may_grow(state, now):
         state.spare_since = None  # asked once; the next joiner asks again
         cause = "growth" if _growth_helps(state) else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from expected import expected
 from harness import Outcome, run_plainly
 
 from actors.faults import Fault
-from elastic.events import WorkerLeaving
+from elastic.events import LayoutRequested, WorkerLeaving
+from elastic.planning import Wish
 from elastic.regions import Region
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
@@ -170,6 +172,28 @@ def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> No
     assert_each_sample_once(run, SETTINGS.batch)
     assert run.told("Relaid")[1]["bytes_moved"] > 0
     assert not run.told("Abort")
+
+
+LAYOUTS = ("dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=4")
+
+
+def test_the_layout_changes_as_it_is_asked_for(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Replicas become shards and replicas again, live; a layout that cannot be is refused."""
+    requests = [(step, layout) for step, layout in zip((16, 32, 48), LAYOUTS[1:], strict=True)]
+    requests += [(40, "fsdp=5"), (56, "dp=4")]
+    due = tuple((step, LayoutRequested(f"at {step}", Wish.parse(lay))) for step, lay in requests)
+    run = run_plainly(tmp_path, recording(tmp_path), 4, layout=LAYOUTS[0], due=due)
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    survivors_keep_their_processes(run, {"w0", "w1", "w2", "w3"})
+    assert len(run.told("WorkerReady")) == 4, "the processes are those that it began with"
+    layouts = [line["layout"] for line in run.told("Resume")]
+    assert [layout for layout, _ in groupby(layouts)] == list(LAYOUTS)
+    assert run.told("Relaid")[-1]["bytes_moved"] > 0, "replicas anew"
+    answers = {line["request"]: line for line in run.told("LayoutAnswered")}
+    assert "needs 5 workers" in answers["at 40"]["refusal"]
+    assert answers["at 56"]["planned"] == answers["at 56"]["present"] == "dp=4"
 
 
 def test_without_replicas_the_newest_checkpoint_is_taken(

@@ -44,11 +44,7 @@ def cases(draw: st.DrawFn) -> Case:
         at_least = wish.num_model_ranks * wish.least_fsdp * (wish.dp or 1)
         wish = replace(wish, max_workers=at_least * draw(st.integers(1, 3)))
     layers = draw(st.sampled_from([(), (1,) * 8, (1, 5, 5, 5, 5, 5, 5, 9)]))
-<<<<<<< HEAD
-    bounded = Limits(tp_divides=12, num_layers=8, seq_len=1440, num_experts=8)
-=======
     bounded = Limits(tp_divides=12, num_layers=8, seq_len=48, num_experts=8)
->>>>>>> planning
     speeds = st.none() | st.sampled_from([1e3, 1e6])
     job = Job(
         num_microbatches=draw(st.integers(24, 64)),
