@@ -174,22 +174,27 @@ def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> No
     assert not run.told("Abort")
 
 
-LAYOUTS = ("dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=4")
+COURSES = (
+    ("dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=4"),
+    ("dp=4", "dp=2,tp=2", "pp=2,dp=2", "dp=4"),
+)
 
 
-def test_the_layout_changes_as_it_is_asked_for(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Replicas become shards and replicas again, live; a layout that cannot be is refused."""
-    requests = [(step, layout) for step, layout in zip((16, 32, 48), LAYOUTS[1:], strict=True)]
-    requests += [(40, "fsdp=5"), (56, "dp=4")]
+@pytest.mark.parametrize("course", COURSES, ids=" ".join)
+def test_the_layout_changes_as_it_is_asked_for(
+    course: tuple[str, ...], tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Replicas become parts and replicas again, live; a layout that cannot be is refused."""
+    requests = [*zip((16, 32, 48), course[1:], strict=True), (40, "fsdp=5"), (56, "dp=4")]
     due = tuple((step, LayoutRequested(f"at {step}", Wish.parse(lay))) for step, lay in requests)
-    run = run_plainly(tmp_path, recording(tmp_path), 4, layout=LAYOUTS[0], due=due)
+    run = run_plainly(tmp_path, recording(tmp_path), 4, layout=course[0], due=due)
     assert_same_maths(run, undisturbed)
     assert_nothing_redone(run)
     assert_each_sample_once(run, SETTINGS.batch)
     survivors_keep_their_processes(run, {"w0", "w1", "w2", "w3"})
     assert len(run.told("WorkerReady")) == 4, "the processes are those that it began with"
     layouts = [line["layout"] for line in run.told("Resume")]
-    assert [layout for layout, _ in groupby(layouts)] == list(LAYOUTS)
+    assert [layout for layout, _ in groupby(layouts)] == list(course)
     assert run.told("Relaid")[-1]["bytes_moved"] > 0, "replicas anew"
     answers = {line["request"]: line for line in run.told("LayoutAnswered")}
     assert "needs 5 workers" in answers["at 40"]["refusal"]
