@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -18,6 +20,8 @@ from actors.meshes import form_groups
 from elastic.assignment import Assignment
 from elastic.layout import Layout
 from elastic.shards import bytes_held, region_of
+from elastic.specs import TensorSpec
+from elastic.zero import divides
 from pipelines.recipes import tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
 
@@ -83,6 +87,25 @@ CASES = [
     Case("pp=2,fsdp=2,tp=2,ep=2", MIXED),
     Case("pp=2,fsdp=2,ep=2", changed(MIXED, schedule="zero_bubble", microbatch=2)),
 ]
+WHOLE_PARAMETERS = [
+    Case("fsdp=2,zero=1"),
+    Case("fsdp=2,zero=2"),
+    Case("dp=2,fsdp=2,zero=1"),
+    Case("dp=2,zero=2"),
+    Case("fsdp=3,zero=2"),
+    Case("fsdp=5,zero=1"),
+    Case("fsdp=2,tp=2,zero=1"),
+    Case("fsdp=2,tp=2,zero=2"),
+    Case("fsdp=2,cp=2,zero=2"),
+    Case("pp=2,fsdp=2,zero=1"),
+    Case("pp=2,fsdp=2,zero=2"),
+    Case("pp=2,vp=2,fsdp=2,zero=2", changed(DENSE, schedule="zero_bubble")),
+    Case("fsdp=2,ep=2,zero=1", MIXED),
+    Case("fsdp=2,ep=2,zero=2", MIXED),
+    Case("fsdp=2,cp=2,tp=2,ep=2,zero=2", MIXED),
+]
+"""ZeRO's stages 1 and 2."""
+CASES += WHOLE_PARAMETERS
 
 
 def run_rank(world_rank: int, folder: Path) -> None:
@@ -146,7 +169,16 @@ def test_a_layout_trains_as_the_plain_loop_does(folder: Path, case: Case) -> Non
                     trained.tensors[spec.name], whole, rtol=rel, atol=rel / 1000
                 )
     for rank, trained in enumerate(ranks):
-        held = bytes_held(specs, layout, layout.coordinates(rank))
+        held = bytes_computed_with(specs, layout, rank)
         assert trained.sizes.param_bytes + trained.sizes.optimizer_bytes == pytest.approx(
             held, rel=0.05
         )
+
+
+def bytes_computed_with(specs: Sequence[TensorSpec], layout: Layout, rank: int) -> int:
+    """Of the state: at stages 1 and 2 the whole parameters, of which a worker holds a shard."""
+    place = layout.coordinates(rank)
+    parameters = [spec for spec in specs if spec.kind == "parameter"]
+    others = [spec for spec in specs if spec.kind != "parameter"]
+    whole = layout if divides(layout.zero, "parameters") else replace(layout, zero=0)
+    return bytes_held(parameters, whole, place) + bytes_held(others, layout, place)
