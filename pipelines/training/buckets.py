@@ -119,17 +119,19 @@ class Bucket:
         written to: what an aborted collective leaves may be garbage."""
         if self.num_chunks == 1:
             return self._copy_own
-        own = torch.cat([self._sent(part) for part in self.parts])
-        rows = own.new_empty(self.num_chunks, len(own))
-        work = all_gather(rows.view(-1), own, group=self.shards, async_op=True)
+        sent = torch.cat([self._sent(part) for part in self.parts])
+        rows = sent.new_empty(self.num_chunks, len(sent))
+        work = all_gather(rows.view(-1), sent, group=self.shards, async_op=True)
 
         def finish() -> None:
+            nonlocal sent
             work.wait()
+            del sent  # until here the collective reads it
             pairs: list[tuple[Tensor, Tensor]] = []
             for part, columns in zip(self.parts, rows.split(self.widths, dim=1), strict=True):
-                own = -1 if part.has_own_shard else part.chunks.index
+                in_place = -1 if part.has_own_shard else part.chunks.index
                 found = enumerate(part.chunks.unpadded(columns, part.whole))
-                pairs += [pair for index, pair in found if index != own]
+                pairs += [pair for index, pair in found if index != in_place]
             if pairs:
                 targets, sources = zip(*pairs, strict=True)
                 torch._foreach_copy_(targets, sources)
