@@ -173,6 +173,9 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
     seen, weights = expected(case.settings, NUM_STEPS)
     losses, norms = zip(*seen, strict=True)
     rel = tolerance[case.settings.dtype]
+    # Adam divides by the root of the second moment: where gradients are all but 0, their last
+    # bits decide the sign of a whole step.
+    weights_atol = 1e-12 if rel < 1e-8 else NUM_STEPS * case.settings.optimizer.lr
     for trained in ranks:
         assert trained.losses == pytest.approx(losses, rel=rel)
         assert trained.norms == pytest.approx(norms, rel=rel)
@@ -192,7 +195,7 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
                 )
                 whole = weights[spec.name].detach()[index]
                 torch.testing.assert_close(
-                    trained.tensors[spec.name], whole, rtol=rel, atol=rel / 1000
+                    trained.tensors[spec.name], whole, rtol=rel, atol=weights_atol
                 )
     held = [bytes_computed_with(specs, layout, rank) for rank in range(len(ranks))]
     most = max(held)  # what does not divide is padded to the longest shard
