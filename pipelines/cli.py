@@ -1,4 +1,4 @@
-"""The command line: `elastic train`, `elastic prepare`, `elastic plan`."""
+"""The command line: `elastic train`, `elastic relayout`, `elastic prepare`, `elastic plan`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipelines.data import find_corpus, find_tokenizer, prepare
 from pipelines.drive import drive
 from pipelines.errors import UserError
 from pipelines.plan import Asked
+from pipelines.relayout import relayout
 from pipelines.view.footprint_table import footprint_tables, parse_counts
 
 app = typer.Typer(
@@ -91,6 +92,18 @@ def train(
         detach=detach,
     )
     raise typer.Exit(drive(asked, Console()))
+
+
+@app.command(name="relayout")
+def relayout_command(
+    run: Annotated[str, typer.Argument(help="The name of a run that goes on.")],
+    layout: Annotated[
+        str, typer.Option(help="The layout wished for from now on, e.g. dp=2,fsdp=2.")
+    ],
+    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+) -> None:
+    """Change the layout of RUN at its next step boundary; nothing is redone."""
+    typer.echo(relayout(run, layout, storage))
 
 
 @app.command(name="prepare")

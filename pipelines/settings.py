@@ -23,7 +23,10 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-"""The order of a pipeline's passes; the last two may have several stages a rank (`vp`)."""
+"""The order of a pipeline's passes."""
+
+SEVERAL_STAGES: tuple[ScheduleName, ...] = ("interleaved_1f1b", "zero_bubble")
+"""The schedules that may have several stages a rank (`vp`)."""
 
 
 class Settings(BaseModel):

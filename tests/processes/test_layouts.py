@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from test_replica import CPU, Trained, program_of, train
 from torch.multiprocessing import start_processes
 
 from actors.meshes import form_groups
+from actors.torch_private import reset_group_tables
 from elastic.assignment import Assignment
 from elastic.layout import Layout
 from elastic.shards import bytes_held, region_of
@@ -61,13 +63,15 @@ CASES = [
     Case("dp=2,fsdp=2,tp=2"),
     Case("cp=2"),
     Case("cp=3", changed(DENSE, data=DataSettings(source="random", seq_len=13))),
-    Case("cp=2,tp=2", changed(DENSE, data=DataSettings(source="random", seq_len=15))),
+    Case("cp=2,tp=2", changed(DENSE, data=DataSettings(source="random", seq_len=12))),
+    Case("tp=2,fsdp=3", changed(DENSE, model=DENSE.model.model_copy(update={"vocab_size": 259}))),
     Case("dp=2,fsdp=2,cp=2"),
     Case("pp=2", changed(DENSE, schedule="gpipe")),
     Case("pp=2"),
     Case("pp=3,dp=2"),
     Case("pp=4"),
     Case("pp=2,vp=2", changed(DENSE, schedule="interleaved_1f1b")),
+    Case("pp=2,dp=2", changed(DENSE, schedule="interleaved_1f1b")),
     Case("pp=2", changed(DENSE, schedule="zero_bubble")),
     Case("pp=2,vp=2,fsdp=2", changed(DENSE, schedule="zero_bubble")),
     Case("pp=2,fsdp=2"),
@@ -126,7 +130,10 @@ def run_rank(world_rank: int, folder: Path) -> None:
         )
         trained = train(program, groups, NUM_STEPS)
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
-        dist.destroy_process_group()
+        dist.barrier()
+        del groups
+        reset_group_tables()
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -168,11 +175,11 @@ def test_a_layout_trains_as_the_plain_loop_does(folder: Path, case: Case) -> Non
                 torch.testing.assert_close(
                     trained.tensors[spec.name], whole, rtol=rel, atol=rel / 1000
                 )
-    for rank, trained in enumerate(ranks):
-        held = bytes_computed_with(specs, layout, rank)
-        assert trained.sizes.param_bytes + trained.sizes.optimizer_bytes == pytest.approx(
-            held, rel=0.05
-        )
+    held = [bytes_computed_with(specs, layout, rank) for rank in range(len(ranks))]
+    most = max(held)  # what does not divide is padded to the longest shard
+    for own, trained in zip(held, ranks, strict=True):
+        really = trained.sizes.param_bytes + trained.sizes.optimizer_bytes
+        assert 0.95 * own <= really <= 1.05 * max(own, most if layout.pp == 1 else own)
 
 
 def bytes_computed_with(specs: Sequence[TensorSpec], layout: Layout, rank: int) -> int:

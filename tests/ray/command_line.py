@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 PATIENCE_S = 300.0
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -81,6 +82,20 @@ def processes_of(ray_folder: str) -> list[psutil.Process]:
     return found
 
 
+def elastic(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Another `elastic` command, from another terminal: it knows nothing of the test's cluster."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**inherited, **environment},
+        cwd=ROOT,
+    )
+
+
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
     """Start `elastic train ARGUMENTS` with run name `run`; at the end nothing of it may be left."""
@@ -96,7 +111,7 @@ def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     )
     try:
         yield Command(process, storage / "run", ray_folder)
