@@ -104,7 +104,9 @@ TOGETHER = [
     Case("fsdp=2,tp=2,zero=2"),
     Case("fsdp=2,cp=2,zero=2"),
     Case("pp=2,fsdp=2,zero=1"),
+    Case("pp=2,fsdp=2,zero=2"),
     Case("pp=2,vp=2,fsdp=2,zero=2", changed(DENSE, schedule="zero_bubble")),
+    Case("fsdp=2,ep=2,zero=1", MIXED),
     Case("fsdp=2,ep=2,zero=2", MIXED),
     Case("fsdp=2,cp=2,tp=2,ep=2,zero=2", MIXED),
 ]
