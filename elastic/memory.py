@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from elastic.job import Capacity, Job
 from elastic.wish import Wish
+from elastic.zero import Part, divides
 
 
 def worker_bytes(job: Job, axes: Wish, fsdp: int) -> int:
@@ -56,6 +57,10 @@ def too_big(job: Job, axes: Wish, capacity: Capacity, fsdp: int) -> str:
 
 def _whole_and_divided(job: Job, zero: int) -> tuple[int, int]:
     """The bytes that every shard has, and those that are cut."""
-    parts = ((1, job.state_bytes - job.param_bytes), (2, job.param_bytes), (3, job.param_bytes))
-    divided = sum(num_bytes for stage, num_bytes in parts if zero >= stage)
+    parts: dict[Part, int] = {
+        "optimizer": job.state_bytes - job.param_bytes,
+        "gradients": job.param_bytes,
+        "parameters": job.param_bytes,
+    }
+    divided = sum(num_bytes for part, num_bytes in parts.items() if divides(zero, part))
     return job.state_bytes + job.param_bytes - divided, divided
