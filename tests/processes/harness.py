@@ -64,6 +64,7 @@ def run_plainly(
     program: str = "pipelines.program:TrainingProgram",
     timeout_s: float = 150.0,
     stop_after_losses: int | None = None,
+    environment: dict[str, str] | None = None,
     **policy: float,
 ) -> Outcome:
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`."""
@@ -96,7 +97,7 @@ def run_plainly(
         str(folder), rules.collective_timeout_s, settings.checkpoint_every, faults
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
-    fleet = ProcessFleet(Factory(program, kwargs), options, post, lease.epoch)
+    fleet = ProcessFleet(Factory(program, kwargs, environment or {}), options, post, lease.epoch)
     guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     guard.start()
     try:

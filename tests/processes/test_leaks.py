@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,30 +18,25 @@ SETTINGS = tiny().model_copy(
 )
 
 
-@pytest.fixture
-def usage_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    monkeypatch.setenv("USAGE_FOLDER", str(tmp_path))
-    yield tmp_path
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_fifty_kills_leave_nothing_behind(usage_folder: Path) -> None:
+def test_fifty_kills_leave_nothing_behind(tmp_path: Path) -> None:
     """w0 survives them all; each joiner dies in the first step that it computes."""
     joiners = tuple(Fault("kill", f"w{i}", 0, "compute") for i in range(1, NUM_CYCLES + 1))
     run = run_plainly(
-        usage_folder,
+        tmp_path,
         SETTINGS,
         2,
         program="watched:WatchedProgram",
         faults=joiners,
         stop_after_losses=NUM_CYCLES,
         timeout_s=800.0,
+        environment={"USAGE_FOLDER": str(tmp_path)},
     )
     assert len(run.told("WorkerLost")) == NUM_CYCLES
     assert not run.told("RolledBack")
     [survivor] = {line["pid"] for line in run.told("WorkerReady") if line["worker"] == "w0"}
-    usage = read(usage_folder / f"usage-{survivor}.jsonl")
+    usage = read(tmp_path / f"usage-{survivor}.jsonl")
     alone = [line for line in usage if line["world_size"] == 1]
     early, late = alone[5], alone[-1]
     assert len(alone) >= NUM_CYCLES - 5

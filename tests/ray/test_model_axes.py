@@ -53,13 +53,13 @@ def test_a_kill_inside_a_group_costs_no_step(
     with elastic_train(
         tmp_path,
         *arguments(
-            recipe, layout, "4:8", 60,
-            f"kill worker {first} at step 10", f"kill worker {second} in vote at step 40",
+            recipe, layout, "4:8", 40,
+            f"kill worker {first} at step 8", f"kill worker {second} in vote at step 28",
         ),
     ) as command:  # fmt: skip
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, recipe, 60)
+        assert_trained_plainly(command, recipe, 40)
         lost = [line["worker"] for line in command.lines("WorkerLost")]
         pids = {line["worker"]: line["pid"] for line in command.lines("WorkerReady")}
         last = command.lines("Resume")[-1]["workers"]
