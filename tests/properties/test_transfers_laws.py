@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from random import Random
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from reference_geometry import check_transfers, is_covered, lower_bound_bytes
 from elastic.assignment import Assignment
 from elastic.errors import InvalidRelayout
 from elastic.layout import Layout
+from elastic.shards import sharding_of
 from elastic.specs import TensorSpec
 from elastic.transfers import Relayout, derive
 
@@ -46,7 +49,15 @@ def moves(draw: st.DrawFn) -> Move:
     return Move(draw(spec_lists()), Relayout(1, 7, old, new, holders))
 
 
-@profile(300)
+def is_cut_unevenly(specs: list[TensorSpec], relayout: Relayout) -> Iterator[bool]:
+    """For each tensor and layout, whether an axis cuts a size that it does not divide."""
+    assert relayout.old is not None
+    for spec, assignment in product(specs, (relayout.old, relayout.new)):
+        cuts = sharding_of(spec, assignment.layout).cuts
+        yield any(spec.shape[dim] % axis.degree for dim, axis in cuts)
+
+
+@profile(400)
 @given(moves())
 def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
     move: Move,
@@ -57,7 +68,9 @@ def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
     assume(is_covered(specs, relayout.old.layout, living))
     transfers = {worker: derive(specs, relayout, worker) for worker in relayout.participants}
     bound = lower_bound_bytes(specs, relayout)
-    event("something moves" if bound else "nothing moves")
+    moved = "something moves" if bound else "nothing moves"
+    sizes = "some size does not divide" if any(is_cut_unevenly(*move)) else "all sizes divide"
+    event(f"{moved}, {sizes}")
     assert check_transfers(specs, relayout, transfers) == bound
     assert sum(of_worker.bytes_moved for of_worker in transfers.values()) == bound
     assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound
@@ -114,6 +127,7 @@ def test_without_holders_nothing_moves_and_everything_is_needed(
 SAME_UNDER_ANY_SEED = """
 from elastic.assignment import Assignment
 from elastic.layout import Layout
+from elastic.shards import sharding_of
 from elastic.specs import TensorSpec
 from elastic.transfers import Relayout, derive
 

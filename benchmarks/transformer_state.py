@@ -1,0 +1,79 @@
+"""A transformer's state for the re-layout benchmark, and what a re-layout must at least move.
+
+The bound shares nothing with the product but the deal of layers to stages: torch itself chunks
+the indices of each dim.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+from math import prod
+
+import torch
+
+from elastic.layout import Layout
+from elastic.relayout import Relayout
+from elastic.specs import TensorSpec
+from elastic.stages import deal_layers
+from pipelines.data.synthetic import RandomWindows
+from pipelines.recipes import tiny
+from pipelines.settings import ExpertsSettings, TransformerSettings
+from pipelines.training.language_model import LanguageModelWorkload
+from pipelines.training.state import state_specs
+
+MODEL = TransformerSettings(
+    vocab_size=4096, dim=512, num_heads=8, num_kv_heads=8, hidden_dim=4096, num_layers=1
+)
+EXPERTS = ExpertsSettings(num_experts=8, hidden_dim=1024)
+MIN_BLOCKS = 2
+
+
+def transformer_state(megabytes: int, has_experts: bool) -> tuple[TensorSpec, ...]:
+    """The product's specs of the shallowest transformer with at least so many megabytes of
+    parameters and moments."""
+    model = MODEL.model_copy(update={"experts": EXPERTS if has_experts else None})
+    for num_layers in count(MIN_BLOCKS):
+        model = model.model_copy(update={"num_layers": num_layers})
+        samples = RandomWindows("train", 64, vocab_size=model.vocab_size)
+        specs = state_specs(LanguageModelWorkload(model, samples, None), tiny())
+        if sum(spec.num_bytes for spec in specs) >= megabytes * 2**20:
+            return specs
+    raise AssertionError("no end of numbers")
+
+
+def lower_bound_bytes(specs: tuple[TensorSpec, ...], relayout: Relayout) -> int:
+    """Bytes of all new regions less those that their workers hold already."""
+    assert relayout.old is not None
+    total = 0
+    for spec in specs:
+        for worker in relayout.new.members:
+            new_layout, new_rank = relayout.new.layout, relayout.new.world_rank(worker)
+            wanted = _indices(spec, new_layout, new_rank)
+            there = [torch.empty(0, dtype=torch.int64)] * len(wanted)
+            if worker in relayout.holders:
+                there = _indices(spec, relayout.old.layout, relayout.old.world_rank(worker))
+            both = [int(torch.isin(a, b).sum()) for a, b in zip(wanted, there, strict=True)]
+            total += (prod(map(len, wanted)) - prod(both)) * spec.itemsize_bytes
+    return total
+
+
+def _indices(spec: TensorSpec, layout: Layout, world_rank: int) -> list[torch.Tensor]:
+    """For each dim, the indices that a rank holds of a parameter or of what is kept for it, with
+    zero=3; a scalar counts as one dim."""
+    pp, _, fsdp, cp, tp = layout.coordinates(world_rank)
+    indices = [torch.arange(size) for size in spec.shape or (1,)]
+    if spec.layer is not None and layout.pp > 1:
+        stages = deal_layers(spec.layer_costs, layout.pp * layout.vp)[pp :: layout.pp]
+        if not any(spec.layer in stage for stage in stages):
+            return [torch.empty(0, dtype=torch.int64) for _ in indices]
+    inner, outer = (tp, layout.tp, spec.tp_dim), (fsdp, layout.fsdp, spec.fsdp_dim)
+    if spec.ep_dim is not None:
+        place = (fsdp * layout.cp + cp) * layout.tp + tp
+        num_groups = layout.fsdp * layout.cp * layout.tp // layout.ep
+        inner = (place % layout.ep, layout.ep, spec.ep_dim)
+        outer = (place // layout.ep, num_groups, spec.fsdp_dim)
+    for index, degree, dim in (inner, outer):
+        if dim is not None:
+            chunks = indices[dim].chunk(degree)
+            indices[dim] = chunks[index] if index < len(chunks) else indices[dim][:0]
+    return indices
