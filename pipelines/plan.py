@@ -228,9 +228,11 @@ def _store_recipe(folder: RunFolder, recipe: dict[str, Any], settings: TrainSett
 
 
 def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
+    specs = program.specs()
     return Job(
         num_microbatches=settings.num_microbatches,
-        state_bytes=sum(spec.num_bytes for spec in program.specs()),
+        state_bytes=sum(spec.num_bytes for spec in specs),
+        param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_every,
         limits=program.workload.shape().limits,
