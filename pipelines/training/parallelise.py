@@ -35,7 +35,7 @@ def parallelise(
     tokens of the whole batch.
     """
     if spread.tp is not None:
-        cut_modules(module, workload.shape(), spread.tp)
+        cut_modules(module, workload.shape(), spread.tp, spread.num_held)
     options = {"mp_policy": _precision(settings)}
     inner = options | {"reshard_after_forward": keeps_shards(groups, settings)}
     mesh, expert_mesh = data_mesh(groups.mesh), data_mesh(groups.experts or groups.mesh)
