@@ -22,7 +22,7 @@ PATIENCE_S = 300.0
 
 @dataclass
 class Command:
-    """One `elastic train` under way."""
+    """One `elastic` command under way."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -84,10 +84,17 @@ def processes_of(ray_folder: str) -> list[psutil.Process]:
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
     """Start `elastic train ARGUMENTS` with run name `run`; at the end nothing of it may be left."""
+    with elastic("train", storage, *arguments, "--run-name", "run") as command:
+        yield command
+
+
+@contextmanager
+def elastic(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
+    """Start a command on a cluster of its own; at the end nothing of it may be left."""
     ray_folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
     command = [
-        *(sys.executable, "-m", "pipelines", "train", *arguments),
-        *("--storage", str(storage), "--run-name", "run"),
+        *(sys.executable, "-m", "pipelines", name, *arguments),
+        *("--storage", str(storage)),
     ]
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": ray_folder}
     process = subprocess.Popen(
