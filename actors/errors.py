@@ -17,5 +17,9 @@ class ControllerLost(RuntimeError):
     """The controller's process is gone, and with it the run, until it is resumed."""
 
 
+class RunNotDriven(RuntimeError):
+    """Nobody drives the run now: there is nobody to ask."""
+
+
 class RunTaken(RuntimeError):
     """The run is being driven by somebody else."""

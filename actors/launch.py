@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
 
-from actors.errors import ControllerLost, RunTaken
+from actors.asking import LayoutReply
+from actors.errors import ControllerLost, RunNotDriven, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
-from actors.ray_private import end_log_monitor, hush_driver
+from actors.ray_private import end_log_monitor, hush_driver, take_token
 from elastic.commands import Stopped
+from elastic.planning import Wish
 
 SHOW_EVERY_S = 0.5
 ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
+KNOCK_TIMEOUT_S = 2.0
 
 
 def join_or_start_cluster(
@@ -24,13 +28,9 @@ def join_or_start_cluster(
     """Join the cluster at `address`, or the one at hand, or start a local one; True if started.
 
     A local one (also on `address="local"`) has a slot a worker, and ends with this process.
-    Raises ConnectionError if an address is named and nobody answers there.
+    Raises OSError if an address is named and nobody answers there.
     """
-    common: dict[str, Any] = {
-        "namespace": namespace,
-        "log_to_driver": False,
-        "logging_level": "error",
-    }
+    common = _common(namespace)
     joined = address != "local" and _join(address, common)
     if not joined:
         slots: dict[str, Any] = {"num_gpus": num_workers} if use_gpus else {}
@@ -40,7 +40,20 @@ def join_or_start_cluster(
     return not joined
 
 
+def join_cluster(address: str, namespace: str) -> None:
+    """Join the cluster of a run, at `address`. Raises OSError if nobody answers there."""
+    take_token()
+    _join(address, _common(namespace))
+    hush_driver()
+
+
+def _common(namespace: str) -> dict[str, Any]:
+    return {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
+
+
 def _join(address: str | None, common: dict[str, Any]) -> bool:
+    if address:
+        _knock(address)
     try:
         ray.init(address=address or "auto", **common)
     except ConnectionError:
@@ -48,6 +61,13 @@ def _join(address: str | None, common: dict[str, Any]) -> bool:
             raise
         return False
     return True
+
+
+def _knock(address: str) -> None:
+    """Ray itself would try for more than a minute. Raises OSError if nobody listens there."""
+    host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
+    if colon and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
 
 
 def close_cluster(run_name: str, keep_actors: bool) -> None:
@@ -78,7 +98,7 @@ class Drive:
 
     def __init__(self, run: Run) -> None:
         """Start a controller. Raises `RunTaken` if the run is being driven already."""
-        name = f"{run.name}:controller"
+        name = _controller_name(run.name)
         if name in ray.util.list_named_actors():
             _clear_away(name)
         self._controller = (
@@ -106,6 +126,24 @@ class Drive:
         return progress
 
 
+def ask_for_layout(run_name: str, wish: Wish, patience_s: float) -> LayoutReply:
+    """Ask the controller of a run on this cluster for another layout, from any process.
+
+    Raises `RunNotDriven` or `ControllerLost`.
+    """
+    try:
+        controller = ray.get_actor(_controller_name(run_name))
+    except ValueError:
+        raise RunNotDriven(run_name) from None
+    asked = controller.ask_for_layout.remote(wish, patience_s)
+    reply: LayoutReply = _answer(asked, patience_s + ANSWER_TIMEOUT_S)
+    return reply
+
+
+def _controller_name(run_name: str) -> str:
+    return f"{run_name}:controller"
+
+
 def _clear_away(name: str) -> None:
     """A controller that has finished may still stand there; one at work refuses."""
     if _answer(ray.get_actor(name).progress.remote(0.0)).outcome is None:
@@ -113,16 +151,15 @@ def _clear_away(name: str) -> None:
     _end(name)
 
 
-def _answer(asked: Any) -> Progress:
+def _answer(asked: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
     try:
-        progress: Progress = ray.get(asked, timeout=ANSWER_TIMEOUT_S)
+        return ray.get(asked, timeout=timeout_s)
     except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         taken = [line for line in lines if "RunTaken: " in line]
         if taken:
             raise RunTaken(taken[-1].partition("RunTaken: ")[2]) from None
         raise ControllerLost(lines[-1]) from None
-    return progress
 
 
 EXIT_CODES = {"completed": 0, "failed": 1, "user_error": 2}

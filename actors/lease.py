@@ -12,6 +12,7 @@ import os
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -40,16 +41,23 @@ class Lease:
         (self._folder / str(self.epoch)).write_text(json.dumps({"released": True}))
 
 
-def claim(run_folder: Path) -> Lease:
-    """Take the run. Raises `RunTaken` if somebody drives it."""
+def claim(run_folder: Path, cluster: str = "") -> Lease:
+    """Take the run. Raises `RunTaken` if somebody drives it.
+
+    `cluster` is the address of the Ray cluster on which this happens: others find it by it.
+    """
     folder = run_folder / "lease"
     folder.mkdir(parents=True, exist_ok=True)
-    newest = max((int(entry.name) for entry in folder.iterdir()), default=0)
-    if newest:
-        _refuse_if_alive(run_folder, folder / str(newest))
+    newest = _newest(folder)
+    owner = owner_of(run_folder)
+    if owner:
+        raise RunTaken(
+            f"{run_folder}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
+            "stop that one, or choose another --run-name"
+        )
     try:
         with open(folder / str(newest + 1), "x") as out:
-            json.dump(_myself(), out)
+            json.dump({**_myself(), "cluster": cluster}, out)
     except FileExistsError:
         raise RunTaken(f"{run_folder}: somebody else has just begun to drive this run") from None
     if newest:
@@ -57,19 +65,23 @@ def claim(run_folder: Path) -> Lease:
     return Lease(folder, newest + 1)
 
 
-def _refuse_if_alive(run_folder: Path, file: Path) -> None:
-    owner = json.loads(file.read_text() or "{}")
-    if owner.get("released"):
-        return
+def owner_of(run_folder: Path) -> dict[str, Any] | None:
+    """Who drives the run now, as he has said himself; None if nobody does."""
+    folder = run_folder / "lease"
+    newest = _newest(folder) if folder.exists() else 0
+    if not newest:
+        return None
+    file = folder / str(newest)
+    owner: dict[str, Any] = json.loads(file.read_text() or "{}")
     if owner.get("host") == socket.gethostname():
-        if not _is_running(owner["pid"], owner["started"]):
-            return
-    elif time.time() - file.stat().st_mtime > STALE_S:
-        return
-    raise RunTaken(
-        f"{run_folder}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
-        "stop that one, or choose another --run-name"
-    )
+        is_alive = _is_running(owner["pid"], owner["started"])
+    else:
+        is_alive = time.time() - file.stat().st_mtime <= STALE_S
+    return owner if is_alive and not owner.get("released") else None
+
+
+def _newest(folder: Path) -> int:
+    return max((int(entry.name) for entry in folder.iterdir()), default=0)
 
 
 def _myself() -> dict[str, object]:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 
 import ray
 
+from actors.asking import LayoutReply, ask_for_layout
 from actors.journal import LineFile
 from actors.lease import claim
 from actors.program import Factory
@@ -22,8 +23,9 @@ from actors.shell import Shell
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StopRequested
+from elastic.planning import Wish
 
-CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2}
+CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2, "layouts": 1}
 OBSERVER_PATIENCE_S = 30.0
 ATTEND_EVERY_S = 1.0
 POLL_EVERY_S = 5.0
@@ -97,7 +99,7 @@ class RayController:
         self._progress = Progress()
         self._ended = threading.Event()
         folder = Path(run.folder)
-        self._lease = claim(folder)
+        self._lease = claim(folder, ray.get_runtime_context().gcs_address)
         self._samples = LineFile(folder / "system.jsonl")
         self._shell = Shell(folder, self._lease, run.leavers)
         self._fleet = RayFleet(
@@ -133,6 +135,11 @@ class RayController:
     @ray.method(concurrency_group="driver")
     def request_stop(self, cause: str) -> None:
         self._shell.post(StopRequested(cause))
+
+    @ray.method(concurrency_group="layouts")
+    def ask_for_layout(self, wish: Wish, patience_s: float) -> LayoutReply:
+        """Another process asks; one such request at a time."""
+        return ask_for_layout(self._shell, wish, patience_s)
 
     def _drive(self) -> None:
         try:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 import ray._private.worker as driver
+from ray._private.authentication.authentication_token_setup import (
+    maybe_enable_token_auth_if_token_available,
+)
 
 
 def hush_driver() -> None:
@@ -12,6 +17,16 @@ def hush_driver() -> None:
     workers' logs (`log_to_driver`) leaves these messages on.
     """
     driver._worker_logs_enabled = False
+
+
+def take_token() -> None:
+    """Show this machine's token, if there is one, to a cluster that is joined by its address.
+
+    A new local cluster wants one, but `ray.init` shows it only where it has found the cluster by
+    itself; RAY_AUTH_MODE would have to be set before Ray is imported.
+    """
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell how to do without
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def end_log_monitor() -> None:

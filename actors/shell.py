@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import queue
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from elastic.commands import (
     Abort,
     Command,
     Form,
+    LayoutAnswered,
     Pause,
     PublishCheckpoint,
     RecordStep,
@@ -64,10 +67,25 @@ class Shell:
         self._metrics = LineFile(run_folder / "metrics.jsonl")
         self._now = 0.0
         self._lease_renewed = 0.0
+        self._listeners: list[queue.Queue[Command]] = []
         self.outcome: Stopped | None = None
+        self.opened = threading.Event()
+        """What is posted from now on is of this session of the run."""
+        self.ended = threading.Event()
+        """Nothing is served any more, whatever the reason."""
 
     def post(self, event: Event) -> None:
         self._inbox.put(event)
+
+    @contextmanager
+    def listening(self) -> Iterator[queue.Queue[Command]]:
+        """Each command from now on, once it is durable and under way; for any thread."""
+        told: queue.Queue[Command] = queue.Queue()
+        self._listeners.append(told)
+        try:
+            yield told
+        finally:
+            self._listeners.remove(told)
 
     def run(self, fleet: Fleet, opening: RunOpened) -> Stopped:
         """Open the run and serve it until it has stopped. `opening.saved` is found here."""
@@ -77,12 +95,14 @@ class Shell:
         self._fleet = fleet
         watch = Watch(fleet, self.post)
         self.post(dataclasses.replace(opening, incarnation=self._lease.epoch, saved=saved))
+        self.opened.set()
         try:
             while self.outcome is None:
                 event = self._next_event()
                 watch.note(event)
                 self._serve(event)
         finally:
+            self.ended.set()
             watch.close()
             fleet.close()
             self._journal.close()
@@ -122,6 +142,8 @@ class Shell:
             self._journal.make_durable()
         for command in commands:
             self._carry_out(command)
+            for listener in tuple(self._listeners):
+                listener.put(command)
 
     def _carry_out(self, command: Command) -> None:
         fleet = self._fleet
@@ -145,7 +167,7 @@ class Shell:
                 self._post_due(command.record.step)
             case Stopped():
                 self.outcome = command
-            case Relaid() | RolledBack() | Waited():
+            case Relaid() | RolledBack() | Waited() | LayoutAnswered():
                 pass  # telling it was all there was to do
 
     def _post_due(self, step: int) -> None:

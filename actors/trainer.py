@@ -14,6 +14,7 @@ from actors.checkpoints import Part, PartWriter
 from actors.faults import Fault, Faults
 from actors.groups import Formation
 from actors.interruption import Interruption
+from actors.links import measure_links
 from actors.moving import Moved, move, stage
 from actors.program import Program, Replica, StateBytes
 from actors.sources import digest_of_sources
@@ -128,6 +129,7 @@ class Trainer:
                 held.param_bytes,
                 held.grad_bytes,
                 held.optimizer_bytes,
+                self._links(command),
             )
         )
 
@@ -232,6 +234,16 @@ class Trainer:
         placed = {name: tensor.to(self.program.device) for name, tensor in read.items()}
         num_bytes = sum(tensor.nbytes for tensor in placed.values())
         return placed, Moved(bytes_received=num_bytes), num_bytes
+
+    def _links(self, command: Relayout) -> tuple[tuple[str, float], ...]:
+        """How fast others reach this worker: measured where no state is on its way."""
+        if command.source == "live" or self.formation is None or self.formation.transfer is None:
+            return ()
+        participants = self.order.plan.participants
+        speeds = measure_links(
+            self.formation.transfer, self.program.device, self.interruption.check
+        )
+        return tuple((participants[peer], speed) for peer, speed in speeds)
 
     def _staged(self, generation: int, transfers: Transfers) -> dict[str, Tensor]:
         """What this worker holds of the old assignment, where the transfers can read it."""

@@ -7,15 +7,60 @@ can; those who get no rank are warm spares, sorted by name.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from elastic.assignment import Assignment
 from elastic.infeasible import Infeasible
+from elastic.job import Capacity
 from elastic.placing import seat
-from elastic.planning import Capacity, Job, Wish, plan_layout
+from elastic.planning import Job, Wish, plan_layout
 from elastic.seating import Place, Topology
 
-__all__ = ["Job", "Place", "Topology", "Wish", "assign"]
+__all__ = ["Job", "Place", "Proposal", "Topology", "Wish", "assign", "propose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """An assignment, why its layout was chosen, and why others were refused."""
+
+    assignment: Assignment
+    reason: str
+    refusals: tuple[str, ...] = ()
+
+
+def propose(
+    previous: Assignment | None,
+    members: Collection[str],
+    *,
+    generation: int,
+    wish: Wish,
+    topology: Topology,
+    job: Job,
+    memory_bytes: int | None = None,
+    snapshots_cover: bool = False,
+) -> Proposal | Infeasible:
+    """Give world ranks to the workers that are there, or say why that cannot be.
+
+    `previous` is where the state lies now, if anywhere; `memory_bytes` is what the smallest
+    member can hold (None: nobody can say, so everything fits).
+    """
+    unique = sorted(set(members))
+    choice = plan_layout(
+        previous.layout if previous else None,
+        _capacity(unique, topology, job, memory_bytes),
+        wish,
+        job,
+        snapshots_cover,
+    )
+    if isinstance(choice, Infeasible):
+        return choice
+    ranks = seat(choice.layout, previous, unique, topology)
+    seated = set(ranks)
+    spares = tuple(worker for worker in unique if worker not in seated)
+    assignment = Assignment(generation, choice.layout, ranks, spares)
+    return Proposal(assignment, choice.reason, choice.refusals)
 
 
 def assign(
@@ -29,22 +74,28 @@ def assign(
     memory_bytes: int | None = None,
     snapshots_cover: bool = False,
 ) -> Assignment | Infeasible:
-    """Give world ranks to the workers that are there, or say why that cannot be.
-
-    `previous` is where the state lies now, if anywhere; `memory_bytes` is what the smallest
-    member can hold (None: nobody can say, so everything fits).
-    """
-    unique = sorted(set(members))
-    layout = plan_layout(
-        previous.layout if previous else None,
-        Capacity(len(unique), memory_bytes),
-        wish,
-        job,
-        snapshots_cover,
+    """What `propose` says, without its reasons."""
+    proposal = propose(
+        previous,
+        members,
+        generation=generation,
+        wish=wish,
+        topology=topology,
+        job=job,
+        memory_bytes=memory_bytes,
+        snapshots_cover=snapshots_cover,
     )
-    if isinstance(layout, Infeasible):
-        return layout
-    ranks = seat(layout, previous, unique, topology)
-    seated = set(ranks)
-    spares = tuple(worker for worker in unique if worker not in seated)
-    return Assignment(generation, layout, ranks, spares)
+    return proposal if isinstance(proposal, Infeasible) else proposal.assignment
+
+
+def _capacity(
+    workers: Sequence[str], topology: Topology, job: Job, memory_bytes: int | None
+) -> Capacity:
+    """What these workers are together; which of them share a node only matters to links."""
+    if not job.knows_links:
+        return Capacity(len(workers), memory_bytes)
+    places = [topology.get(worker, Place()) for worker in workers]
+    nodes = Counter(place for place in places if place.node)
+    racks = Counter(place.rack for place in places if place.rack)
+    node_size, rack_size = max(nodes.values(), default=1), max(racks.values(), default=1)
+    return Capacity(len(workers), memory_bytes, node_size, rack_size)

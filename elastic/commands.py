@@ -52,13 +52,18 @@ class Settle:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Form the groups of a generation and build the program on them, without values yet."""
+    """Form the groups of a generation and build the program on them, without values yet.
+
+    `reason` says why this layout, `refusals` why not others, for whoever reads the journal.
+    """
 
     generation: int
     assignment: Assignment
     plan: RelayoutPlan
     store_host: str
     store_port: int
+    reason: str = ""
+    refusals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +171,21 @@ class Waited:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutAnswered:
+    """A wish for a layout is refused, or `planned` is what comes of it with those who are there.
+
+    `present` is under what the run trains in `generation`, or shall at once; empty if it waits.
+    If the two differ a higher generation brings the change.
+    """
+
+    generation: int
+    request: str
+    planned: str
+    present: str
+    refusal: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Stopped:
     """The run has ended: `completed`, `failed`, `interrupted` or `user_error`."""
 
@@ -191,5 +211,6 @@ Command = (
     | Relaid
     | RolledBack
     | Waited
+    | LayoutAnswered
     | Stopped
 )

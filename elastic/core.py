@@ -10,13 +10,14 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import assert_never
 
-from elastic import aborting, forming, roster, running, saving
+from elastic import aborting, forming, roster, running, saving, wishing
 from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
     Checkpointed,
     Evaluated,
     Event,
     GroupFormed,
+    LayoutRequested,
     NodeDraining,
     PartFailed,
     PartWritten,
@@ -106,6 +107,8 @@ class Core:
                 return self._let_go(event)
             case WorkerRaised():
                 return aborting.on_raised(state, now, event)
+            case LayoutRequested():
+                return wishing.on_layout_requested(state, event)
             case StopRequested():
                 state.ending = state.ending or Ending("interrupted", event.cause)
             case Woke():

@@ -109,6 +109,8 @@ class StateReady:
     param_bytes: int
     grad_bytes: int
     optimizer_bytes: int
+    links: tuple[tuple[str, float], ...] = ()
+    """Bytes a second from other workers to this one, measured when a run begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +223,17 @@ class Checkpointed:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutRequested:
+    """A person wishes for another layout from the next step boundary on.
+
+    `request` is by what the answer is known; the run's number of workers stays.
+    """
+
+    request: str
+    wish: Wish
+
+
+@dataclass(frozen=True, slots=True)
 class StopRequested:
     """The driver, a signal or a person asks the run to end at the next boundary."""
 
@@ -253,6 +266,7 @@ Event = (
     | PartWritten
     | PartFailed
     | Checkpointed
+    | LayoutRequested
     | StopRequested
     | Woke
 )

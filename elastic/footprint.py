@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from elastic.zero import STAGES, Part, divides
+
 Precision = Literal["half", "mixed", "full"]
 
 
@@ -28,12 +30,16 @@ class Footprint:
         gradients as well, 3 the parameters too; activations belong to each worker's own batch.
         Raises `ValueError` for another stage or fewer shards than one.
         """
-        if zero not in (0, 1, 2, 3):
+        if zero not in STAGES:
             raise ValueError(f"zero={zero}: the ZeRO stage is 0, 1, 2 or 3")
         if num_shards < 1:
             raise ValueError(f"{num_shards} shards: at least 1")
-        parts = ((3, self.parameters), (2, self.gradients), (1, self.optimizer))
-        shared = sum(size for stage, size in parts if zero >= stage)
+        parts: dict[Part, int] = {
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+            "parameters": self.parameters,
+        }
+        shared = sum(size for part, size in parts.items() if divides(zero, part))
         return self.total - shared + shared / num_shards
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from elastic.assigning import assign
+from dataclasses import replace
+
+from elastic.assigning import Proposal, propose
 from elastic.assignment import Assignment
 from elastic.commands import (
     Command,
@@ -17,11 +19,13 @@ from elastic.commands import (
 )
 from elastic.events import GroupFormed, StateReady
 from elastic.infeasible import Infeasible
+from elastic.links import informed, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
 from elastic.recovery import choose_source, living
 from elastic.saving import end
 from elastic.state import CoreState, Held
 from elastic.transfers import Relayout as RelayoutPlan
+from elastic.wishing import withdraw
 
 
 def try_form(state: CoreState, now: float) -> list[Command]:
@@ -34,10 +38,12 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
         return wait(state, now, reason, until)
     source = choose_source(state)
-    assignment = next_assignment(state, source.old)
-    if isinstance(assignment, Infeasible):
-        return _refuse(state, now, assignment)
+    proposal = next_assignment(state, source.old)
+    if isinstance(proposal, Infeasible):
+        return _refuse(state, now, proposal)
+    assignment = proposal.assignment
     state.generation = assignment.generation
+    state.former_wish = None
     commands: list[Command] = []
     if source.step < state.committed_step:
         commands.append(
@@ -56,15 +62,25 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     participants = set(plan.participants)
     state.ever_formed = True
     state.enter(Forming(attempt, participants, now + state.policy.form_timeout_s))
-    form = Form(state.generation, assignment, plan, state.store_host, state.store_port)
+    form = Form(
+        state.generation,
+        assignment,
+        plan,
+        state.store_host,
+        state.store_port,
+        proposal.reason,
+        proposal.refusals,
+    )
     return [*commands, form]
 
 
 def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
-    """Wait for more workers; if all are there, what was asked for cannot be had."""
+    """Wait for more workers; if all are there, what was asked for last cannot be had."""
     commands = wait(state, now, refusal.reason)
     if state.num_staying() < state.policy.max_workers:
         return commands
+    if state.former_wish:
+        return [*commands, *withdraw(state, refusal), *try_form(state, now)]
     state.ending = Ending("user_error", refusal.reason)
     return commands + end(state, now)
 
@@ -125,6 +141,7 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     state.held = Held(attempt.assignment, set(members))
     spares = state.warm - state.leaving - set(members)
     state.spare_since = now if spares else None
+    _note_links(state, phase)
     state.enter(Running(now, now))
     relaid = Relaid(
         state.generation,
@@ -148,18 +165,28 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     return [relaid, resume, *(StopWorker(worker, "it leaves by plan") for worker in leavers)]
 
 
-def next_assignment(state: CoreState, previous: Assignment | None) -> Assignment | Infeasible:
+def _note_links(state: CoreState, phase: Relaying) -> None:
+    measured = [
+        (worker, peer, speed)
+        for worker, event in sorted(phase.ready.items())
+        for peer, speed in event.links
+    ]
+    if measured:
+        topology = {worker: seat.place for worker, seat in state.seats.items()}
+        state.job = replace(state.job, links=median_speeds(measured, topology))
+
+
+def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal | Infeasible:
     """Who would train in the next generation, with the state where it lies now."""
     staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
-    memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
-    return assign(
+    return propose(
         previous,
         tuple(staying),
         generation=state.generation + 1,
         wish=state.wish,
         topology=staying,
-        job=state.job,
-        memory_bytes=min(memories, default=None),
+        job=informed(state.job, previous.layout if previous else None, state.median_step_s()),
+        memory_bytes=state.least_memory_bytes(),
         snapshots_cover=False,
     )
 

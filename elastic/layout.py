@@ -7,6 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 from elastic.errors import InvalidLayout
+from elastic.zero import HYBRID, STAGES, parse_stage
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Mesh axes from outermost to innermost: those further right talk more often."""
@@ -47,7 +48,7 @@ class Layout:
         for axis in (*AXES, "ep", "vp"):
             if getattr(self, axis) < 1:
                 raise InvalidLayout(f"{axis}={getattr(self, axis)}: a degree is at least 1")
-        if self.zero not in (0, 1, 2, 3):
+        if self.zero not in STAGES:
             raise InvalidLayout(f"zero={self.zero}: the ZeRO stage is 0, 1, 2 or 3")
         if (self.fsdp * self.cp * self.tp) % self.ep:
             raise InvalidLayout(
@@ -103,7 +104,10 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `dp=2,tp=2`. Raises `InvalidLayout` for an unknown axis or a bad number."""
+        """Read `dp=2,tp=2`; `zero` may be a name of FSDP's, as in `fsdp=4,zero=FULL_SHARD`.
+
+        Raises `InvalidLayout` for an unknown axis, a bad number or name.
+        """
         known = {field.name for field in fields(cls)}
         degrees: dict[str, int] = {}
         for part in text.replace(" ", "").split(","):
@@ -112,7 +116,15 @@ class Layout:
                 raise InvalidLayout(f"'{part}': not an axis; write e.g. dp=2,fsdp=2 ({text!r})")
             if axis in degrees:
                 raise InvalidLayout(f"'{axis}' stands twice in {text!r}")
+            if axis == "zero":
+                degrees[axis] = parse_stage(value)
+                continue
             if not value.isdecimal():
                 raise InvalidLayout(f"'{part}': the degree is a whole number, e.g. {axis}=2")
             degrees[axis] = int(value)
+        if HYBRID in text.upper() and degrees.get("dp", 1) == 1:
+            raise InvalidLayout(
+                f"zero={HYBRID}: it means shards within replicas, so name dp=2 or more, e.g. "
+                f"dp=2,fsdp=2,zero={HYBRID}; without replicas it is zero=FULL_SHARD ({text!r})"
+            )
         return cls(**degrees)

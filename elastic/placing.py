@@ -32,7 +32,8 @@ def seat(
     `members` are sorted, without doubles, and at least `layout.num_workers`.
     """
     stayed = stay(layout, previous, set(members))
-    domains = {worker: topology.get(worker, Place())[::-1] for worker in members}
+    nowhere = Place()
+    domains = {worker: topology.get(worker, nowhere)[::-1] for worker in members}
     seated = set(chain.from_iterable(stayed.values()))
     seating = Seating(layout, domains, dict(stayed), {})
     for worker, domain in domains.items():

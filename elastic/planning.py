@@ -1,206 +1,203 @@
 """Which layout to train under: the wish at full strength, else the best that the workers allow.
 
-The model axes (pp, cp, tp, ep, zero) are those of the wish. For the data axes every `fsdp` is
-weighed with the most replicas that it leaves room for; fewer replicas could only lose. Among
-those that fit the memory, in this order:
+Tiers are tried in this order, and the first that has any layout is chosen from:
 
-1. shortest step, in units of one microbatch on one stage: `ceil(num_microbatches / (dp x
-   fsdp)) + pp - 1` (the last term is the bubble of 1F1B, Narayanan et al., 2021); whatever
-   is within 5 % of the best counts as equal;
+1. the wish, data axes included;
+2. the wished model axes (pp, cp, tp, ep, vp) with other data axes;
+3. all model axes with no degree above the wished one, `ep` and `vp` as large as they go;
+4. model axes above the wished ones, where memory asks for them and the model's shape bounds
+   them by a number.
+
+So the model axes change only where they no longer fit, and are the wished ones again as soon as
+they do. Within a tier, in this order:
+
+1. the shortest step, by its estimated cost (see `costs`); whatever is within 5 % of the best
+   counts as equal;
 2. more replicas;
-3. fewer bytes moved, estimated by how much of a worker's old shard is not in its new one:
-   nothing for the `fsdp` of before, else `1 - min(old, new) / max(old, new)`;
-4. the smaller (dp, fsdp).
+3. fewer bytes moved, estimated by how much of a worker's old part is not in its new one: `1 -
+   min(old, new) / max(old, new)` for one axis that cuts the state, so nothing if all are as before;
+4. the smaller degrees, in the order of the mesh axes.
 
-There are never more data ranks than microbatches a step. While no snapshot covers the state,
-one replica alone is taken only where no two fit: a single loss would cost steps.
+While no snapshot covers the state, one replica alone is taken only where no two fit: a single
+loss would cost steps. What the user cannot have with all workers, whatever the machines, is
+refused: his are the mistakes to mend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from fractions import Fraction
+from math import prod
 
+from elastic.candidates import Candidates, lowered, raised, refused_shape, unusable
+from elastic.costs import step_cost
 from elastic.infeasible import Infeasible
+from elastic.job import Capacity, Job, LinkSpeeds
 from elastic.layout import Layout
-from elastic.limits import Limits
+from elastic.memory import fits, too_big, worker_bytes
+from elastic.wish import Wish
 
-STEP_TOLERANCE_PERCENT = 5
+__all__ = ["Capacity", "Choice", "Job", "LinkSpeeds", "Wish", "plan_layout", "worker_bytes"]
 
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    """What the user asks for: the model axes for good, the data axes at full strength.
-
-    With neither `dp` nor `fsdp` the data axes are planned from the start; one of them alone
-    means that the other is 1. `max_workers=None`: as many as there are.
-    """
-
-    pp: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    zero: int = 3
-    vp: int = 1
-    dp: int | None = None
-    fsdp: int | None = None
-    max_workers: int | None = None
-
-    @classmethod
-    def parse(cls, text: str, max_workers: int | None = None) -> Wish:
-        """Read `dp=2,tp=2`; an empty text wishes nothing. Raises `InvalidLayout`."""
-        layout = Layout.parse(text) if text.strip() else Layout()
-        told = {part.partition("=")[0].strip() for part in text.split(",")}
-        return cls(
-            pp=layout.pp,
-            cp=layout.cp,
-            tp=layout.tp,
-            ep=layout.ep,
-            zero=layout.zero,
-            vp=layout.vp,
-            dp=layout.dp if "dp" in told else None,
-            fsdp=layout.fsdp if "fsdp" in told else None,
-            max_workers=max_workers,
-        )
-
-    @property
-    def num_model_ranks(self) -> int:
-        """Workers for each data rank."""
-        return self.pp * self.cp * self.tp
-
-    @property
-    def data_axes(self) -> tuple[int, int] | None:
-        """The wished (dp, fsdp), if any."""
-        if self.dp is None and self.fsdp is None:
-            return None
-        return self.dp or 1, self.fsdp or 1
-
-    def layout(self, dp: int, fsdp: int) -> Layout:
-        """The model axes with these data axes."""
-        return Layout(self.pp, dp, fsdp, self.cp, self.tp, self.ep, self.zero, self.vp)
+STEP_TOLERANCE = 1.05 + 1e-9
+NUM_REFUSALS_TOLD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """What the core knows of the training job.
+class Choice:
+    """A layout, why this one, and why not those that were refused (the first few)."""
 
-    A step has `num_microbatches`. All state together has `state_bytes`, `param_bytes` of it
-    parameters (they matter where `zero` < 3); a worker needs `margin` times its part.
-    `steps` is where the run ends; a checkpoint is due at each multiple of `checkpoint_every`
-    (0: only at the end). `limits` are what the model's shape allows of the model axes.
-    """
-
-    num_microbatches: int = 1
-    state_bytes: int = 0
-    param_bytes: int = 0
-    margin: float = 1.2
-    steps: int = 0
-    checkpoint_every: int = 0
-    limits: Limits = field(default_factory=Limits)
+    layout: Layout
+    reason: str
+    refusals: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """What there is to train on: how many workers, and the memory of the smallest of them."""
-
-    num_workers: int
-    memory_bytes: int | None = None
+Priced = tuple[float, int, int, Wish]
+"""A layout that can be had: what its step costs, dp, fsdp, and its model axes."""
 
 
 def plan_layout(
     previous: Layout | None, capacity: Capacity, wish: Wish, job: Job, snapshots_cover: bool
-) -> Layout | Infeasible:
+) -> Choice | Infeasible:
     """The layout to train under; see the head of this module for what is preferred."""
     num_workers = min(capacity.num_workers, wish.max_workers or capacity.num_workers)
-    if num_workers < wish.num_model_ranks:
-        return Infeasible(
-            f"pp={wish.pp}, cp={wish.cp}, tp={wish.tp} need {wish.num_model_ranks} workers at "
-            f"least, {num_workers} are there; start more or lower a degree"
+    capacity = replace(capacity, num_workers=num_workers)
+    mistake = _mistake(wish, job, capacity)
+    if mistake:
+        return Infeasible(mistake)
+    refusals = []
+    if wish.data_axes:
+        refusal = _refused_wish(wish, job, capacity, *wish.data_axes)
+        if refusal is None:
+            layout = wish.layout(*wish.data_axes)
+            return Choice(layout, f"{layout} is the wish, and {num_workers} workers are there")
+        refusals.append(refusal)
+    for candidates in _tiers(wish, job, capacity):
+        refusals += candidates.refusals
+        if candidates.pairs:
+            priced = _priced(candidates, job, capacity)
+            return _choose(priced, refusals, previous, capacity, snapshots_cover)
+    return Infeasible(_nothing_fits(wish, job, capacity, refusals[0]))
+
+
+def _mistake(wish: Wish, job: Job, capacity: Capacity) -> str | None:
+    """Why the wish cannot be had even with all workers, if so."""
+    most = job.num_microbatches
+    if wish.max_workers is not None:
+        most = min(most, wish.max_workers // wish.num_model_ranks)
+    if most < wish.least_fsdp:
+        return unusable(wish, job, capacity, most)
+    refusal = refused_shape(wish, job)
+    if refusal or wish.data_axes is None:
+        return refusal
+    dp, fsdp = wish.data_axes
+    layout = wish.layout(dp, fsdp)
+    if dp * fsdp > job.num_microbatches:
+        return (
+            f"{layout}: {dp * fsdp} data ranks, but a step has only {job.num_microbatches} "
+            "microbatches; lower dp x fsdp or the microbatch"
         )
-    refusal = job.limits.refusal(wish.layout(1, wish.ep))
-    if refusal:
-        return Infeasible(refusal)
-    num_data_ranks = num_workers // wish.num_model_ranks
-    if wish.data_axes and wish.data_axes[0] * wish.data_axes[1] <= num_data_ranks:
-        return _as_wished(wish, job, capacity, *wish.data_axes)
-    candidates = _candidates(min(num_data_ranks, job.num_microbatches), wish, job, capacity)
-    if not candidates:
-        return _nothing_fits(num_data_ranks, wish, job, capacity)
-    if not snapshots_cover and any(dp > 1 for dp, _ in candidates):
-        candidates = [(dp, fsdp) for dp, fsdp in candidates if dp > 1]
-    return wish.layout(*_best(candidates, previous, wish, job))
+    if fsdp % wish.least_fsdp:
+        return f"ep={wish.ep} does not fold out of fsdp x cp x tp = {fsdp * wish.cp * wish.tp}"
+    return None
 
 
-def worker_bytes(job: Job, wish: Wish, fsdp: int) -> int:
-    """State bytes of one worker: what `fsdp` cuts at this ZeRO stage, divided, and the rest.
-
-    All is divided by `pp x tp`; `cp` replicates (Rajbhandari et al., ZeRO, 2020, section 5).
-    """
-    whole = {0: job.state_bytes, 1: job.param_bytes, 2: job.param_bytes, 3: 0}[wish.zero]
-    divided = -(-(job.state_bytes - whole) // fsdp)
-    return -(-(whole + divided) // (wish.pp * wish.tp))
-
-
-def _fits(job: Job, wish: Wish, capacity: Capacity, fsdp: int) -> bool:
-    memory_bytes = capacity.memory_bytes
-    return memory_bytes is None or worker_bytes(job, wish, fsdp) * job.margin <= memory_bytes
+def _refused_wish(wish: Wish, job: Job, capacity: Capacity, dp: int, fsdp: int) -> str | None:
+    layout = wish.layout(dp, fsdp)
+    if layout.num_workers > capacity.num_workers:
+        return f"{layout} needs {layout.num_workers} workers, {capacity.num_workers} are there"
+    if not fits(job, wish, capacity, fsdp):
+        return f"{layout}: {too_big(job, wish, capacity, fsdp)}"
+    return None
 
 
-def _folds(wish: Wish, fsdp: int) -> bool:
-    return fsdp * wish.cp * wish.tp % wish.ep == 0
+def _nothing_fits(wish: Wish, job: Job, capacity: Capacity, refusal: str) -> str:
+    """Why not the wish, and why not all workers that are there as plain shards."""
+    fsdp = min(capacity.num_workers, job.num_microbatches)
+    if not fsdp:
+        return refusal
+    plain = replace(wish, pp=1, cp=1, tp=1, ep=1, vp=1)
+    as_shards = f"{plain.layout(1, fsdp)}: {too_big(job, plain, capacity, fsdp)}"
+    return refusal if refusal == as_shards else f"{refusal}; {as_shards}"
 
 
-def _candidates(
-    num_data_ranks: int, wish: Wish, job: Job, capacity: Capacity
-) -> list[tuple[int, int]]:
-    """The (dp, fsdp) worth weighing: for each fsdp that fits, the most replicas."""
-    return [
-        (num_data_ranks // fsdp, fsdp)
-        for fsdp in range(1, num_data_ranks + 1)
-        if _folds(wish, fsdp) and _fits(job, wish, capacity, fsdp)
-    ]
+def _tiers(wish: Wish, job: Job, capacity: Capacity) -> Iterator[Candidates]:
+    """The second tier and those after it, each made only if those before have nothing."""
+    yield _weighed([wish], job, capacity, least_ep=wish.ep)
+    yield _weighed(lowered(wish, job), job, capacity)
+    yield _weighed(raised(wish, job, capacity.num_workers), job, capacity)
 
 
-def _best(
-    candidates: Sequence[tuple[int, int]], previous: Layout | None, wish: Wish, job: Job
-) -> tuple[int, int]:
-    costs = [-(-job.num_microbatches // (dp * fsdp)) + wish.pp - 1 for dp, fsdp in candidates]
-    bound = min(costs) * (100 + STEP_TOLERANCE_PERCENT)
-    quick = [pair for pair, cost in zip(candidates, costs, strict=True) if cost * 100 <= bound]
-    most_replicas = max(dp for dp, _ in quick)
-    equal = [pair for pair in quick if pair[0] == most_replicas]
-    return min(equal, key=lambda pair: (_moved_share(previous, pair[1]), pair))
+def _weighed(tier: Iterable[Wish], job: Job, capacity: Capacity, least_ep: int = 1) -> Candidates:
+    candidates = Candidates()
+    for axes in tier:
+        candidates.weigh(axes, job, capacity, least_ep)
+    return candidates
 
 
-def _moved_share(previous: Layout | None, fsdp: int) -> Fraction:
+def _priced(candidates: Candidates, job: Job, capacity: Capacity) -> list[Priced]:
+    priced: list[Priced] = []
+    for axes, pairs in candidates.pairs:
+        cost = step_cost(axes, job, capacity)
+        priced += [(cost(dp, fsdp), dp, fsdp, axes) for dp, fsdp in pairs]
+    return priced
+
+
+def _choose(
+    priced: list[Priced],
+    refusals: list[str],
+    previous: Layout | None,
+    capacity: Capacity,
+    snapshots_cover: bool,
+) -> Choice:
+    """The best of a tier."""
+    several = [one for one in priced if one[1] > 1]
+    if not snapshots_cover and several:
+        if len(several) < len(priced):
+            lone = len(priced) - len(several)
+            refusals.append(f"{lone} layouts of one replica: a single loss would cost steps")
+        priced = several
+    bound = min(cost for cost, _, _, _ in priced) * STEP_TOLERANCE
+    quick = [one for one in priced if one[0] <= bound]
+    most_replicas = max(dp for _, dp, _, _ in quick)
+    equal = [one for one in quick if one[1] == most_replicas]
+    best = min(equal, key=lambda one: (_moved_share(previous, one), _layout(one).degrees))
+    return Choice(_layout(best), _reason(best, priced, refusals, capacity), _told(refusals))
+
+
+def _moved_share(previous: Layout | None, one: Priced) -> Fraction:
+    """How much of a worker's old part is not in its new one, estimated axis by axis."""
     if previous is None:
         return Fraction(0)
-    return 1 - Fraction(min(previous.fsdp, fsdp), max(previous.fsdp, fsdp))
+    _, _, fsdp, axes = one
+    degrees = ((previous.pp, axes.pp), (previous.fsdp, fsdp), (previous.tp, axes.tp))
+    kept = (Fraction(min(old, new), max(old, new)) for old, new in degrees)
+    return 1 - prod(kept, start=Fraction(1))
 
 
-def _as_wished(wish: Wish, job: Job, capacity: Capacity, dp: int, fsdp: int) -> Layout | Infeasible:
-    layout = wish.layout(dp, fsdp)
-    if layout.num_data_ranks > job.num_microbatches:
-        return Infeasible(
-            f"{layout}: {layout.num_data_ranks} data ranks, but a step has only "
-            f"{job.num_microbatches} microbatches; lower dp x fsdp or the microbatch"
-        )
-    if not _fits(job, wish, capacity, fsdp):
-        return Infeasible(f"{layout}: {_too_big(job, wish, capacity, fsdp)}")
-    return layout
+def _layout(one: Priced) -> Layout:
+    _, dp, fsdp, axes = one
+    return axes.layout(dp, fsdp)
 
 
-def _nothing_fits(num_data_ranks: int, wish: Wish, job: Job, capacity: Capacity) -> Infeasible:
-    most = min(num_data_ranks, job.num_microbatches)
-    foldable = [fsdp for fsdp in range(1, most + 1) if _folds(wish, fsdp)]
-    if not foldable:
-        return Infeasible(f"ep={wish.ep} folds out of no fsdp x cp x tp with fsdp up to {most}")
-    return Infeasible(f"fsdp={foldable[-1]}: {_too_big(job, wish, capacity, foldable[-1])}")
-
-
-def _too_big(job: Job, wish: Wish, capacity: Capacity, fsdp: int) -> str:
-    return (
-        f"a worker needs {worker_bytes(job, wish, fsdp)} bytes of state, times {job.margin}, "
-        f"and has {capacity.memory_bytes}; raise fsdp (it needs workers and microbatches)"
+def _reason(best: Priced, priced: list[Priced], refusals: list[str], capacity: Capacity) -> str:
+    """What it costs, what comes next, and what was refused first."""
+    reason = (
+        f"{_layout(best)} at {best[0]:.4g} microbatches a step, best of {len(priced)} for "
+        f"{capacity.num_workers} workers"
     )
+    others = [one for one in priced if one is not best]
+    if others:
+        least = min(cost for cost, _, _, _ in others)
+        after = max((one for one in others if one[0] == least), key=lambda one: one[1])
+        within = " (within 5 %, fewer replicas or more to move)" if least < best[0] else ""
+        reason += f"; next {_layout(after)} at {least:.4g}{within}"
+    return f"{reason}; {refusals[0]}" if refusals else reason
+
+
+def _told(refusals: list[str]) -> tuple[str, ...]:
+    """Each once, and of many the first, with a count of the others."""
+    once = list(dict.fromkeys(refusals))
+    told = once[:NUM_REFUSALS_TOLD]
+    return (*told, f"and {len(once) - len(told)} more") if len(once) > len(told) else tuple(once)

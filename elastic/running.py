@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from elastic.aborting import abort
-from elastic.assignment import Assignment
 from elastic.commands import Command, Pause, RecordStep
 from elastic.events import Evaluated, Paused, Progressed, StepCommitted
 from elastic.forming import next_assignment, try_form
+from elastic.infeasible import Infeasible
 from elastic.phases import Ending, Pausing, Running
 from elastic.saving import end, expect_parts
 from elastic.state import CoreState
+from elastic.wishing import changes_layout
 
 NUM_RECENT_STEPS = 32
 
@@ -62,13 +63,16 @@ def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
 
 
 def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
-    """Ask for a pause if the run shall end, a member leaves, or joiners would be of use."""
+    """Ask for a pause if the run shall end, change its layout, or its members."""
     assert isinstance(state.phase, Running)
     cause = ""
     if state.ending:
         cause = state.ending.reason or state.ending.outcome
     elif state.leaving and not state.leaving.isdisjoint(state.members()):
         cause = "members leave"
+    elif state.former_wish:
+        state.former_wish = None  # it is new once
+        cause = "another layout" if changes_layout(state) else ""
     elif state.spare_since is not None and _may_grow(state, now):
         state.spare_since = None  # asked once; the next joiner asks again
         cause = "growth" if _growth_helps(state) else ""
@@ -107,10 +111,15 @@ def _may_grow(state: CoreState, now: float) -> bool:
 
 
 def _growth_helps(state: CoreState) -> bool:
-    """Whether an assignment with the spares would train on more workers than now."""
+    """Whether the spares would let more workers train, or bring the wished layout back."""
     assert state.held is not None
-    wider = next_assignment(state, state.held.assignment)
-    return isinstance(wider, Assignment) and len(wider.members) > len(state.members())
+    present = state.held.assignment
+    proposal = next_assignment(state, present)
+    if isinstance(proposal, Infeasible):
+        return False
+    wider = proposal.assignment
+    comes_back = state.wish.is_met(wider.layout) and not state.wish.is_met(present.layout)
+    return comes_back or len(wider.members) > len(present.members)
 
 
 def _progress(state: CoreState, now: float) -> None:

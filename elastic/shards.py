@@ -31,6 +31,7 @@ from elastic.layout import Coordinates, Layout
 from elastic.regions import Region
 from elastic.specs import TensorSpec
 from elastic.stages import pipeline_ranks
+from elastic.zero import divides
 
 
 class Axis(NamedTuple):
@@ -200,4 +201,5 @@ def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None]]:
 
 
 def _fsdp_cuts(spec: TensorSpec, layout: Layout) -> bool:
-    return layout.zero > 0 and spec.kind != "buffer"
+    # Parameters too: of whole ones each worker keeps its own part current alone.
+    return divides(layout.zero, "optimizer") and spec.kind != "buffer"

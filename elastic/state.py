@@ -47,12 +47,22 @@ class Upload:
     is_published: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class FormerWish:
+    """What was wished for before `request`; it comes back if that turns out to be impossible."""
+
+    wish: Wish
+    request: str
+
+
 @dataclass(slots=True)
 class CoreState:
     """Everything that the core decides from."""
 
     policy: Policy = field(default_factory=Policy)
     wish: Wish = field(default_factory=Wish)
+    former_wish: FormerWish | None = None
+    """Only while nothing has been formed under the new one, nor would be another by it."""
     job: Job = field(default_factory=Job)
     incarnation: int = 0
     generation: int = 0
@@ -105,6 +115,12 @@ class CoreState:
     def num_staying(self) -> int:
         """Warm workers that are not about to leave."""
         return len(self.warm) - len(self.leaving & self.warm)
+
+    def least_memory_bytes(self) -> int | None:
+        """What the smallest of them can hold, or None where nobody can say."""
+        staying = self.warm - self.leaving
+        memories = [m for w in staying if (m := self.seats[w].memory_bytes) is not None]
+        return min(memories, default=None)
 
     def members(self) -> tuple[str, ...]:
         """Who trains, or last did."""

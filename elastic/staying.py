@@ -62,8 +62,9 @@ def _survivors(
     *degrees, tp = previous.layout.degrees
     kept: Block = [worker if worker in members else None for worker in previous.members]
     old = zip(product(*map(range, degrees)), range(0, len(kept), tp), strict=True)
-    blocks = ((coordinates, kept[first : first + tp]) for coordinates, first in old)
-    return [(coordinates, workers) for coordinates, workers in blocks if any(workers)]
+    return [
+        (coordinates, block) for coordinates, first in old if any(block := kept[first : first + tp])
+    ]
 
 
 def _house(

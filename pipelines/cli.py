@@ -1,4 +1,4 @@
-"""The command line: `elastic train`, `elastic sweep`, `elastic prepare`, `elastic plan`."""
+"""The command line: `elastic` train, sweep, relayout, prepare, plan."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pipelines.data import find_corpus, find_tokenizer, prepare
 from pipelines.drive import drive
 from pipelines.errors import UserError
 from pipelines.plan import Asked
+from pipelines.relayout import relayout
 from pipelines.sweep import SweepAsked, sweep
 from pipelines.view.footprint_table import footprint_tables, parse_counts
 
@@ -116,6 +117,18 @@ def sweep_command(
     asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()))
     width = None if sys.stdout.isatty() else TABLE_WIDTH
     raise typer.Exit(sweep(asked, Console(width=width)))
+
+
+@app.command(name="relayout")
+def relayout_command(
+    run: Annotated[str, typer.Argument(help="The name of a run that goes on.")],
+    layout: Annotated[
+        str, typer.Option(help="The layout wished for from now on, e.g. dp=2,fsdp=2.")
+    ],
+    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+) -> None:
+    """Change the layout of RUN at its next step boundary; nothing is redone."""
+    typer.echo(relayout(run, layout, storage))
 
 
 @app.command(name="prepare")

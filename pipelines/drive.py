@@ -15,7 +15,7 @@ from actors.errors import ControllerLost, RunTaken
 from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
 from actors.ray_controller import Progress
 from pipelines.errors import UserError
-from pipelines.plan import Asked, Plan, make_plan
+from pipelines.plan import Asked, Plan, make_plan, store_recipe
 from pipelines.run_folder import Tail
 from pipelines.view.display import Display
 
@@ -59,6 +59,7 @@ def drive(asked: Asked, console: Console) -> int:
         )
     interrupts.listen()
     try:
+        store_recipe(plan)
         return _follow(plan, console, interrupts, asked.detach)
     except RunTaken as error:
         raise UserError(str(error)) from None
@@ -82,7 +83,7 @@ def open_cluster(num_workers: int, use_gpus: bool) -> bool:
     address = os.environ.get("RAY_ADDRESS")
     try:
         return join_or_start_cluster(address, num_workers, use_gpus, NAMESPACE)
-    except ConnectionError as error:
+    except (OSError, ValueError) as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
             "local one"

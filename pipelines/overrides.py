@@ -22,6 +22,7 @@ WHERE_AND_HOW = frozenset(
         "record_samples",
         "schedule",
         "reshard_after_forward",
+        "offload",
     }
 )
 """The fields that may change when a run is resumed; all others define the maths."""

@@ -26,7 +26,8 @@ from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
 from pipelines.recipes import load
 from pipelines.run_folder import RunFolder, default_tracking_uri
-from pipelines.settings import TrainSettings
+from pipelines.settings import SEVERAL_STAGES, TrainSettings
+from pipelines.training.spread import ALONE
 
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECIPE_FORMAT = 1
@@ -62,16 +63,22 @@ class Plan:
     settings: TrainSettings
     num_workers: int
     tracking_uri: str
+    recipe: dict[str, Any]
 
 
 def make_plan(asked: Asked, num_gpus: int) -> Plan:
-    """Check everything that can be checked before anything is started or overwritten.
+    """Check everything that can be checked before anything is started or written.
 
     Raises `UserError`.
     """
     settings = _settings(asked)
     policy = _policy(asked.workers, num_gpus)
     wish = _wish(asked.layout, policy)
+    if wish.vp > 1 and settings.schedule not in SEVERAL_STAGES:
+        raise UserError(
+            f"--layout {asked.layout}: schedule={settings.schedule} knows one stage a rank; "
+            f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
+        )
     folder = _run_folder(asked)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
@@ -81,7 +88,9 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     program = TrainingProgram(**factory.kwargs, device="cpu")
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
-    _store_recipe(folder, _recipe(asked, policy, factory, program), settings)
+    recipe = _recipe(asked, policy, factory, program)
+    _refuse_other_maths(folder, recipe, settings)
+    _refuse_unwritable(folder)
     tracking_uri = asked.tracking_uri or default_tracking_uri(asked.storage)
     run = Run(
         name=folder.name,
@@ -99,7 +108,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         num_gpus=1.0 if num_gpus else 0.0,
         detached=asked.detach,
     )
-    return Plan(run, folder, settings, policy.max_workers, tracking_uri)
+    return Plan(run, folder, settings, policy.max_workers, tracking_uri, recipe)
 
 
 def _program(settings: TrainSettings, data_cache: Path) -> Factory:
@@ -168,11 +177,16 @@ def _policy(workers: str | None, num_gpus: int) -> Policy:
     return Policy(min_workers=min_workers, max_workers=max_workers)
 
 
-def _wish(layout: str | None, policy: Policy) -> Wish:
+def parse_layout(layout: str, max_workers: int | None = None) -> Wish:
+    """The wish that `--layout` stands for. Raises `UserError`."""
     try:
-        wish = Wish.parse(layout or "", policy.max_workers)
+        return Wish.parse(layout, max_workers)
     except ElasticError as error:
         raise UserError(f"--layout {layout}: {error}") from None
+
+
+def _wish(layout: str | None, policy: Policy) -> Wish:
+    wish = parse_layout(layout or "", policy.max_workers)
     num_wished = wish.num_model_ranks * prod(wish.data_axes or (1,))
     if num_wished > policy.max_workers:
         raise UserError(
@@ -202,40 +216,60 @@ def _run_folder(asked: Asked) -> RunFolder:
     return RunFolder(asked.storage / name)
 
 
-def _store_recipe(folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings) -> None:
-    """Write `recipe.json`, unless a stored run of that name computes something else."""
-    if folder.recipe.exists():
-        stored = json.loads(folder.recipe.read_text())
-        differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
-        differing += [
-            f"{key}: {stored[key]} -> {recipe[key]}"
-            for key in ("num_samples", "data_digest")
-            if stored[key] != recipe[key]
-        ]
-        if differing:
-            raise UserError(
-                f"run '{folder.name}' in {folder.storage} was begun with other maths "
-                f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
-            )
+def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings) -> None:
+    """A stored run of that name may not compute something else."""
+    if not folder.recipe.exists():
+        return
+    stored = json.loads(folder.recipe.read_text())
+    differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
+    differing += [
+        f"{key}: {stored[key]} -> {recipe[key]}"
+        for key in ("num_samples", "data_digest")
+        if stored[key] != recipe[key]
+    ]
+    if differing:
+        raise UserError(
+            f"run '{folder.name}' in {folder.storage} was begun with other maths "
+            f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
+        )
+
+
+def _refuse_unwritable(folder: RunFolder) -> None:
+    path = folder.path.resolve()
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        raise _unwritable(folder, f"{nearest} is no folder")
+    if not os.access(nearest, os.W_OK):
+        raise _unwritable(folder, f"no permission to write in {nearest}")
+
+
+def store_recipe(plan: Plan) -> None:
+    """Make the run's folder and write `recipe.json`. Raises `UserError`."""
+    folder = plan.folder
     try:
         folder.path.mkdir(parents=True, exist_ok=True)
         partial = folder.recipe.with_suffix(".partial")
-        partial.write_text(json.dumps(recipe, indent=1))
+        partial.write_text(json.dumps(plan.recipe, indent=1))
         os.replace(partial, folder.recipe)
     except OSError as error:
-        raise UserError(
-            f"--storage {folder.storage}: cannot be written ({error.strerror}); name a folder "
-            "that can"
-        ) from None
+        raise _unwritable(folder, error.strerror) from None
+
+
+def _unwritable(folder: RunFolder, why: str | None) -> UserError:
+    return UserError(
+        f"--storage {folder.storage}: cannot be written ({why}); name a folder that can"
+    )
 
 
 def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
-    specs = program.specs()
+    specs, shape = program.specs(), program.workload.shape()
     return Job(
         num_microbatches=settings.num_microbatches,
         state_bytes=sum(spec.num_bytes for spec in specs),
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_every,
-        limits=program.workload.shape().limits,
+        limits=shape.limits,
+        layer_costs=tuple(layer.cost for layer in shape.layers),
+        activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,
     )

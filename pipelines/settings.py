@@ -23,7 +23,10 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-"""The order of a pipeline's passes; the last two may have several stages a rank (`vp`)."""
+"""The order of a pipeline's passes."""
+
+SEVERAL_STAGES: tuple[ScheduleName, ...] = ("interleaved_1f1b", "zero_bubble")
+"""The schedules that may have several stages a rank (`vp`)."""
 
 
 class Settings(BaseModel):
@@ -145,7 +148,9 @@ class TrainSettings(Settings):
 
     `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
     are reduced in float32. `record_samples` names a file that gets the ids that each data
-    rank read.
+    rank read. With `reshard_after_forward` a block's gathered parameters are let go of between its
+    forward and its backward; `offload` keeps the shards of parameters and gradients and the
+    optimizer's state in host memory, where the optimizer then steps.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -163,6 +168,7 @@ class TrainSettings(Settings):
     checkpoint_every: NonNegativeInt = 0
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
+    offload: bool = False
     activation_checkpointing: bool = False
     compile: bool = False
     record_samples: Path | None = None

@@ -15,11 +15,12 @@ from rich.console import Console
 
 from actors.errors import ControllerLost
 from actors.launch import Drive, close_cluster, end_actors
+from actors.ray_controller import Run
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from pipelines.drive import Interrupts, open_cluster
 from pipelines.errors import LayoutRefused, UserError
-from pipelines.plan import Asked, Plan, make_plan
+from pipelines.plan import Asked, Plan, make_plan, store_recipe
 from pipelines.run_folder import default_tracking_uri
 from pipelines.view.sweep_table import Row, measure, refused, show, write
 from pipelines.view.wording import counted
@@ -141,10 +142,10 @@ def _train(trial: Trial, name: str, console: Console, interrupts: Interrupts) ->
     """A run like any other; its checkpoint is not kept, and it is tracked only afterwards."""
     plan, workers = trial.plan, counted(trial.layout.num_workers, "worker")
     console.print(f"{trial.layout}: {workers}", highlight=False)
-    broken = ""
     try:
         with _ended(name):
-            _follow(replace(plan, run=replace(plan.run, name=name, observers=())), interrupts)
+            store_recipe(plan)
+            broken = _follow(replace(plan.run, name=name, observers=()), interrupts)
     except ControllerLost as error:
         broken = f"the controller died ({error})"
     trial.row = measure(trial.layout, plan.folder, broken)
@@ -160,15 +161,17 @@ def _ended(name: str) -> Iterator[None]:
         end_actors(name)
 
 
-def _follow(plan: Plan, interrupts: Interrupts) -> None:
-    drive = Drive(plan.run)
+def _follow(run: Run, interrupts: Interrupts) -> str:
+    """Train to the end; return its reason."""
+    drive = Drive(run)
 
     def look() -> None:
         if interrupts.number and not interrupts.told:
             interrupts.told = True
             drive.request_stop(f"{signal.Signals(interrupts.number).name} at the driver")
 
-    drive.follow(look)
+    outcome = drive.follow(look).outcome
+    return outcome.reason if outcome else ""
 
 
 def _track(trials: list[Trial], console: Console, interrupts: Interrupts) -> None:

@@ -1,69 +1,48 @@
-"""A module made parallel over the mesh: cut, sharded, checkpointed, compiled, interruptible."""
+"""Modules made parallel over the mesh: cut, sharded, checkpointed, compiled, interruptible."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from actors.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
-from pipelines.training.experts import Experts
+from pipelines.training.fully_sharded import FullySharded
+from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
 from pipelines.training.tensor_parallel import cut_modules
 from pipelines.training.workload import Workload
+from pipelines.training.zero import PartlySharded
 
 
 def parallelise(
-    module: nn.Module,
+    modules: Sequence[nn.Module],
     workload: Workload,
     groups: Groups,
     spread: Spread,
     settings: TrainSettings,
-) -> FSDPModule:
-    """Cut a stage's module over `tp`, then shard each block and the rest of it over `fsdp`, with
-    replicas over `dp` and `cp`.
-
-    Always FSDP (Zhao et al., 2023), also over an axis of size 1: so no collective is ever left to
-    the optimizer's step. Gradients are summed, never averaged: apply divides by the number of
-    tokens of the whole batch.
-    """
-    if spread.tp is not None:
-        cut_modules(module, workload.shape(), spread.tp, spread.num_held)
-    options = {"mp_policy": _precision(settings)}
-    inner = options | {"reshard_after_forward": keeps_shards(groups, settings)}
-    mesh, expert_mesh = data_mesh(groups.mesh), data_mesh(groups.experts or groups.mesh)
-    for block in workload.blocks(module):
-        _wrap_forward(block, settings)
-        for experts in (part for part in block.modules() if isinstance(part, Experts)):
-            _sum_gradients(fully_shard(experts, mesh=expert_mesh, **inner))
-        _sum_gradients(fully_shard(block, mesh=mesh, **inner))
-    return _sum_gradients(fully_shard(module, mesh=mesh, **options))
+) -> Sharded:
+    """Cut the modules of a rank's stages over `tp`, then shard them over `fsdp` as the layout's
+    ZeRO stage says. What one data rank has alone needs none of what FSDP does at each forward."""
+    for module in modules:
+        if spread.tp is not None:
+            cut_modules(module, workload.shape(), spread.tp, spread.num_held)
+        for block in workload.blocks(module):
+            _wrap_forward(block, settings)
+    fully = groups.layout.zero in (0, 3) and not _is_alone(groups)
+    shards = FullySharded if fully else PartlySharded
+    return shards(modules, workload, groups, settings)
 
 
-def accumulate(module: FSDPModule, last: bool, reshards: bool) -> None:
-    """Reduce gradients over the data ranks in the next backward only if it is a step's last.
-
-    Where shards are not let go of in between (with one, what is gathered is a mere copy), they
-    are kept until then.
-    """
-    module.set_requires_gradient_sync(last)
-    module.set_is_last_backward(last)
-    module.set_reshard_after_backward(last or reshards)
-
-
-def keeps_shards(groups: Groups, settings: TrainSettings) -> bool:
-    """Whether a block's gathered parameters are let go of after its forward.
-
-    In a pipeline they stay: each microbatch would gather them anew.
-    """
-    return settings.reshard_after_forward and _num_shards(groups) > 1 and groups.layout.pp == 1
+def _is_alone(groups: Groups) -> bool:
+    """Whether nobody else has anything of this rank's parameters."""
+    meshes = [groups.mesh, groups.experts or groups.mesh]
+    return all(mesh[axis].size() == 1 for mesh in meshes for axis in ("replica", "fsdp"))
 
 
 class Interruptible:
@@ -90,23 +69,6 @@ class Interruptible:
         self.interrupt()
 
 
-def data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Without replicas the shards alone: an all-reduce among one takes its time as well."""
-    alone = mesh["replica"].size() == 1
-    return mesh["fsdp"] if alone else mesh["replica", "fsdp"]
-
-
-def _num_shards(groups: Groups) -> int:
-    return groups.mesh["fsdp"].size()
-
-
-def _sum_gradients(module: FSDPModule) -> FSDPModule:
-    # Each holds for the module's own parameters only, not for those of modules inside it.
-    module.set_gradient_divide_factor(1.0)
-    module.set_force_sum_reduction_for_comms(True)
-    return module
-
-
 def _go_on() -> None:
     """Nobody has asked to stop."""
 
@@ -120,13 +82,3 @@ def _wrap_forward(block: nn.Module, settings: TrainSettings) -> None:
     if settings.activation_checkpointing:
         forward = partial(checkpoint, forward, use_reentrant=False)
     block.forward = forward
-
-
-def _precision(settings: TrainSettings) -> MixedPrecisionPolicy:
-    if settings.dtype != "bfloat16":
-        return MixedPrecisionPolicy()
-    # Without casting of inputs: the embedding already gives bfloat16, and the angles of the
-    # rotary embedding must stay exact.
-    return MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor.parallel import loss_parallel
 
-from pipelines.training.parallelise import accumulate
+from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
 from pipelines.training.workload import Fed, Workload, forward_loss
 
@@ -33,7 +32,7 @@ class Passes(Protocol):
         """How many microbatches, at least so many, each rank must run."""
 
     def train(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
-        """Forward and backward of all; after the last the gradients are reduced."""
+        """Forward and backward of all."""
 
     def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
         """Forward of all, without gradients."""
@@ -42,13 +41,11 @@ class Passes(Protocol):
 class OneByOne:
     """Each microbatch through the whole module; see `Passes`."""
 
-    def __init__(
-        self, workload: Workload, module: FSDPModule, spread: Spread, reshards: bool
-    ) -> None:
+    def __init__(self, workload: Workload, sharded: Sharded, spread: Spread) -> None:
         self.workload = workload
-        self.module = module
+        self.sharded = sharded
+        [self.module] = sharded.modules
         self.spread = spread
-        self.reshards = reshards
         self.needs_full_size = not spread.has_whole_sequences
 
     def num_rounds(self, least: int) -> int:
@@ -59,14 +56,14 @@ class OneByOne:
         with loss_over(self.spread):
             for number, fed in enumerate(feds, start=1):
                 if number in (1, num_rounds):
-                    accumulate(self.module, number == num_rounds, self.reshards)
+                    self.sharded.accumulate(number == num_rounds)
                 loss = forward_loss(self.workload, self.module, fed, self.spread)
                 loss.backward()
                 sums.append(self._counted(loss.detach(), fed))
         return sums
 
     def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
-        with torch.no_grad(), loss_over(self.spread), evaluating([self.module]):
+        with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
             return [
                 self._counted(forward_loss(self.workload, self.module, fed, self.spread), fed)
                 for fed in feds
@@ -85,19 +82,14 @@ class evaluating:
     """Modules in evaluation, whose gathered parameters are let go of at the end: without a
     backward pass nothing else does that."""
 
-    def __init__(self, modules: Iterable[FSDPModule]) -> None:
-        self.modules = list(modules)
+    def __init__(self, sharded: Sharded) -> None:
+        self.sharded = sharded
 
     def __enter__(self) -> None:
-        for module in self.modules:
+        for module in self.sharded.modules:
             module.eval()
 
     def __exit__(self, *error: object) -> None:
-        for module in self._parts():
-            module.reshard()
-        for module in self.modules:
+        self.sharded.release()
+        for module in self.sharded.modules:
             module.train()
-
-    def _parts(self) -> Iterator[FSDPModule]:
-        every = (part for module in self.modules for part in module.modules())
-        return (part for part in every if isinstance(part, FSDPModule))

@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor, nn
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -19,6 +18,7 @@ from torch.distributed.pipelining import (
 from actors.program import Groups
 from pipelines.settings import ScheduleName, TrainSettings
 from pipelines.training.passes import Sums, evaluating, loss_over
+from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage
 from pipelines.training.workload import Fed, Workload, joined
@@ -45,14 +45,14 @@ class Pipelined:
         self,
         workload: Workload,
         stages: Sequence[Stage],
-        modules: Sequence[FSDPModule],
+        sharded: Sharded,
         groups: Groups,
         spread: Spread,
         settings: TrainSettings,
     ) -> None:
         self.workload = workload
         self.stages = stages
-        self.modules = modules
+        self.sharded = sharded
         self.groups = groups
         self.spread = spread
         self.schedule = settings.schedule
@@ -74,7 +74,7 @@ class Pipelined:
             return self._run(list(feds), self._schedule(num_rounds).step)
 
     def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
-        with torch.no_grad(), loss_over(self.spread), evaluating(self.modules):
+        with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
             return self._run(list(feds), self._schedule(num_rounds).eval)
 
     def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
@@ -92,7 +92,9 @@ class Pipelined:
     def _schedule(self, num_rounds: int) -> Any:
         if num_rounds not in self._schedules:
             make = SCHEDULES[self.schedule]
-            stages = [self._stage(*pair) for pair in zip(self.stages, self.modules, strict=True)]
+            stages = [
+                self._stage(*pair) for pair in zip(self.stages, self.sharded.modules, strict=True)
+            ]
             one = len(stages) == 1 and self.schedule in ("gpipe", "1f1b")
             self._schedules[num_rounds] = make(
                 stages[0] if one else stages, num_rounds, loss_fn=self._loss, scale_grads=False
@@ -102,7 +104,7 @@ class Pipelined:
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return self.workload.loss(output, targets, self.spread)
 
-    def _stage(self, stage: Stage, module: FSDPModule) -> PipelineStage:
+    def _stage(self, stage: Stage, module: nn.Module) -> PipelineStage:
         """With the shapes of what flows in and out, which torch would else find by a pass."""
         first, stop = stage.layers.start, stage.layers.stop
         inputs, output = (

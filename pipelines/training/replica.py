@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from actors.program import Applied, Groups, Interrupt, StateBytes
 from elastic.samples import batch_ids, microbatch_seed, sample_of
@@ -16,7 +15,7 @@ from pipelines.settings import TrainSettings
 from pipelines.training.evaluation import evaluate
 from pipelines.training.local_state import LocalState
 from pipelines.training.optimizer import learning_rate
-from pipelines.training.parallelise import Interruptible, keeps_shards, parallelise
+from pipelines.training.parallelise import Interruptible, parallelise
 from pipelines.training.passes import OneByOne, Passes
 from pipelines.training.pipeline import Pipelined
 from pipelines.training.sample_log import append_samples
@@ -41,19 +40,18 @@ class ShardedReplica:
         self.share = Share.of(groups)
         self.spread = Spread.of(groups, workload.seq_len)
         stages = build_stages(workload, settings, groups.layout, groups.place.pp, self.spread)
-        modules = [
-            parallelise(stage.module, workload, groups, self.spread, settings) for stage in stages
-        ]
+        modules = [stage.module for stage in stages]
+        self.sharded = parallelise(modules, workload, groups, self.spread, settings)
         blocks = [block for module in modules for block in workload.blocks(module)]
         self.interruptible = Interruptible(blocks)
-        self.state = LocalState(modules, settings)
-        self.passes = self._passes(stages, modules)
+        self.state = LocalState(self.sharded, settings, groups.device)
+        self.passes = self._passes(stages)
 
-    def _passes(self, stages: Sequence[Stage], modules: Sequence[FSDPModule]) -> Passes:
+    def _passes(self, stages: Sequence[Stage]) -> Passes:
         groups, settings = self.groups, self.settings
         if groups.layout.pp > 1:
-            return Pipelined(self.workload, stages, modules, groups, self.spread, settings)
-        return OneByOne(self.workload, modules[0], self.spread, keeps_shards(groups, settings))
+            return Pipelined(self.workload, stages, self.sharded, groups, self.spread, settings)
+        return OneByOne(self.workload, self.sharded, self.spread)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these the local state; see `LocalState.adopt`."""
@@ -72,10 +70,12 @@ class ShardedReplica:
         rounds += [None] * (self.passes.num_rounds(len(rounds)) - len(rounds))
         feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
+        self.sharded.gather(interrupt)
         for loss, num_tokens in self.passes.train(feds, len(rounds)):
             if self.spread.counts:
                 sums[0] += loss
                 sums[1] += num_tokens
+        self.sharded.reduce(interrupt)
         sum_over_sequence(self.state.gradients(), self.workload.shape(), self.spread)
         sums[2] = self.state.squared_norm()
         return sums
@@ -92,7 +92,7 @@ class ShardedReplica:
             clip = min(1.0, self.settings.optimizer.max_grad_norm / (norm + NORM_EPS))
             gradients = self.state.gradients()
             torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
-            self.state.optimizer.step(gradients, lr)
+            self.state.step(gradients, lr)
         self.state.drop_gradients()
         return Applied(lr, norm, skipped)
 
@@ -103,6 +103,7 @@ class ShardedReplica:
     def evaluate(self, step: int, interrupt: Interrupt) -> float:
         """The mean loss over the held-out split; see `pipelines.training.evaluation`."""
         self.interruptible.interrupt = interrupt
+        self.sharded.gather(interrupt)
         return evaluate(self.passes, self.workload, self.settings, self.share, self.groups)
 
     def state_bytes(self) -> StateBytes:

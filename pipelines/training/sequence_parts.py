@@ -7,16 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from elastic.regions import chunk_interval
-
-# From torch 2.13 on the older names warn.
-_ALL_GATHER = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+from pipelines.training.buckets import all_gather, reduce_scatter
 
 DIM = 1
 """Hidden states are (batch, length, dim)."""
@@ -45,7 +41,7 @@ class Parts:
         num_ranks, longest = self.group.size(), self._longest
         padded = _padded(part, longest).contiguous()
         parts = padded.new_empty((num_ranks, *padded.shape))
-        _ALL_GATHER(parts.flatten(0, 1), padded, group=self.group)
+        all_gather(parts.flatten(0, 1), padded, group=self.group)
         return parts.transpose(0, 1).flatten(1, 2)[:, : self.length]
 
     def reduce_scatter(self, summand: Tensor) -> Tensor:
@@ -53,7 +49,7 @@ class Parts:
         padded = _padded(summand, num_ranks * longest)
         parts = padded.unflatten(DIM, (num_ranks, longest)).transpose(0, 1).contiguous()
         total = parts.new_empty(parts.shape[1:])
-        _REDUCE_SCATTER(total, parts.flatten(0, 1), group=self.group)
+        reduce_scatter(total, parts.flatten(0, 1), group=self.group)
         own = chunk_interval(self.length, num_ranks, self.group.rank())[1]
         return total[:, :own]
 

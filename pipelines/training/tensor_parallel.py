@@ -80,7 +80,7 @@ def sum_over_sequence(gradients: Mapping[str, Tensor], shape: Shape, spread: Spr
     ]
     if spread.tp is None or not of_norms:
         return
-    total = torch.cat([gradient.flatten() for gradient in of_norms])
+    total = torch.cat([gradient.flatten() for gradient in of_norms]).to(spread.tp.device_type)
     dist.all_reduce(total, group=spread.tp.get_group())
     for gradient, summed in zip(
         of_norms, total.split([gradient.numel() for gradient in of_norms]), strict=True

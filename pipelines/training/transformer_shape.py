@@ -33,7 +33,7 @@ def transformer_shape(settings: TransformerSettings, seq_len: int) -> Shape:
     head = Layer(("norm", "head"), settings.dim * settings.vocab_size)
     layers = (Layer(("embedding",), settings.dim), *blocks, head)
     limits = Limits(
-        tp_divides=gcd(settings.num_heads, settings.num_kv_heads),
+        tp_divides=gcd(settings.num_heads, settings.num_kv_heads, _width(settings)),
         num_layers=len(layers),
         seq_len=seq_len,
         num_experts=experts.num_experts if experts else 1,
@@ -43,6 +43,11 @@ def transformer_shape(settings: TransformerSettings, seq_len: int) -> Shape:
     if experts:
         styles["layers.*.feed_forward.router"] = "replicated"
     return Shape(layers, limits, styles, EXPERTS if experts else ())
+
+
+def _width(settings: TransformerSettings) -> int:
+    """Of the feed-forward that `tp` cuts: with experts the shared one, if any."""
+    return settings.experts.shared_hidden_dim if settings.experts else settings.hidden_dim
 
 
 def _cost(settings: TransformerSettings, seq_len: int) -> int:

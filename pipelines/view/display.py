@@ -31,6 +31,7 @@ COLOURS = {
     "rolled back": "yellow",
     "left": "yellow",
     "leaving": "yellow",
+    "refused layout": "yellow",
     "draining": "yellow",
     "joined": "green",
     "resumed": "green",

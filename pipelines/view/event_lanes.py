@@ -35,6 +35,7 @@ LANES = (
     Lane("lost", ("lost",), "#d55e00", "X", is_line=True),
     Lane("leaving", ("left", "draining"), "#cc79a7", "v"),
     Lane("joined", ("joined",), "#009e73", "^"),
+    Lane("layout", ("layout",), "#0072b2", "D", marker_size=6),
     Lane("rolled back", ("rolled back",), "#e69f00", "<", is_line=True),
     Lane("checkpoint", ("checkpoint",), "#8a94a3", "d", marker_size=6),
     Lane("waiting", ("waiting",), "#8a94a3", "o", marker_size=6),

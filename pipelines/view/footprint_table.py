@@ -7,18 +7,13 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from elastic.footprint import FOOTPRINTS, Footprint, Precision
+from elastic.zero import PARTS, STAGES
 from pipelines.errors import UserError
 
 TITLES: dict[Precision, str] = {
     "half": "half precision throughout",
     "mixed": "mixed precision, Adam",
     "full": "fp32, Adam, with activations",
-}
-STAGES = {
-    0: "nothing",
-    1: "optimizer",
-    2: "+ gradients",
-    3: "+ parameters",
 }
 
 
@@ -46,10 +41,16 @@ def _table(footprint: Footprint, num_params: float, shard_counts: Sequence[int])
     table.add_column("divided")
     for count in shard_counts:
         table.add_column("1 worker" if count == 1 else f"{count:,} workers", justify="right")
-    for stage, what in STAGES.items():
+    for stage, what in zip(STAGES, _told(), strict=True):
         sizes = (footprint.divided(stage, count) * num_params / 1e9 for count in shard_counts)
         table.add_row(str(stage), what, *(f"{size:,.4g} GB" for size in sizes))
     return table
+
+
+def _told() -> list[str]:
+    """What each stage divides besides what the one before it does."""
+    first, *others = PARTS
+    return ["nothing", first, *(f"+ {part}" for part in others)]
 
 
 def _formula(footprint: Footprint) -> str:

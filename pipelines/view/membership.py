@@ -25,8 +25,9 @@ class Happening:
     """One thing that a person wants to know of; `time` is in seconds since the epoch.
 
     `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, checkpoint,
-    failed checkpoint, evaluated, starting, waiting, stopping or stopped; `short` says what it
-    is about in a word or two; `value` is the held-out loss, or how many seconds a recovery took.
+    failed checkpoint, evaluated, starting, waiting, layout, refused layout, stopping or stopped;
+    `short` says what it is about in a word or two; `value` is the held-out loss, or how many
+    seconds a recovery took.
     """
 
     time: float
@@ -213,10 +214,21 @@ class Membership:
                 self.phase = f"waiting: {line['reason']}"
                 kind = "waiting" if self._has_resumed else "starting"
                 self._note(line, kind, self.phase, line["reason"])
+            case "LayoutAnswered":
+                self._answer(line)
             case "StopRequested":
                 self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
             case "Stopped":
                 self._stop(line)
+
+    def _answer(self, line: dict[str, Any]) -> None:
+        """Somebody has wished for another layout; what is so already is no news."""
+        planned, present, refusal = line["planned"], line["present"], line["refusal"]
+        if refusal:
+            self._note(line, "refused layout", f"layout refused: {refusal}", cause=refusal)
+        elif planned != present:
+            text = f"layout {planned} asked for" + (f" instead of {present}" if present else "")
+            self._note(line, "layout", text, planned)
 
     def _roll_back(self, line: dict[str, Any]) -> None:
         """To an older step, or to the beginning, where nothing newer is covered."""

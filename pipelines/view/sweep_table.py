@@ -53,8 +53,8 @@ def refused(layout: Layout, reason: str) -> Row:
 
 
 def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
-    """The row of a run that has ended, as its files tell it; `broken` is what its driver saw
-    break."""
+    """The row of a run that has ended, as its files tell it; `broken` is why it did, should its
+    controller not have got to write that."""
     journal = list(Tail(folder.journal).drain())
     steps = {line["step"]: line for line in Tail(folder.metrics).drain()}
     verdict, reason = _ending(journal, broken)
@@ -130,7 +130,7 @@ def _told(value: float | None, style: str) -> str:
 
 def _ending(journal: list[Line], broken: str) -> tuple[Verdict, str]:
     endings = [line for line in journal if line.get("command") == "Stopped"]
-    if broken or not endings:
+    if not endings:
         return "failed", broken or "it did not end"
     outcome, reason = endings[-1]["outcome"], endings[-1]["reason"]
     if outcome == "completed":

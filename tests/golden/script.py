@@ -4,16 +4,17 @@ A line that is not indented says what happens; the indented ones below it are th
 its commands and, after `=`, the phase that it goes to. `#` begins a comment. Words in capitals
 are the reader's own:
 
-    run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N]
+    run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
     open [saved STEP gG]                a controller takes the run
     store ready | store lost
-    ready W... [on NODE]                workers have warmed up
+    ready W... [on NODE] [with BYTES]   workers have warmed up
     lost W... CAUSE: | suspected W... | leaving W... | draining NODE
     formed W... | moved W...            groups are formed; the state is in place
     steps 3..7 | paused W... at 7       world rank 0 tells of committed steps
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
     settled W... at 8
     raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
+    relayout LAYOUT                     a person wishes for another layout
     stop | wake                         `wake` is at the core's own deadline
 
 What workers tell bears the present generation, unless `gG` says another.
@@ -32,6 +33,7 @@ from elastic.events import (
     Checkpointed,
     Event,
     GroupFormed,
+    LayoutRequested,
     NodeDraining,
     PartFailed,
     PartWritten,
@@ -56,7 +58,7 @@ from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
 
-KEYWORDS = ("at", "saw", "records", "step", "saved", "on")
+KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with")
 FLAGS = ("gradients", "torn")
 
 
@@ -104,6 +106,8 @@ class Script:
                 yield StoreReady("host", 29500) if rest == ["ready"] else StoreLost("it died")
             case "draining":
                 yield NodeDraining(rest[0], self._now + 30.0)
+            case "relayout":
+                yield LayoutRequested("request", Wish.parse(rest[0]))
             case "stop":
                 yield StopRequested("SIGTERM")
             case "steps":
@@ -125,7 +129,9 @@ class Script:
         for name in names:
             match kind:
                 case "ready":
-                    yield WorkerReady(name, told.get("on", f"node-{name}"), 1)
+                    memory_bytes = int(told["with"]) if "with" in told else None
+                    node = told.get("on", f"node-{name}")
+                    yield WorkerReady(name, node, 1, memory_bytes=memory_bytes)
                 case "lost":
                     yield WorkerLost(name, cause or "killed")
                 case "suspected":
@@ -182,6 +188,7 @@ def _opening(told: dict[str, str]) -> RunOpened:
     smallest, _, largest = told["workers"].partition(":")
     job = Job(
         num_microbatches=int(told.get("microbatches", 8)),
+        state_bytes=int(told.get("state_bytes", 0)),
         steps=int(told["steps"]),
         checkpoint_every=int(told.get("checkpoint_every", 0)),
     )

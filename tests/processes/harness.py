@@ -69,7 +69,8 @@ def run_plainly(
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`."""
     folder.mkdir(parents=True, exist_ok=True)
     kwargs = {"settings": settings.model_dump(mode="json")}
-    specs = TrainingProgram(**kwargs, device="cpu").specs()
+    made = TrainingProgram(**kwargs, device="cpu")
+    specs, shape = made.specs(), made.workload.shape()
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
     rules = Policy(
         **{
@@ -87,6 +88,8 @@ def run_plainly(
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_every,
+        limits=shape.limits,
+        layer_costs=tuple(layer.cost for layer in shape.layers),
     )
     lease = claim(folder)
     shell = Shell(folder, lease, due)

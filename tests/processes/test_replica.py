@@ -246,7 +246,7 @@ def test_a_dropped_replica_leaves_nothing_behind_even_after_an_abort() -> None:
             replica.adopt(local_tensors(program, groups))
             with suppress(Stop):
                 replica.compute(1, interrupt)
-            modules.append(weakref.ref(replica.state.modules[0]))
+            modules.append(weakref.ref(replica.sharded.modules[0]))
             del replica
     assert [module() for module in modules] == [None, None]
 

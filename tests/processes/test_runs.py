@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 import torch
+from checks import (
+    assert_each_sample_once,
+    assert_nothing_redone,
+    survivors_keep_their_processes,
+)
 from expected import expected
-from harness import Outcome, read, run_plainly
+from harness import Outcome, run_plainly
 
 from actors.faults import Fault
-from elastic.events import WorkerLeaving
+from elastic.events import LayoutRequested, WorkerLeaving
+from elastic.planning import Wish
 from elastic.regions import Region
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
@@ -63,30 +69,6 @@ def final_weights(run: Outcome) -> dict[str, torch.Tensor]:
 def assert_same_weights(run: Outcome, weights: dict[str, torch.Tensor]) -> None:
     for name, weight in final_weights(run).items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
-
-
-def assert_nothing_redone(run: Outcome) -> None:
-    """Invariant 8, and the promise of replicas: each step stands once in the metrics."""
-    assert [line["step"] for line in run.metrics] == list(range(1, NUM_STEPS + 1))
-    assert not run.told("RolledBack")
-
-
-def assert_each_sample_once(run: Outcome, batch: int) -> None:
-    """Invariant 5, from what the data ranks read: of a step its last generation counts."""
-    lines = read(run.folder / "samples.jsonl")
-    committed = {line["step"]: line["generation"] for line in run.metrics}
-    used = Counter(
-        one
-        for line in lines
-        if line["step"] in committed and line["generation"] == committed[line["step"]]
-        for one in line["ids"]
-    )
-    assert used == Counter(range(NUM_STEPS * batch))
-
-
-def survivors_keep_their_processes(run: Outcome, survivors: set[str]) -> None:
-    assert {line["worker"] for line in run.told("WorkerLost")}.isdisjoint(survivors)
-    assert survivors <= set(run.told("Resume")[-1]["workers"])
 
 
 def test_the_undisturbed_run_equals_the_plain_loop(undisturbed: Outcome) -> None:
@@ -190,6 +172,33 @@ def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> No
     assert_each_sample_once(run, SETTINGS.batch)
     assert run.told("Relaid")[1]["bytes_moved"] > 0
     assert not run.told("Abort")
+
+
+COURSES = (
+    ("dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=4"),
+    ("dp=4", "dp=2,tp=2", "pp=2,dp=2", "dp=4"),
+)
+
+
+@pytest.mark.parametrize("course", COURSES, ids=" ".join)
+def test_the_layout_changes_as_it_is_asked_for(
+    course: tuple[str, ...], tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Replicas become parts and replicas again, live; a layout that cannot be is refused."""
+    requests = [*zip((16, 32, 48), course[1:], strict=True), (40, "fsdp=5"), (56, "dp=4")]
+    due = tuple((step, LayoutRequested(f"at {step}", Wish.parse(lay))) for step, lay in requests)
+    run = run_plainly(tmp_path, recording(tmp_path), 4, layout=course[0], due=due)
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    survivors_keep_their_processes(run, {"w0", "w1", "w2", "w3"})
+    assert len(run.told("WorkerReady")) == 4, "the processes are those that it began with"
+    layouts = [line["layout"] for line in run.told("Resume")]
+    assert [layout for layout, _ in groupby(layouts)] == list(course)
+    assert run.told("Relaid")[-1]["bytes_moved"] > 0, "replicas anew"
+    answers = {line["request"]: line for line in run.told("LayoutAnswered")}
+    assert "needs 5 workers" in answers["at 40"]["refusal"]
+    assert answers["at 56"]["planned"] == answers["at 56"]["present"] == "dp=4"
 
 
 def test_without_replicas_the_newest_checkpoint_is_taken(

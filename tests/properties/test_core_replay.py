@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sim.scenario import drawn
+from sim.scenario import Scenario, drawn, drawn_with_relayouts
 from sim.shell import replay
 from sim.simulation import simulate
 
@@ -36,9 +36,12 @@ def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "command" in line]
 
 
+@pytest.mark.parametrize("draw", [drawn, drawn_with_relayouts])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_replay_says_the_same_and_stands_where_the_run_stood(seed: int) -> None:
-    world = simulate(drawn(seed), keep_journal=True)
+def test_a_replay_says_the_same_and_stands_where_the_run_stood(
+    seed: int, draw: Callable[[int], Scenario]
+) -> None:
+    world = simulate(draw(seed), keep_journal=True)
     texts = world.records.journal
     assert texts
     lines = [json.loads(text) for text in texts]

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 
 PATIENCE_S = 300.0
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -81,15 +82,29 @@ def processes_of(ray_folder: str) -> list[psutil.Process]:
     return found
 
 
+def elastic(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Another `elastic` command, from another terminal: it knows nothing of the test's cluster."""
+    inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    return subprocess.run(
+        [sys.executable, "-m", "pipelines", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+        env={**inherited, **environment},
+        cwd=ROOT,
+    )
+
+
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
     """Start `elastic train ARGUMENTS` with run name `run`; at the end nothing of it may be left."""
-    with elastic("train", storage, *arguments, "--run-name", "run") as command:
+    with on_own_cluster("train", storage, *arguments, "--run-name", "run") as command:
         yield command
 
 
 @contextmanager
-def elastic(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
+def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
     """Start a command on a cluster of its own; at the end nothing of it may be left."""
     ray_folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
     command = [
@@ -103,7 +118,7 @@ def elastic(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        cwd=Path(__file__).parents[2],
+        cwd=ROOT,
     )
     try:
         yield Command(process, storage / "run", ray_folder)

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import elastic, read
+from command_line import on_own_cluster, read
 from mlflow import MlflowClient
 
 pytestmark = pytest.mark.timeout(900)
@@ -17,7 +17,7 @@ TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
 def test_a_table_of_layouts_of_which_one_is_not_feasible(tmp_path: Path) -> None:
     layouts = "dp=1; tp=2; tp=4"
-    with elastic("sweep", tmp_path, *TINY, "--layouts", layouts, "--steps", "4") as command:
+    with on_own_cluster("sweep", tmp_path, *TINY, "--layouts", layouts, "--steps", "4") as command:
         code, output = command.finish()
     assert code == 0, output
     [folder] = (tmp_path / "sweeps").iterdir()
@@ -42,7 +42,7 @@ def test_a_table_of_layouts_of_which_one_is_not_feasible(tmp_path: Path) -> None
 
 
 def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
-    with elastic(
+    with on_own_cluster(
         "sweep", tmp_path, *TINY, "--layouts", "dp=1; dp=2", "--steps", "100000"
     ) as command:
         command.wait_until(
@@ -56,7 +56,7 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
 
 
 def test_a_malformed_list_is_refused_at_once(tmp_path: Path) -> None:
-    with elastic("sweep", tmp_path, *TINY, "--layouts", "tp=1; tp") as command:
+    with on_own_cluster("sweep", tmp_path, *TINY, "--layouts", "tp=1; tp") as command:
         code, output = command.finish()
     assert code == 2
     assert "--layouts" in output and "Traceback" not in output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from copy import deepcopy
+from dataclasses import replace
 from random import Random
 
 from sim.lineage import SPECS, Part, places
@@ -12,13 +13,14 @@ from sim.storage import Storage
 
 from elastic.assigning import assign
 from elastic.assignment import Assignment
-from elastic.commands import Command, Form, RecordStep, Resume, RolledBack
+from elastic.commands import Command, Form, LayoutAnswered, Pause, RecordStep, Resume, RolledBack
 from elastic.commands import Stopped as RunStopped
 from elastic.core import Core
 from elastic.events import (
     Evaluated,
     Event,
     GroupFormed,
+    LayoutRequested,
     Paused,
     Progressed,
     Quiesced,
@@ -29,6 +31,7 @@ from elastic.events import (
 )
 from elastic.layout import AXES
 from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Stopped, Waiting
+from elastic.planning import Wish
 from elastic.regions import Region
 from elastic.state import CoreState
 
@@ -61,6 +64,7 @@ class Checks:
         self._formed: set[tuple[str, int]] = set()
         self._ready: set[tuple[str, int]] = set()
         self._form: Form | None = None
+        self._wish = Wish()
         self._old_reports: list[Event] = []
 
     def note_fault(self, now: float) -> None:
@@ -83,9 +87,12 @@ class Checks:
                     self._check_record(command)
                 case RolledBack():
                     self._check_roll_back(command, state)
+        if isinstance(event, LayoutRequested):
+            self._check_answer(event, commands, state)
         self._check_roster(state)
         self._check_progress(now, state)
         self._check_stale(now, event, core)
+        self._wish = state.wish
 
     def after_end(
         self, outcome: RunStopped, num_steps: int, records: Records, storage: Storage
@@ -127,6 +134,19 @@ class Checks:
         everyone = {(worker, resume.generation) for worker in self._form.plan.participants}
         assert everyone <= self._formed, "invariant 7: resumed before all groups were formed"
         assert everyone <= self._ready, "invariant 7: resumed before all state was there"
+
+    def _check_answer(
+        self, event: LayoutRequested, commands: list[Command], state: CoreState
+    ) -> None:
+        """Each wish is answered once; what is refused changes nothing, the rest is taken up."""
+        [answer] = [command for command in commands if isinstance(command, LayoutAnswered)]
+        assert answer.request == event.request
+        if answer.refusal:
+            assert self._wish == state.wish, "refused, and yet the wish is another"
+            assert not any(isinstance(command, Form | Pause) for command in commands)
+        else:
+            assert state.wish == replace(event.wish, max_workers=state.policy.max_workers)
+            assert not (isinstance(state.phase, Running) and state.former_wish), "put off"
 
     def _check_record(self, command: RecordStep) -> None:
         step = command.record.step

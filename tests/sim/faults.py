@@ -96,6 +96,28 @@ def draw_faults(random: Random) -> list[Fault]:
     return [_draw_fault(random, action) for action in actions]
 
 
+LAYOUTS = (
+    "",
+    "dp=1",
+    "dp=2",
+    "dp=3",
+    "fsdp=2",
+    "fsdp=3",
+    "fsdp=4",
+    "dp=2,fsdp=2",
+    "tp=2",
+    "pp=2",
+    "dp=9",
+)
+"""What a person may wish for while a run goes on; the last can never be had."""
+
+
+def draw_relayouts(random: Random) -> list[Fault]:
+    """One to four wishes for another layout; whoever passes the moment is not harmed."""
+    layouts = random.choices(LAYOUTS, k=random.randint(1, 4))
+    return [_draw_fault(random, f"relayout {layout}") for layout in layouts]
+
+
 def _draw_fault(random: Random, action: str) -> Fault:
     moment, num_passages = random.choice(MOMENTS)
     only_world_rank_0 = random.random() < 0.25

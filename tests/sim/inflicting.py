@@ -9,13 +9,24 @@ from sim.scenario import policy_of
 from sim.worker import SimWorker
 from sim.world import World
 
-from elastic.events import NodeDraining, StopRequested, StoreLost, WorkerLeaving, WorkerSuspected
+from elastic.events import (
+    LayoutRequested,
+    NodeDraining,
+    StopRequested,
+    StoreLost,
+    WorkerLeaving,
+    WorkerSuspected,
+)
+from elastic.planning import Wish
 
 
 def inflict(world: World, action: str, worker: SimWorker) -> None:
-    """Do what a fault says; `actions` are those of `sim.faults.ACTIONS`."""
+    """Do what a fault says; `action` is one of `sim.faults.ACTIONS`, or a wish for a layout."""
     if action.startswith("raise "):
         worker.control.next_error = action.removeprefix("raise ")
+    elif action.startswith("relayout "):
+        wish = Wish.parse(action.removeprefix("relayout "))
+        world.post_soon(LayoutRequested(f"request {len(world.happened)}", wish))
     else:
         _DOINGS[action](world, worker)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from sim.faults import Fault, draw_faults
+from sim.faults import Fault, draw_faults, draw_relayouts
 
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
@@ -94,3 +94,11 @@ def drawn(seed: int) -> Scenario:
         num_slow_starters=random.choice((0, 0, 0, 1, 2)),
         faults=draw_faults(random),
     )
+
+
+def drawn_with_relayouts(seed: int) -> Scenario:
+    """The scenario of a seed, with wishes for other layouts among what befalls it."""
+    scenario = drawn(seed)
+    random = Random(f"relayouts/{seed}")
+    scenario.faults = [*scenario.faults, *draw_relayouts(random)]
+    return scenario

@@ -8,6 +8,7 @@ from elastic.commands import (
     Abort,
     Command,
     Form,
+    LayoutAnswered,
     Pause,
     PublishCheckpoint,
     RecordStep,
@@ -68,6 +69,9 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} to {steps}, {command.source}"
         case Waited():
             return command.reason
+        case LayoutAnswered():
+            told = f"{command.present or 'nothing'} -> {command.planned}"
+            return f"g{command.generation} refused: {command.refusal}" if command.refusal else told
         case Stopped():
             reason = f": {command.reason}" if command.reason else ""
             return f"{command.outcome} at step {command.step}{reason}"

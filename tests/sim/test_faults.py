@@ -6,11 +6,12 @@ A run that fails tells its seed, its faults and what happened last; keep the see
 from __future__ import annotations
 
 import pytest
-from sim.scenario import drawn
+from sim.scenario import drawn, drawn_with_relayouts
 from sim.seeds import KEPT
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
+NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -18,6 +19,12 @@ NUM_SEEDS_SLOW = 12_000
 def test_runs_survive_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_RELAYOUTS, 50))
+def test_layouts_change_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_relayouts(seed))
 
 
 @pytest.mark.parametrize("seed", KEPT)
@@ -30,3 +37,10 @@ def test_what_was_found_once_is_not_found_again(seed: int) -> None:
 def test_many_more(first: int) -> None:
     for seed in range(first, first + 1000):
         simulate(drawn(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SEEDS + NUM_SEEDS_SLOW // 3, 1000))
+def test_many_more_with_changing_layouts(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn_with_relayouts(seed))

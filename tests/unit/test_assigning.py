@@ -87,13 +87,15 @@ def test_memory_asks_for_shards() -> None:
     assert "fsdp=2" in reason_of(FOUR, Wish(dp=2, fsdp=2), job=job, memory_bytes=29)
 
 
-def test_zero_leaves_parameters_whole() -> None:
+def test_zero_leaves_parameters_and_gradients_whole() -> None:
     job = Job(num_microbatches=8, state_bytes=120, param_bytes=40, margin=1.0)
-    wish = Wish(zero=1)
-    assert layout_of(FOUR, wish, job=job, memory_bytes=80) == "dp=2,fsdp=2,zero=1"
-    assert layout_of(FOUR, wish, job=job, memory_bytes=79) == "fsdp=4,zero=1"
-    assert "raise fsdp" in reason_of(FOUR, wish, job=job, memory_bytes=59)
-    assert "raise fsdp" in reason_of(FOUR, Wish(zero=0), job=job, memory_bytes=119)
+    for zero, of_two, of_four in ((1, 120, 100), (2, 100, 70), (3, 80, 40)):
+        wish = Wish(zero=zero)
+        told = "" if zero == 3 else f",zero={zero}"
+        assert layout_of(FOUR, wish, job=job, memory_bytes=of_two) == f"dp=2,fsdp=2{told}"
+        assert layout_of(FOUR, wish, job=job, memory_bytes=of_four) == f"fsdp=4{told}"
+        assert "raise fsdp" in reason_of(FOUR, wish, job=job, memory_bytes=of_four - 1)
+    assert "raise zero" in reason_of(FOUR, Wish(zero=0), job=job, memory_bytes=159)
 
 
 def test_one_replica_alone_is_taken_only_where_snapshots_cover() -> None:
@@ -111,12 +113,13 @@ def test_no_more_data_ranks_than_microbatches() -> None:
 
 
 def test_too_few_workers_for_the_model_axes_is_told() -> None:
-    assert "need 8 workers" in reason_of(FOUR, Wish(pp=2, tp=4))
+    assert "need 8 workers" in reason_of(FOUR, Wish(pp=2, tp=4, max_workers=4))
 
 
 def test_experts_ask_for_data_ranks_that_they_fold_into() -> None:
     assert layout_of(FOUR, Wish(ep=2)) == "dp=2,fsdp=2,ep=2"
-    assert "folds" in reason_of(FOUR, Wish(ep=8))
+    assert layout_of(FOUR, Wish(ep=8)) == "fsdp=4,ep=4"
+    assert "folds" in reason_of(FOUR, Wish(ep=8, max_workers=4))
 
 
 def test_max_workers_leaves_spares() -> None:

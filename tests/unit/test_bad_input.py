@@ -18,6 +18,22 @@ CASES = {
     "value of another type": (["tiny", "--set", "optimizer.lr=fast"], "number"),
     "no value": (["tiny", "--set", "optimizer.lr"], "key=value"),
     "MIN over MAX": (["tiny", "--workers", "4:2"], "MIN:MAX"),
+    "two stages a rank under 1F1B": (
+        ["tiny", "--data", "random", "--workers", "2", "--layout", "pp=2,vp=2"],
+        "--set schedule=interleaved_1f1b",
+    ),
+    "heads that tp does not divide": (
+        ["tiny", "--data", "random", "--workers", "3", "--layout", "tp=3"],
+        "tp=3 does not divide 2",
+    ),
+    "experts where there are none": (
+        ["tiny", "--data", "random", "--workers", "2", "--layout", "fsdp=2,ep=2"],
+        "this model has no experts",
+    ),
+    "more stages than layers": (
+        ["tiny", "--data", "random", "--workers", "8", "--layout", "pp=8"],
+        "8 stages, but the model has 4 layers",
+    ),
     "zero workers": (["tiny", "--workers", "0"], "at least 1"),
     "workers are no number": (["tiny", "--workers", "many"], "MIN:MAX"),
     "layout cannot fit": (["tiny", "--workers", "2", "--layout", "fsdp=4"], "--workers"),

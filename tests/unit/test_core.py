@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from elastic.commands import Command, StartStore, StartWorkers, Stopped, StopWorker
+from elastic.commands import Command, Form, StartStore, StartWorkers, Stopped, StopWorker
 from elastic.core import Core
 from elastic.events import (
     Event,
+    GroupFormed,
     NodeDraining,
+    Paused,
     RunOpened,
     Saved,
+    StateReady,
+    StepCommitted,
     StopRequested,
     StoreReady,
     Woke,
@@ -17,9 +21,11 @@ from elastic.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic.phases import Forming
+from elastic.phases import Forming, Pausing, Running
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.votes import StepRecord, Vote
+from elastic.wire import command_line
 
 
 def opened(min_workers: int = 2, max_workers: int = 2, **policy: float) -> Core:
@@ -135,3 +141,62 @@ def test_a_draining_node_takes_only_its_own_workers() -> None:
     told(core, ready("w0"), WorkerReady("w1", "spot", 2, digest="same"))
     told(core, NodeDraining("spot", 100.0))
     assert core.state.leaving == {"w1"}
+
+
+def formed(core: Core) -> Form:
+    (form,) = [command for command in told(core, Woke(), now=99.0) if isinstance(command, Form)]
+    finish_forming(core)
+    return form
+
+
+def finish_forming(core: Core) -> None:
+    phase = core.state.phase
+    assert isinstance(phase, Forming)
+    people, generation = phase.attempt.plan.participants, core.state.generation
+    told(core, *(GroupFormed(worker, generation) for worker in people), now=99.0)
+    told(core, *(StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in people), now=99.0)
+    assert isinstance(core.state.phase, Running)
+
+
+def opened_with(wish: str, job: Job, num_workers: int) -> Core:
+    core = Core()
+    opening = RunOpened(1, Policy(1, num_workers), Wish.parse(wish, num_workers), job)
+    told(core, opening, StoreReady("host", 1))
+    return core
+
+
+def test_the_order_to_form_tells_why_this_layout_and_why_no_other() -> None:
+    core = opened_with("tp=2,dp=2", Job(8, steps=10), 4)
+    told(core, ready("w0"), ready("w1"), ready("w2"))
+    form = formed(core)
+    assert str(form.assignment.layout) == "tp=2"
+    assert "dp=2,tp=2 needs 4 workers, 3 are there" in form.reason
+    assert form.refusals[0] == "dp=2,tp=2 needs 4 workers, 3 are there"
+    line = command_line(99.0, form, core.state)
+    assert (line["reason"], line["refusals"]) == (form.reason, list(form.refusals))
+
+
+def test_the_wish_comes_back_even_with_no_more_members_than_before() -> None:
+    """A spare with little memory keeps `cp` away; when it is replaced, `cp` comes back."""
+    job = Job(4, state_bytes=120, margin=1.0, steps=10)
+    core = opened_with("cp=2,fsdp=2", job, 5)
+    told(core, *(with_memory(f"w{i}", 60) for i in range(4)))
+    told(core, with_memory("w4", 40), now=98.0)
+    assert str(core.state.phase.attempt.assignment.layout) == "fsdp=4"  # type: ignore[union-attr]
+    finish_forming(core)
+    commit(core, 1)
+    told(core, WorkerLost("w4", "killed"), now=99.0)
+    assert isinstance(core.state.phase, Running)
+    told(core, with_memory("w5", 60), now=99.0)
+    assert isinstance(core.state.phase, Pausing)
+    told(core, *(Paused(f"w{i}", 1, 1) for i in range(4)), now=99.0)
+    assert str(core.state.phase.attempt.assignment.layout) == "fsdp=2,cp=2"  # type: ignore[union-attr]
+
+
+def with_memory(worker: str, memory_bytes: int) -> WorkerReady:
+    return WorkerReady(worker, "node", 1, memory_bytes=memory_bytes)
+
+
+def commit(core: Core, step: int) -> None:
+    record = StepRecord(99.0, step, core.state.generation, 4, 1.0, 1, 0.1, 1.0, 0.5, False)
+    told(core, StepCommitted(core.state.generation, record, Vote(step, 1.0, 1, 1.0, 4)), now=99.0)

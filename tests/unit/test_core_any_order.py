@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+from sim.faults import LAYOUTS
 from sim.telling import command_in_words, phase_in_words
 
 from elastic.core import Core
@@ -13,6 +14,7 @@ from elastic.events import (
     Evaluated,
     Event,
     GroupFormed,
+    LayoutRequested,
     NodeDraining,
     PartFailed,
     PartWritten,
@@ -110,6 +112,7 @@ def any_event(random: Random, core: Core) -> Event:
         PartFailed(worker, generation, step, "no space left"),
         Progressed(generation),
         Evaluated(generation, step, 1.0),
+        LayoutRequested("request", Wish.parse(random.choice(LAYOUTS))),
         StoreLost("it died"),
         StopRequested("SIGTERM"),
         Woke(),

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from written_runs import MIDNIGHT, WrittenRun
 
-from elastic.commands import Waited
+from elastic.commands import LayoutAnswered, Waited
 from pipelines.run_folder import Tail
 from pipelines.view.display import Display, sparkline
 
@@ -127,6 +127,21 @@ def test_a_terminal_is_redrawn_at_most_four_times_a_second(tmp_path: Path) -> No
         assert output(display._console) == drawn
         display.update(run.now + 0.3)
         assert len(output(display._console)) > len(drawn)
+
+
+def test_wishes_for_another_layout_are_told(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(4)
+    run.tell(LayoutAnswered(1, "a", "dp=2,fsdp=2", "dp=4"))
+    run.tell(LayoutAnswered(1, "b", "dp=4", "dp=4"))
+    run.tell(LayoutAnswered(1, "c", "", "dp=4", "it needs 9 workers"))
+    display = Display(console(False), "run")
+    follow(display, run)
+    told = [line.partition("  ")[2] for line in output(display._console).splitlines()]
+    assert [line for line in told if line.startswith("layout")] == [
+        "layout dp=2,fsdp=2 asked for instead of dp=4",
+        "layout refused: it needs 9 workers",
+    ]
 
 
 def test_the_terminal_is_restored_after_an_exception() -> None:

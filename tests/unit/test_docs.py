@@ -27,14 +27,14 @@ from elastic.votes import StepRecord
 from pipelines.cli import app
 from pipelines.inject import parse_faults
 from pipelines.overrides import override
-from pipelines.plan import Asked, make_plan
+from pipelines.plan import Asked, make_plan, store_recipe
 from pipelines.recipes import RECIPES, load
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 FILES = ROOT / "docs" / "files.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-NUM_OPTIONS = {"train": 12, "sweep": 5, "prepare": 3, "plan": 2}
+NUM_OPTIONS = {"train": 12, "sweep": 5, "relayout": 2, "prepare": 3, "plan": 2}
 """Frozen: an option more is a decision, to be made with what it is worth to whom."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -213,6 +213,7 @@ def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
         list(yaml.safe_load((publish(tmp_path, 1, 1, ()) / "manifest.json").read_text())),
     )
     plan = make_plan(Asked("tiny", "run", tmp_path, data="random"), num_gpus=0)
+    store_recipe(plan)
     yield "recipe", list(yaml.safe_load(plan.folder.recipe.read_text()))
 
 

@@ -1,0 +1,103 @@
+"""What a step costs under a layout, in units of one microbatch's compute on one worker.
+
+    step = (rounds + (pp - 1) / vp) x share / (tp x cp) + traffic
+
+- rounds: the most microbatches that a data rank computes, ceil(num_microbatches / (dp x fsdp)).
+- share: of all layers' costs, what lies on the costliest pipeline rank (see `stages`), or
+  1 / pp where the costs are not known.
+- (pp - 1) / vp: the bubble of 1F1B and of its interleaved form (Narayanan et al., Efficient
+  Large-Scale Language Model Training, 2021, section 2.2).
+- traffic: for each axis the bytes that a worker sends over the speed of the slowest link in
+  its groups, in microbatches; 0 where a speed or `microbatch_s` is not known. None of it is
+  taken to hide behind compute. Of n workers, an all-reduce sends 2 (n - 1) / n of the bytes, a
+  gather or reduce-scatter half of that.
+
+| axis | bytes a worker sends, with A = activation_bytes / cp and P = param_bytes x share / tp |
+|---|---|
+| tp | 4 all-reduces of A a layer and round (Shoeybi et al., Megatron-LM, 2019) |
+| cp | 6 (cp - 1) A a layer and round: keys and values forwards, and again with the gradients of both backwards (Liu et al., Ring Attention, 2023) |
+| pp | 2 vp A a round |
+| fsdp | zero=3: gathers of P twice a round, and one reduction a step; below: an all-reduce of P (Rajbhandari et al., ZeRO, 2020, section 7) |
+| dp | an all-reduce of P / fsdp a step |
+"""  # noqa: E501 (a table)
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from elastic.job import Capacity, Job
+from elastic.stages import deal_layers
+from elastic.wish import Wish
+
+StepCost = Callable[[int, int], float]
+"""What a step costs with these (dp, fsdp)."""
+
+
+def step_cost(axes: Wish, job: Job, capacity: Capacity) -> StepCost:
+    """The cost of layouts with these model axes; see the head of this module."""
+    microbatch = costliest_share(job.layer_costs, axes.pp, axes.vp) / (axes.tp * axes.cp)
+    bubble = (axes.pp - 1) / axes.vp
+    num_microbatches = job.num_microbatches
+
+    def compute(dp: int, fsdp: int) -> float:
+        return (-(-num_microbatches // (dp * fsdp)) + bubble) * microbatch
+
+    if not job.knows_links:
+        return compute
+    traffic = _traffic(axes, job, capacity)
+    return lambda dp, fsdp: compute(dp, fsdp) + traffic(dp, fsdp)
+
+
+def costliest_share(layer_costs: tuple[int, ...], pp: int, vp: int) -> float:
+    """The part of all layers' costs that lies on the costliest pipeline rank."""
+    if not any(layer_costs):
+        return 1 / pp
+    stages = [
+        sum(layer_costs[layers.start : layers.stop]) for layers in deal_layers(layer_costs, pp * vp)
+    ]
+    return max(sum(stages[rank::pp]) for rank in range(pp)) / sum(stages)
+
+
+def _traffic(axes: Wish, job: Job, capacity: Capacity) -> StepCost:
+    """The time of all communication in a step, in microbatches."""
+    share = costliest_share(job.layer_costs, axes.pp, axes.vp)
+    num_layers = (job.num_layers or 1) * share
+    param_bytes = job.param_bytes * share / axes.tp
+    activation_bytes = job.activation_bytes / axes.cp
+    slowness = _slowness(job, capacity)
+    tp, cp, inner = axes.tp, axes.cp, axes.tp * axes.cp
+    round_cost = activation_bytes * (
+        4 * num_layers * _all_reduced(tp) * slowness(tp)
+        + 6 * num_layers * (cp - 1) * slowness(inner)
+    )
+    gathers, reductions = (1.0, 0.5) if axes.zero == 3 else (0.0, 1.0)
+
+    def traffic(dp: int, fsdp: int) -> float:
+        rounds = -(-job.num_microbatches // (dp * fsdp))
+        replica = inner * fsdp
+        passed = 2 * axes.vp * activation_bytes * slowness(replica * dp * axes.pp)
+        sharded = (rounds * gathers + reductions) * _all_reduced(fsdp) * slowness(replica)
+        copied = _all_reduced(dp) / fsdp * slowness(replica * dp)
+        passing = passed if axes.pp > 1 else 0.0
+        return rounds * (round_cost + passing) + param_bytes * (sharded + copied)
+
+    return traffic
+
+
+def _all_reduced(num_workers: int) -> float:
+    """What each of so many workers sends in an all-reduce by ring, as a multiple of its bytes."""
+    return 2 * (num_workers - 1) / num_workers
+
+
+def _slowness(job: Job, capacity: Capacity) -> Callable[[int], float]:
+    """Microbatches a byte, over the slowest link among so many consecutive world ranks."""
+
+    def slowness(num_ranks: int) -> float:
+        links = job.links
+        if num_ranks <= capacity.node_size:
+            speed = links.node
+        else:
+            speed = links.rack if num_ranks <= capacity.rack_size else links.far
+        return 1 / (speed * job.microbatch_s) if speed else 0.0
+
+    return slowness

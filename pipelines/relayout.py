@@ -1,0 +1,113 @@
+"""Another layout for a run that goes on: find the run from its folder, ask it, tell what came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from actors.asking import LayoutReply
+from actors.errors import ControllerLost, RunNotDriven
+from actors.launch import ask_for_layout, close_cluster, join_cluster
+from actors.lease import owner_of
+from elastic.commands import Relaid
+from elastic.planning import Wish
+from pipelines.drive import NAMESPACE
+from pipelines.errors import UserError
+from pipelines.plan import parse_layout
+from pipelines.run_folder import RunFolder, Tail
+from pipelines.view.wording import duration
+
+PATIENCE_S = 120.0
+
+
+def relayout(run_name: str, layout: str, storage: Path) -> str:
+    """Have the run change its layout at the next step boundary; return one line about it.
+
+    Raises `UserError` if there is no such run, it does not run, or refuses the layout.
+    """
+    wish = parse_layout(layout)
+    folder = RunFolder(storage / run_name)
+    owner = _owner(folder)
+    try:
+        reply = _ask(folder, owner, wish)
+    except RunNotDriven:
+        raise _not_running(folder) from None
+    except ControllerLost as error:
+        raise UserError(
+            f"run '{run_name}': the controller did not answer ({error}); whether it still runs, "
+            f"{folder.journal} tells"
+        ) from None
+    return f"run {run_name}: {_in_words(reply, folder, wish)}"
+
+
+def _ask(folder: RunFolder, owner: dict[str, Any], wish: Wish) -> LayoutReply:
+    address = owner.get("cluster") or ""
+    try:
+        join_cluster(address, NAMESPACE)
+    except OSError as error:
+        raise UserError(
+            f"run '{folder.name}' is driven on {owner.get('host')}, but its Ray cluster "
+            f"{address or 'of no address'} does not answer here ({error}): run this on a machine "
+            "of that cluster"
+        ) from None
+    try:
+        return ask_for_layout(folder.name, wish, PATIENCE_S)
+    finally:
+        close_cluster(folder.name, keep_actors=True)
+
+
+def _owner(folder: RunFolder) -> dict[str, Any]:
+    """Who drives the run, from its lease."""
+    if not folder.recipe.exists():
+        there = sorted(path.parent.name for path in folder.storage.glob("*/recipe.json"))
+        raise UserError(
+            f"there is no run '{folder.name}' in {folder.storage}; there are: "
+            f"{', '.join(there) or 'none'} (another folder: --storage)"
+        )
+    owner = owner_of(folder.path)
+    if owner is None:
+        raise _not_running(folder)
+    return owner
+
+
+def _not_running(folder: RunFolder) -> UserError:
+    how = "it was killed"
+    for line in Tail(folder.journal).drain():
+        if line.get("event") == "RunOpened":
+            how = "it was killed"
+        elif line.get("command") == "Stopped":
+            how = f"{line['outcome']} at step {line['step']}"
+    return UserError(
+        f"run '{folder.name}' is not running ({how}): give --layout to `elastic train` with the "
+        "same run name"
+    )
+
+
+def _in_words(reply: LayoutReply, folder: RunFolder, wish: Wish) -> str:
+    """What has come of it, or the `UserError` that it has come to."""
+    told = reply.answered
+    if told is not None and told.refusal:
+        raise UserError(f"run '{folder.name}' refuses: {told.refusal}")
+    if reply.ended:
+        raise _not_running(folder)
+    if told is None:
+        raise UserError(
+            f"run '{folder.name}' has not answered for {duration(PATIENCE_S)}: what it does, "
+            f"{folder.journal} tells"
+        )
+    if reply.relaid is not None and reply.layout:
+        return _change(told.present, reply.layout, reply.relaid)
+    if not told.present:
+        return f"accepted; nothing trains now, {told.planned} will be the layout when it does"
+    if told.present != told.planned:
+        change = f"{told.present} -> {told.planned}"
+        return f"{change} accepted, but not done after {duration(PATIENCE_S)}"
+    if wish.data_axes and told.planned != str(wish.layout(*wish.data_axes)):
+        return f"accepted; {told.present} stays until there are enough workers for it"
+    return f"{told.present} already; nothing to do"
+
+
+def _change(old: str, new: str, relaid: Relaid) -> str:
+    where = f"at step {relaid.step}, generation {relaid.generation}"
+    moved = f"{relaid.bytes_moved / 1e6:.1f} MB moved"
+    return f"{old} -> {new} {where}; {duration(relaid.seconds)} pause, {moved}"

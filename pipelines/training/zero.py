@@ -1,0 +1,189 @@
+"""ZeRO's stages 1 and 2: whole parameters to compute with, of which each rank keeps its shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from actors.program import Groups, Interrupt
+from elastic.zero import divides
+from pipelines.settings import TrainSettings
+from pipelines.training.buckets import Bucket, Chunks, Finish, Part, place
+from pipelines.training.experts import Experts
+from pipelines.training.sharded import as_part, assign, local_part, on_host
+from pipelines.training.workload import Workload
+
+
+class PartlySharded:
+    """Modules with whole parameters; see `pipelines.training.sharded`.
+
+    A rank steps its shard alone, so a step's first forward begins with gathering those of the
+    others: `fsdp` is never talked along in apply. Gradients are reduced block by block while the
+    backward goes on: at stage 1 in a step's last, at stage 2 in each, and then only the shard
+    of the sum is kept. Under bfloat16, and with `offload`, the shard is a tensor of its own; else
+    it is a part of the whole parameter's memory.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        workload: Workload,
+        groups: Groups,
+        settings: TrainSettings,
+    ) -> None:
+        """Take modules on the meta device: they have shapes, but no values."""
+        self.modules = modules
+        self.device = groups.device
+        several = groups.layout.fsdp > 1
+        self.divides_gradients = several and divides(groups.layout.zero, "gradients")
+        self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
+        self.offload = settings.offload
+        self.grouping = [
+            found for module in modules for found in _grouped(module, workload, groups)
+        ]
+        self._make_buckets({})
+        self.is_stale = True
+        self.is_last = False
+        self._in_flight: Finish | None = None
+
+    def shards(self) -> dict[str, Tensor]:
+        return {part.name: part.shard for part in self._parts()}
+
+    def num_copies(self) -> dict[str, int]:
+        return {
+            part.name: part.num_copies * bucket.num_replicas
+            for bucket in self.buckets
+            for part in bucket.parts
+        }
+
+    @torch.no_grad()
+    def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Uncopied if a shard lies where it belongs in memory of the size of its whole."""
+        wholes, own = {}, {}
+        for part in self._parts():
+            shard = shards[part.name]
+            if self.dtype is None and not self.offload:
+                wholes[part.name] = place(shard, part.parameter, part.chunks)
+                continue
+            own[part.name] = on_host(shard, self.device) if self.offload else shard
+            dtype = self.dtype or shard.dtype
+            whole = torch.empty(part.whole.shape, dtype=dtype, device=self.device)
+            wholes[part.name] = as_part(whole, part.parameter)
+        assign(self.modules, wholes | dict(buffers))
+        self._make_buckets(own)
+        for bucket in self.buckets:
+            for part in bucket.parts:
+                hook = partial(self._accumulated, bucket, part)
+                part.parameter.register_post_accumulate_grad_hook(hook)
+        self.is_stale = True
+
+    @torch.no_grad()
+    def gather(self, interrupt: Interrupt) -> None:
+        """Bring the shards that others have stepped into the whole parameters."""
+        for bucket in self.buckets if self.is_stale else ():
+            interrupt()
+            self._follow(bucket.gather())
+        self._follow(None)
+        self.is_stale = False
+
+    def accumulate(self, last: bool) -> None:
+        self.is_last = last
+
+    @torch.no_grad()
+    def reduce(self, interrupt: Interrupt) -> None:
+        """What no hook has begun: a schedule that has backwards of its own may call none."""
+        for bucket in self.buckets:
+            interrupt()
+            for part in bucket.parts:
+                part.take_gradient()
+            if not all(part.is_reduced for part in bucket.parts):
+                self._reduce(bucket)
+        self._follow(None)
+        for bucket in self.buckets:
+            interrupt()
+            self._follow(bucket.reduce_replicas())
+        self._follow(None)
+        self.is_last = False
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {part.name: part.gradient for part in self._parts() if part.gradient is not None}
+
+    def drop_gradients(self) -> None:
+        self._in_flight = None
+        for bucket in self.buckets:
+            bucket.drop_gradients()
+
+    def stepped(self) -> None:
+        self.is_stale = True
+
+    def release(self) -> None:
+        """Whole parameters stay."""
+
+    def kept(self) -> Iterable[Tensor]:
+        return (tensor for part in self._parts() for tensor in (part.whole, part.shard))
+
+    def gradient_bytes(self) -> int:
+        if self.offload and self.device.type != "cpu":
+            return 0
+        return sum(
+            part.shard.itemsize * (width if self.divides_gradients else part.whole.numel())
+            for bucket in self.buckets
+            for part, width in zip(bucket.parts, bucket.widths, strict=True)
+        )
+
+    def _accumulated(self, bucket: Bucket, part: Part, parameter: Tensor) -> None:
+        """Called by autograd when a parameter's gradient of one backward pass is there, summed
+        with those of the passes before if nobody has taken them."""
+        may_stay = not (self.divides_gradients or self.is_last)
+        if may_stay and parameter.dtype == part.shard.dtype:
+            return
+        part.take_gradient()
+        if self.divides_gradients or self.is_last:
+            bucket.num_ready += 1
+            if bucket.num_ready == len(bucket.parts):
+                self._reduce(bucket)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        self._follow(bucket.reduce_shards(keeps_whole=not self.divides_gradients))
+
+    def _follow(self, begun: Finish | None) -> None:
+        """Finish the collective before the one that has just begun: two are under way at most."""
+        previous, self._in_flight = self._in_flight, begun
+        if previous is not None:
+            previous()
+
+    def _make_buckets(self, own_shards: Mapping[str, Tensor]) -> None:
+        named = {n: p for module in self.modules for n, p in module.named_parameters()}
+        self.buckets = []
+        for names, mesh in self.grouping:
+            num_chunks, index = mesh["fsdp"].size(), mesh.get_local_rank("fsdp")
+            parts = []
+            for name in names:
+                chunks = Chunks(local_part(named[name]).shape, num_chunks, index)
+                parts.append(Part(name, named[name], chunks, own_shards.get(name)))
+            self.buckets.append(Bucket(parts, mesh))
+
+    def _parts(self) -> Iterator[Part]:
+        return (part for bucket in self.buckets for part in bucket.parts)
+
+
+def _grouped(
+    module: nn.Module, workload: Workload, groups: Groups
+) -> Iterator[tuple[list[str], DeviceMesh]]:
+    """The names of the parameters that are gathered and reduced together, and their mesh: those
+    of a block, but for its experts, and outside of blocks those of one module."""
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    owners: list[tuple[Iterable[nn.Parameter], DeviceMesh]] = []
+    for block in workload.blocks(module):
+        experts = [part for part in block.modules() if isinstance(part, Experts)]
+        owners += [(part.parameters(), groups.experts or groups.mesh) for part in experts]
+        owners.append((block.parameters(), groups.mesh))
+    owners += [(part.parameters(recurse=False), groups.mesh) for part in module.modules()]
+    for parameters, mesh in owners:
+        found = [names.pop(parameter) for parameter in parameters if parameter in names]
+        if found:
+            yield found, mesh

@@ -1,0 +1,31 @@
+"""What must hold of a run after whatever befell it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from harness import Outcome, read
+
+
+def assert_nothing_redone(run: Outcome) -> None:
+    """Invariant 8, and the promise of replicas: each step stands once in the metrics."""
+    assert [line["step"] for line in run.metrics] == list(range(1, run.stopped.step + 1))
+    assert not run.told("RolledBack")
+
+
+def assert_each_sample_once(run: Outcome, batch: int) -> None:
+    """Invariant 5, from what the data ranks read: of a step its last generation counts."""
+    lines = read(run.folder / "samples.jsonl")
+    committed = {line["step"]: line["generation"] for line in run.metrics}
+    used = Counter(
+        one
+        for line in lines
+        if line["step"] in committed and line["generation"] == committed[line["step"]]
+        for one in line["ids"]
+    )
+    assert used == Counter(range(run.stopped.step * batch))
+
+
+def survivors_keep_their_processes(run: Outcome, survivors: set[str]) -> None:
+    assert {line["worker"] for line in run.told("WorkerLost")}.isdisjoint(survivors)
+    assert survivors <= set(run.told("Resume")[-1]["workers"])

@@ -1,0 +1,62 @@
+"""Whole runs under the model axes: a SIGKILL inside a group of each, and what then moves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checks import (
+    assert_each_sample_once,
+    assert_nothing_redone,
+    survivors_keep_their_processes,
+)
+from expected import expected
+from harness import Outcome, run_plainly
+
+from actors.faults import Fault
+from pipelines.recipes import tiny, tiny_moe
+from pipelines.settings import DataSettings, TrainSettings
+
+NUM_STEPS = 24
+COMMON = {
+    "data": DataSettings(source="random", seq_len=16),
+    "dtype": "float64",
+    "steps": NUM_STEPS,
+}
+DENSE = tiny().model_copy(update=COMMON)
+MIXED = tiny_moe().model_copy(update=COMMON)
+
+
+def assert_trained_plainly(run: Outcome, settings: TrainSettings) -> None:
+    assert run.stopped.outcome == "completed", run.stopped
+    seen, _ = expected(settings, NUM_STEPS)
+    losses, norms = zip(*seen, strict=True)
+    assert [run.losses()[step] for step in range(1, NUM_STEPS + 1)] == pytest.approx(
+        losses, rel=1e-9
+    )
+    by_step = {line["step"]: line["grad_norm"] for line in run.metrics}
+    assert list(by_step.values()) == pytest.approx(norms, rel=1e-9)
+
+
+def recording(settings: TrainSettings, folder: Path) -> TrainSettings:
+    return settings.model_copy(update={"record_samples": folder / "samples.jsonl"})
+
+
+KILLS = {
+    "tp": ("dp=2,tp=2", DENSE, Fault("kill", "w3", 8, "compute")),
+    "pp": ("dp=2,pp=2", DENSE, Fault("kill", "w1", 8, "compute")),
+    "a stage in apply": ("dp=2,pp=2", DENSE, Fault("kill", "w2", 8, "apply")),
+    "cp": ("dp=2,cp=2", DENSE, Fault("kill", "w2", 8, "vote")),
+    "ep": ("dp=2,fsdp=2,ep=2", MIXED, Fault("kill", "w0", 8, "compute")),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_kill_inside_a_group_changes_nothing(name: str, tmp_path: Path) -> None:
+    layout, settings, fault = KILLS[name]
+    run = run_plainly(tmp_path, recording(settings, tmp_path), 4, layout=layout, faults=(fault,))
+    assert_trained_plainly(run, settings)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, settings.batch)
+    survivors_keep_their_processes(run, {"w0", "w1", "w2", "w3"} - {fault.worker})
+    assert [line["worker"] for line in run.told("WorkerLost")] == [fault.worker]

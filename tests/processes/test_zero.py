@@ -1,0 +1,230 @@
+"""What ZeRO's stages keep in memory, and the switches beside them: real processes, real bytes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from datetime import timedelta
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from expected import expected
+from harness import run_plainly
+from test_replica import CPU, CountCollectives, local_tensors, never, program_of
+from torch.multiprocessing import start_processes
+
+from actors.faults import Fault
+from actors.meshes import form_groups
+from actors.program import StateBytes
+from elastic.assignment import Assignment
+from elastic.footprint import Footprint
+from elastic.layout import Layout
+from elastic.regions import Region
+from elastic.votes import Vote
+from elastic.zero import STAGES
+from pipelines.program import TrainingProgram
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings, TrainSettings
+from pipelines.training.replica import ShardedReplica
+
+NUM_PROCESSES = 4
+NUM_STEPS = 3
+FULL = Footprint(parameters=4, gradients=4, optimizer=8)
+"""Bytes a parameter in float32 with Adam."""
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "batch": 8,
+        "eval_every": 1,
+        "eval_samples": 4,
+    }
+)
+
+
+class Case(NamedTuple):
+    """What is trained, and under which layout."""
+
+    layout: str
+    changes: dict[str, Any] = {}  # noqa: RUF012
+
+    @property
+    def name(self) -> str:
+        return " ".join([self.layout, *(f"{key}={value}" for key, value in self.changes.items())])
+
+    @property
+    def settings(self) -> TrainSettings:
+        return SETTINGS.model_copy(update=self.changes)
+
+
+SIZED = [
+    Case(f"{axes},zero={zero}") for axes in ("fsdp=2", "fsdp=4", "dp=2,fsdp=2") for zero in STAGES
+]
+CHANGED = [
+    Case("fsdp=2,zero=3", {"reshard_after_forward": False}),
+    *(Case(f"fsdp=2,zero={zero}", {"offload": True}) for zero in STAGES),
+    Case("dp=2,fsdp=2,zero=2", {"offload": True}),
+    *(Case(f"fsdp=2,zero={zero}", {"activation_checkpointing": True}) for zero in (1, 2)),
+    *(Case(f"fsdp=2,zero={zero}", {"dtype": "bfloat16"}) for zero in (1, 2, 3)),
+    *(Case(f"fsdp=2,zero={zero}", {"dtype": "bfloat16", "offload": True}) for zero in (1, 3)),
+]
+
+
+class Trained(NamedTuple):
+    """What one rank has to tell of its run."""
+
+    losses: list[float]
+    held_out: float
+    at_rest: StateBytes
+    in_step: StateBytes
+    tensors: dict[str, torch.Tensor]
+    num_collectives: int
+    num_collectives_in_apply: int
+
+
+def train(program: TrainingProgram, replica: ShardedReplica, given: dict[str, Any]) -> Trained:
+    replica.adopt(given)
+    at_rest, losses = replica.state_bytes(), []
+    for step in range(1, NUM_STEPS + 1):
+        with CountCollectives() as in_compute:
+            sums = replica.compute(step, never)
+        in_step = replica.state_bytes()
+        dist.all_reduce(sums)
+        loss_sum, num_tokens, sq_grad_norm = sums.tolist()
+        with CountCollectives() as in_apply:
+            world_size = dist.get_world_size()
+            replica.apply(step, Vote(step, loss_sum, int(num_tokens), sq_grad_norm, world_size))
+        losses.append(loss_sum / num_tokens)
+    held_out = replica.evaluate(NUM_STEPS, never)
+    tensors = {name: tensor.clone() for name, tensor in replica.tensors().items()}
+    return Trained(
+        losses,
+        held_out,
+        at_rest,
+        in_step,
+        tensors,
+        in_compute.num_collectives,
+        in_apply.num_collectives,
+    )
+
+
+def run_rank(world_rank: int, folder: Path) -> None:
+    """One of the processes: train each case that has such a rank."""
+    torch.set_num_threads(1)
+    file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
+    for case in SIZED + CHANGED:
+        layout = Layout.parse(case.layout)
+        if world_rank >= layout.num_workers:
+            continue
+        store = dist.PrefixStore(case.name, file)
+        dist.init_process_group("gloo", store=store, world_size=layout.num_workers, rank=world_rank)
+        members = tuple(f"w{i}" for i in range(layout.num_workers))
+        assignment = Assignment(1, layout, members)
+        groups = form_groups(assignment, world_rank, CPU, timedelta(seconds=60))
+        program = program_of(case.settings)
+        replica = program.build(groups)
+        trained = train(program, replica, local_tensors(program, groups))
+        torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
+        if case.name == "fsdp=2,zero=1":
+            assert_adopted_again(program, replica, program.build(groups))
+        dist.destroy_process_group()
+
+
+def assert_adopted_again(
+    program: TrainingProgram, replica: ShardedReplica, successor: ShardedReplica
+) -> None:
+    """As after a re-layout in which a worker keeps its part: the memory of the wholes stays."""
+    held = replica.tensors()
+    before = {name: tensor.clone() for name, tensor in held.items()}
+    successor.adopt(held)
+    for name, tensor in successor.tensors().items():
+        assert tensor.data_ptr() == held[name].data_ptr() or not tensor.numel()
+    assert successor.state_bytes() == replica.state_bytes()
+    successor.evaluate(0, never)
+    for name, tensor in successor.tensors().items():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("zero")
+    set_forkserver_preload(["pipelines.program"])
+    start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
+    return folder
+
+
+def ranks_of(folder: Path, case: Case) -> list[Trained]:
+    num_workers = Layout.parse(case.layout).num_workers
+    files = [folder / f"{case.name}-{rank}.pt" for rank in range(num_workers)]
+    return [Trained(**torch.load(file, weights_only=False)) for file in files]
+
+
+@pytest.mark.parametrize("case", SIZED, ids=lambda case: case.name)
+def test_measured_bytes_are_those_of_the_formula(folder: Path, case: Case) -> None:
+    layout = Layout.parse(case.layout)
+    specs = program_of(case.settings).specs()
+    num_params = sum(spec.num_bytes // 4 for spec in specs if spec.kind == "parameter")
+    parts = {
+        "param_bytes": Footprint(4, 0, 0),
+        "grad_bytes": Footprint(0, 4, 0),
+        "optimizer_bytes": Footprint(0, 0, 8),
+    }
+    for trained in ranks_of(folder, case):
+        measured = asdict(trained.in_step)
+        for part, footprint in parts.items():
+            expected = num_params * footprint.divided(layout.zero, layout.fsdp)
+            assert measured[part] == pytest.approx(expected, rel=0.05), part
+        total = num_params * FULL.divided(layout.zero, layout.fsdp)
+        assert sum(measured.values()) == pytest.approx(total, rel=0.05)
+        assert trained.at_rest == trained.in_step, "gradients are told of before there are any"
+
+
+@pytest.mark.parametrize("case", SIZED + CHANGED, ids=lambda case: case.name)
+def test_all_stages_and_switches_train_alike(folder: Path, case: Case) -> None:
+    plain = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
+    exact = case.settings.dtype == "float32"
+    for trained in ranks_of(folder, case):
+        assert trained.losses == pytest.approx(plain.losses, rel=1e-5 if exact else 0.02)
+        assert trained.held_out == pytest.approx(plain.held_out, rel=1e-5 if exact else 0.02)
+        assert trained.num_collectives_in_apply == 0
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_mixed_precision_is_that_of_stage_three(folder: Path, zero: int) -> None:
+    change = {"dtype": "bfloat16"}
+    expected = ranks_of(folder, Case("fsdp=2,zero=3", change))
+    ranks = ranks_of(folder, Case(f"fsdp=2,zero={zero}", change))
+    for ours, fsdp in zip(ranks, expected, strict=True):
+        assert ours.losses == pytest.approx(fsdp.losses, rel=1e-6)
+        for name, tensor in fsdp.tensors.items():
+            assert ours.tensors[name].dtype == tensor.dtype
+            torch.testing.assert_close(ours.tensors[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_a_kill_in_apply_changes_nothing(zero: int, tmp_path: Path) -> None:
+    """The dead held a shard that its replica has as well; those who have not applied settle."""
+    settings = SETTINGS.model_copy(update={"dtype": "float64", "steps": 16, "eval_every": 8})
+    fault = Fault("kill", "w1", 6, "apply")
+    layout = f"dp=2,fsdp=2,zero={zero}"
+    run = run_plainly(tmp_path, settings, 4, layout=layout, faults=(fault,))
+    assert run.stopped.outcome == "completed", run.stopped
+    assert not run.told("RolledBack")
+    assert run.told("Resume")[1]["layout"].endswith(f"zero={zero}")
+    seen, weights = expected(settings, settings.steps)
+    losses, norms = zip(*seen, strict=True)
+    assert [line["loss"] for line in run.metrics] == pytest.approx(losses, rel=1e-9)
+    assert [line["grad_norm"] for line in run.metrics] == pytest.approx(norms, rel=1e-9)
+    [checkpoint] = (run.folder / "checkpoints").glob("step-*")
+    regions = {name: Region.whole(tuple(weight.shape)) for name, weight in weights.items()}
+    for name, weight in program_of(settings).read_regions(checkpoint, regions).items():
+        torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
+
+
+def test_without_resharding_a_block_is_gathered_once_a_step(folder: Path) -> None:
+    kept = ranks_of(folder, Case("fsdp=2,zero=3", {"reshard_after_forward": False}))[0]
+    let_go = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
+    num_blocks, rounds = SETTINGS.model.num_layers, SETTINGS.num_microbatches // 2
+    assert let_go.num_collectives - kept.num_collectives >= num_blocks * rounds

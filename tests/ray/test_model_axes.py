@@ -1,0 +1,85 @@
+"""`elastic train` under tp, pp, cp and ep on a real Ray: real SIGKILLs, leaving and coming back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Command, elastic_train
+
+sys.path.append(str(Path(__file__).parents[1] / "processes"))
+
+from expected import expected
+
+from pipelines.overrides import override
+from pipelines.recipes import load
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+SETTINGS = ("data.source=random", "data.seq_len=16", "dtype=float64", "batch=8")
+
+
+def arguments(recipe: str, layout: str, workers: str, steps: int, *inject: str) -> list[str]:
+    given = [recipe, "--layout", layout, "--workers", workers, "--steps", str(steps)]
+    for setting in SETTINGS:
+        given += ["--set", setting]
+    for sentence in inject:
+        given += ["--inject", sentence]
+    return given
+
+
+def assert_trained_plainly(command: Command, recipe: str, num_steps: int) -> None:
+    """Every step once, with the losses of the undisturbed plain loop."""
+    seen, _ = expected(override(load(recipe), SETTINGS), num_steps)
+    metrics = command.metrics()
+    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), "redone or lost"
+    assert [line["loss"] for line in metrics] == pytest.approx([loss for loss, _ in seen], rel=1e-9)
+    assert not command.lines("RolledBack")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout", "killed"),
+    [
+        ("tiny", "dp=2,pp=2,tp=2", ("w5", "w2")),
+        ("tiny_moe", "dp=2,fsdp=2,cp=2,ep=4", ("w3", "w6")),
+    ],
+    ids=["tp and pp", "cp and ep"],
+)
+def test_a_kill_inside_a_group_costs_no_step(
+    tmp_path: Path, recipe: str, layout: str, killed: tuple[str, str]
+) -> None:
+    """One after the other, on 8 workers; the second after the first has been replaced."""
+    first, second = (name.removeprefix("w") for name in killed)
+    with elastic_train(
+        tmp_path,
+        *arguments(
+            recipe, layout, "4:8", 60,
+            f"kill worker {first} at step 10", f"kill worker {second} in vote at step 40",
+        ),
+    ) as command:  # fmt: skip
+        code, output = command.finish()
+        assert code == 0, output
+        assert_trained_plainly(command, recipe, 60)
+        lost = [line["worker"] for line in command.lines("WorkerLost")]
+        pids = {line["worker"]: line["pid"] for line in command.lines("WorkerReady")}
+        last = command.lines("Resume")[-1]["workers"]
+    assert lost == list(killed)
+    stayed = {f"w{i}" for i in range(8)} - set(killed)
+    assert stayed <= set(pids) and len(stayed & set(last)) >= 4
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_a_model_axis_gives_way_and_comes_back(tmp_path: Path, axis: str) -> None:
+    """Of two workers one leaves by plan: all that it held moves, and back to who comes."""
+    with elastic_train(
+        tmp_path,
+        *arguments("tiny", f"{axis}=2", "1:2", 400, "remove worker 1 at step 10"),
+    ) as command:
+        command.wait_until(lambda: len(command.lines("Resume")) >= 3, "the return")
+        code, output = command.finish()
+        assert code == 0, output
+        assert_trained_plainly(command, "tiny", 400)
+        layouts = [line["layout"] for line in command.lines("Resume")]
+        workers = [sorted(line["workers"]) for line in command.lines("Resume")]
+    assert workers == [["w0", "w1"], ["w0"], ["w0", "w2"]]
+    assert layouts == [f"{axis}=2", "dp=1", f"{axis}=2"]

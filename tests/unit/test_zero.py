@@ -1,0 +1,51 @@
+"""ZeRO's stages, and the names that FSDP has for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.errors import InvalidLayout
+from elastic.layout import Layout
+from elastic.planning import Wish
+from elastic.zero import PARTS, STAGES, divides
+
+
+def test_each_stage_divides_one_part_more() -> None:
+    divided = [[part for part in PARTS if divides(zero, part)] for zero in STAGES]
+    assert divided == [
+        [],
+        ["optimizer"],
+        ["optimizer", "gradients"],
+        ["optimizer", "gradients", "parameters"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "zero"),
+    [
+        ("fsdp=4,zero=NO_SHARD", 0),
+        ("fsdp=4,zero=SHARD_GRAD_OP", 2),
+        ("fsdp=4,zero=FULL_SHARD", 3),
+        ("dp=2,fsdp=2,zero=HYBRID_SHARD", 3),
+        ("zero=hybrid_shard,dp=2", 3),
+        ("zero=Shard_Grad_Op", 2),
+        ("zero=1", 1),
+    ],
+)
+def test_names_of_fsdp_are_stages(text: str, zero: int) -> None:
+    assert Layout.parse(text).zero == Wish.parse(text).zero == zero
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("fsdp=4,zero=HYBRID_SHARD", "name dp=2 or more"),
+        ("dp=1,fsdp=4,zero=hybrid_shard", "zero=FULL_SHARD"),
+        ("fsdp=4,zero=SHARD", "0, 1, 2 or 3, or one of NO_SHARD"),
+        ("fsdp=4,zero=", "0, 1, 2 or 3"),
+        ("fsdp=4,zero=-1", "0, 1, 2 or 3"),
+    ],
+)
+def test_names_that_mean_nothing_are_refused(text: str, told: str) -> None:
+    with pytest.raises(InvalidLayout, match=told):
+        Layout.parse(text)
