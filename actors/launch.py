@@ -75,10 +75,15 @@ def close_cluster(run_name: str, keep_actors: bool) -> None:
     if not ray.is_initialized():
         return
     if not keep_actors:
-        for name in ray.util.list_named_actors():
-            if name.startswith(f"{run_name}:"):
-                _end(name)
+        end_actors(run_name)
     ray.shutdown()
+
+
+def end_actors(run_name: str) -> None:
+    """End every actor that a run still has on the cluster that was joined."""
+    for name in ray.util.list_named_actors():
+        if name.startswith(f"{run_name}:"):
+            _end(name)
 
 
 def _end(name: str) -> None:

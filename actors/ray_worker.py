@@ -17,7 +17,7 @@ from actors.store import open_store
 from actors.system import sample
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Worker
-from elastic.events import Event
+from elastic.events import Event, Paused, WorkerRaised, WorkerReady
 
 SAMPLE_EVERY_S = 10.0
 
@@ -62,6 +62,7 @@ class RayWorker:
         self._node = ray.get_runtime_context().get_node_id()
         self._controller = controller
         self._orphanage = Orphanage(orphan_timeout_s)
+        self._look = threading.Event()
         self._worker = Worker(name, self._node, program, options, self._report)
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
@@ -88,12 +89,16 @@ class RayWorker:
 
     def _report(self, event: Event) -> None:
         self._controller.report.remote(event)
+        if isinstance(event, WorkerReady | Paused | WorkerRaised):
+            self._look.set()
 
     def _sample(self) -> None:
+        """Now and then, and where peaks count: before training, and at its end."""
         process = psutil.Process()
         while True:
             process.cpu_percent()
-            time.sleep(SAMPLE_EVERY_S)
+            self._look.wait(SAMPLE_EVERY_S)
+            self._look.clear()
             self._controller.report_sample.remote(sample(self._name, process))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,11 +18,30 @@ def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
         "worker": worker,
         "cpu_percent": process.cpu_percent(),
         "host_memory_bytes": process.memory_info().rss,
+        "host_peak_bytes": host_peak_bytes(),
         "device_memory_bytes": None,
+        "device_peak_bytes": None,
         "device_use_percent": None,
     }
     if torch.cuda.is_available():
         line["device_memory_bytes"] = torch.cuda.memory_allocated()
+        line["device_peak_bytes"] = torch.cuda.max_memory_allocated()
         if find_spec("pynvml"):
             line["device_use_percent"] = torch.cuda.utilization()
     return line
+
+
+def peak_bytes() -> int:
+    """The most that this process ever held where it trains: on its GPU, or in host memory."""
+    on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return on_gpu or host_peak_bytes()
+
+
+def host_peak_bytes() -> int:
+    """The most of this process that was ever resident, as Linux keeps it.
+
+    Not `ru_maxrss`, which begins with the peak of the process that this one was forked from.
+    """
+    status = Path("/proc/self/status").read_text()
+    [peak] = [line for line in status.splitlines() if line.startswith("VmHWM:")]
+    return int(peak.split()[1]) * 1024

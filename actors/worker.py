@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import queue
+import re
 import socket
 import threading
 import time
@@ -23,11 +24,16 @@ import torch.distributed as dist
 from actors.errors import Interrupted
 from actors.interruption import Interruption
 from actors.program import Factory, Program
+from actors.system import peak_bytes
 from actors.trainer import Trainer, WorkerOptions
 from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import Event, WorkerRaised, WorkerReady
 
 Order = Abort | Form | Relayout | Resume | Pause | Settle | SaveCheckpoint
+
+NO_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA out of memory")
+"""In the text also of a mere RuntimeError, as which torch tells it of the host."""
+WANTED = re.compile(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) ([Bb]ytes|[KMGT]i?B)")
 
 REPEAT_BREAK_S = 0.02
 """Sockets that are born while an abort looks for them are found by the next look."""
@@ -163,15 +169,30 @@ class Worker:
     def _tell(self, generation: int, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._report(WorkerRaised(self.name, generation, kind_of(error), message, text))
+        kind = kind_of(error)
+        held_bytes = peak_bytes() if kind == "memory" else 0
+        wanted_bytes = wanted_of(error) if kind == "memory" else 0
+        self._report(
+            WorkerRaised(self.name, generation, kind, message, text, held_bytes, wanted_bytes)
+        )
         traceback.clear_frames(error.__traceback__)
+
+
+def wanted_of(error: BaseException) -> int:
+    """How many bytes an allocator says that it could not get; 0 if it does not say."""
+    found = WANTED.search(str(error))
+    if found is None:
+        return 0
+    power = "BKMGT".index(found[2][0].upper())
+    return int(float(found[1]) * 1024**power)
 
 
 def kind_of(error: BaseException) -> str:
     """What an exception says of its cause: `peer`, `device`, `memory` or `program`."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return "memory"
     text = str(error)
+    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    if is_memory or any(mark in text for mark in NO_MEMORY):
+        return "memory"
     if isinstance(error, dist.DistError | ConnectionError | socket.error):
         return "peer"
     if "CUDA error" in text:

@@ -73,15 +73,15 @@ def peer_run(peer: Peer) -> Iterator[PeerRun]:
             yield PeerRun(program, folder)
 
 
-def bare_fsdp2(recipe: Path) -> Peer:
-    """The loop without elasticity for a run's `recipe.json`; it never tells of a failure."""
-    script = str(SCRIPTS / "bare_fsdp2.py")
+def bare_loop(script: str, recipe: Path, num_workers: int) -> Peer:
+    """A loop without elasticity for a run's `recipe.json`; it never tells of a failure."""
+    path = str(SCRIPTS / f"{script}.py")
     return Peer(
-        "bare-fsdp2",
-        "bare torchrun + FSDP2",
+        script.replace("_", "-"),
+        f"bare torchrun, {script}.py",
         "clips by the global norm, reduces the loss",
         "torch",
-        lambda folder: torchrun(script, str(folder), str(recipe)),
+        lambda folder: torchrun(path, str(folder), str(recipe), num_processes=num_workers),
     )
 
 
@@ -94,10 +94,10 @@ def free_ports(number: int) -> list[str]:
         return [str(one.getsockname()[1]) for one in sockets]
 
 
-def torchrun(*arguments: str) -> list[str]:
-    """torchrun with 4 processes on this machine."""
-    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    return [*agent, *arguments]
+def torchrun(*arguments: str, num_processes: int = 4) -> list[str]:
+    """torchrun with so many processes on this machine."""
+    agent = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*agent, "--nproc-per-node", str(num_processes), *arguments]
 
 
 def _restarting(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from elastic.commands import Abort, Command, RecordStep, Settle, StopWorker
 from elastic.events import Quiesced, Settled, WorkerRaised
+from elastic.fitting import Shortage, advice
 from elastic.forming import try_form
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.recovery import living
@@ -51,7 +52,7 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
     """Sort an exception: a peer's death, a broken device, too little memory, or a bug."""
-    failure = Ending("failed", f"{event.worker}: {event.message}", event.traceback)
+    failure = Ending("failed", _reason(state, event), event.traceback)
     if event.worker not in state.seats:
         return []
     if event.worker not in state.warm:
@@ -70,6 +71,19 @@ def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command
     if event.kind in ("memory", "program") and isinstance(state.phase, Aborting):
         state.phase.raised = failure
     return commands
+
+
+def _reason(state: CoreState, event: WorkerRaised) -> str:
+    """What is told of an exception; of too little memory also the bytes, and what would fit."""
+    reason = f"{event.worker}: {event.message}"
+    if event.kind != "memory":
+        return reason
+    shortage = Shortage(event.held_bytes, event.wanted_bytes)
+    phase = state.phase
+    forming = phase.attempt.assignment if isinstance(phase, Forming | Relaying) else None
+    assignment = forming or (state.held.assignment if state.held else None)
+    told = advice(assignment.layout, state.job, shortage) if assignment else shortage
+    return f"{reason}; {told}"
 
 
 def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:

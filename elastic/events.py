@@ -179,7 +179,8 @@ class WorkerRaised:
     """An exception came out of a worker's training thread.
 
     `kind` is `peer` (a collective broke: somebody else may be gone), `device`, `memory` or
-    `program` (the user's code).
+    `program` (the user's code). Of `memory` it is told how much the worker held at most and, if
+    the allocator says so, how much more it asked for.
     """
 
     worker: str
@@ -187,6 +188,8 @@ class WorkerRaised:
     kind: str
     message: str
     traceback: str = ""
+    held_bytes: int = 0
+    wanted_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

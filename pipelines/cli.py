@@ -1,4 +1,4 @@
-"""The command line: `elastic train`, `elastic relayout`, `elastic prepare`, `elastic plan`."""
+"""The command line: `elastic` train, sweep, relayout, prepare, plan."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pipelines.drive import drive
 from pipelines.errors import UserError
 from pipelines.plan import Asked
 from pipelines.relayout import relayout
+from pipelines.sweep import SweepAsked, sweep
 from pipelines.view.footprint_table import footprint_tables, parse_counts
 
 app = typer.Typer(
@@ -25,6 +26,8 @@ app = typer.Typer(
 )
 
 USER_ERROR = 2
+TABLE_WIDTH = 110
+"""Of what is written to a file; a terminal has its own."""
 
 
 @app.callback()
@@ -92,6 +95,28 @@ def train(
         detach=detach,
     )
     raise typer.Exit(drive(asked, Console()))
+
+
+@app.command(name="sweep")
+def sweep_command(
+    recipe: Annotated[str, typer.Argument(help="As of `train`.")],
+    layouts: Annotated[
+        str, typer.Option(metavar="LAYOUTS", help="With semicolons between: 'tp=1; dp=2,tp=2'.")
+    ],
+    steps: Annotated[int, typer.Option(help="Steps a layout; the first is not counted.")] = 10,
+    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    data: Annotated[
+        str | None, typer.Option(help="A folder, file or glob of text, or 'random'.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
+    ] = None,
+) -> None:
+    """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
+    asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()))
+    width = None if sys.stdout.isatty() else TABLE_WIDTH
+    raise typer.Exit(sweep(asked, Console(width=width)))
 
 
 @app.command(name="relayout")

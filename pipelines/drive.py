@@ -50,7 +50,13 @@ def drive(asked: Asked, console: Console) -> int:
         soft_wrap=True,
         highlight=False,
     )
-    _join_or_start_cluster(plan, asked.detach)
+    started = open_cluster(plan.num_workers, bool(plan.run.num_gpus))
+    if started and asked.detach:
+        close_cluster(plan.folder.name, keep_actors=False)
+        raise UserError(
+            "--detach needs a cluster that outlives this command: `ray start --head` first, or "
+            "set RAY_ADDRESS"
+        )
     interrupts.listen()
     try:
         store_recipe(plan)
@@ -69,22 +75,19 @@ def drive(asked: Asked, console: Console) -> int:
         close_cluster(plan.folder.name, keep_actors=asked.detach)
 
 
-def _join_or_start_cluster(plan: Plan, detach: bool) -> None:
+def open_cluster(num_workers: int, use_gpus: bool) -> bool:
+    """Join the cluster of `RAY_ADDRESS`, or the one at hand, or start one; True if started.
+
+    Raises `UserError`.
+    """
     address = os.environ.get("RAY_ADDRESS")
-    use_gpus = bool(plan.run.num_gpus)
     try:
-        started = join_or_start_cluster(address, plan.num_workers, use_gpus, NAMESPACE)
+        return join_or_start_cluster(address, num_workers, use_gpus, NAMESPACE)
     except (OSError, ValueError) as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
             "local one"
         ) from None
-    if started and detach:
-        close_cluster(plan.folder.name, keep_actors=False)
-        raise UserError(
-            "--detach needs a cluster that outlives this command: `ray start --head` first, or "
-            "set RAY_ADDRESS"
-        )
 
 
 def _follow(plan: Plan, console: Console, interrupts: Interrupts, detach: bool) -> int:

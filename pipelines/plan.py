@@ -20,7 +20,7 @@ from elastic.infeasible import Infeasible
 from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
 from pipelines.data import prepared_folder
-from pipelines.errors import UserError
+from pipelines.errors import LayoutRefused, UserError
 from pipelines.inject import parse_faults
 from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
@@ -50,6 +50,8 @@ class Asked:
     tracking_uri: str | None = None
     experiment: str = "elastic"
     detach: bool = False
+    data_cache: Path | None = None
+    """Where text is prepared; by default in the storage."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     if asked.record_samples:
         samples = folder.path.resolve() / "samples.jsonl"
         settings = settings.model_copy(update={"record_samples": samples})
-    factory = _program(settings, asked.storage)
+    factory = _program(settings, asked.data_cache or asked.storage / "data")
     program = TrainingProgram(**factory.kwargs, device="cpu")
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
@@ -109,12 +111,12 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     return Plan(run, folder, settings, policy.max_workers, tracking_uri, recipe)
 
 
-def _program(settings: TrainSettings, storage: Path) -> Factory:
+def _program(settings: TrainSettings, data_cache: Path) -> Factory:
     """How workers make the program; its data are prepared here if need be."""
     data = settings.data
     folder = prepared_folder(
         data.source,
-        storage.resolve() / "data",
+        data_cache.resolve(),
         tokenizer=data.tokenizer,
         separator=data.separator,
         held_out_fraction=data.held_out_fraction,
@@ -199,7 +201,7 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
     capacity = Capacity(policy.max_workers)
     layout = plan_layout(None, capacity, wish, job, snapshots_cover=False)
     if isinstance(layout, Infeasible):
-        raise UserError(f"--layout: {layout.reason}")
+        raise LayoutRefused(f"--layout: {layout.reason}")
 
 
 def _run_folder(asked: Asked) -> RunFolder:

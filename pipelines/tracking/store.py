@@ -42,8 +42,9 @@ def prepare_process() -> None:
 
 def connect(uri: str, folder: RunFolder) -> MlflowClient:
     """A client of the store; the default one is made if it is not there yet."""
-    if uri == default_tracking_uri(folder.storage):
-        _ensure_database(folder.storage)
+    storage = _storage_of(uri, folder)
+    if storage is not None:
+        _ensure_database(storage)
     return MlflowClient(uri)
 
 
@@ -113,9 +114,15 @@ def _experiment_id(client: MlflowClient, folder: RunFolder, delivered: Delivered
     experiment = client.get_experiment_by_name(delivered.experiment)
     if experiment is not None:
         return str(experiment.experiment_id)
-    is_default = delivered.uri == default_tracking_uri(folder.storage)
-    artifacts = (folder.storage.resolve() / "mlflow-artifacts").as_uri() if is_default else None
+    storage = _storage_of(delivered.uri, folder)
+    artifacts = (storage / "mlflow-artifacts").as_uri() if storage is not None else None
     return str(client.create_experiment(delivered.experiment, artifacts, EXPERIMENT_TAGS))
+
+
+def _storage_of(uri: str, folder: RunFolder) -> Path | None:
+    """The storage folder whose own store this is: one of those that the run's folder lies in."""
+    storages = folder.path.resolve().parents
+    return next((path for path in storages if default_tracking_uri(path) == uri), None)
 
 
 def _ensure_database(storage: Path) -> None:

@@ -141,8 +141,11 @@ class Bucket:
     def reduce_shards(self, keeps_whole: bool) -> Finish:
         """Begin to sum the gradients over the shards' ranks, and add this rank's part of them to
         `reduced`. Gradients of the whole are let go of, unless they are to be kept."""
-        rows = torch.cat([part.chunks.padded(part.whole_gradient()) for part in self.parts], dim=1)
         self.num_ready = 0
+        if self.num_chunks == self.num_replicas == 1:
+            self._keep_whole()
+            return _nothing
+        rows = torch.cat([part.chunks.padded(part.whole_gradient()) for part in self.parts], dim=1)
         for part in () if keeps_whole else self.parts:
             part.summed = None
         if self.num_chunks == 1:
@@ -178,6 +181,14 @@ class Bucket:
                     self._keep_gradient(part, piece[: part.shard.numel()].view_as(part.shard))
 
         return finish
+
+    def _keep_whole(self) -> None:
+        """There is nobody to sum with."""
+        for part in (part for part in self.parts if part.has_gradient):
+            whole = part.whole_gradient()
+            part.gradient = whole.to(part.shard.device)
+            if part.gradient.device != whole.device:
+                part.summed = None
 
     def _keep_gradient(self, part: Part, piece: Tensor) -> None:
         """As a view of the whole gradient, where that is kept."""

@@ -23,6 +23,7 @@ from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage, build_stages
+from pipelines.training.tensor_parallel import sum_over_sequence
 from pipelines.training.workload import PADDING, Fed, Workload
 
 NORM_EPS = 1e-6
@@ -75,6 +76,7 @@ class ShardedReplica:
                 sums[0] += loss
                 sums[1] += num_tokens
         self.sharded.reduce(interrupt)
+        sum_over_sequence(self.state.gradients(), self.workload.shape(), self.spread)
         sums[2] = self.state.squared_norm()
         return sums
 

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from actors.program import Groups
+from pipelines.training.ring import positions
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Spread:
     def has_whole_sequences(self) -> bool:
         """Whether hidden states are those of all tokens of a sample."""
         return self.num_cp == self.num_tp == 1
+
+    @property
+    def num_held(self) -> int:
+        """How many tokens of a sequence `cp` leaves to this rank, before `tp` cuts them."""
+        return len(positions(self.seq_len, self.cp_rank, self.num_cp))
 
     @property
     def counts(self) -> bool:

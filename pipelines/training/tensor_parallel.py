@@ -1,38 +1,63 @@
-"""Tensor and sequence parallelism: the modules that `tp` cuts, and a loss over parts of logits."""
+"""Tensor and sequence parallelism: the modules that `tp` cuts, and a loss over parts of logits.
+
+Parameters are DTensors, as FSDP wants them; what flows between them are plain local tensors.
+torch's own styles make a DTensor of each input and output, which takes longer on the host than the
+work of a small layer, and reduce the gradient of an input once for each of the modules that share
+it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
+from torch.distributed.tensor import (
+    DTensor,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
 )
+from torch.nn import functional
 
+from elastic.regions import chunk_interval
+from pipelines.training.sequence_parts import Parts
+from pipelines.training.spread import Spread
 from pipelines.training.workload import Shape, Style
 
-SEQUENCE = Shard(1)
-"""Between the cut modules hidden states (batch, length, dim) are spread over the sequence."""
+CUTS: dict[Style, Placement] = {
+    "colwise": Shard(0),
+    "logits": Shard(0),
+    "vocabulary": Shard(0),
+    "rowwise": Shard(1),
+    "sequence": Replicate(),
+}
+"""How the weight of a module of each style lies on the ranks."""
 
 
-def cut_modules(module: nn.Module, shape: Shape, mesh: DeviceMesh) -> None:
+def cut_modules(module: nn.Module, shape: Shape, mesh: DeviceMesh, length: int) -> None:
     """Cut the modules that have a style over `tp` (Shoeybi et al., Megatron-LM, 2019; norms over
-    the sequence: Korthikanti et al., 2022).
+    the sequence: Korthikanti et al., 2022), so that hidden states between them are spread over
+    the sequence, of which this data rank has `length` tokens.
 
     Every module takes and gives plain local tensors.
     """
+    parts = Parts(mesh.get_group(), length)
     for name, part in list(module.named_modules()):
         style = shape.style_of(name)
         if style == "replicated":
             distribute_module(part, mesh)
+        elif style == "gather":
+            part.register_forward_pre_hook(partial(_gathered, parts))
         elif style is not None:
-            parallelize_module(part, mesh, _style(style))
+            weight = distribute_tensor(part.weight, mesh, [CUTS[style]])
+            part.weight = nn.Parameter(weight, requires_grad=part.weight.requires_grad)
+            part.forward = _forward(style, part, parts)
 
 
 def whole_vocabulary(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTensor:
@@ -44,21 +69,54 @@ def whole_vocabulary(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTens
     )
 
 
-def _style(style: Style) -> ParallelStyle:
+@torch.no_grad()
+def sum_over_sequence(gradients: Mapping[str, Tensor], shape: Shape, spread: Spread) -> None:
+    """Sum the gradients of the norms, of which each rank has those of its own tokens: one
+    collective a step, over what is left after the reduction over the data ranks."""
+    of_norms = [
+        gradient
+        for name, gradient in gradients.items()
+        if shape.style_of(name.rpartition(".")[0]) == "sequence"
+    ]
+    if spread.tp is None or not of_norms:
+        return
+    total = torch.cat([gradient.flatten() for gradient in of_norms]).to(spread.tp.device_type)
+    dist.all_reduce(total, group=spread.tp.get_group())
+    for gradient, summed in zip(
+        of_norms, total.split([gradient.numel() for gradient in of_norms]), strict=True
+    ):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def _gathered(parts: Parts, module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return parts.gather(inputs[0]), *inputs[1:]
+
+
+def _forward(style: Style, part: nn.Module, parts: Parts) -> Callable[[Tensor], Tensor]:
+    """What replaces a module's forward; its weight is looked up anew each time, for FSDP puts
+    another there."""
     match style:
-        case "gather":
-            return PrepareModuleInput(
-                input_layouts=SEQUENCE, desired_input_layouts=Replicate(), use_local_output=True
-            )
         case "colwise":
-            return ColwiseParallel()
+            return lambda hidden: functional.linear(hidden, part.weight.to_local())
         case "rowwise":
-            return RowwiseParallel(output_layouts=SEQUENCE)
-        case "sequence":
-            return SequenceParallel(use_local_output=True)
-        case "vocabulary":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE)
+            return lambda hidden: parts.scatter(functional.linear(hidden, part.weight.to_local()))
         case "logits":
-            return ColwiseParallel(input_layouts=SEQUENCE)
+            return lambda hidden: functional.linear(parts.gather(hidden), part.weight.to_local())
+        case "sequence":
+            return lambda hidden: functional.rms_norm(
+                hidden, part.normalized_shape, part.weight.to_local(), part.eps
+            )
+        case "vocabulary":
+            return lambda tokens: parts.scatter(_embed(tokens, part, parts))
         case _:
             raise ValueError(f"{style}: no style of a module that tp cuts")
+
+
+def _embed(tokens: Tensor, part: nn.Embedding, parts: Parts) -> Tensor:
+    """The embeddings of the tokens that lie in this rank's part of the vocabulary, 0 of others."""
+    ranks = parts.group
+    first, size = chunk_interval(part.num_embeddings, ranks.size(), ranks.rank())
+    index, weight = tokens - first, part.weight.to_local()
+    outside = (index < 0) | (index >= size)
+    embedded = functional.embedding(index.masked_fill(outside, 0), weight)
+    return embedded.masked_fill(outside[..., None], 0.0)

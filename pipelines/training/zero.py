@@ -38,7 +38,8 @@ class PartlySharded:
         """Take modules on the meta device: they have shapes, but no values."""
         self.modules = modules
         self.device = groups.device
-        self.divides_gradients = divides(groups.layout.zero, "gradients")
+        several = groups.layout.fsdp > 1
+        self.divides_gradients = several and divides(groups.layout.zero, "gradients")
         self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
         self.offload = settings.offload
         self.grouping = [
@@ -135,7 +136,11 @@ class PartlySharded:
         )
 
     def _accumulated(self, bucket: Bucket, part: Part, parameter: Tensor) -> None:
-        """Called by autograd when a parameter's gradient of one backward pass is there."""
+        """Called by autograd when a parameter's gradient of one backward pass is there, summed
+        with those of the passes before if nobody has taken them."""
+        may_stay = not (self.divides_gradients or self.is_last)
+        if may_stay and parameter.dtype == part.shard.dtype:
+            return
         part.take_gradient()
         if self.divides_gradients or self.is_last:
             bucket.num_ready += 1

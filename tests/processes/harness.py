@@ -86,6 +86,7 @@ def run_plainly(
     job = Job(
         num_microbatches=settings.num_microbatches,
         state_bytes=sum(spec.num_bytes for spec in specs),
+        param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_every,
         limits=shape.limits,

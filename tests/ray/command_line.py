@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Command:
-    """One `elastic train` under way."""
+    """One `elastic` command under way."""
 
     process: subprocess.Popen[str]
     folder: Path
@@ -99,10 +99,17 @@ def elastic(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
     """Start `elastic train ARGUMENTS` with run name `run`; at the end nothing of it may be left."""
+    with on_own_cluster("train", storage, *arguments, "--run-name", "run") as command:
+        yield command
+
+
+@contextmanager
+def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
+    """Start a command on a cluster of its own; at the end nothing of it may be left."""
     ray_folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
     command = [
-        *(sys.executable, "-m", "pipelines", "train", *arguments),
-        *("--storage", str(storage), "--run-name", "run"),
+        *(sys.executable, "-m", "pipelines", name, *arguments),
+        *("--storage", str(storage)),
     ]
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": ray_folder}
     process = subprocess.Popen(

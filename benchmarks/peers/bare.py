@@ -1,0 +1,103 @@
+"""What the bare loops share: the model, data, batch and optimizer of a run of ours, and telling.
+
+RECIPE is the `recipe.json` of the run that is compared with; FOLDER gets `steps.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from mlp import Told
+from torch import Tensor, nn
+
+from elastic.layout import Layout
+from elastic.regions import Region
+from elastic.samples import batch_ids, sample_of
+from pipelines.program import make_workload
+from pipelines.settings import TrainSettings
+from pipelines.training.optimizer import learning_rate
+from pipelines.training.spread import ALONE, Spread
+from pipelines.training.state import initial_value, state_specs
+from pipelines.training.workload import Fed, Workload
+
+CPU = torch.device("cpu")
+
+
+class Job(NamedTuple):
+    """What is trained, and under which layout."""
+
+    settings: TrainSettings
+    workload: Workload
+    layout: Layout
+
+
+def run(train: Callable[[Job, Told], None]) -> None:
+    """The `main` of a bare loop: one thread, Gloo, `script FOLDER RECIPE`."""
+    torch.set_num_threads(1)
+    recipe = json.loads(Path(sys.argv[2]).read_text())
+    settings = TrainSettings.model_validate(recipe["settings"])
+    dist.init_process_group("gloo")
+    told = Told(Path(sys.argv[1]), dist.get_rank())
+    workload = make_workload(settings, recipe["data_folder"])
+    train(Job(settings, workload, Layout.parse(recipe["layout"])), told)
+
+
+def make_module(job: Job, spread: Spread = ALONE) -> nn.Module:
+    """The model with the values of step 0 that ours has."""
+    module = job.workload.module(spread)
+    parameters = dict(module.named_parameters())
+    with torch.no_grad():
+        for spec in state_specs(job.workload, job.settings):
+            if spec.kind == "parameter":
+                whole = Region((0,) * len(spec.shape), spec.shape)
+                value = initial_value(job.workload, job.settings, spec, whole)
+                parameters[spec.name].copy_(value)
+    return module
+
+
+def make_optimizer(parameters: Iterable[Tensor], job: Job) -> torch.optim.Optimizer:
+    chosen, weights = job.settings.optimizer, list(parameters)
+    matrices = [weight for weight in weights if weight.ndim > 1]
+    vectors = [weight for weight in weights if weight.ndim <= 1]
+    groups = [{"params": matrices, "weight_decay": chosen.weight_decay}]
+    groups += [{"params": vectors, "weight_decay": 0.0}]
+    betas = (chosen.beta1, chosen.beta2)
+    return torch.optim.AdamW(groups, chosen.lr, betas, chosen.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, job: Job, step: int) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(job.settings.optimizer, step)
+
+
+def feds(job: Job, step: int, data_rank: int = 0, num_data_ranks: int = 1) -> list[Fed]:
+    """A data rank's microbatches of a step."""
+    settings, workload = job.settings, job.workload
+    ids, size = batch_ids(step, settings.batch), settings.microbatch
+    firsts = range(data_rank * size, settings.batch, num_data_ranks * size)
+    chosen = (
+        [sample_of(settings.seed, i, workload.num_samples) for i in ids[first : first + size]]
+        for first in firsts
+    )
+    return [workload.feed(workload.read(samples), CPU, ALONE, seed=0) for samples in chosen]
+
+
+def num_tokens(job: Job, own: Iterable[Fed]) -> int:
+    """How many losses a rank's microbatches sum: with whole windows a constant, as many loops
+    take it."""
+    return sum(int(job.workload.num_tokens(fed.targets)) for fed in own)
+
+
+def repeat(step_of: Callable[[int], Any], told: Told) -> None:
+    """Train for ever; each step gives its mean loss."""
+    for step in count(1):
+        loss = float(step_of(step))
+        if dist.get_rank() == 0:
+            told.commit(step, dist.get_world_size(), loss=loss)

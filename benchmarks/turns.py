@@ -1,0 +1,142 @@
+"""Two systems that train the same side by side, in alternated blocks of a few steps.
+
+All processes of the one stand still (SIGSTOP) while the other trains for a block. So the noise of
+the machine strikes both alike, and whatever ours does beside the training (controller, Ray,
+MLflow) is paid for in its own blocks. The first step of a block, which was cut by the stop, is not
+counted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+from elastic_run import ElasticRun, elastic_train
+from peer_run import PeerRun, bare_loop, peer_run
+from processes import thaw
+from report import bootstrap_interval, console, show_table
+
+from elastic.layout import Layout
+
+WARM_UP_STEPS = 10
+START_TIMEOUT_S = 180.0
+LONGEST_BLOCK_S = 6.0
+"""A run whose processes are all stopped for longer takes its driver for dead."""
+RECIPE_ARGUMENTS = ("--set", "eval_every=0", "--set", "checkpoint_every=0")
+
+
+@dataclass
+class Side:
+    """One of the two systems, frozen between its blocks."""
+
+    run: ElasticRun | PeerRun
+    lines: Callable[[], list[dict[str, Any]]]
+    frozen: list[psutil.Process]
+
+    def block(self, num_steps: int) -> float | None:
+        """Train so many whole steps; return the seconds that one took, or None if that would
+        stop the other side for too long."""
+        thawed = thaw(self.frozen)
+
+        def times() -> list[float]:
+            recent = self.lines()[-2 * num_steps - 4 :]
+            return [line["time"] for line in recent if line["time"] > thawed]
+
+        def over() -> bool:
+            return len(times()) > num_steps or time.time() - thawed > LONGEST_BLOCK_S
+
+        self.run.wait_until(over, START_TIMEOUT_S, f"a block of {num_steps} steps")
+        self.frozen = self.run.program.freeze()
+        stamps = times()
+        if len(stamps) <= num_steps:
+            return None
+        return (stamps[num_steps] - stamps[0]) / num_steps
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What came of the blocks; `losses` are those of the first steps, of ours and of the other."""
+
+    title: str
+    pairs_s: list[tuple[float, float]]
+    """Seconds a step of ours and of the bare loop took, in blocks side by side."""
+    num_void: int
+    num_aborts: int
+    losses: list[tuple[float, float]]
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % interval of the median ratio."""
+        return bootstrap_interval([ours / bare for ours, bare in self.pairs_s])
+
+    @property
+    def largest_difference(self) -> float:
+        """Of the first steps' losses, relative."""
+        return max(abs(ours - bare) / abs(bare) for ours, bare in self.losses)
+
+    def show(self) -> None:
+        low, high = self.interval
+        rows = [
+            ["ours", f"{median(ours for ours, _ in self.pairs_s):.4f}"],
+            ["bare", f"{median(bare for _, bare in self.pairs_s):.4f}"],
+            ["ratio, median of the pairs", f"{median(o / b for o, b in self.pairs_s):.4f}"],
+            ["its 95 % interval", f"{low:.4f} to {high:.4f}"],
+        ]
+        show_table(self.title, ["step", "s"], rows)
+        if self.num_void:
+            told = f"{self.num_void} pairs left out: a block took over {LONGEST_BLOCK_S} s"
+            console.print(told)
+        if self.num_aborts:
+            console.print(f"ours broke off {self.num_aborts} times, as after a stop or a loss")
+
+
+def compare(
+    layout: str, script: str, changes: Sequence[str], num_blocks: int, num_steps: int
+) -> Comparison:
+    """Blocks of both, in turns; which of the two begins a pair changes from pair to pair.
+
+    `script` is a bare loop in `peers/`; `changes` are further arguments of `elastic train`.
+    """
+    num_workers = Layout.parse(layout).num_workers
+    arguments = ["--workers", str(num_workers), "--layout", layout, *RECIPE_ARGUMENTS, *changes]
+    with TemporaryDirectory(prefix="overhead-") as name:
+        storage = Path(name)
+        with elastic_train(storage, "byte_lm", arguments) as ours:
+            ours.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
+            with peer_run(bare_loop(script, ours.folder.recipe, num_workers)) as bare:
+                bare.wait_until(
+                    lambda: len(bare.steps) >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps"
+                )
+                sides = (
+                    Side(ours, lambda: ours.metrics, ours.program.freeze()),
+                    Side(bare, lambda: bare.steps, bare.program.freeze()),
+                )
+                pairs_s = take_turns(sides, num_blocks, num_steps)
+                num_aborts = len(ours.told("Abort"))
+                losses = [
+                    (mine["loss"], its["loss"])
+                    for mine, its in zip(ours.metrics, bare.steps, strict=False)
+                ][:WARM_UP_STEPS]
+    title = f"byte_lm, {layout}, {num_blocks} blocks of {num_steps} steps each, {script}.py"
+    return Comparison(title, pairs_s, num_blocks - len(pairs_s), num_aborts, losses)
+
+
+def take_turns(
+    sides: tuple[Side, Side], num_blocks: int, num_steps: int
+) -> list[tuple[float, float]]:
+    """Pairs of blocks, without those of which one was too long."""
+    pairs_s = []
+    for number in range(num_blocks):
+        times_s: list[float | None] = [None, None]
+        for which in (0, 1) if number % 2 else (1, 0):
+            times_s[which] = sides[which].block(num_steps)
+        ours_s, bare_s = times_s
+        if ours_s is not None and bare_s is not None:
+            pairs_s.append((ours_s, bare_s))
+    return pairs_s

@@ -1,0 +1,188 @@
+"""A sweep: the same few steps under one layout after another, on one cluster, as a table."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from actors.errors import ControllerLost
+from actors.launch import Drive, close_cluster, end_actors
+from actors.ray_controller import Run
+from elastic.errors import ElasticError
+from elastic.layout import Layout
+from pipelines.drive import Interrupts, open_cluster
+from pipelines.errors import LayoutRefused, UserError
+from pipelines.plan import Asked, Plan, make_plan, store_recipe
+from pipelines.run_folder import default_tracking_uri
+from pipelines.view.sweep_table import Row, measure, refused, show, write
+from pipelines.view.wording import counted
+
+EXPERIMENT = "sweep"
+UNDISTURBED = ("eval_every=0", "checkpoint_every=0")
+"""What would fall into some steps and not into others, unless it is asked for."""
+TRACKING_PATIENCE_S = 30.0
+
+
+@dataclass(frozen=True)
+class SweepAsked:
+    """The command line of `elastic sweep`, as typed."""
+
+    recipe: str
+    layouts: str
+    storage: Path = Path("runs")
+    steps: int = 10
+    data: str | None = None
+    changes: tuple[str, ...] = ()
+
+
+@dataclass
+class Trial:
+    """One layout: its plan, or its row already, if it cannot be had."""
+
+    layout: Layout
+    plan: Plan | None
+    row: Row | None = None
+
+
+def sweep(asked: SweepAsked, console: Console) -> int:
+    """Train under each layout in turn, show and write the table; return the exit code.
+
+    0 if any layout ran. Raises `UserError`.
+    """
+    if asked.steps < 2:
+        raise UserError(f"--steps {asked.steps}: at least 2, since the first is not counted")
+    layouts = parse_layouts(asked.layouts)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = asked.storage / "sweeps" / stamp
+    num_gpus = torch.cuda.device_count()
+    trials = [_trial(asked, folder, layout, num_gpus) for layout in layouts]
+    console.print(f"sweep {stamp}: {folder}", soft_wrap=True, highlight=False)
+    interrupts = Interrupts()
+    try:
+        _train_all(trials, stamp, num_gpus, console, interrupts)
+        rows = [trial.row for trial in trials if trial.row is not None]
+        folder.mkdir(parents=True, exist_ok=True)
+        files = write(folder, rows)
+        show(console, f"{asked.recipe}, {asked.steps} steps a layout", rows)
+        console.print(f"table: {files[0]}, {files[1]}", soft_wrap=True, highlight=False)
+        _track(trials, console, interrupts)
+    except KeyboardInterrupt:
+        return 128 + interrupts.number
+    if interrupts.number:
+        return 128 + interrupts.number
+    return 0 if any(row.verdict == "ran" for row in rows) else 1
+
+
+def parse_layouts(text: str) -> list[Layout]:
+    """Read `tp=1; dp=2,tp=2`. Raises `UserError`."""
+    layouts: list[Layout] = []
+    for part in text.split(";"):
+        try:
+            layout = Layout.parse(part)
+        except ElasticError as error:
+            hint = "write layouts between semicolons, e.g. 'tp=1; dp=2,tp=2'"
+            raise UserError(f"--layouts {text!r}: {error}; {hint}") from None
+        if layout in layouts:
+            raise UserError(f"--layouts {text!r}: {layout} stands there twice")
+        layouts.append(layout)
+    return layouts
+
+
+def _trial(asked: SweepAsked, folder: Path, layout: Layout, num_gpus: int) -> Trial:
+    """Everything is checked before anything is started; only layouts may be refused one by one."""
+    run = Asked(
+        recipe=asked.recipe,
+        run_name=str(layout).replace("=", "").replace(",", "-"),
+        storage=folder,
+        workers=f"{layout.num_workers}:{layout.num_workers}",
+        layout=str(layout),
+        steps=asked.steps,
+        data=asked.data,
+        changes=(*UNDISTURBED, *asked.changes),
+        tracking_uri=default_tracking_uri(asked.storage),
+        experiment=EXPERIMENT,
+        data_cache=asked.storage / "data",
+    )
+    try:
+        return Trial(layout, make_plan(run, num_gpus))
+    except LayoutRefused as error:
+        return Trial(layout, None, refused(layout, str(error).removeprefix("--layout: ")))
+
+
+def _train_all(
+    trials: list[Trial], stamp: str, num_gpus: int, console: Console, interrupts: Interrupts
+) -> None:
+    """One layout after the other, until the first signal."""
+    planned = [trial for trial in trials if trial.plan is not None]
+    if not planned:
+        return
+    most = max(trial.layout.num_workers for trial in planned)
+    started = open_cluster(min(most, num_gpus) if num_gpus else most, bool(num_gpus))
+    interrupts.listen()
+    try:
+        for trial in planned:
+            if started and 0 < num_gpus < trial.layout.num_workers:
+                needed = counted(trial.layout.num_workers, "GPU")
+                trial.row = refused(trial.layout, f"needs {needed}, this machine has {num_gpus}")
+            elif not interrupts.number:
+                _train(trial, f"sweep-{stamp}-{trial.plan.folder.name}", console, interrupts)
+    finally:
+        close_cluster(f"sweep-{stamp}", keep_actors=False)
+
+
+def _train(trial: Trial, name: str, console: Console, interrupts: Interrupts) -> None:
+    """A run like any other; its checkpoint is not kept, and it is tracked only afterwards."""
+    plan, workers = trial.plan, counted(trial.layout.num_workers, "worker")
+    console.print(f"{trial.layout}: {workers}", highlight=False)
+    try:
+        with _ended(name):
+            store_recipe(plan)
+            broken = _follow(replace(plan.run, name=name, observers=()), interrupts)
+    except ControllerLost as error:
+        broken = f"the controller died ({error})"
+    trial.row = measure(trial.layout, plan.folder, broken)
+    shutil.rmtree(plan.folder.checkpoints, ignore_errors=True)
+
+
+@contextmanager
+def _ended(name: str) -> Iterator[None]:
+    """Nothing of the run is left on the cluster when the block ends (invariant 12)."""
+    try:
+        yield
+    finally:
+        end_actors(name)
+
+
+def _follow(run: Run, interrupts: Interrupts) -> str:
+    """Train to the end; return its reason."""
+    drive = Drive(run)
+
+    def look() -> None:
+        if interrupts.number and not interrupts.told:
+            interrupts.told = True
+            drive.request_stop(f"{signal.Signals(interrupts.number).name} at the driver")
+
+    outcome = drive.follow(look).outcome
+    return outcome.reason if outcome else ""
+
+
+def _track(trials: list[Trial], console: Console, interrupts: Interrupts) -> None:
+    """What has run goes to MLflow now that nothing is measured any more."""
+    told = []
+    for trial in trials:
+        plan = trial.plan
+        if plan is None or interrupts.number or not plan.folder.journal.exists():
+            continue
+        for observer in plan.run.observers:
+            shortfall = observer.make().finish(TRACKING_PATIENCE_S)
+            told.append(shortfall or f"{plan.folder.name} is in MLflow, experiment {EXPERIMENT}")
+    for line in told:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)

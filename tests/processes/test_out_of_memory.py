@@ -1,0 +1,32 @@
+"""A worker that runs out of memory ends the run, with what was measured and what would fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness import run_plainly
+
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings, TransformerSettings
+
+WIDE = tiny().model_copy(
+    update={
+        "model": TransformerSettings(dim=512, num_layers=2, hidden_dim=2048),
+        "data": DataSettings(source="random", seq_len=32),
+        "steps": 3,
+    }
+)
+"""About 9 M parameters: 37 MB, and as much again for each of gradients and moments."""
+
+
+def test_too_little_memory_is_told_with_the_bytes_and_what_would_fit(tmp_path: Path) -> None:
+    outcome = run_plainly(
+        tmp_path / "run", WIDE, 2, layout="dp=2", program="starved:StarvedProgram"
+    )
+    assert outcome.stopped.outcome == "failed"
+    [raised] = [line for line in outcome.told("WorkerRaised") if line["kind"] == "memory"]
+    assert raised["held_bytes"] > 100e6 and raised["wanted_bytes"] > 0
+    reason = outcome.stopped.reason
+    assert f"it held {raised['held_bytes'] / 1e6:,.1f} MB" in reason
+    assert "would fit, by the formula" in reason and "fsdp=" in reason
+    assert "allocate" in outcome.stopped.traceback

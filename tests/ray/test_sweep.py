@@ -1,0 +1,63 @@
+"""`elastic sweep` on a real Ray."""
+
+from __future__ import annotations
+
+import csv
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from command_line import on_own_cluster, read
+from mlflow import MlflowClient
+
+pytestmark = pytest.mark.timeout(900)
+TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
+
+
+def test_a_table_of_layouts_of_which_one_is_not_feasible(tmp_path: Path) -> None:
+    layouts = "dp=1; tp=2; tp=4"
+    with on_own_cluster("sweep", tmp_path, *TINY, "--layouts", layouts, "--steps", "4") as command:
+        code, output = command.finish()
+    assert code == 0, output
+    [folder] = (tmp_path / "sweeps").iterdir()
+    one, two, four = json.loads((folder / "sweep.json").read_text())
+    assert [row["verdict"] for row in (one, two, four)] == ["ran", "ran", "not feasible"]
+    assert "tp=4: not feasible: tp=4 does not divide 2" in output
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-9), "the maths is the same"
+    assert two["param_bytes"] == pytest.approx(one["param_bytes"] / 2, rel=0.05)
+    assert two["optimizer_bytes"] == pytest.approx(one["optimizer_bytes"] / 2, rel=0.05)
+    for row, name in ((one, "dp1"), (two, "tp2")):
+        assert 0 < row["peak_bytes"] < 500e6
+        steps = read(folder / name / "metrics.jsonl")
+        assert len(steps) == 4
+        assert min(s["step_s"] for s in steps) <= row["step_s"] <= max(s["step_s"] for s in steps)
+    with (folder / "sweep.csv").open() as file:
+        assert [row["layout"] for row in csv.DictReader(file)] == ["dp=1", "tp=2", "tp=4"]
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("sweep")
+    runs = client.search_runs([experiment.experiment_id])
+    assert {run.info.run_name for run in runs} == {"dp1", "tp2"}
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
+    with on_own_cluster(
+        "sweep", tmp_path, *TINY, "--layouts", "dp=1; dp=2", "--steps", "100000"
+    ) as command:
+        command.wait_until(
+            lambda: any(map(read, tmp_path.glob("sweeps/*/dp1/metrics.jsonl"))), "the first step"
+        )
+        command.process.send_signal(signal.SIGINT)
+        code, output = command.finish()
+    assert code == 130, output
+    assert "dp=1: interrupted" in output and "Traceback" not in output
+    assert not list(tmp_path.glob("sweeps/*/dp2/journal.jsonl"))
+
+
+def test_a_malformed_list_is_refused_at_once(tmp_path: Path) -> None:
+    with on_own_cluster("sweep", tmp_path, *TINY, "--layouts", "tp=1; tp") as command:
+        code, output = command.finish()
+    assert code == 2
+    assert "--layouts" in output and "Traceback" not in output
+    assert not (tmp_path / "sweeps").exists()

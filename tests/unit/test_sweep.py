@@ -1,0 +1,152 @@
+"""A sweep's list of layouts, and its table as the files of runs tell it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from elastic.layout import Layout
+from pipelines.errors import UserError
+from pipelines.run_folder import RunFolder
+from pipelines.sweep import SweepAsked, parse_layouts, sweep
+from pipelines.view.sweep_table import ON_DEVICE, ON_HOST, Row, measure, refused, show, write
+
+TP2 = Layout(tp=2)
+
+
+def append(path: Path, line: dict[str, object]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def sampled(folder: RunFolder, worker: str, time: float, **sizes: int | None) -> None:
+    sizes = {"host_memory_bytes": 0, "host_peak_bytes": 0, "device_peak_bytes": None} | sizes
+    append(folder.system, {"time": time, "worker": worker} | sizes)
+
+
+def stopped(folder: RunFolder, outcome: str, reason: str = "") -> None:
+    append(
+        folder.journal, {"time": 9.0, "command": "Stopped", "outcome": outcome, "reason": reason}
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """Three steps of two workers, the second of which holds more."""
+    folder = RunFolder(tmp_path / "tp2")
+    append(folder.journal, {"time": 2.0, "command": "Form"})
+    state = [
+        {"param_bytes": 4, "grad_bytes": 5, "optimizer_bytes": 9},
+        {"param_bytes": 5, "grad_bytes": 5, "optimizer_bytes": 8},
+    ]
+    append(folder.journal, {"time": 3.0, "command": "Resume", "state": state})
+    for step, step_s in enumerate((9.0, 0.2, 0.4), start=1):
+        line = {"step": step, "step_s": step_s, "tokens": 120, "loss": 5.0 - step}
+        append(folder.metrics, line)
+    return folder
+
+
+def test_layouts_between_semicolons() -> None:
+    assert parse_layouts("tp=1; tp=2;dp=2,tp=2") == [Layout(), TP2, Layout(dp=2, tp=2)]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tp=1;", "tp=2; banana=3", "tp=two", "tp=2; tp=2", "dp=1;tp=1"]
+)
+def test_a_malformed_list_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UserError, match="--layouts") as refusal:
+        parse_layouts(text)
+    assert "\n" not in str(refusal.value)
+
+
+def test_one_step_is_not_enough(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--steps 1"):
+        sweep(SweepAsked("tiny", "tp=1", tmp_path, steps=1), Console(file=io.StringIO()))
+
+
+def test_a_sweep_without_a_feasible_layout_starts_nothing(tmp_path: Path) -> None:
+    told = io.StringIO()
+    asked = SweepAsked("tiny", "tp=8; dp=99", tmp_path, data="random")
+    assert sweep(asked, Console(file=told, width=110)) == 1
+    assert "tp=8: not feasible: tp=8 does not divide 2" in told.getvalue()
+    assert "dp=99: not feasible" in told.getvalue()
+    [made] = (tmp_path / "sweeps").iterdir()
+    rows = list(csv.DictReader((made / "sweep.csv").open()))
+    assert [(row["layout"], row["workers"]) for row in rows] == [("tp=8", "8"), ("dp=99", "99")]
+
+
+def test_a_row_of_a_run_on_the_host(folder: RunFolder) -> None:
+    for worker, before, peak in (("w0", 100, 150), ("w1", 300, 340)):
+        sampled(folder, worker, 0.5, host_memory_bytes=before - 50, host_peak_bytes=900)
+        sampled(folder, worker, 1.0, host_memory_bytes=before, host_peak_bytes=900)
+        sampled(folder, worker, 5.0, host_memory_bytes=before, host_peak_bytes=peak)
+    stopped(folder, "completed")
+    assert measure(TP2, folder) == Row(
+        "tp=2", 2, "ran", "", pytest.approx(0.3), pytest.approx(400), 5, 5, 9, 50, ON_HOST, 2.0
+    )
+
+
+def test_a_peak_on_the_device_comes_first(folder: RunFolder) -> None:
+    sampled(folder, "w0", 5.0, host_peak_bytes=900, device_peak_bytes=70)
+    stopped(folder, "completed")
+    row = measure(TP2, folder)
+    assert (row.peak_bytes, row.peak_is_of) == (70, ON_DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "kind", "verdict"),
+    [
+        ("failed", "memory", "out of memory"),
+        ("failed", "program", "failed"),
+        ("user_error", "program", "not feasible"),
+        ("interrupted", "peer", "interrupted"),
+        ("completed", "peer", "ran"),
+    ],
+)
+def test_how_an_ending_is_told(folder: RunFolder, outcome: str, kind: str, verdict: str) -> None:
+    append(folder.journal, {"time": 8.0, "event": "WorkerRaised", "kind": kind})
+    stopped(folder, outcome, "w1: as it was")
+    row = measure(TP2, folder)
+    assert row.verdict == verdict
+    assert row.reason == ("" if verdict == "ran" else "w1: as it was")
+
+
+def test_a_run_without_an_end_has_failed(folder: RunFolder) -> None:
+    assert measure(TP2, folder, "the controller died").reason == "the controller died"
+    assert measure(TP2, folder).verdict == "failed"
+
+
+def test_the_table_and_its_files(tmp_path: Path) -> None:
+    ran = Row("tp=2", 2, "ran", "", 0.25, 800.0, 10**6, 10**6, 2 * 10**6, 5 * 10**6, ON_HOST, 1.5)
+    rows = [ran, refused(Layout(tp=8), "too few heads"), replace(ran, verdict="failed", reason="x")]
+    told = io.StringIO()
+    show(Console(file=told, width=110), "a sweep", rows)
+    [line] = [line for line in told.getvalue().splitlines() if "0.2500" in line]
+    assert line.split() == [
+        "tp=2",
+        "2",
+        "0.2500",
+        "800",
+        "400",
+        "1.00",
+        "1.00",
+        "2.00",
+        "5.00",
+        "1.500000",
+    ]
+    assert "tp=8: not feasible: too few heads" in told.getvalue()
+    assert ON_HOST in told.getvalue()
+    as_csv, as_json = write(tmp_path, rows)
+    assert [row["verdict"] for row in json.loads(as_json.read_text())] == [
+        "ran",
+        "not feasible",
+        "failed",
+    ]
+    assert len(as_csv.read_text().splitlines()) == 4
