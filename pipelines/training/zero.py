@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -75,9 +76,11 @@ class PartlySharded:
             wholes[part.name] = as_part(whole, part.parameter)
         assign(self.modules, wholes | dict(buffers))
         self._make_buckets(own)
-        for bucket in self.buckets:
-            for part in bucket.parts:
-                hook = partial(self._accumulated, bucket, part)
+        # Weakly: from a parameter's hook the collector of cycles sees no way back to the parameter.
+        accumulated = WeakMethod(self._accumulated)
+        for number, bucket in enumerate(self.buckets):
+            for place_in_bucket, part in enumerate(bucket.parts):
+                hook = partial(_call, accumulated, number, place_in_bucket)
                 part.parameter.register_post_accumulate_grad_hook(hook)
         self.is_stale = True
 
@@ -135,11 +138,13 @@ class PartlySharded:
             for part, width in zip(bucket.parts, bucket.widths, strict=True)
         )
 
-    def _accumulated(self, bucket: Bucket, part: Part, parameter: Tensor) -> None:
+    def _accumulated(self, number: int, place_in_bucket: int) -> None:
         """Called by autograd when a parameter's gradient of one backward pass is there, summed
         with those of the passes before if nobody has taken them."""
+        bucket = self.buckets[number]
+        part = bucket.parts[place_in_bucket]
         may_stay = not (self.divides_gradients or self.is_last)
-        if may_stay and parameter.dtype == part.shard.dtype:
+        if may_stay and part.parameter.dtype == part.shard.dtype:
             return
         part.take_gradient()
         if self.divides_gradients or self.is_last:
@@ -169,6 +174,12 @@ class PartlySharded:
 
     def _parts(self) -> Iterator[Part]:
         return (part for bucket in self.buckets for part in bucket.parts)
+
+
+def _call(method: WeakMethod, number: int, place_in_bucket: int, parameter: Tensor) -> None:
+    accumulated = method()
+    assert accumulated is not None, "a backward pass after its modules were dropped"
+    accumulated(number, place_in_bucket)
 
 
 def _grouped(
