@@ -73,12 +73,12 @@ def test_a_model_axis_gives_way_and_comes_back(tmp_path: Path, axis: str) -> Non
     """Of two workers one leaves by plan: all that it held moves, and back to who comes."""
     with elastic_train(
         tmp_path,
-        *arguments("tiny", f"{axis}=2", "1:2", 200, "remove worker 1 at step 10"),
+        *arguments("tiny", f"{axis}=2", "1:2", 400, "remove worker 1 at step 10"),
     ) as command:
         command.wait_until(lambda: len(command.lines("Resume")) >= 3, "the return")
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, "tiny", 200)
+        assert_trained_plainly(command, "tiny", 400)
         layouts = [line["layout"] for line in command.lines("Resume")]
         workers = [sorted(line["workers"]) for line in command.lines("Resume")]
     assert workers == [["w0", "w1"], ["w0"], ["w0", "w2"]]
