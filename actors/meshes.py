@@ -30,15 +30,17 @@ def form_groups(
     layout = assignment.layout
     world = dist.group.WORLD
     assert world is not None
-    spreads_tokens = layout.cp * layout.tp > 1
+    by_cp = _by_axis(layout).transpose(3, 4).reshape(-1, layout.cp)
+    by_sequence = _by_axis(layout).reshape(-1, layout.cp * layout.tp)
+    spreads_tokens = by_sequence.shape[1] > 1
     return Groups(
         assignment,
         world_rank,
         device,
         world,
         _mesh(dense_ranks(layout), device, timeout),
-        cp=_own_group(_sequence_ranks(layout, "cp"), world_rank, device, timeout),
-        sequence=_own_group(_sequence_ranks(layout, "cp", "tp"), world_rank, device, timeout)
+        cp=_own_group(by_cp, world_rank, device, timeout),
+        sequence=_own_group(by_sequence, world_rank, device, timeout)
         if has_experts and spreads_tokens
         else None,
         experts=_mesh(expert_ranks(layout), device, timeout)
@@ -54,11 +56,9 @@ def dense_ranks(layout: Layout) -> tuple[Tensor, tuple[str, ...]]:
     Ranks along `replica` hold the same part of a dense tensor: those of `dp` and `cp`, and at
     ZeRO's stage 0 those of `fsdp` as well.
     """
-    ranks = _by_axis(layout).permute(0, 1, 3, 2, 4)
     num_shards = layout.fsdp if layout.zero else 1
-    if not layout.zero:
-        ranks = ranks.reshape(layout.pp, -1, 1, layout.tp)
-    ranks = ranks.reshape(layout.pp, -1, num_shards, layout.tp)
+    by_shard = _by_axis(layout).transpose(2, 3)
+    ranks = by_shard.reshape(layout.pp, -1, num_shards, layout.tp)
     return _without_ones(ranks, ("pp", "replica", "fsdp", "tp"), ("pp", "tp"))
 
 
@@ -83,15 +83,6 @@ def _without_ones(
     """A group of one costs as much forming as any other: what nobody talks along is left out."""
     kept = [i for i, axis in enumerate(axes) if ranks.shape[i] > 1 or axis not in optional]
     return ranks.reshape([ranks.shape[i] for i in kept]), tuple(axes[i] for i in kept)
-
-
-def _sequence_ranks(layout: Layout, *axes: str) -> Tensor:
-    """World ranks in rows, one for each group of those that share the sequences along `axes`."""
-    ranks = _by_axis(layout)
-    if axes == ("cp",):
-        ranks = ranks.permute(0, 1, 2, 4, 3)
-        return ranks.reshape(-1, layout.cp)
-    return ranks.reshape(-1, layout.cp * layout.tp)
 
 
 def _own_group(

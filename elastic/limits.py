@@ -14,13 +14,15 @@ class Limits:
     `tp_divides`: `tp` divides this (what heads and widths have in common; 1: nothing is cut).
     `num_layers`: the pipeline has no more stages than this. `seq_len`: each of the `2 x cp`
     parts of a sequence has a token, and `tp` cuts what a rank has of it evenly.
-    `num_experts`: `ep` divides this (1: there are none).
+    `num_experts`: `ep` divides this (1: there are none). `one_stage` is why a rank has no more
+    than one stage, if so.
     """
 
     tp_divides: int | None = None
     num_layers: int | None = None
     seq_len: int | None = None
     num_experts: int | None = None
+    one_stage: str | None = None
 
     def refusal(self, layout: Layout) -> str | None:
         """Why this layout is not possible, or None."""
@@ -29,6 +31,8 @@ class Limits:
                 return f"tp={layout.tp}: this model has nothing that tp could cut evenly"
             common = "what the heads and the feed-forward width have in common"
             return f"tp={layout.tp} does not divide {self.tp_divides}, {common}"
+        if self.one_stage is not None and layout.vp > 1:
+            return f"vp={layout.vp}: {self.one_stage}"
         num_stages = layout.pp * layout.vp
         if self.num_layers is not None and num_stages > self.num_layers:
             return f"pp x vp = {num_stages} stages, but the model has {self.num_layers} layers"

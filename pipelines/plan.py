@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from math import prod
 from pathlib import Path
@@ -74,11 +74,6 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     settings = _settings(asked)
     policy = _policy(asked.workers, num_gpus)
     wish = _wish(asked.layout, policy)
-    if wish.vp > 1 and settings.schedule not in SEVERAL_STAGES:
-        raise UserError(
-            f"--layout {asked.layout}: schedule={settings.schedule} knows one stage a rank; "
-            f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
-        )
     folder = _run_folder(asked)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
@@ -263,13 +258,19 @@ def _unwritable(folder: RunFolder, why: str | None) -> UserError:
 
 def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
     specs, shape = program.specs(), program.workload.shape()
+    one_stage = None
+    if settings.schedule not in SEVERAL_STAGES:
+        one_stage = (
+            f"schedule={settings.schedule} knows one stage a rank; "
+            f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
+        )
     return Job(
         num_microbatches=settings.num_microbatches,
         state_bytes=sum(spec.num_bytes for spec in specs),
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_every,
-        limits=shape.limits,
+        limits=replace(shape.limits, one_stage=one_stage),
         layer_costs=tuple(layer.cost for layer in shape.layers),
         activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,
     )

@@ -16,7 +16,12 @@ from pipelines.training.workload import PADDING, Fed, Workload, joined
 
 
 def evaluate(
-    passes: Passes, workload: Workload, settings: TrainSettings, share: Share, groups: Groups
+    passes: Passes,
+    workload: Workload,
+    settings: TrainSettings,
+    share: Share,
+    spread: Spread,
+    groups: Groups,
 ) -> float:
     """The mean loss per token over the first `eval_samples` held-out samples.
 
@@ -27,9 +32,7 @@ def evaluate(
     """
     num_samples = min(settings.eval_samples, workload.num_held_out)
     starts = range(0, num_samples, settings.microbatch)
-    spread = Spread.of(groups, workload.seq_len)
-    rounds = share.rounds(len(starts))
-    rounds += [None] * (passes.num_rounds(len(rounds)) - len(rounds))
+    rounds = share.rounds(len(starts), passes.num_rounds)
 
     def fed(microbatch: int | None) -> Fed:
         first = starts[microbatch] if microbatch is not None else num_samples

@@ -26,9 +26,8 @@ class FullySharded:
     """Modules whose parameters FSDP gathers block by block; see `pipelines.training.sharded`.
 
     Each block and the rest of it are sharded over `fsdp`, with replicas over `dp` and `cp`.
-    Always FSDP (Zhao et al., 2023), also over an axis of size 1: so no collective is ever left to
-    the optimizer's step. Gradients are summed, never averaged: apply divides by the number of
-    tokens of the whole batch.
+    No collective is ever left to the optimizer's step (Zhao et al., PyTorch FSDP, 2023).
+    Gradients are summed, never averaged: apply divides by the number of tokens of the whole batch.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class FullySharded:
         """Take modules on the meta device: they have shapes, but no values."""
         self.device = groups.device
         self.offload = settings.offload
-        self.reshards = keeps_shards(groups, settings)
+        self.reshards = _reshards_after_forward(groups, settings)
         self.modules = [self._shard(module, workload, groups, settings) for module in modules]
         self._read()
 
@@ -133,7 +132,7 @@ class FullySharded:
         return (part for part in every if isinstance(part, FSDPModule))
 
 
-def keeps_shards(groups: Groups, settings: TrainSettings) -> bool:
+def _reshards_after_forward(groups: Groups, settings: TrainSettings) -> bool:
     """Whether a block's gathered parameters are let go of after its forward.
 
     In a pipeline they stay: each microbatch would gather them anew.

@@ -16,7 +16,7 @@ from torch.distributed.pipelining import (
 )
 
 from actors.program import Groups
-from pipelines.settings import ScheduleName, TrainSettings
+from pipelines.settings import SEVERAL_STAGES, ScheduleName, TrainSettings
 from pipelines.training.passes import Sums, evaluating, loss_over
 from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
@@ -92,12 +92,13 @@ class Pipelined:
     def _schedule(self, num_rounds: int) -> Any:
         if num_rounds not in self._schedules:
             make = SCHEDULES[self.schedule]
-            stages = [
+            stages: Any = [
                 self._stage(*pair) for pair in zip(self.stages, self.sharded.modules, strict=True)
             ]
-            one = len(stages) == 1 and self.schedule in ("gpipe", "1f1b")
+            if self.schedule not in SEVERAL_STAGES:
+                [stages] = stages
             self._schedules[num_rounds] = make(
-                stages[0] if one else stages, num_rounds, loss_fn=self._loss, scale_grads=False
+                stages, num_rounds, loss_fn=self._loss, scale_grads=False
             )
         return self._schedules[num_rounds]
 

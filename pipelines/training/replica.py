@@ -23,7 +23,7 @@ from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage, build_stages
-from pipelines.training.tensor_parallel import sum_over_sequence
+from pipelines.training.tensor_parallel import sum_over_sequence, summed_over_sequence
 from pipelines.training.workload import PADDING, Fed, Workload
 
 NORM_EPS = 1e-6
@@ -46,6 +46,7 @@ class ShardedReplica:
         self.interruptible = Interruptible(blocks)
         self.state = LocalState(self.sharded, settings, groups.device)
         self.passes = self._passes(stages)
+        self.norms = summed_over_sequence(self.state.shards, workload.shape(), self.spread)
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
         groups, settings = self.groups, self.settings
@@ -65,9 +66,8 @@ class ShardedReplica:
         """Forward, backward and reduction of this rank's microbatches: float64 `(loss sum, token
         count, squared norm of the local gradients, each divided by its copies)`, shape (3,)."""
         self.interruptible.interrupt = interrupt
-        rounds = self.share.rounds(self.settings.num_microbatches)
+        rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         self._record(step, rounds)
-        rounds += [None] * (self.passes.num_rounds(len(rounds)) - len(rounds))
         feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.sharded.gather(interrupt)
@@ -76,7 +76,9 @@ class ShardedReplica:
                 sums[0] += loss
                 sums[1] += num_tokens
         self.sharded.reduce(interrupt)
-        sum_over_sequence(self.state.gradients(), self.workload.shape(), self.spread)
+        if self.spread.tp is not None and self.norms:
+            gradients = self.state.gradients()
+            sum_over_sequence([gradients[name] for name in self.norms], self.spread.tp)
         sums[2] = self.state.squared_norm()
         return sums
 
@@ -104,7 +106,9 @@ class ShardedReplica:
         """The mean loss over the held-out split; see `pipelines.training.evaluation`."""
         self.interruptible.interrupt = interrupt
         self.sharded.gather(interrupt)
-        return evaluate(self.passes, self.workload, self.settings, self.share, self.groups)
+        return evaluate(
+            self.passes, self.workload, self.settings, self.share, self.spread, self.groups
+        )
 
     def state_bytes(self) -> StateBytes:
         """What this rank holds on its device; see `LocalState.state_bytes`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.program import Groups
@@ -21,9 +22,12 @@ class Share:
         place = layout.coordinates(groups.world_rank)
         return cls(place.dp * layout.fsdp + place.fsdp, layout.num_data_ranks)
 
-    def rounds(self, num_microbatches: int) -> list[int | None]:
+    def rounds(self, num_microbatches: int, num_run: Callable[[int], int]) -> list[int | None]:
         """The microbatch of each round. None is an empty one: every data rank runs as many
-        rounds, so that the collectives of forward and backward match."""
+        rounds, so that the collectives of forward and backward match.
+
+        `num_run` says how many are run where at least so many are needed.
+        """
         own = deal(num_microbatches, self.num_data_ranks)[self.data_rank]
-        padding = num_rounds(num_microbatches, self.num_data_ranks) - len(own)
+        padding = num_run(num_rounds(num_microbatches, self.num_data_ranks)) - len(own)
         return [*own, *[None] * padding]

@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -69,19 +69,20 @@ def whole_vocabulary(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTens
     )
 
 
+def summed_over_sequence(parameters: Iterable[str], shape: Shape, spread: Spread) -> list[str]:
+    """Of these parameters those of the norms: a rank of `tp` has the gradients of its own tokens
+    alone."""
+    if spread.tp is None:
+        return []
+    return [one for one in parameters if shape.style_of(one.rpartition(".")[0]) == "sequence"]
+
+
 @torch.no_grad()
-def sum_over_sequence(gradients: Mapping[str, Tensor], shape: Shape, spread: Spread) -> None:
-    """Sum the gradients of the norms, of which each rank has those of its own tokens: one
-    collective a step, over what is left after the reduction over the data ranks."""
-    of_norms = [
-        gradient
-        for name, gradient in gradients.items()
-        if shape.style_of(name.rpartition(".")[0]) == "sequence"
-    ]
-    if spread.tp is None or not of_norms:
-        return
-    total = torch.cat([gradient.flatten() for gradient in of_norms]).to(spread.tp.device_type)
-    dist.all_reduce(total, group=spread.tp.get_group())
+def sum_over_sequence(of_norms: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """Sum these gradients over `tp`: one collective a step, over what is left after the reduction
+    over the data ranks."""
+    total = torch.cat([gradient.flatten() for gradient in of_norms]).to(mesh.device_type)
+    dist.all_reduce(total, group=mesh.get_group())
     for gradient, summed in zip(
         of_norms, total.split([gradient.numel() for gradient in of_norms]), strict=True
     ):

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from expected import expected as plainly_trained
+from ranks import formed, open_file_store, world
 from test_replica import CPU, NUM_STEPS, Trained, program_of, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import start_processes
 
-from actors.meshes import form_groups
-from elastic.assignment import Assignment
 from elastic.layout import Layout
 from pipelines.recipes import tiny_moe
 from pipelines.settings import DataSettings, ExpertsSettings
@@ -162,41 +159,34 @@ def divide(module: MixtureOfExperts, ep_rank: int, num_ep: int) -> None:
 def run_rank(world_rank: int, folder: Path) -> None:
     """One of four processes: all cases, spread in each way that has such a rank."""
     torch.set_num_threads(1)
-    file = dist.FileStore(str(folder / "store"), 4)
+    store = open_file_store(folder, 4)
     for name, spreading in SPREADINGS.items():
         num_ranks = spreading.num_ranks
         if world_rank >= num_ranks:
             continue
-        store = dist.PrefixStore(name, file)
-        dist.init_process_group("gloo", store=store, world_size=num_ranks, rank=world_rank)
-        axes = {"mesh_dim_names": ("cp", "ep")}
-        mesh = init_device_mesh("cpu", (spreading.num_cp, spreading.num_ep), **axes)
-        for case in CASES:
-            module, hidden, gradient = whole(case)
-            divide(module, mesh.get_local_rank("ep"), spreading.num_ep)
-            module.spread = Spread(
-                sequence=mesh.get_group(spreading.sequence_axis), ep=mesh.get_group("ep")
-            )
-            own = [tokens_of(tensor, world_rank, num_ranks, case) for tensor in (hidden, gradient)]
-            padding = case == "padding" and world_rank in spreading.microbatches()[-1]
-            result = computed(module, *own, counted=not padding)
-            torch.save(result, folder / f"{name}-{case}-{world_rank}.pt")
-        dist.destroy_process_group()
+        with world(store, name, world_rank, num_ranks):
+            compute_cases(name, spreading, world_rank, folder)
     if world_rank < SHARDED.num_workers:
-        train_sharded(world_rank, folder, dist.PrefixStore("sharded", file))
+        # Of the three microbatches one rank has but one, so that its second round is padding.
+        with formed(SHARDED, store, "sharded", world_rank) as groups:
+            trained = train(program_of(SETTINGS), groups)
+        torch.save(trained._asdict(), folder / f"sharded-{world_rank}.pt")
 
 
-def train_sharded(world_rank: int, folder: Path, store: dist.Store) -> None:
-    """Train with all weights sharded: of the three microbatches one rank has but one, so that
-    its second round is padding."""
-    num_workers = SHARDED.num_workers
-    dist.init_process_group("gloo", store=store, world_size=num_workers, rank=world_rank)
-    members = tuple(f"w{rank}" for rank in range(num_workers))
-    assignment = Assignment(1, SHARDED, members)
-    groups = form_groups(assignment, world_rank, CPU, timedelta(seconds=60))
-    trained = train(program_of(SETTINGS), groups)
-    torch.save(trained._asdict(), folder / f"sharded-{world_rank}.pt")
-    dist.destroy_process_group()
+def compute_cases(name: str, spreading: Spreading, world_rank: int, folder: Path) -> None:
+    axes = {"mesh_dim_names": ("cp", "ep")}
+    mesh = init_device_mesh("cpu", (spreading.num_cp, spreading.num_ep), **axes)
+    for case in CASES:
+        module, hidden, gradient = whole(case)
+        divide(module, mesh.get_local_rank("ep"), spreading.num_ep)
+        module.spread = Spread(
+            sequence=mesh.get_group(spreading.sequence_axis), ep=mesh.get_group("ep")
+        )
+        num_ranks = spreading.num_ranks
+        own = [tokens_of(tensor, world_rank, num_ranks, case) for tensor in (hidden, gradient)]
+        padding = case == "padding" and world_rank in spreading.microbatches()[-1]
+        result = computed(module, *own, counted=not padding)
+        torch.save(result, folder / f"{name}-{case}-{world_rank}.pt")
 
 
 @pytest.fixture(scope="module")

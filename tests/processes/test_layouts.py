@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from expected import expected
-from test_replica import CPU, Trained, program_of, train
+from ranks import formed, open_file_store
+from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 
-from actors.meshes import form_groups
-from actors.torch_private import reset_group_tables
-from elastic.assignment import Assignment
 from elastic.layout import Layout
 from elastic.shards import bytes_held, region_of
 from elastic.specs import TensorSpec
@@ -115,25 +110,16 @@ TOGETHER = [
 def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
     """One of the processes: train each case that has such a rank."""
     torch.set_num_threads(1)
-    file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
+    store = open_file_store(folder, NUM_PROCESSES)
     for case in cases:
         layout = Layout.parse(case.layout)
         if world_rank >= layout.num_workers:
             continue
-        store = dist.PrefixStore(case.name, file)
-        dist.init_process_group("gloo", store=store, world_size=layout.num_workers, rank=world_rank)
-        members = tuple(f"w{i}" for i in range(layout.num_workers))
         program = program_of(case.settings)
         has_experts = any(spec.ep_dim is not None for spec in program.specs())
-        groups = form_groups(
-            Assignment(1, layout, members), world_rank, CPU, timedelta(seconds=60), has_experts
-        )
-        trained = train(program, groups, NUM_STEPS)
+        with formed(layout, store, case.name, world_rank, has_experts) as groups:
+            trained = train(program, groups, NUM_STEPS)
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
-        dist.barrier()
-        del groups
-        reset_group_tables()
-        gc.collect()
 
 
 def trained_in(folder: Path, cases: list[Case]) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import weakref
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import expected as plainly_trained
+from ranks import formed, open_file_store
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors.meshes import form_groups
 from actors.program import Groups, StateBytes
-from elastic.assignment import Assignment
 from elastic.layout import Layout
 from elastic.shards import region_of
 from elastic.votes import Vote
@@ -117,19 +115,15 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
 def run_rank(world_rank: int, folder: Path) -> None:
     """One of the processes: train under each layout that has such a rank."""
     torch.set_num_threads(1)
-    file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
+    store = open_file_store(folder, NUM_PROCESSES)
     for layout in LAYOUTS:
         if world_rank >= layout.num_workers:
             continue
-        store = dist.PrefixStore(str(layout), file)
-        dist.init_process_group("gloo", store=store, world_size=layout.num_workers, rank=world_rank)
-        members = tuple(f"w{i}" for i in range(layout.num_workers))
-        assignment = Assignment(7, layout, members)
-        groups = form_groups(assignment, world_rank, CPU, timedelta(seconds=60))
         log = {"record_samples": folder / f"{layout}.jsonl"}
-        trained = train(program_of(SETTINGS.model_copy(update=log)), groups)
+        program = program_of(SETTINGS.model_copy(update=log))
+        with formed(layout, store, str(layout), world_rank) as groups:
+            trained = train(program, groups)
         torch.save(trained._asdict(), folder / f"{layout}-{world_rank}.pt")
-        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,13 +12,12 @@ import torch
 import torch.distributed as dist
 from expected import expected
 from harness import run_plainly
-from test_replica import CPU, CountCollectives, local_tensors, never, program_of
+from ranks import formed, open_file_store
+from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.multiprocessing import start_processes
 
 from actors.faults import Fault
-from actors.meshes import form_groups
 from actors.program import StateBytes
-from elastic.assignment import Assignment
 from elastic.footprint import Footprint
 from elastic.layout import Layout
 from elastic.regions import Region
@@ -113,23 +111,18 @@ def train(program: TrainingProgram, replica: ShardedReplica, given: dict[str, An
 def run_rank(world_rank: int, folder: Path) -> None:
     """One of the processes: train each case that has such a rank."""
     torch.set_num_threads(1)
-    file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
+    store = open_file_store(folder, NUM_PROCESSES)
     for case in SIZED + CHANGED:
         layout = Layout.parse(case.layout)
         if world_rank >= layout.num_workers:
             continue
-        store = dist.PrefixStore(case.name, file)
-        dist.init_process_group("gloo", store=store, world_size=layout.num_workers, rank=world_rank)
-        members = tuple(f"w{i}" for i in range(layout.num_workers))
-        assignment = Assignment(1, layout, members)
-        groups = form_groups(assignment, world_rank, CPU, timedelta(seconds=60))
         program = program_of(case.settings)
-        replica = program.build(groups)
-        trained = train(program, replica, local_tensors(program, groups))
+        with formed(layout, store, case.name, world_rank) as groups:
+            replica = program.build(groups)
+            trained = train(program, replica, local_tensors(program, groups))
+            if case.name == "fsdp=2,zero=1":
+                assert_adopted_again(program, replica, program.build(groups))
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
-        if case.name == "fsdp=2,zero=1":
-            assert_adopted_again(program, replica, program.build(groups))
-        dist.destroy_process_group()
 
 
 def assert_adopted_again(

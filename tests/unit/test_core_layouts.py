@@ -29,7 +29,7 @@ from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
 
 FOUR = ("w0", "w1", "w2", "w3")
-JOB = Job(8, steps=10, limits=Limits(tp_divides=8))
+JOB = Job(8, steps=10, limits=Limits(tp_divides=8, one_stage="this schedule knows one"))
 
 
 def told(core: Core, *events: Event, now: float = 1.0) -> list[Command]:
@@ -152,7 +152,12 @@ def test_it_is_accepted_and_formed_next(kind: type[Phase]) -> None:
 @pytest.mark.parametrize("kind", PHASES, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize(
     ("layout", "reason"),
-    [("dp=5", "needs 5 workers"), ("pp=3,cp=2", "needs 6 workers"), ("tp=3", "divide 8")],
+    [
+        ("dp=5", "needs 5 workers"),
+        ("pp=3,cp=2", "needs 6 workers"),
+        ("tp=3", "divide 8"),
+        ("pp=2,vp=2", "vp=2: this schedule knows one"),
+    ],
 )
 def test_it_is_refused_and_nothing_changes(kind: type[Phase], layout: str, reason: str) -> None:
     core = PHASES[kind][0]()
