@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,6 +10,23 @@ from typing import Any
 
 import psutil
 import torch
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+"""As glibc's malloc.h has them."""
+LARGEST_TRIM, LARGEST_MMAP = 2**30, 2**25
+"""Bytes; glibc takes no larger threshold for what it maps apart."""
+
+
+def keep_freed_memory() -> None:
+    """Have the host's allocator keep what is freed, as that of a GPU does.
+
+    Each step wants the same again, and to fetch pages anew took 3 % of a small one. Only glibc can
+    be asked to; elsewhere nothing changes.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(M_TRIM_THRESHOLD, LARGEST_TRIM)
+        mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP)
 
 
 def sample(worker: str, process: psutil.Process) -> dict[str, Any]:

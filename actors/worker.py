@@ -24,7 +24,7 @@ import torch.distributed as dist
 from actors.errors import Interrupted
 from actors.interruption import Interruption
 from actors.program import Factory, Program
-from actors.system import peak_bytes
+from actors.system import keep_freed_memory, peak_bytes
 from actors.trainer import Trainer, WorkerOptions
 from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import Event, WorkerRaised, WorkerReady
@@ -114,6 +114,8 @@ class Worker:
 
     def _warm_up(self) -> None:
         program: Program = self._factory.make()
+        if program.device.type == "cpu":
+            keep_freed_memory()
         program.warm_up()
         self._trainer = Trainer(self.name, program, self._options, self._report, self._interruption)
         gc.collect()

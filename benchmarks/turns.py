@@ -66,9 +66,9 @@ class Comparison:
     title: str
     pairs_s: list[tuple[float, float]]
     """Seconds a step of ours and of the bare loop took, in blocks side by side."""
-    num_void: int
-    num_aborts: int
     losses: list[tuple[float, float]]
+    num_void: int = 0
+    num_aborts: int = 0
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -124,7 +124,7 @@ def compare(
                     for mine, its in zip(ours.metrics, bare.steps, strict=False)
                 ][:WARM_UP_STEPS]
     title = f"byte_lm, {layout}, {num_blocks} blocks of {num_steps} steps each, {script}.py"
-    return Comparison(title, pairs_s, num_blocks - len(pairs_s), num_aborts, losses)
+    return Comparison(title, pairs_s, losses, num_blocks - len(pairs_s), num_aborts)
 
 
 def take_turns(

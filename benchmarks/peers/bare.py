@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,10 @@ from pipelines.training.workload import Fed, Workload
 CPU = torch.device("cpu")
 
 
+StepOf = Callable[[int], float]
+"""Trains one step, by its number from 1 on, and returns its mean loss."""
+
+
 class Job(NamedTuple):
     """What is trained, and under which layout."""
 
@@ -38,15 +42,19 @@ class Job(NamedTuple):
     layout: Layout
 
 
-def run(train: Callable[[Job, Told], None]) -> None:
-    """The `main` of a bare loop: one thread, Gloo, `script FOLDER RECIPE`."""
+def run(make_step: Callable[[Job], StepOf]) -> None:
+    """The `main` of a bare loop: one thread, Gloo, `script FOLDER RECIPE`; it trains for ever."""
     torch.set_num_threads(1)
     recipe = json.loads(Path(sys.argv[2]).read_text())
     settings = TrainSettings.model_validate(recipe["settings"])
     dist.init_process_group("gloo")
     told = Told(Path(sys.argv[1]), dist.get_rank())
     workload = make_workload(settings, recipe["data_folder"])
-    train(Job(settings, workload, Layout.parse(recipe["layout"])), told)
+    step_of = make_step(Job(settings, workload, Layout.parse(recipe["layout"])))
+    for step in count(1):
+        loss = step_of(step)
+        if dist.get_rank() == 0:
+            told.commit(step, dist.get_world_size(), loss=loss)
 
 
 def make_module(job: Job, spread: Spread = ALONE) -> nn.Module:
@@ -93,11 +101,3 @@ def num_tokens(job: Job, own: Iterable[Fed]) -> int:
     """How many losses a rank's microbatches sum: with whole windows a constant, as many loops
     take it."""
     return sum(int(job.workload.num_tokens(fed.targets)) for fed in own)
-
-
-def repeat(step_of: Callable[[int], Any], told: Told) -> None:
-    """Train for ever; each step gives its mean loss."""
-    for step in count(1):
-        loss = float(step_of(step))
-        if dist.get_rank() == 0:
-            told.commit(step, dist.get_world_size(), loss=loss)

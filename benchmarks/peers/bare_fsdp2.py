@@ -10,7 +10,6 @@ from __future__ import annotations
 import bare
 import torch
 import torch.distributed as dist
-from mlp import Told
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
@@ -33,7 +32,7 @@ def make_mesh(layout: Layout) -> DeviceMesh:
     return init_device_mesh("cpu", (layout.dp, layout.fsdp), mesh_dim_names=("dp", "fsdp"))
 
 
-def train(job: bare.Job, told: Told) -> None:
+def make_step(job: bare.Job) -> bare.StepOf:
     module = bare.make_module(job)
     model = shard(module, job.workload, make_mesh(job.layout))
     optimizer = bare.make_optimizer(model.parameters(), job)
@@ -54,8 +53,8 @@ def train(job: bare.Job, told: Told) -> None:
         dist.all_reduce(total)
         return total.item() / dist.get_world_size()
 
-    bare.repeat(step_of, told)
+    return step_of
 
 
 if __name__ == "__main__":
-    bare.run(train)
+    bare.run(make_step)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bare
 import torch
 import torch.distributed as dist
-from mlp import Told
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
@@ -29,7 +28,7 @@ def cut(module: nn.Module, stage: int) -> None:
         module.embedding = None
 
 
-def train(job: bare.Job, told: Told) -> None:
+def make_step(job: bare.Job) -> bare.StepOf:
     stage, tokens_of_step = dist.get_rank(), 0
     model = bare.make_module(job)
     cut(model, stage)
@@ -68,8 +67,8 @@ def train(job: bare.Job, told: Told) -> None:
         optimizer.zero_grad()
         return sums[1].item()
 
-    bare.repeat(step_of, told)
+    return step_of
 
 
 if __name__ == "__main__":
-    bare.run(train)
+    bare.run(make_step)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import bare
 import torch
 import torch.distributed as dist
-from mlp import Told
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -53,7 +52,7 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, inner)
 
 
-def train(job: bare.Job, told: Told) -> None:
+def make_step(job: bare.Job) -> bare.StepOf:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     spread = Spread(job.workload.seq_len, tp=mesh, tp_rank=mesh.get_local_rank(), num_tp=2)
     model = bare.make_module(job, spread)
@@ -77,8 +76,8 @@ def train(job: bare.Job, told: Told) -> None:
         optimizer.zero_grad()
         return total.item()
 
-    bare.repeat(step_of, told)
+    return step_of
 
 
 if __name__ == "__main__":
-    bare.run(train)
+    bare.run(make_step)

@@ -1,0 +1,121 @@
+"""One process of the benchmark of layouts: ours and a bare loop train side by side, in turns.
+
+Both are in the same processes, so that whatever else the machine does strikes both alike.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from actors.faults import Faults
+from actors.interruption import Interruption
+from actors.meshes import form_groups
+from actors.program import Groups
+from actors.stepping import Stepper
+from actors.system import keep_freed_memory
+from elastic.assignment import Assignment
+from elastic.layout import Layout
+from elastic.shards import region_of
+from pipelines.program import TrainingProgram
+from pipelines.settings import TrainSettings
+
+sys.path.append(str(Path(__file__).parent / "peers"))
+
+TIMEOUT = timedelta(seconds=120)
+NUM_COMPARED = 10
+"""Steps of which the losses are compared; they warm both up."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout and the bare loop that it is compared with."""
+
+    layout: str
+    script: str
+    settings: TrainSettings
+    num_blocks: int
+    num_steps: int
+
+
+@dataclass
+class Told:
+    """What the first process has measured: seconds a step of ours and of the bare loop, in blocks
+    side by side; and the losses of the first steps, of ours and of the other."""
+
+    pairs_s: list[tuple[float, float]]
+    losses: list[tuple[float, float]]
+
+
+def run_rank(world_rank: int, cases: tuple[Case, ...], folder: Path) -> None:
+    """One of the processes, through all cases in which it has a part."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as the product's workers do; the bare loop has it too
+    file = dist.FileStore(str(folder / "store"), 2)
+    for case in cases:
+        layout = Layout.parse(case.layout)
+        store = dist.PrefixStore(case.layout, file)
+        dist.init_process_group(
+            "gloo", store=store, world_size=layout.num_workers, rank=world_rank, timeout=TIMEOUT
+        )
+        told = measure(case, layout, world_rank)
+        if world_rank == 0:
+            (folder / f"{case.layout}.json").write_text(json.dumps(asdict(told)))
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def measure(case: Case, layout: Layout, world_rank: int) -> Told:
+    program = TrainingProgram(case.settings.model_dump(mode="json"), device="cpu")
+    members = tuple(f"w{rank}" for rank in range(layout.num_workers))
+    assignment = Assignment(1, layout, members)
+    groups = form_groups(assignment, world_rank, program.device, TIMEOUT)
+    sides = ours(program, groups), bare(case, program, layout)
+    first = [[step_of(step) for step in range(1, NUM_COMPARED + 1)] for step_of in sides]
+    gc.collect()
+    gc.freeze()
+    step, pairs_s = NUM_COMPARED, []
+    for number in range(case.num_blocks):
+        times_s = [0.0, 0.0]
+        for which in (0, 1) if number % 2 else (1, 0):
+            times_s[which] = block(sides[which], step, case.num_steps)
+        step += case.num_steps
+        pairs_s.append((times_s[0], times_s[1]))
+    return Told(pairs_s, list(zip(*first, strict=True)))
+
+
+def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
+    """The product's step: compute, vote and apply."""
+    replica = program.build(groups)
+    regions = {spec: region_of(spec, groups.layout, groups.place) for spec in program.specs()}
+    replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})
+    interruption = Interruption()
+    interruption.running_generation = groups.assignment.generation
+    stepper = Stepper(groups, replica, 0, interruption, Faults("nobody", ()))
+    return lambda step: stepper.step()[0].loss or 0.0
+
+
+def bare(case: Case, program: TrainingProgram, layout: Layout) -> Callable[[int], float]:
+    job = import_module("bare").Job(program.settings, program.workload, layout)
+    step_of: Callable[[int], float] = import_module(case.script).make_step(job)
+    return step_of
+
+
+def block(step_of: Callable[[int], float], after: int, num_steps: int) -> float:
+    """The seconds that one of so many steps takes, all processes together."""
+    dist.barrier()
+    began = time.perf_counter()
+    for step in range(after + 1, after + num_steps + 1):
+        step_of(step)
+    dist.barrier()
+    return (time.perf_counter() - began) / num_steps
