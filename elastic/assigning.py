@@ -49,7 +49,7 @@ def propose(
     unique = sorted(set(members))
     choice = plan_layout(
         previous.layout if previous else None,
-        _capacity(unique, topology, job, memory_bytes),
+        capacity_of(unique, topology, job, memory_bytes),
         wish,
         job,
         snapshots_cover,
@@ -88,7 +88,7 @@ def assign(
     return proposal if isinstance(proposal, Infeasible) else proposal.assignment
 
 
-def _capacity(
+def capacity_of(
     workers: Sequence[str], topology: Topology, job: Job, memory_bytes: int | None
 ) -> Capacity:
     """What these workers are together; which of them share a node only matters to links."""

@@ -178,7 +178,7 @@ def _note_links(state: CoreState, phase: Relaying) -> None:
 
 def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal | Infeasible:
     """Who would train in the next generation, with the state where it lies now."""
-    staying = {w: state.seats[w].place for w in sorted(state.warm - state.leaving)}
+    staying = state.staying()
     return propose(
         previous,
         tuple(staying),

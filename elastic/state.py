@@ -116,6 +116,10 @@ class CoreState:
         """Warm workers that are not about to leave."""
         return len(self.warm) - len(self.leaving & self.warm)
 
+    def staying(self) -> dict[str, Place]:
+        """Where these are."""
+        return {worker: self.seats[worker].place for worker in sorted(self.warm - self.leaving)}
+
     def least_memory_bytes(self) -> int | None:
         """What the smallest of them can hold, or None where nobody can say."""
         staying = self.warm - self.leaving

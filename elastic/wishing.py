@@ -9,12 +9,14 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from elastic.assigning import capacity_of
 from elastic.commands import Command, LayoutAnswered
 from elastic.events import LayoutRequested
 from elastic.infeasible import Infeasible
 from elastic.layout import Layout
+from elastic.links import informed
 from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Saving
-from elastic.planning import Capacity, Choice, Wish, plan_layout
+from elastic.planning import Choice, Wish, plan_layout
 from elastic.state import CoreState, FormerWish
 
 
@@ -85,5 +87,8 @@ def _plan(state: CoreState, wish: Wish, num_workers: int) -> Layout | Infeasible
 
 
 def _choose(state: CoreState, wish: Wish, num_workers: int) -> Choice | Infeasible:
-    capacity = Capacity(num_workers, state.least_memory_bytes())
-    return plan_layout(_present(state), capacity, wish, state.job, snapshots_cover=False)
+    present, staying = _present(state), state.staying()
+    job = informed(state.job, present, state.median_step_s())
+    there = capacity_of(tuple(staying), staying, job, state.least_memory_bytes())
+    capacity = replace(there, num_workers=num_workers)
+    return plan_layout(present, capacity, wish, job, snapshots_cover=False)

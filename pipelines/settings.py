@@ -183,6 +183,15 @@ class TrainSettings(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def gradients_are_summed_in_float32(self) -> TrainSettings:
+        if self.schedule == "zero_bubble" and self.dtype == "bfloat16":
+            raise UserError(
+                "schedule=zero_bubble: torch's version sums gradients in dtype=bfloat16: "
+                "set schedule=interleaved_1f1b or dtype=float32"
+            )
+        return self
+
     @property
     def num_microbatches(self) -> int:
         """How many microbatches make one step, over all data ranks."""

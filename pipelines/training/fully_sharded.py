@@ -51,8 +51,11 @@ class FullySharded:
         return {name: num_replicas(value) for name, value in self.parameters.items()}
 
     def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Uncopied but for parameters that do not divide evenly, which FSDP pads."""
-        parts = {name: as_part(shard, self.parameters[name]) for name, shard in shards.items()}
+        """Uncopied but for parameters that do not divide evenly, which FSDP pads, and for shards
+        that are parts of wholes, as those of stages 1 and 2 are: nobody needs the wholes here."""
+        parts = {
+            name: as_part(_alone(shard), self.parameters[name]) for name, shard in shards.items()
+        }
         if self.offload:
             parts = {name: part.cpu() for name, part in parts.items()}
         assign(self.modules, parts | dict(buffers))
@@ -130,6 +133,11 @@ class FullySharded:
     def _parts(self) -> Iterator[FSDPModule]:
         every = (part for module in self.modules for part in module.modules())
         return (part for part in every if isinstance(part, FSDPModule))
+
+
+def _alone(shard: Tensor) -> Tensor:
+    """The shard, copied if it keeps more in memory than itself."""
+    return shard.clone() if shard.untyped_storage().nbytes() > shard.nbytes else shard
 
 
 def _reshards_after_forward(groups: Groups, settings: TrainSettings) -> bool:

@@ -56,6 +56,9 @@ def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
     """The row of a run that has ended, as its files tell it; `broken` is why it did, should its
     controller not have got to write that."""
     journal = list(Tail(folder.journal).drain())
+    other = _other_layout(layout, journal)
+    if other:
+        return refused(layout, other)
     steps = {line["step"]: line for line in Tail(folder.metrics).drain()}
     verdict, reason = _ending(journal, broken)
     counted = [line for step, line in steps.items() if step > 1]
@@ -140,6 +143,15 @@ def _ending(journal: list[Line], broken: str) -> tuple[Verdict, str]:
         return "out of memory", reason
     verdicts: dict[str, Verdict] = {"user_error": "not feasible", "interrupted": "interrupted"}
     return verdicts.get(outcome, "failed"), reason
+
+
+def _other_layout(layout: Layout, journal: list[Line]) -> str:
+    """What was trained under instead, and why; empty if it was what had been asked for."""
+    for line in journal:
+        if line.get("command") == "Resume" and line["layout"] != str(layout):
+            reasons = [form["reason"] for form in journal if form.get("command") == "Form"]
+            return f"{line['layout']} was chosen instead: {reasons[-1]}"
+    return ""
 
 
 def _state_bytes(journal: list[Line]) -> dict[str, int]:

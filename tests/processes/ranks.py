@@ -17,6 +17,7 @@ from elastic.layout import Layout
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=60)
+GENERATION = 7
 
 
 def open_file_store(folder: Path, num_ranks: int) -> dist.FileStore:
@@ -43,4 +44,5 @@ def formed(
     """This rank's groups under a layout, as a worker forms them."""
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
     with world(store, name, world_rank, layout.num_workers):
-        yield form_groups(Assignment(1, layout, members), world_rank, CPU, TIMEOUT, has_experts)
+        assignment = Assignment(GENERATION, layout, members)
+        yield form_groups(assignment, world_rank, CPU, TIMEOUT, has_experts)

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import expected as plainly_trained
-from ranks import formed, open_file_store
+from ranks import GENERATION, formed, open_file_store
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -200,7 +200,7 @@ def test_every_sample_id_is_read_once(folder, layout) -> None:
     rows = [json.loads(line) for line in (folder / f"{layout}.jsonl").read_text().splitlines()]
     read = sorted(one for row in rows for one in row["ids"])
     assert read == list(range(NUM_STEPS * SETTINGS.batch))
-    assert {row["generation"] for row in rows} == {7}
+    assert {row["generation"] for row in rows} == {GENERATION}
 
 
 class Stop(Exception):

@@ -122,7 +122,22 @@ def run_rank(world_rank: int, folder: Path) -> None:
             trained = train(program, replica, local_tensors(program, groups))
             if case.name == "fsdp=2,zero=1":
                 assert_adopted_again(program, replica, program.build(groups))
+            if case.name == "fsdp=2,zero=3":
+                assert_lets_go_of_wholes(replica, program.build(groups))
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
+
+
+def assert_lets_go_of_wholes(replica: ShardedReplica, successor: ShardedReplica) -> None:
+    """As after a re-layout from stage 2, where each shard is a part of a whole in memory."""
+    held = replica.tensors()
+    parts = {
+        name: torch.cat([tensor, tensor])[: len(tensor)] if tensor.ndim else tensor
+        for name, tensor in held.items()
+    }
+    successor.adopt(parts)
+    assert successor.state_bytes().param_bytes == replica.state_bytes().param_bytes
+    for name, tensor in successor.tensors().items():
+        assert torch.equal(tensor, held[name])
 
 
 def assert_adopted_again(

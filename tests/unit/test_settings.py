@@ -58,11 +58,12 @@ def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
         ("dtype=float8", "'float32', 'float64' or 'bfloat16'"),
         ("batch=none", "valid integer"),
         ("model.kind=mlp", "'transformer'"),
+        ("schedule=zero_bubble", "set schedule=interleaved_1f1b or dtype=float32"),
         ("batch=25", "batch=25 is no multiple of microbatch=2: set batch to 24 or 26"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(change, told) -> None:
-    settings = override(byte_lm(), ["microbatch=2"])
+    settings = override(byte_lm(), ["microbatch=2", "dtype=bfloat16"])
     with pytest.raises(UserError) as error:
         override(settings, [change])
     assert told in str(error.value)

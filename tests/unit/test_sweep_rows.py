@@ -41,12 +41,12 @@ def stopped(folder: RunFolder, outcome: str, reason: str = "") -> None:
 def folder(tmp_path: Path) -> RunFolder:
     """Three steps of two workers, the second of which holds more."""
     folder = RunFolder(tmp_path / "tp2")
-    append(folder.journal, {"time": 2.0, "command": "Form"})
+    append(folder.journal, {"time": 2.0, "command": "Form", "reason": "it fits"})
     state = [
         {"param_bytes": 4, "grad_bytes": 5, "optimizer_bytes": 9},
         {"param_bytes": 5, "grad_bytes": 5, "optimizer_bytes": 8},
     ]
-    append(folder.journal, {"time": 3.0, "command": "Resume", "state": state})
+    append(folder.journal, {"time": 3.0, "command": "Resume", "layout": "tp=2", "state": state})
     for step, step_s in enumerate((9.0, 0.2, 0.4), start=1):
         line = {"step": step, "step_s": step_s, "tokens": 120, "loss": 5.0 - step}
         append(folder.metrics, line)
@@ -116,6 +116,13 @@ def test_how_an_ending_is_told(folder: RunFolder, outcome: str, kind: str, verdi
     row = measure(TP2, folder)
     assert row.verdict == verdict
     assert row.reason == ("" if verdict == "ran" else "w1: as it was")
+
+
+def test_another_layout_is_never_told_as_the_one_asked_for(folder: RunFolder) -> None:
+    stopped(folder, "completed")
+    row = measure(Layout(dp=2), folder)
+    assert (row.layout, row.verdict, row.step_s) == ("dp=2", "not feasible", None)
+    assert row.reason == "tp=2 was chosen instead: it fits"
 
 
 def test_a_run_without_an_end_has_failed(folder: RunFolder) -> None:
