@@ -20,8 +20,8 @@ LARGEST_TRIM, LARGEST_MMAP = 2**30, 2**25
 def keep_freed_memory() -> None:
     """Have the host's allocator keep what is freed, as that of a GPU does.
 
-    Each step wants the same again, and to fetch pages anew took 3 % of a small one. Only glibc can
-    be asked to; elsewhere nothing changes.
+    Each step wants the same again, and to fetch pages anew takes time (docs/facts.md). Only glibc
+    can be asked to; elsewhere nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

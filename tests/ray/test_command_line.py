@@ -100,14 +100,10 @@ def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
         os.kill(command.pid_of(survivor), signal.SIGSTOP)
         code, output = command.finish()
         lost = [line["worker"] for line in command.lines("WorkerLost")]
-        stopped = [line for line in command.lines("StopWorker") if line["worker"] != survivor]
         metrics = command.metrics()
         rolled_back = command.lines("RolledBack")
     assert code == 0, output
-    assert lost[0] == "w1" and survivor in lost
-    # Gloo loses a wake-up in one of 200 unwindings: such a worker is ended (docs/facts.md).
-    assert set(lost) - {"w1", survivor} == {line["worker"] for line in stopped}
-    assert all(line["cause"] == "it did not unwind in time" for line in stopped)
+    assert lost == ["w1", survivor]
     assert not rolled_back
     assert [line["step"] for line in metrics] == list(range(1, 201))
 
