@@ -48,6 +48,11 @@ class Formation:
         self.groups: Groups | None = None
         self.transfer: ProcessGroup | None = None
 
+    @property
+    def can_lose_wake_ups(self) -> bool:
+        """Whether a broken group may leave a call waiting: Gloo does, NCCL's abort ends all."""
+        return self._device.type == "cpu"
+
     def form(self) -> None:
         """Meet the others of the generation at the store.
 

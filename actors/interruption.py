@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from actors.errors import Interrupted
 
 
 class Interruption:
-    """Flags between two threads; each is one integer, written by one side."""
+    """Flags between two threads; each is one integer, written by one side.
+
+    A training thread may be left behind where it is `leavable`: it never comes out of there but
+    by `Interrupted`, so that the thread in its place need not fear it.
+    """
 
     def __init__(self) -> None:
         self.aborted_generation = 0
         self.pause_wished_generation = 0
         self.running_generation = 0
         self.num_signs_of_life = 0
+        self._leaving = threading.Lock()
+        self._leavable: set[int] = set()
+        self._left: set[int] = set()
 
     def check(self) -> None:
         """Called by the training thread wherever it may stop. Raises `Interrupted`."""
+        self._stop_if_left()
         self.num_signs_of_life += 1
         if self.running_generation <= self.aborted_generation:
             raise Interrupted(f"generation {self.running_generation} is being aborted")
@@ -23,3 +35,35 @@ class Interruption:
     @property
     def pause_is_wished(self) -> bool:
         return self.pause_wished_generation >= self.running_generation
+
+    @contextmanager
+    def leavable(self) -> Iterator[None]:
+        """For calls that wait for others, and change nothing that outlives them."""
+        me = threading.get_ident()
+        self._leavable.add(me)
+        try:
+            yield
+        finally:
+            with self._leaving:
+                self._leavable.discard(me)
+            self._stop_if_left()
+
+    def leave(self, thread: int) -> bool:
+        """Leave a thread behind, if it stands where that does no harm."""
+        with self._leaving:
+            can_leave = thread in self._leavable - self._left
+            if can_leave:
+                self._left.add(thread)
+        return can_leave
+
+    def is_left(self) -> bool:
+        """Whether the calling thread has been left behind."""
+        return threading.get_ident() in self._left
+
+    def forget(self) -> None:
+        """The calling thread ends; another may get its number."""
+        self._left.discard(threading.get_ident())
+
+    def _stop_if_left(self) -> None:
+        if self.is_left():
+            raise Interrupted("this thread has been left behind")

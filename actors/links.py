@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ProcessGroup
 
+from actors.standstill import wait_for
 from actors.torch_private import exchanged_together
 
 MESSAGE_BYTES = 4 * 2**20
@@ -47,4 +48,4 @@ def _pass_on(
         torch.cuda.synchronize(device)
     else:
         for work in works:
-            work.wait()
+            wait_for(work)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
+from actors.standstill import wait_for
 from actors.torch_private import exchanged_together
 from elastic.regions import Region
 from elastic.specs import TensorSpec
@@ -190,7 +191,7 @@ class _Slot:
         """Wait for what was begun, and take apart what has come."""
         if self.device.type != "cuda":  # a coalesced exchange has been waited for as a whole
             for work in self.works:
-                work.wait()
+                wait_for(work)
         self.works.clear()
         if self.landed is not None:
             window, buffer = self.landed

@@ -12,6 +12,7 @@ from actors.errors import TornApply
 from actors.faults import Faults
 from actors.interruption import Interruption
 from actors.program import Groups, Replica
+from actors.standstill import wait_for
 from elastic.votes import StepRecord, Vote
 
 NUM_KEPT_RECORDS = 64
@@ -47,10 +48,12 @@ class Stepper:
         """Train one step; raises if the generation is aborted or a peer is gone."""
         self._began = time.perf_counter()
         step = self.committed_step + 1
-        self._faults.at("compute", step)
-        sums = self._replica.compute(step, self._interruption.check)
-        self._faults.at("vote", step)
-        vote = self._cast(step, sums)
+        with self._interruption.leavable():
+            self._faults.at("compute", step)
+            sums = self._replica.compute(step, self._interruption.check)
+            self._faults.at("vote", step)
+            vote = self._cast(step, sums)
+        self.vote = vote
         self._faults.at("apply", step)
         return self.apply(vote), vote
 
@@ -97,7 +100,7 @@ class Stepper:
         )
         ballot[4] = 1.0 - whole.to(ballot)
         self.gradients_complete = True
-        self._groups.world.allreduce([ballot]).wait()
+        wait_for(self._groups.world.allreduce([ballot]))
         self._faults.at("reading", step)
         loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
         num_contributions, num_nonfinite, num_wishes = (round(count) for count in counts)
@@ -105,7 +108,7 @@ class Stepper:
             num_tokens
         ):
             raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
-        self.vote = Vote(
+        return Vote(
             step=step,
             loss_sum=loss_sum,
             num_tokens=round(num_tokens),
@@ -114,4 +117,3 @@ class Stepper:
             num_nonfinite=num_nonfinite,
             num_pause_wishes=num_wishes,
         )
-        return self.vote

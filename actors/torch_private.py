@@ -73,11 +73,16 @@ def abort_nccl_groups(bare: ProcessGroup | None) -> None:
 
     `bare` is a group that torch's own tables do not know of.
     """
-    groups = list(c10d._world.pg_map)
+    groups = groups_in_use()
     for group in groups:
         group._get_backend(torch.device("cuda")).abort()
     if bare is not None and bare not in groups:
         bare._get_backend(torch.device("cuda")).abort()
+
+
+def groups_in_use() -> list[ProcessGroup]:
+    """Every group that torch's tables know of."""
+    return list(c10d._world.pg_map)
 
 
 def reset_group_tables() -> None:

@@ -110,7 +110,8 @@ class Trainer:
         began = time.perf_counter()
         plan, assignment = self.order.plan, self.order.assignment
         self.faults.at("relaying", plan.step + 1)
-        tensors, moved, needed = self._fetch(command)
+        with self.interruption.leavable():
+            tensors, moved, needed = self._fetch(command)
         held = StateBytes(0, 0, 0)
         if self.replica is not None and self.formation and self.formation.groups:
             self.replica.adopt(tensors)
@@ -240,9 +241,10 @@ class Trainer:
         if command.source == "live" or self.formation is None or self.formation.transfer is None:
             return ()
         participants = self.order.plan.participants
-        speeds = measure_links(
-            self.formation.transfer, self.program.device, self.interruption.check
-        )
+        with self.interruption.leavable():
+            speeds = measure_links(
+                self.formation.transfer, self.program.device, self.interruption.check
+            )
         return tuple((participants[peer], speed) for peer, speed in speeds)
 
     def _staged(self, generation: int, transfers: Transfers) -> dict[str, Tensor]:
@@ -268,7 +270,8 @@ class Trainer:
     def _evaluate(self, generation: int, step: int, world_rank: int) -> None:
         assert self.replica is not None
         self.faults.at("evaluation", step)
-        loss = self.replica.evaluate(step, self.interruption.check)
+        with self.interruption.leavable():
+            loss = self.replica.evaluate(step, self.interruption.check)
         if world_rank == 0:
             self.report(Evaluated(generation, step, loss))
 

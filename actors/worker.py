@@ -1,5 +1,6 @@
 """A worker: one training thread that obeys commands, and a control side that never blocks.
 
+A training thread that an abort cannot wake is left behind, and another takes its place.
 Runs without Ray: `report` is how events leave, `take` how commands come in. An abort acts from
 the control side at once; all else queues for the training thread.
 """
@@ -22,9 +23,12 @@ import torch
 import torch.distributed as dist
 
 from actors.errors import Interrupted
+from actors.groups import Formation
 from actors.interruption import Interruption
 from actors.program import Factory, Program
+from actors.standstill import Standstill
 from actors.system import keep_freed_memory, peak_bytes
+from actors.torch_private import groups_in_use
 from actors.trainer import Trainer, WorkerOptions
 from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import Event, WorkerRaised, WorkerReady
@@ -68,9 +72,11 @@ class Worker:
         self._incarnation = 0
         self._quiesced_generation = 0
         self._trainer: Trainer | None = None
+        self._kept: dict[int | None, object] = {}
+        self._thread = threading.Thread(target=self._serve, name="training", daemon=True)
 
     def start(self) -> None:
-        threading.Thread(target=self._serve, name="training", daemon=True).start()
+        self._thread.start()
 
     def take(self, envelope: Envelope) -> None:
         """Accept a command, unless it is of an older controller or generation (invariant 6)."""
@@ -101,7 +107,10 @@ class Worker:
         except Exception as error:
             self._tell(0, error)
             return
-        while True:
+        self._obey_all()
+
+    def _obey_all(self) -> None:
+        while not self._interruption.is_left():
             order = self._orders.get()
             try:
                 self._obey(order)
@@ -111,6 +120,8 @@ class Worker:
                 is_collateral = order.generation <= self._interruption.aborted_generation
                 if isinstance(order, Settle) or not is_collateral:
                     self._tell(order.generation, error)
+        self._interruption.forget()
+        self._kept.pop(threading.get_ident(), None)
 
     def _warm_up(self) -> None:
         program: Program = self._factory.make()
@@ -160,13 +171,29 @@ class Worker:
                 assert_never(order)
 
     def _break_off(self, generation: int) -> None:
-        """Break the groups again and again until the training thread has unwound."""
+        """Break the groups again and again until the training thread has unwound, or wherever
+        Gloo does not wake it, until another has taken its place."""
         deadline = time.monotonic() + self._options.collective_timeout_s
+        standstill = Standstill(self._thread)
         while self._quiesced_generation < generation and time.monotonic() < deadline:
             formation = self._trainer.formation if self._trainer else None
             if formation is not None:
                 formation.break_off()
+                if formation.can_lose_wake_ups and standstill.lasts():
+                    self._leave_behind(formation)
             time.sleep(REPEAT_BREAK_S)
+
+    def _leave_behind(self, formation: Formation) -> None:
+        """Have another thread obey, and keep the groups until the one that waits in them ends:
+        the end of a group waits for what is under way in it."""
+        ident = self._thread.ident
+        assert ident is not None
+        self._kept[ident] = (formation.transfer, groups_in_use())
+        if not self._interruption.leave(ident):
+            del self._kept[ident]
+            return
+        self._thread = threading.Thread(target=self._obey_all, name="training", daemon=True)
+        self._thread.start()
 
     def _tell(self, generation: int, error: Exception) -> None:
         text = "".join(traceback.format_exception(error))

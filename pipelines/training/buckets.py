@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from actors.standstill import wait_for
 from elastic.regions import chunk_interval
 from pipelines.training.sharded import as_part, local_part, num_replicas
 
@@ -125,7 +126,7 @@ class Bucket:
 
         def finish() -> None:
             nonlocal sent
-            work.wait()
+            wait_for(work)
             del sent  # until here the collective reads it
             pairs: list[tuple[Tensor, Tensor]] = []
             for part, columns in zip(self.parts, rows.split(self.widths, dim=1), strict=True):
@@ -158,7 +159,7 @@ class Bucket:
         def finish() -> None:
             nonlocal rows
             if work is not None:
-                work.wait()
+                wait_for(work)
             del rows  # until here the collective reads it
             self.reduced = received if self.reduced is None else self.reduced.add_(received)
 
@@ -175,7 +176,7 @@ class Bucket:
 
         def finish() -> None:
             if work is not None:
-                work.wait()
+                wait_for(work)
             for part, piece in zip(self.parts, reduced.split(self.widths), strict=True):
                 if part.has_gradient:
                     self._keep_gradient(part, piece[: part.shard.numel()].view_as(part.shard))

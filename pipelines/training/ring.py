@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from actors.standstill import wait_for
+
 CPU_TILE = 256
 GPU_TILE = 1024
 """Scores are computed for at most so many queries and keys at a time, which bounds their memory:
@@ -136,5 +138,5 @@ class Hop:
 
     def landed(self) -> Tensor:
         for work in self._works:
-            work.wait()
+            wait_for(work)
         return self._arriving
