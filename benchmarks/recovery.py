@@ -28,8 +28,8 @@ KILL_PHASE = 5
 """Peers are killed half-way between two of their checkpoints."""
 START_TIMEOUT_S = 120.0
 RECOVERY_TIMEOUT_S = 330.0
-"""Longer than a group's timeout: for that long a survivor may stay blocked in Gloo, which now and
-then loses a wake-up, and it is waited for if it holds the only copy of a shard."""
+"""Longer than a group's timeout: for that long a survivor that hangs is waited for if it holds the
+only copy of a shard."""
 PARTS = ("detect", "abort", "form, build", "re-lay out", "first step")
 
 

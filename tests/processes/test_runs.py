@@ -143,7 +143,7 @@ def test_who_cannot_roll_forward_is_replaced(tmp_path: Path, undisturbed: Outcom
 
 
 def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Outcome) -> None:
-    """As when Gloo loses the wake-up: w1 waits in a collective that no abort ends."""
+    """w1 hangs in code that is not torch's: another thread would hang there again."""
     faults = (Fault("kill", "w2", 20, "apply"), Fault("hang", "w1", 20, "reading"))
     run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=faults)
     assert_same_maths(run, undisturbed)
