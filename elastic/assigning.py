@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from elastic.assignment import Assignment
 from elastic.infeasible import Infeasible
-from elastic.job import Capacity
+from elastic.job import Capacity, LinkSpeeds
 from elastic.placing import seat
 from elastic.planning import Job, Wish, plan_layout
 from elastic.seating import Place, Topology
@@ -92,7 +92,7 @@ def capacity_of(
     workers: Sequence[str], topology: Topology, job: Job, memory_bytes: int | None
 ) -> Capacity:
     """What these workers are together; which of them share a node only matters to links."""
-    if not job.knows_links:
+    if job.links == LinkSpeeds():
         return Capacity(len(workers), memory_bytes)
     places = [topology.get(worker, Place()) for worker in workers]
     nodes = Counter(place for place in places if place.node)

@@ -122,7 +122,7 @@ def _first_fitting(axes: Wish, job: Job, capacity: Capacity, last: int) -> int:
     low, high = 1, last // step + 1
     while low < high:
         middle = (low + high) // 2
-        if fits(job, axes, capacity, middle * step):
+        if fits(job, axes.layout(1, middle * step), capacity):
             high = middle
         else:
             low = middle + 1

@@ -2,7 +2,8 @@
 
     step = (rounds + (pp - 1) / vp) x share / (tp x cp) + traffic
 
-- rounds: the most microbatches that a data rank computes, ceil(num_microbatches / (dp x fsdp)).
+- rounds: the most microbatches that a data rank computes, ceil(num_microbatches / (dp x fsdp)),
+  padded to what the schedule needs: 1F1B at least `pp`, interleaved whole multiples of it.
 - share: of all layers' costs, what lies on the costliest pipeline rank (see `stages`), or
   1 / pp where the costs are not known.
 - (pp - 1) / vp: the bubble of 1F1B and of its interleaved form (Narayanan et al., Efficient
@@ -17,8 +18,9 @@
 | tp | 4 all-reduces of A a layer and round (Shoeybi et al., Megatron-LM, 2019) |
 | cp | 6 (cp - 1) A a layer and round: keys and values forwards, and again with the gradients of both backwards (Liu et al., Ring Attention, 2023) |
 | pp | 2 vp A a round |
-| fsdp | zero=3: gathers of P twice a round, and one reduction a step; below: an all-reduce of P (Rajbhandari et al., ZeRO, 2020, section 7) |
+| fsdp | zero=3: two gathers and a reduction of P a round; 2: a reduction a round and a gather a step; below, and in a pipeline also 3: an all-reduce a step (Rajbhandari et al., ZeRO, 2020, section 7) |
 | dp | an all-reduce of P / fsdp a step |
+| ep | not known: it depends on where tokens are routed |
 """  # noqa: E501 (a table)
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from collections.abc import Callable
 from elastic.job import Capacity, Job
 from elastic.stages import deal_layers
 from elastic.wish import Wish
+from elastic.zero import zero_in_step
 
 StepCost = Callable[[int, int], float]
 """What a step costs with these (dp, fsdp)."""
@@ -37,10 +40,9 @@ def step_cost(axes: Wish, job: Job, capacity: Capacity) -> StepCost:
     """The cost of layouts with these model axes; see the head of this module."""
     microbatch = costliest_share(job.layer_costs, axes.pp, axes.vp) / (axes.tp * axes.cp)
     bubble = (axes.pp - 1) / axes.vp
-    num_microbatches = job.num_microbatches
 
     def compute(dp: int, fsdp: int) -> float:
-        return (-(-num_microbatches // (dp * fsdp)) + bubble) * microbatch
+        return (_num_rounds(axes, job, dp * fsdp) + bubble) * microbatch
 
     if not job.knows_links:
         return compute
@@ -58,6 +60,12 @@ def costliest_share(layer_costs: tuple[int, ...], pp: int, vp: int) -> float:
     return max(sum(stages[rank::pp]) for rank in range(pp)) / sum(stages)
 
 
+def _num_rounds(axes: Wish, job: Job, num_data_ranks: int) -> int:
+    """Microbatches of the busiest data rank, with those that pad."""
+    rounds = -(-job.num_microbatches // num_data_ranks)
+    return -(-rounds // axes.pp) * axes.pp if axes.vp > 1 else max(rounds, axes.pp)
+
+
 def _traffic(axes: Wish, job: Job, capacity: Capacity) -> StepCost:
     """The time of all communication in a step, in microbatches."""
     share = costliest_share(job.layer_costs, axes.pp, axes.vp)
@@ -70,18 +78,23 @@ def _traffic(axes: Wish, job: Job, capacity: Capacity) -> StepCost:
         4 * num_layers * _all_reduced(tp) * slowness(tp)
         + 6 * num_layers * (cp - 1) * slowness(inner)
     )
-    gathers, reductions = (1.0, 0.5) if axes.zero == 3 else (0.0, 1.0)
+    each_round, each_step = _sharing(zero_in_step(axes.zero, axes.pp))
 
     def traffic(dp: int, fsdp: int) -> float:
-        rounds = -(-job.num_microbatches // (dp * fsdp))
+        rounds = _num_rounds(axes, job, dp * fsdp)
         replica = inner * fsdp
         passed = 2 * axes.vp * activation_bytes * slowness(replica * dp * axes.pp)
-        sharded = (rounds * gathers + reductions) * _all_reduced(fsdp) * slowness(replica)
+        sharded = (rounds * each_round + each_step) * _all_reduced(fsdp) * slowness(replica)
         copied = _all_reduced(dp) / fsdp * slowness(replica * dp)
         passing = passed if axes.pp > 1 else 0.0
         return rounds * (round_cost + passing) + param_bytes * (sharded + copied)
 
     return traffic
+
+
+def _sharing(zero: int) -> tuple[float, float]:
+    """How many all-reduces' worth `fsdp` sends of the parameters, a round and a step."""
+    return {3: (1.5, 0.0), 2: (0.5, 0.5)}.get(zero, (0.0, 1.0))
 
 
 def _all_reduced(num_workers: int) -> float:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from elastic.footprint import Footprint
 from elastic.layout import Layout
+from elastic.memory import worker_bytes
 from elastic.planning import Job
 
 UNTOLD_SHARE = 0.1
@@ -28,14 +28,14 @@ class Shortage:
 def advice(layout: Layout, job: Job, shortage: Shortage) -> str:
     """The measured bytes and what would fit, in one line."""
     fitting = fitting_layout(layout, job, shortage)
-    held = state_bytes(layout, job)
+    held = worker_bytes(job, layout)
     if fitting is None:
         return (
             f"{shortage}; sharding its {_told(held)} of parameters, gradients and optimizer over "
             "more workers frees too little: lower microbatch, set activation_checkpointing, or "
             "raise tp, cp or pp"
         )
-    less = held - state_bytes(fitting, job)
+    less = held - worker_bytes(job, fitting)
     return (
         f"{shortage}; {fitting} on {fitting.num_workers} workers would fit, by the formula: "
         f"{_told(less)} less of parameters, gradients and optimizer on each"
@@ -49,22 +49,16 @@ def fitting_layout(layout: Layout, job: Job, shortage: Shortage) -> Layout | Non
     What is not state (activations) stays as it is; a step has no more data ranks than microbatches.
     """
     lacking = shortage.wanted_bytes or UNTOLD_SHARE * shortage.held_bytes
-    bound = state_bytes(layout, job) - job.margin * lacking
+    bound = worker_bytes(job, layout) - job.margin * lacking
     for fsdp in range(layout.fsdp, max(layout.fsdp, job.num_microbatches) + 1):
         if fsdp * layout.cp * layout.tp % layout.ep:
             continue
         for zero in range(layout.zero, 4):
             dp = layout.dp if fsdp == layout.fsdp else 1
             candidate = replace(layout, dp=dp, fsdp=fsdp, zero=zero)
-            if state_bytes(candidate, job) <= bound:
+            if worker_bytes(job, candidate) <= bound:
                 return candidate
     return None
-
-
-def state_bytes(layout: Layout, job: Job) -> float:
-    """Parameters, gradients and optimizer state of one worker; `cp` and `dp` replicate all."""
-    footprint = Footprint(job.param_bytes, job.param_bytes, job.state_bytes - job.param_bytes)
-    return footprint.divided(layout.zero, layout.fsdp) / (layout.pp * layout.tp)
 
 
 def _told(num_bytes: float) -> str:

@@ -19,7 +19,7 @@ from elastic.commands import (
 )
 from elastic.events import GroupFormed, StateReady
 from elastic.infeasible import Infeasible
-from elastic.links import informed, median_speeds
+from elastic.links import known_job, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
 from elastic.recovery import choose_source, living
 from elastic.saving import end
@@ -185,7 +185,7 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal |
         generation=state.generation + 1,
         wish=state.wish,
         topology=staying,
-        job=informed(state.job, previous.layout if previous else None, state.median_step_s()),
+        job=known_job(state),
         memory_bytes=state.least_memory_bytes(),
         snapshots_cover=False,
     )

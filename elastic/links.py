@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from elastic.assigning import capacity_of
 from elastic.costs import step_cost
 from elastic.job import Capacity, Job, LinkSpeeds
 from elastic.layout import Layout
 from elastic.seating import Place, Topology
+from elastic.state import CoreState
 from elastic.wish import Wish
+
+LEAST_COMPUTE = 0.1
+"""Of a step: traffic that hides behind compute may seem to leave less than nothing."""
 
 
 def median_speeds(links: Iterable[tuple[str, str, float]], topology: Topology) -> LinkSpeeds:
@@ -21,14 +26,27 @@ def median_speeds(links: Iterable[tuple[str, str, float]], topology: Topology) -
     return LinkSpeeds(**{name: sorted(found)[len(found) // 2] for name, found in by_class.items()})
 
 
-def informed(job: Job, layout: Layout | None, median_step_s: float) -> Job:
-    """The job with the time that a microbatch takes, by the steps seen under a layout."""
+def known_job(state: CoreState) -> Job:
+    """The job with what the steps so far tell of it."""
+    staying = state.staying()
+    capacity = capacity_of(tuple(staying), staying, state.job, state.least_memory_bytes())
+    return informed(state.job, state.timed_layout, state.median_step_s(), capacity)
+
+
+def informed(job: Job, layout: Layout | None, median_step_s: float, capacity: Capacity) -> Job:
+    """The job with the time that a microbatch takes, by the steps seen under a layout: what is
+    left of them without the traffic, which is estimated, but at least `LEAST_COMPUTE`."""
     if layout is None or not median_step_s or job.links == LinkSpeeds():
         return job
     axes = Wish(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
     without_links = replace(job, links=LinkSpeeds())
-    cost = step_cost(axes, without_links, Capacity(layout.num_workers))(layout.dp, layout.fsdp)
-    return replace(job, microbatch_s=median_step_s / cost)
+    num_microbatches, with_seconds = (
+        step_cost(axes, one, capacity)(layout.dp, layout.fsdp)
+        for one in (without_links, replace(job, microbatch_s=1.0))
+    )
+    traffic_s = with_seconds - num_microbatches
+    compute_s = max(median_step_s - traffic_s, LEAST_COMPUTE * median_step_s)
+    return replace(job, microbatch_s=compute_s / num_microbatches)
 
 
 def _class(here: Place, there: Place) -> str:

@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 from elastic.job import Capacity, Job
+from elastic.layout import Layout
 from elastic.wish import Wish
-from elastic.zero import Part, divides
+from elastic.zero import Part, divides, zero_in_step
 
 
-def worker_bytes(job: Job, axes: Wish, fsdp: int) -> int:
-    """State and gradients of one worker: what `fsdp` cuts at this ZeRO stage, and the rest.
+def worker_bytes(job: Job, layout: Layout) -> int:
+    """State and gradients of one worker in a step: what `fsdp` cuts at this ZeRO stage, and the
+    rest.
 
     `fsdp` cuts the optimizer's state from zero=1 on, the gradients (as large as the parameters)
     from 2, the parameters at 3; below that all parameters are there to compute with. All is
-    divided by `pp x tp`; `cp` replicates (Rajbhandari et al., ZeRO, 2020, section 5).
+    divided by `pp x tp`, experts by `pp x ep`, and these are shards over what `ep` leaves of
+    `fsdp x cp x tp`; else `cp` replicates (Rajbhandari et al., ZeRO, 2020, section 5).
     """
-    whole, divided = _whole_and_divided(job, axes.zero)
-    return -(-(whole - (-divided // fsdp)) // (axes.pp * axes.tp))
+    zero = zero_in_step(layout.zero, layout.pp)
+    state, params = job.expert_state_bytes, job.expert_param_bytes
+    num_expert_shards = layout.fsdp * layout.cp * layout.tp // layout.ep
+    experts = _part(state, params, zero, num_expert_shards, layout.pp * layout.ep)
+    state, params = job.state_bytes - state, job.param_bytes - params
+    return experts + _part(state, params, zero, layout.fsdp, layout.pp * layout.tp)
 
 
-def fits(job: Job, axes: Wish, capacity: Capacity, fsdp: int) -> bool:
+def fits(job: Job, layout: Layout, capacity: Capacity) -> bool:
     """Whether a worker has room for its part and the margin."""
     memory_bytes = capacity.memory_bytes
-    return memory_bytes is None or worker_bytes(job, axes, fsdp) * job.margin <= memory_bytes
+    return memory_bytes is None or worker_bytes(job, layout) * job.margin <= memory_bytes
 
 
 def least_fitting(job: Job, axes: Wish, capacity: Capacity) -> int | None:
     """The smallest `fsdp` that fits and out of which `ep` folds; None: no `fsdp` fits."""
-    low, high = 1, max(1, _whole_and_divided(job, axes.zero)[1])
-    if not fits(job, axes, capacity, high):
+
+    def is_enough(multiple: int) -> bool:
+        return fits(job, axes.layout(1, multiple * axes.least_fsdp), capacity)
+
+    low, high = 1, max(1, job.state_bytes + job.param_bytes)
+    if not is_enough(high):
         return None
-    while low < high:  # what a worker needs never grows with fsdp
+    while low < high:  # what a worker needs never grows with such an fsdp
         middle = (low + high) // 2
-        low, high = (low, middle) if fits(job, axes, capacity, middle) else (middle + 1, high)
-    return -(-low // axes.least_fsdp) * axes.least_fsdp
+        low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
+    return low * axes.least_fsdp
 
 
 def too_big(job: Job, axes: Wish, capacity: Capacity, fsdp: int) -> str:
     """What is needed, what is there, and what would fit."""
     needed = (
-        f"a worker needs {worker_bytes(job, axes, fsdp)} bytes for its part, times {job.margin}, "
-        f"and has {capacity.memory_bytes}"
+        f"a worker needs {worker_bytes(job, axes.layout(1, fsdp))} bytes for its part, times "
+        f"{job.margin}, and has {capacity.memory_bytes}"
     )
     fitting = least_fitting(job, axes, capacity)
     if fitting is None:
@@ -55,12 +66,13 @@ def too_big(job: Job, axes: Wish, capacity: Capacity, fsdp: int) -> str:
     )
 
 
-def _whole_and_divided(job: Job, zero: int) -> tuple[int, int]:
-    """The bytes that every shard has, and those that are cut."""
+def _part(state_bytes: int, param_bytes: int, zero: int, num_shards: int, num_cuts: int) -> int:
+    """The bytes of one worker, of tensors that `num_cuts` ranks cut at any stage."""
     parts: dict[Part, int] = {
-        "optimizer": job.state_bytes - job.param_bytes,
-        "gradients": job.param_bytes,
-        "parameters": job.param_bytes,
+        "optimizer": state_bytes - param_bytes,
+        "gradients": param_bytes,
+        "parameters": param_bytes,
     }
     divided = sum(num_bytes for part, num_bytes in parts.items() if divides(zero, part))
-    return job.state_bytes + job.param_bytes - divided, divided
+    whole = state_bytes + param_bytes - divided
+    return -(-(whole - (-divided // num_shards)) // num_cuts)

@@ -35,10 +35,10 @@ from elastic.costs import step_cost
 from elastic.infeasible import Infeasible
 from elastic.job import Capacity, Job, LinkSpeeds
 from elastic.layout import Layout
-from elastic.memory import fits, too_big, worker_bytes
+from elastic.memory import fits, too_big
 from elastic.wish import Wish
 
-__all__ = ["Capacity", "Choice", "Job", "LinkSpeeds", "Wish", "plan_layout", "worker_bytes"]
+__all__ = ["Capacity", "Choice", "Job", "LinkSpeeds", "Wish", "plan_layout"]
 
 STEP_TOLERANCE = 1.05 + 1e-9
 NUM_REFUSALS_TOLD = 8
@@ -107,7 +107,7 @@ def _refused_wish(wish: Wish, job: Job, capacity: Capacity, dp: int, fsdp: int) 
     layout = wish.layout(dp, fsdp)
     if layout.num_workers > capacity.num_workers:
         return f"{layout} needs {layout.num_workers} workers, {capacity.num_workers} are there"
-    if not fits(job, wish, capacity, fsdp):
+    if not fits(job, layout, capacity):
         return f"{layout}: {too_big(job, wish, capacity, fsdp)}"
     return None
 

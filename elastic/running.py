@@ -24,7 +24,7 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
         return _close_gap(state, now)
     state.commit(record.step)
     state.last_vote = event.vote
-    state.recent_step_s = [*state.recent_step_s[1 - NUM_RECENT_STEPS :], record.step_s]
+    _time(state, record.step_s)
     _progress(state, now)
     if isinstance(state.phase, Running):
         state.phase.num_commits += 1
@@ -96,6 +96,14 @@ def growth_deadline(state: CoreState) -> float:
     if state.spare_since is None:
         return float("inf")
     return state.spare_since + state.policy.growth_settle_s
+
+
+def _time(state: CoreState, step_s: float) -> None:
+    """Times under another layout say nothing any more once there is one under this."""
+    layout = state.held.assignment.layout if state.held else None
+    if layout != state.timed_layout:
+        state.timed_layout, state.recent_step_s = layout, []
+    state.recent_step_s = [*state.recent_step_s[1 - NUM_RECENT_STEPS :], step_s]
 
 
 def _close_gap(state: CoreState, now: float) -> list[Command]:

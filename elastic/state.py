@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
 from elastic.events import Saved
+from elastic.layout import Layout
 from elastic.phases import Ending, Phase, Waiting, may_follow
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
@@ -74,6 +75,8 @@ class CoreState:
     evaluated_step: int = 0
     last_vote: Vote | None = None
     recent_step_s: list[float] = field(default_factory=list)
+    timed_layout: Layout | None = None
+    """Under which these steps were."""
     num_attempts: int = 0
     last_failure: str = ""
 

@@ -29,6 +29,12 @@ def divides(zero: int, part: Part) -> bool:
     return part in PARTS[:zero]
 
 
+def zero_in_step(zero: int, pp: int) -> int:
+    """The stage as which a step takes memory: in a pipeline 3 keeps what it has gathered, and whole
+    gradients, from a worker's first microbatch to its last."""
+    return 1 if zero == 3 and pp > 1 else zero
+
+
 def parse_stage(text: str) -> int:
     """Read a stage: its number, or a name of FSDP's in any case. Raises `InvalidLayout`."""
     name = text.upper()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 from math import prod
@@ -19,6 +20,7 @@ from elastic.events import RunOpened
 from elastic.infeasible import Infeasible
 from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
+from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.inject import parse_faults
@@ -256,8 +258,13 @@ def _unwritable(folder: RunFolder, why: str | None) -> UserError:
     )
 
 
+def _num_bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.num_bytes for spec in specs)
+
+
 def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
     specs, shape = program.specs(), program.workload.shape()
+    experts = [spec for spec in specs if spec.ep_dim is not None]
     one_stage = None
     if settings.schedule not in SEVERAL_STAGES:
         one_stage = (
@@ -266,8 +273,10 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         )
     return Job(
         num_microbatches=settings.num_microbatches,
-        state_bytes=sum(spec.num_bytes for spec in specs),
-        param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
+        state_bytes=_num_bytes(specs),
+        param_bytes=_num_bytes(spec for spec in specs if spec.kind == "parameter"),
+        expert_state_bytes=_num_bytes(experts),
+        expert_param_bytes=_num_bytes(spec for spec in experts if spec.kind == "parameter"),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_every,
         limits=replace(shape.limits, one_stage=one_stage),

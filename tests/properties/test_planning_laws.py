@@ -81,8 +81,7 @@ def test_a_plan_is_possible_in_every_way(case: Case) -> None:
 
 def fits(layout: Layout, case: Case) -> bool:
     memory_bytes = case.capacity.memory_bytes
-    axes = replace(case.wish, pp=layout.pp, cp=layout.cp, tp=layout.tp)
-    needed = worker_bytes(case.job, axes, layout.fsdp) * case.job.margin
+    needed = worker_bytes(case.job, layout) * case.job.margin
     return memory_bytes is None or needed <= memory_bytes
 
 

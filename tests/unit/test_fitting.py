@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from actors.worker import kind_of, wanted_of
-from elastic.fitting import Shortage, advice, fitting_layout, state_bytes
+from elastic.fitting import Shortage, advice, fitting_layout
 from elastic.layout import Layout
+from elastic.memory import worker_bytes
 from elastic.planning import Job
 
 JOB = Job(num_microbatches=16, state_bytes=1200, param_bytes=400, margin=1.0)
@@ -22,12 +23,12 @@ JOB = Job(num_microbatches=16, state_bytes=1200, param_bytes=400, margin=1.0)
         ("fsdp=4,zero=2", 400 + 1200 / 4),
         ("fsdp=4,zero=1", 800 + 800 / 4),
         ("fsdp=4,zero=0", 1600),
-        ("pp=2,tp=4,fsdp=2", 100),
+        ("pp=2,tp=4,fsdp=2", 150),
         ("cp=4", 1600),
     ],
 )
 def test_the_state_of_a_worker(layout: str, expected: float) -> None:
-    assert state_bytes(Layout.parse(layout), JOB) == expected
+    assert worker_bytes(JOB, Layout.parse(layout)) == expected
 
 
 @pytest.mark.parametrize(

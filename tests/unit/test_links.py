@@ -29,12 +29,17 @@ def test_workers_of_unknown_places_are_far_from_each_other() -> None:
     assert median_speeds([("x", "y", 2.0)], {}) == LinkSpeeds(far=2.0)
 
 
-def test_a_microbatch_takes_what_the_steps_seen_say() -> None:
-    """Eight microbatches over four data ranks: a step is two of them long."""
-    job = Job(num_microbatches=8, param_bytes=100, links=LinkSpeeds(node=50.0))
-    assert informed(job, Layout(dp=4), 3.0).microbatch_s == pytest.approx(1.5)
-    assert informed(Job(num_microbatches=8), Layout(dp=4), 3.0).microbatch_s == 0.0
-    assert informed(job, None, 3.0) == job
+def test_a_microbatch_takes_what_the_steps_seen_leave_of_the_traffic() -> None:
+    """Eight microbatches over four data ranks: a step is two of them long, and an all-reduce of
+    100 bytes, of which each worker sends 150."""
+    job = Job(num_microbatches=8, param_bytes=100, links=LinkSpeeds(node=150.0))
+    on_one_node = Capacity(4, node_size=4)
+    known = informed(job, Layout(dp=4), 3.0, on_one_node)
+    assert known.microbatch_s == pytest.approx((3.0 - 1.0) / 2)
+    assert step_cost(Wish(), known, on_one_node)(4, 1) * known.microbatch_s == pytest.approx(3.0)
+    assert informed(job, Layout(dp=4), 0.5, on_one_node).microbatch_s == pytest.approx(0.05 / 2)
+    assert informed(Job(num_microbatches=8), Layout(dp=4), 3.0, on_one_node).microbatch_s == 0.0
+    assert informed(job, None, 3.0, on_one_node) == job
 
 
 def test_a_slow_link_makes_what_crosses_it_dear() -> None:

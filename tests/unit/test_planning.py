@@ -121,8 +121,32 @@ def test_a_refusal_for_memory_says_what_is_needed_what_is_there_and_what_would_f
 )
 def test_what_each_zero_stage_divides(zero: int, num_bytes: int) -> None:
     job = Job(state_bytes=120, param_bytes=40)
-    assert worker_bytes(job, Wish(zero=zero), 4) == num_bytes
-    assert worker_bytes(job, Wish(zero=zero, pp=2, tp=2, cp=2), 4) == -(-num_bytes // 4)
+    assert worker_bytes(job, Layout(fsdp=4, zero=zero)) == num_bytes
+    assert worker_bytes(job, Layout(fsdp=4, zero=zero, tp=4, cp=2)) == -(-num_bytes // 4)
+
+
+@pytest.mark.parametrize(("zero", "as_in_step"), [(0, 0), (1, 1), (2, 2), (3, 1)])
+def test_a_pipeline_keeps_what_stage_three_gathers_for_a_step(zero: int, as_in_step: int) -> None:
+    job = Job(state_bytes=120, param_bytes=40)
+    alone = worker_bytes(job, Layout(fsdp=4, zero=as_in_step))
+    assert worker_bytes(job, Layout(pp=2, fsdp=4, zero=zero)) == -(-alone // 2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_bytes"),
+    [
+        ("fsdp=4", 160 // 4 + 16 // 4),
+        ("fsdp=4,zero=0", 160 + 16),
+        ("fsdp=4,ep=4,zero=0", 160 / 4 + 16),
+        ("tp=4,zero=0", 160 + 16 / 4),
+        ("fsdp=2,tp=2,ep=2,zero=0", 160 / 2 + 16 / 2),
+        ("fsdp=2,tp=2,ep=2", 160 / 4 + 16 / 4),
+        ("pp=2,fsdp=2,ep=2,zero=0", 160 / 4 + 16 / 2),
+    ],
+)
+def test_experts_are_cut_by_ep_and_never_by_tp(layout: str, num_bytes: float) -> None:
+    job = Job(state_bytes=132, param_bytes=44, expert_state_bytes=120, expert_param_bytes=40)
+    assert worker_bytes(job, Layout.parse(layout)) == num_bytes
 
 
 def test_the_least_fsdp_that_fits_is_one_that_ep_folds_out_of() -> None:
@@ -174,6 +198,8 @@ def test_the_costliest_rank_sets_the_pace() -> None:
         ("pp=2", (8 + 1) / 2),
         ("pp=2,vp=2", (8 + 1 / 2) / 2),
         ("pp=4,dp=2", (4 + 3) / 4),
+        ("pp=4,dp=4", (4 + 3) / 4),
+        ("pp=2,vp=2,dp=3", (4 + 1 / 2) / 2),
     ],
 )
 def test_compute_and_bubble(layout: str, cost: float) -> None:
@@ -193,11 +219,14 @@ def test_traffic_counts_where_speeds_are_known() -> None:
     )
     assert cost_of("dp=2", job) == 4 + 100 / 10
     assert cost_of("dp=4", job) == 2 + 150 / 1
-    assert cost_of("fsdp=2", job) == 4 + (2 * 4 * 50 + 50) / 10
-    assert cost_of("fsdp=2,zero=2", job) == 4 + 100 / 10
+    assert cost_of("fsdp=2", job) == 4 + 3 * 4 * 50 / 10
+    assert cost_of("fsdp=2,zero=2", job) == 4 + (4 * 50 + 50) / 10
+    assert cost_of("fsdp=2,zero=1", job) == 4 + 100 / 10
     assert cost_of("tp=2", job) == pytest.approx(4 + 8 * 4 * 6 * 2 / 10)
     assert cost_of("cp=2", job) == pytest.approx(4 + 8 * 6 * 6 * 1 / 10)
     assert cost_of("pp=2", job) == pytest.approx(4.5 + 8 * 2 * 2 / 10)
+    sharded = cost_of("pp=2,fsdp=2", job) - cost_of("pp=2,fsdp=2,zero=1", job)
+    assert sharded == 0, "gathered and reduced once a step"
     assert cost_of("dp=2,tp=2", job) == pytest.approx(2 + 4 * 4 * 6 * 2 / 10 + 50 / 1)
     unknown = Job(num_microbatches=8, param_bytes=100, links=job.links)
     assert cost_of("dp=4", unknown) == 2
