@@ -57,9 +57,16 @@ def main() -> int:
     arguments.add_argument("--layouts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
     arguments.add_argument("--blocks", type=int, default=60, help="of each system")
     arguments.add_argument("--steps", type=int, default=3, help="in a block")
+    arguments.add_argument(
+        "--sync-each-microbatch", action="store_true", help="which the bare loops do not"
+    )
     options = arguments.parse_args()
     random = byte_lm().model_copy(
-        update={"data": byte_lm().data.model_copy(update={"source": "random"}), "eval_every": 0}
+        update={
+            "data": byte_lm().data.model_copy(update={"source": "random"}),
+            "eval_every": 0,
+            "sync_each_microbatch": options.sync_each_microbatch,
+        }
     )
     cases = [
         Case(

@@ -22,6 +22,7 @@ WHERE_AND_HOW = frozenset(
         "record_samples",
         "schedule",
         "reshard_after_forward",
+        "sync_each_microbatch",
         "offload",
     }
 )

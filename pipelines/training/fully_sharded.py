@@ -41,6 +41,7 @@ class FullySharded:
         self.device = groups.device
         self.offload = settings.offload
         self.reshards = _reshards_after_forward(groups, settings)
+        self.reduces_each = settings.sync_each_microbatch and groups.mesh["fsdp"].size() > 1
         self.modules = [self._shard(module, workload, groups, settings) for module in modules]
         self._read()
 
@@ -65,13 +66,15 @@ class FullySharded:
         """FSDP gathers each block in its forward."""
 
     def accumulate(self, last: bool) -> None:
-        """Reduce gradients over the data ranks in the next backward only if it is the last.
+        """Reduce gradients in the next backward over the shards, and over the replicas only if it
+        is the last; without `sync_each_microbatch` only in the last at all.
 
         Where shards are not let go of in between (with one, what is gathered is a mere copy),
         they are kept until then.
         """
         for module in self.modules:
-            module.set_requires_gradient_sync(last)
+            module.set_requires_gradient_sync(last or self.reduces_each)
+            module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)
             module.set_reshard_after_backward(last or self.reshards)
 

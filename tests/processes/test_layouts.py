@@ -30,6 +30,7 @@ COMMON = {
     "batch": 5,
     "eval_every": 1,
     "eval_samples": 3,
+    "sync_each_microbatch": True,
 }
 DENSE = tiny().model_copy(update=COMMON)
 MIXED = tiny_moe().model_copy(update=COMMON)

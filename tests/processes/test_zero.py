@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import asdict
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -14,6 +15,7 @@ from expected import expected
 from harness import run_plainly
 from ranks import formed, open_file_store
 from test_replica import CountCollectives, local_tensors, never, program_of
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
 from actors.faults import Fault
@@ -27,6 +29,7 @@ from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
 from pipelines.training.replica import ShardedReplica
+from pipelines.training.workload import Fed
 
 NUM_PROCESSES = 4
 NUM_STEPS = 3
@@ -34,10 +37,12 @@ FULL = Footprint(parameters=4, gradients=4, optimizer=8)
 """Bytes a parameter in float32 with Adam."""
 SETTINGS = tiny().model_copy(
     update={
+        "model": tiny().model.model_copy(update={"num_layers": 6}),
         "data": DataSettings(source="random", seq_len=16),
         "batch": 8,
         "eval_every": 1,
         "eval_samples": 4,
+        "sync_each_microbatch": True,
     }
 )
 
@@ -62,6 +67,8 @@ SIZED = [
 ]
 CHANGED = [
     Case("fsdp=2,zero=3", {"reshard_after_forward": False}),
+    Case("fsdp=2,zero=3", {"sync_each_microbatch": False}),
+    Case("dp=2,fsdp=2,zero=3", {"dtype": "bfloat16"}),
     *(Case(f"fsdp=2,zero={zero}", {"offload": True}) for zero in STAGES),
     Case("dp=2,fsdp=2,zero=2", {"offload": True}),
     *(Case(f"fsdp=2,zero={zero}", {"activation_checkpointing": True}) for zero in (1, 2)),
@@ -78,11 +85,32 @@ class Trained(NamedTuple):
     at_rest: StateBytes
     in_step: StateBytes
     tensors: dict[str, torch.Tensor]
+    between_bytes: int
     num_collectives: int
     num_collectives_in_apply: int
 
 
-def train(program: TrainingProgram, replica: ShardedReplica, given: dict[str, Any]) -> Trained:
+class Weighed(ShardedReplica):
+    """Counts the bytes of all tensors before a step's last microbatch, less those at its begin."""
+
+    between_bytes = 0
+
+    def _fed(self, step: int, microbatch: int | None) -> Fed:
+        own = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
+        if len(own) > 1 and microbatch in (own[0], own[-1]):
+            sign = -1 if microbatch == own[0] else 1
+            self.between_bytes += sign * bytes_of_all_tensors()
+        return super()._fed(step, microbatch)
+
+
+def bytes_of_all_tensors() -> int:
+    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
+    locals_ = (thing.to_local() if isinstance(thing, DTensor) else thing for thing in tensors)
+    storages = [tensor.untyped_storage() for tensor in locals_ if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def train(program: TrainingProgram, replica: Weighed, given: dict[str, Any]) -> Trained:
     replica.adopt(given)
     at_rest, losses = replica.state_bytes(), []
     for step in range(1, NUM_STEPS + 1):
@@ -103,6 +131,7 @@ def train(program: TrainingProgram, replica: ShardedReplica, given: dict[str, An
         at_rest,
         in_step,
         tensors,
+        replica.between_bytes // NUM_STEPS,
         in_compute.num_collectives,
         in_apply.num_collectives,
     )
@@ -118,7 +147,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
             continue
         program = program_of(case.settings)
         with formed(layout, store, case.name, world_rank) as groups:
-            replica = program.build(groups)
+            replica = Weighed(program.workload, program.settings, groups)
             trained = train(program, replica, local_tensors(program, groups))
             if case.name == "fsdp=2,zero=1":
                 assert_adopted_again(program, replica, program.build(groups))
@@ -172,8 +201,7 @@ def ranks_of(folder: Path, case: Case) -> list[Trained]:
 @pytest.mark.parametrize("case", SIZED, ids=lambda case: case.name)
 def test_measured_bytes_are_those_of_the_formula(folder: Path, case: Case) -> None:
     layout = Layout.parse(case.layout)
-    specs = program_of(case.settings).specs()
-    num_params = sum(spec.num_bytes // 4 for spec in specs if spec.kind == "parameter")
+    num_params = whole_bytes(case) // 4
     parts = {
         "param_bytes": Footprint(4, 0, 0),
         "grad_bytes": Footprint(0, 4, 0),
@@ -236,3 +264,29 @@ def test_without_resharding_a_block_is_gathered_once_a_step(folder: Path) -> Non
     let_go = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
     num_blocks, rounds = SETTINGS.model.num_layers, SETTINGS.num_microbatches // 2
     assert let_go.num_collectives - kept.num_collectives >= num_blocks * rounds
+
+
+@pytest.mark.parametrize("case", SIZED, ids=lambda case: case.name)
+def test_between_microbatches_gradients_are_kept_as_the_stage_says(
+    folder: Path, case: Case
+) -> None:
+    """Beside those of blocks that are being reduced; and FSDP copies what it need not gather."""
+    for trained in ranks_of(folder, case):
+        kept = trained.in_step.grad_bytes
+        copied = trained.in_step.param_bytes if case.layout.endswith("zero=0") else 0
+        whole_block = whole_bytes(case) / SETTINGS.model.num_layers
+        assert 0.95 * kept <= trained.between_bytes - copied <= kept + 2 * whole_block
+
+
+def test_without_a_sync_each_microbatch_whole_gradients_are_summed(folder: Path) -> None:
+    case = Case("fsdp=2,zero=3", {"sync_each_microbatch": False})
+    [summed, *_], [synced, *_] = ranks_of(folder, case), ranks_of(folder, Case("fsdp=2,zero=3"))
+    assert summed.in_step == synced.in_step
+    assert summed.between_bytes == pytest.approx(whole_bytes(case), rel=0.05)
+    assert summed.num_collectives < synced.num_collectives
+
+
+def whole_bytes(case: Case) -> int:
+    """Those of all parameters, or of all gradients."""
+    specs = program_of(case.settings).specs()
+    return sum(spec.num_bytes for spec in specs if spec.kind == "parameter")
