@@ -104,6 +104,9 @@ def sweep_command(
         str, typer.Option(metavar="LAYOUTS", help="With semicolons between: 'tp=1; dp=2,tp=2'.")
     ],
     steps: Annotated[int, typer.Option(help="Steps a layout; the first is not counted.")] = 10,
+    start_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Give a layout up that has not begun by then.")
+    ] = 600.0,
     storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
     data: Annotated[
         str | None, typer.Option(help="A folder, file or glob of text, or 'random'.")
@@ -114,7 +117,7 @@ def sweep_command(
     ] = None,
 ) -> None:
     """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
-    asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()))
+    asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)
     width = None if sys.stdout.isatty() else TABLE_WIDTH
     raise typer.Exit(sweep(asked, Console(width=width)))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from elastic.layout import Layout
 from pipelines.drive import Interrupts, open_cluster
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.plan import Asked, Plan, make_plan, store_recipe
-from pipelines.run_folder import default_tracking_uri
+from pipelines.run_folder import Tail, default_tracking_uri
 from pipelines.view.sweep_table import Row, measure, refused, show, write
 from pipelines.view.wording import counted
 
@@ -41,6 +42,8 @@ class SweepAsked:
     steps: int = 10
     data: str | None = None
     changes: tuple[str, ...] = ()
+    start_timeout_s: float = 600.0
+    """For so long a layout waits for its workers: a cluster may have to start machines."""
 
 
 @dataclass
@@ -50,6 +53,10 @@ class Trial:
     layout: Layout
     plan: Plan | None
     row: Row | None = None
+
+    @property
+    def workers(self) -> str:
+        return counted(self.layout.num_workers, "worker")
 
 
 def sweep(asked: SweepAsked, console: Console) -> int:
@@ -67,7 +74,7 @@ def sweep(asked: SweepAsked, console: Console) -> int:
     console.print(f"sweep {stamp}: {folder}", soft_wrap=True, highlight=False)
     interrupts = Interrupts()
     try:
-        _train_all(trials, stamp, num_gpus, console, interrupts)
+        _train_all(trials, stamp, num_gpus, asked.start_timeout_s, console, interrupts)
         rows = [trial.row for trial in trials if trial.row is not None]
         folder.mkdir(parents=True, exist_ok=True)
         files = write(folder, rows)
@@ -118,7 +125,12 @@ def _trial(asked: SweepAsked, folder: Path, layout: Layout, num_gpus: int) -> Tr
 
 
 def _train_all(
-    trials: list[Trial], stamp: str, num_gpus: int, console: Console, interrupts: Interrupts
+    trials: list[Trial],
+    stamp: str,
+    num_gpus: int,
+    start_timeout_s: float,
+    console: Console,
+    interrupts: Interrupts,
 ) -> None:
     """One layout after the other, until the first signal."""
     planned = [trial for trial in trials if trial.plan is not None]
@@ -133,23 +145,56 @@ def _train_all(
                 needed = counted(trial.layout.num_workers, "GPU")
                 trial.row = refused(trial.layout, f"needs {needed}, this machine has {num_gpus}")
             elif not interrupts.number:
-                _train(trial, f"sweep-{stamp}-{trial.plan.folder.name}", console, interrupts)
+                console.print(f"{trial.layout}: {trial.workers}", highlight=False)
+                _train(
+                    trial, f"sweep-{stamp}-{trial.plan.folder.name}", start_timeout_s, interrupts
+                )
     finally:
         close_cluster(f"sweep-{stamp}", keep_actors=False)
 
 
-def _train(trial: Trial, name: str, console: Console, interrupts: Interrupts) -> None:
+def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrupts) -> None:
     """A run like any other; its checkpoint is not kept, and it is tracked only afterwards."""
-    plan, workers = trial.plan, counted(trial.layout.num_workers, "worker")
-    console.print(f"{trial.layout}: {workers}", highlight=False)
+    plan, patience = trial.plan, Patience(trial, start_timeout_s)
     try:
         with _ended(name):
             store_recipe(plan)
-            broken = _follow(replace(plan.run, name=name, observers=()), interrupts)
+            run = replace(plan.run, name=name, observers=())
+            broken = _follow(run, interrupts, patience)
     except ControllerLost as error:
         broken = f"the controller died ({error})"
-    trial.row = measure(trial.layout, plan.folder, broken)
+    if patience.refusal:
+        trial.row = refused(trial.layout, patience.refusal)
+    else:
+        trial.row = measure(trial.layout, plan.folder, broken)
     shutil.rmtree(plan.folder.checkpoints, ignore_errors=True)
+
+
+class Patience:
+    """Waits for a trial's first generation, but not for ever."""
+
+    def __init__(self, trial: Trial, timeout_s: float) -> None:
+        self._trial = trial
+        self._timeout_s = timeout_s
+        self._since = time.monotonic()
+        self._journal = Tail(trial.plan.folder.journal)
+        self._num_ready = 0
+        self._has_begun = False
+        self.refusal = ""
+
+    def is_over(self) -> bool:
+        """True once, when it has run out; then `refusal` says what was lacking."""
+        for line in self._journal.drain():
+            self._num_ready += line.get("event") == "WorkerReady"
+            self._has_begun |= line.get("command") == "Form"
+        waited_s = time.monotonic() - self._since
+        if self._has_begun or self.refusal or waited_s < self._timeout_s:
+            return False
+        self.refusal = (
+            f"only {self._num_ready} of {self._trial.workers} were ready within "
+            f"{self._timeout_s:g} s; add machines, or raise --start-timeout"
+        )
+        return True
 
 
 @contextmanager
@@ -161,7 +206,7 @@ def _ended(name: str) -> Iterator[None]:
         end_actors(name)
 
 
-def _follow(run: Run, interrupts: Interrupts) -> str:
+def _follow(run: Run, interrupts: Interrupts, patience: Patience) -> str:
     """Train to the end; return its reason."""
     drive = Drive(run)
 
@@ -169,6 +214,8 @@ def _follow(run: Run, interrupts: Interrupts) -> str:
         if interrupts.number and not interrupts.told:
             interrupts.told = True
             drive.request_stop(f"{signal.Signals(interrupts.number).name} at the driver")
+        elif patience.is_over():
+            drive.request_stop(patience.refusal)
 
     outcome = drive.follow(look).outcome
     return outcome.reason if outcome else ""
