@@ -71,8 +71,9 @@ def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
     elif state.leaving and not state.leaving.isdisjoint(state.members()):
         cause = "members leave"
     elif state.former_wish:
-        state.former_wish = None  # it is new once
         cause = "another layout" if changes_layout(state) else ""
+        if not cause:
+            state.former_wish = None  # the next forming would clear it
     elif state.spare_since is not None and _may_grow(state, now):
         state.spare_since = None  # asked once; the next joiner asks again
         cause = "growth" if _growth_helps(state) else ""

@@ -222,3 +222,22 @@ def test_a_wish_for_full_strength_waits_for_it() -> None:
     assert [command.cause for command in commands if isinstance(command, Pause)] == ["growth"]
     commands = brought_to_the_next_forming(core)
     assert [str(c.assignment.layout) for c in commands if isinstance(c, Form)] == ["dp=2,fsdp=2"]
+
+
+def test_what_its_own_pause_makes_impossible_is_taken_back() -> None:
+    """While all stop for it, a worker is lost, and another comes that has too little memory."""
+    core = Core()
+    wish = Wish.parse("pp=2", max_workers=2)
+    opening = RunOpened(1, Policy(2, 2), wish, Job(1, state_bytes=1000, steps=10))
+    told(core, opening, StoreReady("host", 1))
+    told(core, *(WorkerReady(worker, "node", 1) for worker in ("w0", "w1")))
+    form_all(core)
+    move_all(core)
+    told(core, committed(core, 1))
+    assert [type(command) for command in asked(core, "fsdp=1")] == [LayoutAnswered, Pause]
+    told(core, WorkerLost("w1", "killed"), Quiesced("w0", 1, 1, Vote(1, 1.0, 1, 1.0, 2)))
+    commands = told(core, WorkerReady("w2", "node", 1, memory_bytes=700))
+    [answer] = [command for command in commands if isinstance(command, LayoutAnswered)]
+    assert "1000 bytes" in answer.refusal
+    assert core.state.wish == wish and core.state.ending is None
+    assert [str(c.assignment.layout) for c in commands if isinstance(c, Form)] == ["pp=2"]
