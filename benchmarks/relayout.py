@@ -35,7 +35,7 @@ NUM_PROCESSES = 4
 LEAST_RATIO = dict(zip(KINDS, (0.8, 0.6), strict=True))
 SLACK_BYTES = 8 * 2**20
 """Of the interpreter and of Gloo."""
-WINDOWS_BYTES = 2 * AHEAD * LARGEST_BYTES
+WINDOWS_BYTES = 2 * AHEAD * LARGEST_BYTES["cpu"]
 """Room for the windows of all steps that are under way, each way."""
 
 
@@ -72,22 +72,20 @@ def show(pairs: Sequence[Pair], results: Sequence[Measured]) -> None:
         "state MB",
         "moved MB",
         "moved / bound",
-        "one run: MB/s (ratios)",
-        "packed: MB/s (ratios)",
+        "one run: MB/s (of bare)",
+        "packed: MB/s (of bare)",
         "move s",
         "DCP s",
         "memory / bound",
     )
-    show_table(
-        "re-layout (ratios to bare Gloo: into new memory, into memory used before)", columns, rows
-    )
+    show_table("re-layout", columns, rows)
 
 
 def against_bare(rounds: Rounds | None) -> str:
     if rounds is None:
         return "-"
     rate = rounds.num_bytes / 2**20 / median(rounds.exchange_s)
-    return f"{rate:,.0f} ({rounds.ratio:.2f}, {rounds.reused_ratio:.2f})"
+    return f"{rate:,.0f} ({rounds.ratio:.2f})"
 
 
 def surplus(measured: Measured) -> float:

@@ -28,6 +28,7 @@ from torch.distributed import PrefixStore, ProcessGroup, TCPStore, Work
 from transformer_state import lower_bound_bytes, transformer_state
 
 from actors.moving import ALONE_BYTES, move
+from actors.system import keep_freed_memory
 from actors.torch_private import bare_group
 from elastic.assignment import Assignment
 from elastic.layout import Layout
@@ -78,17 +79,12 @@ class Job:
 
 @dataclass
 class Rounds:
-    """A move by the product, its part that sends nothing, and its messages bare, in turn.
-
-    The bare ones come into new memory, as the product's do, and once more into memory that was
-    written before.
-    """
+    """A move by the product, its part that sends nothing, and its messages bare, in turn."""
 
     num_bytes: int
     ours_s: list[float] = field(default_factory=list)
     local_s: list[float] = field(default_factory=list)
     bare_s: list[float] = field(default_factory=list)
-    reused_s: list[float] = field(default_factory=list)
 
     @property
     def exchange_s(self) -> list[float]:
@@ -96,13 +92,8 @@ class Rounds:
 
     @property
     def ratio(self) -> float:
-        """The median of the exchange's throughput over the bare one into new memory."""
+        """The median of the exchange's throughput over the bare one."""
         return median(b / e for b, e in zip(self.bare_s, self.exchange_s, strict=True))
-
-    @property
-    def reused_ratio(self) -> float:
-        """The same over the bare one into memory that was written before."""
-        return median(b / e for b, e in zip(self.reused_s, self.exchange_s, strict=True))
 
 
 @dataclass
@@ -204,10 +195,7 @@ class Site:
         for _ in range(self.rounds):
             rounds.ours_s.append(self.timed(lambda: self.move(specs, held, self.transfer)))
             rounds.local_s.append(self.timed(lambda: self.move(specs, held, None)))
-            rounds.bare_s.append(self.timed(lambda: replay(self.transfer, messages, buffers, True)))
-            rounds.reused_s.append(
-                self.timed(lambda: replay(self.transfer, messages, buffers, False))
-            )
+            rounds.bare_s.append(self.timed(lambda: replay(self.transfer, messages, buffers)))
         return rounds
 
     def time_whole(self, held: dict[str, Tensor]) -> tuple[list[float], list[float]]:
@@ -273,6 +261,7 @@ def run_rank(rank: int, job: Job) -> None:
     """One process, through all pairs in which it has a part."""
     torch.set_num_threads(1)
     gc.freeze()  # as the product's workers do
+    keep_freed_memory()  # likewise
     client = TCPStore(HOST, job.port, is_master=False, timeout=TIMEOUT)
     for number, pair in enumerate(job.pairs):
         relayout = pair.relayout()
@@ -318,17 +307,9 @@ def is_run_alone(region: Region, held: Region) -> bool:
 
 
 def replay(
-    group: ProcessGroup,
-    messages: Sequence[tuple[str, int, int]],
-    buffers: Sequence[Tensor],
-    into_new: bool,
+    group: ProcessGroup, messages: Sequence[tuple[str, int, int]], buffers: Sequence[Tensor]
 ) -> None:
-    """The same messages, all at once, from buffers that are there already."""
-    if into_new:
-        buffers = [
-            torch.empty_like(buffer) if kind == "recv" else buffer
-            for (kind, _, _), buffer in zip(messages, buffers, strict=True)
-        ]
+    """The same messages, all at once, from and into buffers that are there already."""
     works = [
         (group.send if kind == "send" else group.recv)([buffer], peer, 0)
         for (kind, peer, _), buffer in zip(messages, buffers, strict=True)

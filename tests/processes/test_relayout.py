@@ -80,7 +80,7 @@ PAIRS = (
 def specs() -> tuple[TensorSpec, ...]:
     """Sizes that divide nothing, several dtypes, scalars, and one tensor of which the half is
     more than a window."""
-    size = int((2.2 * LARGEST_BYTES / 4) ** 0.5)
+    size = int((2.2 * LARGEST_BYTES["cpu"] / 4) ** 0.5)
     made = [
         TensorSpec("large", (size, size), "float32", None, 0, 1),
         TensorSpec("rows", (11, 3), "float64", None, 0, 0, kind="optimizer"),
