@@ -94,12 +94,14 @@ class Formation:
         order, device_type = self._order, self._device.type
         world_rank = order.assignment.world_rank(self._worker)
         leave_aborts_to_us()
+        backend, options = group_options(device_type, self._timeout)
         dist.init_process_group(
-            group_options(device_type, self._timeout)[0],
+            backend,
             store=store,
             rank=world_rank,
             world_size=order.assignment.layout.num_workers,
             timeout=self._timeout,
+            pg_options=options,
             device_id=_own_gpu() if device_type == "cuda" else None,
         )
         return form_groups(

@@ -14,16 +14,39 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+SHARED_GLOO = "shared_gloo"
+NUM_GLOO_THREADS = 2
+"""Of each group; as many as torch itself gives it."""
+_gloo_device: list[Any] = []
+"""The device of this generation's Gloo groups, once there is one."""
+
 
 def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
-    """Backend name and options for one mesh axis: a mesh ignores the world's timeout."""
+    """Backend name and options for one group: a mesh ignores the world's timeout."""
     if device_type == "cuda":
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return "nccl", options
+    if not _gloo_device:
+        _gloo_device.append(dist.ProcessGroupGloo.create_default_device())  # type: ignore[attr-defined]
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
-    return "gloo", options
+    options._devices = list(_gloo_device)
+    options._threads = NUM_GLOO_THREADS
+    return SHARED_GLOO, options
+
+
+def _gloo_group(arguments: Any, options: Any) -> Any:
+    """What torch calls for a group of this backend. Its own `gloo` makes a device a group, and
+    each device has a thread that wakes a hundred times a second, whether anything comes or not."""
+    options.global_ranks_in_group = arguments.global_ranks_in_group
+    options.group_name = arguments.group_id
+    return dist.ProcessGroupGloo(
+        arguments.store, arguments.group_rank, arguments.group_size, options
+    )
+
+
+dist.Backend.register_backend(SHARED_GLOO, _gloo_group, extended_api=True, devices=["cpu"])
 
 
 def bare_group(
@@ -34,14 +57,14 @@ def bare_group(
     `new_group` would only take ranks of the world.
     """
     group = ProcessGroup(store, group_rank, num_ranks)
+    _, options = group_options(device_type, timeout)
     backend: Any
     if device_type == "cuda":
         kind = ProcessGroup.BackendType.NCCL
-        _, options = group_options(device_type, timeout)
         backend = dist.ProcessGroupNCCL(store, group_rank, num_ranks, options)
     else:
         kind = ProcessGroup.BackendType.GLOO
-        backend = dist.ProcessGroupGloo(store, group_rank, num_ranks, timeout)
+        backend = dist.ProcessGroupGloo(store, group_rank, num_ranks, options)
     group._set_default_backend(kind)
     group._register_backend(torch.device(device_type), kind, backend)
     return group
@@ -110,4 +133,5 @@ def reset_group_tables() -> None:
         table.clear()
     world.group_count = 0
     c10d._unregister_all_process_groups()
+    _gloo_device.clear()
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
