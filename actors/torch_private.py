@@ -28,7 +28,7 @@ def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
         options._timeout = timeout
         return "nccl", options
     if not _gloo_device:
-        _gloo_device.append(dist.ProcessGroupGloo.create_default_device())  # type: ignore[attr-defined]
+        _gloo_device.append(dist.ProcessGroupGloo.create_default_device())
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = list(_gloo_device)
