@@ -72,6 +72,9 @@ class Window:
             begin = end
 
 
+Parts = Mapping[int, Mapping[str, Tensor]]
+"""What a worker has of the old assignment: local tensors by name, by old world rank."""
+
 Step = tuple[Window | None, Window | None]
 """What goes out and what comes in."""
 
@@ -79,7 +82,7 @@ Step = tuple[Window | None, Window | None]
 def move(
     specs: Sequence[TensorSpec],
     transfers: Transfers,
-    old: Mapping[str, Tensor],
+    old: Parts,
     group: ProcessGroup | None,
     device: torch.device,
     check: Callable[[], None],
@@ -90,18 +93,27 @@ def move(
     middle starts over from it. `check` may raise between two steps of the exchange.
     """
     new, moved = _allocate(specs, transfers, old, device), Moved()
-    kind = device.type
-    outgoing = _windows(specs, transfers.sends, old, transfers.old_regions, kind)
-    incoming = _windows(specs, transfers.receives, new, transfers.new_regions, kind)
+
+    def leaving(piece: Piece) -> Tensor:
+        held = old[piece.part][specs[piece.tensor].name]
+        return _view(held, transfers.old_regions[piece.part][piece.tensor], piece.region)
+
+    def coming(piece: Piece) -> Tensor:
+        return _view(
+            new[specs[piece.tensor].name], transfers.new_regions[piece.tensor], piece.region
+        )
+
+    outgoing = _windows(specs, transfers.sends, leaving, device.type)
+    incoming = _windows(specs, transfers.receives, coming, device.type)
     exchange = None
     if outgoing or incoming:
         assert group is not None
         exchange = _Exchange(group, device, moved, check)
         exchange.begin(_steps(group, outgoing, incoming))
     for copy in transfers.copies:
-        spec = specs[copy.tensor]
-        source = _view(old[spec.name], transfers.old_regions[copy.tensor], copy.region)
-        target = _view(new[spec.name], transfers.new_regions[copy.tensor], copy.region)
+        name, held = specs[copy.tensor].name, transfers.old_regions[copy.part][copy.tensor]
+        source = _view(old[copy.part][name], held, copy.region)
+        target = _view(new[name], transfers.new_regions[copy.tensor], copy.region)
         target.copy_(source)
         moved.bytes_copied += source.nbytes
     if exchange is not None:
@@ -115,7 +127,7 @@ def stage(
     """The held tensors, those that do not stay in place moved to pinned host memory, one by one,
     so that a GPU never holds the old and the new part at once."""
     staged: dict[str, Tensor] = {}
-    for index in sorted(transfers.old_regions):
+    for index in sorted(transfers.own_regions):
         name = specs[index].name
         tensor = held.pop(name)
         if index not in transfers.kept and tensor.is_cuda:
@@ -240,18 +252,16 @@ def _steps(
 def _windows(
     specs: Sequence[TensorSpec],
     pieces: Sequence[Piece],
-    tensors: Mapping[str, Tensor],
-    held: Mapping[int, Region],
+    memory: Callable[[Piece], Tensor],
     device_type: str,
 ) -> dict[int, list[Window]]:
-    """The messages for each peer, in order."""
+    """The messages for each peer, in order; `memory` is where a piece lies."""
     alone_bytes, window_bytes = ALONE_BYTES[device_type], WINDOW_BYTES[device_type]
     largest_bytes = LARGEST_BYTES[device_type]
     windows: dict[int, list[Window]] = {}
     shared: dict[tuple[int, str], Window] = {}
-    for tensor, region, peer in pieces:
-        spec = specs[tensor]
-        local, whole = tensors[spec.name], held[tensor]
+    for piece in pieces:
+        spec, region, peer = specs[piece.tensor], piece.region, piece.peer
         is_alone = region.num_elements * spec.itemsize_bytes >= alone_bytes
         for block in _blocks(region, largest_bytes // spec.itemsize_bytes):
             window = None if is_alone else shared.get((peer, spec.dtype))
@@ -261,7 +271,7 @@ def _windows(
                 queue.append(window)
                 if not is_alone:
                     shared[peer, spec.dtype] = window
-            part = _view(local, whole, block)
+            part = memory(piece._replace(region=block))
             window.parts.append(part)
             window.num_bytes += part.nbytes
     return windows
@@ -280,14 +290,15 @@ def _blocks(region: Region, max_elements: int) -> Iterator[Region]:
 def _allocate(
     specs: Sequence[TensorSpec],
     transfers: Transfers,
-    old: Mapping[str, Tensor],
+    old: Parts,
     device: torch.device,
 ) -> dict[str, Tensor]:
     new: dict[str, Tensor] = {}
     for index, region in transfers.new_regions.items():
         spec = specs[index]
         if index in transfers.kept:
-            new[spec.name] = old[spec.name].to(device)
+            assert transfers.own_part is not None
+            new[spec.name] = old[transfers.own_part][spec.name].to(device)
         else:
             new[spec.name] = torch.empty(
                 region.shape, dtype=getattr(torch, spec.dtype), device=device

@@ -15,7 +15,7 @@ from actors.faults import Fault, Faults
 from actors.groups import Formation
 from actors.interruption import Interruption
 from actors.links import measure_links
-from actors.moving import Moved, move, stage
+from actors.moving import Moved, Parts, move, stage
 from actors.program import Program, Replica, StateBytes
 from actors.sources import digest_of_sources
 from actors.stepping import Stepper
@@ -220,7 +220,7 @@ class Trainer:
             tensors, moved = move(
                 self.specs,
                 transfers,
-                self._staged(plan.old.generation, transfers),
+                self._parts(plan.old.generation, transfers),
                 self.formation.transfer,
                 self.program.device,
                 self.interruption.check,
@@ -247,14 +247,14 @@ class Trainer:
             )
         return tuple((participants[peer], speed) for peer, speed in speeds)
 
-    def _staged(self, generation: int, transfers: Transfers) -> dict[str, Tensor]:
-        """What this worker holds of the old assignment, where the transfers can read it."""
-        held = self.holdings.get(generation)
-        if held is None or self.worker not in self.order.plan.holders:
+    def _parts(self, generation: int, transfers: Transfers) -> Parts:
+        """What this worker has of the old assignment, where the transfers can read it."""
+        if transfers.own_part is None:
             return {}
+        held = self.holdings[generation]
         if self.program.device.type == "cuda":
             held.tensors = stage(self.specs, transfers, held.tensors)
-        return held.tensors
+        return {transfers.own_part: held.tensors}
 
     def _regions(self, assignment: Assignment) -> dict[str, Region]:
         if self.worker not in assignment.members:

@@ -169,7 +169,7 @@ class Site:
         )
 
     def held(self) -> dict[str, Tensor]:
-        regions = derive(self.specs, self.relayout, self.worker).old_regions
+        regions = derive(self.specs, self.relayout, self.worker).own_regions
         return {self.specs[i].name: empty(self.specs[i], r).fill_(1) for i, r in regions.items()}
 
     def messages(self, specs: Specs, held: dict[str, Tensor]) -> list[tuple[str, int, int]]:
@@ -183,7 +183,8 @@ class Site:
         transfers = derive(specs, self.relayout, self.worker)
         if group is None:
             transfers = replace(transfers, sends=[], receives=[])
-        return move(specs, transfers, held, group, CPU, never)[0]
+        parts = {} if transfers.own_part is None else {transfers.own_part: held}
+        return move(specs, transfers, parts, group, CPU, never)[0]
 
     def time_kind(self, specs: Specs, held: dict[str, Tensor]) -> Rounds | None:
         messages = self.messages(specs, held)
@@ -205,7 +206,7 @@ class Site:
         for _ in range(self.rounds // 2 + 1):
             move_s.append(self.timed(lambda: self.move(self.specs, held, self.transfer)))
             folder = self.shared_folder()
-            parts = self.parts(transfers.old_regions, held)
+            parts = self.parts(transfers.own_regions, held)
             saving_s = self.timed(lambda folder=folder, parts=parts: save(folder, parts))
             dcp_s.append(saving_s + self.timed(lambda f=folder: self.load(f, transfers)))
             if self.rank == 0:
@@ -291,7 +292,7 @@ def apart(specs: Specs, relayout: Relayout) -> dict[str, Specs]:
     for worker in relayout.participants:
         transfers = derive(specs, relayout, worker)
         for pieces, held in (
-            (transfers.sends, transfers.old_regions),
+            (transfers.sends, transfers.own_regions),
             (transfers.receives, transfers.new_regions),
         ):
             shared |= {p.tensor for p in pieces if not is_run_alone(p.region, held[p.tensor])}

@@ -13,6 +13,7 @@ from elastic.events import Quiesced, Settled, WorkerRaised
 from elastic.fitting import Shortage, advice
 from elastic.forming import try_form
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
+from elastic.protecting import ask_keepers
 from elastic.recovery import living
 from elastic.roster import forget
 from elastic.saving import end, stop, upload_key
@@ -45,9 +46,10 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
         assignment = broken.attempt.assignment
         state.also_held = Held(assignment, broken.ready.keys() & set(assignment.members) & pending)
     state.enter(phase)
+    asking = ask_keepers(state, now)
     if not pending:
-        return _conclude(state, now, phase)
-    return [Abort(state.generation, tuple(sorted(pending)), cause)]
+        return asking + _conclude(state, now, phase)
+    return [Abort(state.generation, tuple(sorted(pending)), cause), *asking]
 
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:

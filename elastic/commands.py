@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.assignment import Assignment
+from elastic.keeping import Keeper
 from elastic.transfers import Relayout as RelayoutPlan
 from elastic.votes import StepRecord, Vote
 
@@ -22,6 +23,37 @@ class StartStore:
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
     workers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StartKeeper:
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class Protect:
+    """Bring snapshots to these keepers from now on, each worker to its own, the nearest first."""
+
+    generation: int
+    workers: tuple[str, ...]
+    keepers: tuple[tuple[Keeper, ...], ...]
+    """In the order of `workers`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskKeepers:
+    """Have these nodes' keepers say what they have."""
+
+    generation: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ForgetSnapshots:
+    """Free what was taken before this generation."""
+
+    generation: int
+    nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +94,8 @@ class Form:
     plan: RelayoutPlan
     store_host: str
     store_port: int
+    keepers: tuple[Keeper, ...] = ()
+    """Of whom parts are to be read."""
     reason: str = ""
     refusals: tuple[str, ...] = ()
 
@@ -70,7 +104,7 @@ class Form:
 class Relayout:
     """Move the state of the formed generation's plan into place.
 
-    `source` is `live`, `initial` or `checkpoint` (then `path` is its folder).
+    `source` is `live`, `snapshot`, `initial` or `checkpoint` (then `path` is its folder).
     """
 
     generation: int
@@ -198,6 +232,10 @@ class Stopped:
 Command = (
     StartStore
     | StartWorkers
+    | StartKeeper
+    | Protect
+    | AskKeepers
+    | ForgetSnapshots
     | StopWorker
     | Abort
     | Settle

@@ -10,13 +10,16 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import assert_never
 
-from elastic import aborting, forming, roster, running, saving, wishing
+from elastic import aborting, forming, protecting, roster, running, saving, wishing
 from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
     Checkpointed,
     Evaluated,
     Event,
     GroupFormed,
+    KeeperLost,
+    KeeperReady,
+    KeeperTold,
     LayoutRequested,
     NodeDraining,
     PartFailed,
@@ -74,6 +77,7 @@ class Core:
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
+                times += [state.asked_until if state.asked else inf]
             case Running():
                 times += [running.hang_deadline(state, phase), running.growth_deadline(state)]
             case Pausing():
@@ -97,6 +101,8 @@ class Core:
             case StoreLost():
                 state.store_host, state.store_port = "", 0
                 return [StartStore()]
+            case KeeperReady() | KeeperLost() | KeeperTold():
+                protecting.on_keeper(state, event)
             case WorkerReady():
                 return roster.welcome(state, now, event)
             case WorkerLost():
@@ -244,5 +250,5 @@ class Core:
         if isinstance(state.phase, Waiting):
             commands += saving.end(state, now) if state.ending else forming.try_form(state, now)
         elif isinstance(state.phase, Running):
-            commands += running.stop_at_boundary(state, now)
+            commands += running.stop_at_boundary(state, now) + protecting.protect(state)
         return commands + roster.start_missing(state, now)

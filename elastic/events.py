@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.keeping import Keeper, Slot
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
@@ -89,6 +90,30 @@ class NodeDraining:
 
     node: str
     deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperReady:
+    """A node's keeper takes snapshots."""
+
+    keeper: Keeper
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperLost:
+    """A keeper's process is gone, and with it all that it had."""
+
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperTold:
+    """What a keeper has, answering the question that was asked in a generation."""
+
+    node: str
+    generation: int
+    slots: tuple[Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,6 +279,9 @@ Event = (
     | WorkerSuspected
     | WorkerLeaving
     | NodeDraining
+    | KeeperReady
+    | KeeperLost
+    | KeeperTold
     | GroupFormed
     | StateReady
     | StepCommitted

@@ -19,18 +19,21 @@ from elastic.commands import (
 )
 from elastic.events import GroupFormed, StateReady
 from elastic.infeasible import Infeasible
+from elastic.keeping import carry
 from elastic.links import known_job, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
-from elastic.recovery import choose_source, living
+from elastic.protecting import begin_shelf, shelve, still_asked
+from elastic.recovery import Source, choose_source, living
 from elastic.saving import end
 from elastic.state import CoreState, Held
+from elastic.transfers import Carried
 from elastic.transfers import Relayout as RelayoutPlan
 from elastic.wishing import withdraw
 
 
 def try_form(state: CoreState, now: float) -> list[Command]:
     """Form the next generation if enough workers are there; else wait, with the reason."""
-    lacking = _lacking(state)
+    lacking = _lacking(state, now)
     if lacking:
         return wait(state, now, lacking)
     until = _patience_until(state)
@@ -43,7 +46,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return _refuse(state, now, proposal)
     assignment = proposal.assignment
     state.generation = assignment.generation
-    state.former_wish = None
+    state.former_wish, former_step = None, state.committed_step
     commands: list[Command] = []
     if source.step < state.committed_step:
         commands.append(
@@ -53,11 +56,10 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     # With this order the workers forget whatever they hold under any other assignment.
     state.held = Held(source.old, set(source.holders)) if source.old else None
     state.also_held = None
-    if source.old is None:
+    if source.old is None or source.step < former_step:
         state.uploads.clear()  # of steps that will be redone, and their bits will differ
-    plan = RelayoutPlan(
-        state.history, source.step, source.old, assignment, tuple(sorted(source.holders))
-    )
+    commands += shelve(state, source.old, source.step)
+    plan = _plan(state, source, assignment)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
     participants = set(plan.participants)
     state.ever_formed = True
@@ -68,10 +70,19 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         plan,
         state.store_host,
         state.store_port,
+        tuple(state.keepers[node] for node in sorted({part.keeper for part in plan.carried})),
         proposal.reason,
         proposal.refusals,
     )
     return [*commands, form]
+
+
+def _plan(state: CoreState, source: Source, assignment: Assignment) -> RelayoutPlan:
+    carried: tuple[Carried, ...] = ()
+    if source.old and source.snapshots:
+        carried = carry(source.old, source.snapshots, assignment, state.staying())
+    holders = tuple(sorted(source.holders))
+    return RelayoutPlan(state.history, source.step, source.old, assignment, holders, carried)
 
 
 def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
@@ -139,6 +150,7 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     if state.held:
         state.also_held = Held(state.held.assignment, state.held.holders.intersection(members))
     state.held = Held(attempt.assignment, set(members))
+    begin_shelf(state, attempt.assignment)
     spares = state.warm - state.leaving - set(members)
     state.spare_since = now if spares else None
     _note_links(state, phase)
@@ -191,7 +203,7 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal |
     )
 
 
-def _lacking(state: CoreState) -> str:
+def _lacking(state: CoreState, now: float) -> str:
     """Without what nothing can be formed."""
     num_staying, num_wanted = state.num_staying(), state.policy.min_workers
     if not state.store_port:
@@ -200,6 +212,8 @@ def _lacking(state: CoreState) -> str:
         return f"{num_staying} of at least {num_wanted} workers are ready"
     if any(upload.is_published for upload in state.uploads.values()) and not living(state):
         return "a newer checkpoint is about to become visible"
+    if still_asked(state, now) and not living(state):
+        return "the keepers are asked what they have"
     return ""
 
 

@@ -60,15 +60,17 @@ class Choice:
     holdings: tuple[Holding, ...]
 
 
-def choose(specs: Sequence[TensorSpec], holdings: Iterable[Holding]) -> Choice | Infeasible:
+def choose(specs: Sequence[TensorSpec] | None, holdings: Iterable[Holding]) -> Choice | Infeasible:
     """The newest step that is covered, from the nearest tiers that cover it.
 
-    Candidates are tried in order of step, nearness, history and generation.
+    Candidates are tried in order of step, nearness, history and generation. Where the specs are
+    not known (None), stand-ins for any state decide.
     """
     lacking = ""
     for tier, group in sorted(_candidates(holdings), key=_preference):
         first = group[0]
-        missing = uncovered(specs, first.layout, _world_ranks(group))
+        state = any_state(first.layout) if specs is None else specs
+        missing = uncovered(state, first.layout, _world_ranks(group))
         if missing is None:
             return Choice(first.history, first.step, tier, tuple(group))
         lacking = lacking or f": at step {first.step} some of '{missing.name}' is nowhere"

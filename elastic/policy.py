@@ -28,6 +28,10 @@ class Policy:
     growth_settle_s: float = 2.0
     """How long a ready joiner waits for others that are still warming up."""
     save_timeout_s: float = 300.0
+    snapshot_every: int = 0
+    """A snapshot is due at each multiple of so many steps, where one is needed; 0 is never."""
+    keeper_timeout_s: float = 2.0
+    """How long the keepers get to say what they have."""
     max_attempts: int = 8
     """So many recoveries without a committed step in between, and the run has failed."""
     max_start_failures: int = 5

@@ -1,18 +1,17 @@
 """Recovery is one rule: the newest step whose holdings, together, cover every region.
 
-This is where the core's own knowledge becomes holdings for that rule: who lives, what is saved,
-and that the initial state can always be made again.
+This is where the core's own knowledge becomes holdings for that rule: who lives, what keepers
+have, what is saved, and that the initial state can always be made again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
-from elastic.holdings import Holding, Tier, any_state, choose, uncovered
+from elastic.holdings import Choice, Holding, Tier, any_state, choose, uncovered
 from elastic.infeasible import Infeasible
-from elastic.layout import Layout
 from elastic.state import CoreState, Held
 
 INITIAL_STEP = 0
@@ -20,29 +19,33 @@ INITIAL_STEP = 0
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where the next generation's state comes from: `live`, `checkpoint` or `initial`.
+    """Where the next generation's state comes from: `live`, `snapshot`, `checkpoint` or `initial`.
 
-    `old` and `holders` are told of a live source, `path` of a checkpoint.
+    `old` is told of the first two: `holders` are living members that have their parts,
+    `snapshots` the nodes at whose keepers those of others are. `path` is told of a checkpoint.
     """
 
     kind: str
     step: int
     old: Assignment | None = None
     holders: frozenset[str] = frozenset()
+    snapshots: dict[str, list[str]] = field(default_factory=dict)
     path: str = ""
 
 
 def choose_source(state: CoreState) -> Source:
     """What the next generation is made from.
 
-    The living stand at the committed step, and nothing durable is newer: where they cover the
-    state they are the newest holdings. Else the rule decides among what lasts.
+    The living stand at the committed step, and nothing else is newer: where they cover the state
+    they are the newest holdings. Else the rule decides.
     """
     held = living(state)
     if held:
         return Source("live", state.committed_step, held.assignment, frozenset(held.holders))
-    choice = choose(any_state(Layout()), _lasting(state))
+    choice = choose(None, [*_standing(state), *_kept(state), *_lasting(state)])
     assert not isinstance(choice, Infeasible), "the initial state is always there"
+    if choice.tier is Tier.SNAPSHOT:
+        return _out_of_snapshots(state, choice)
     if choice.tier is Tier.CHECKPOINT:
         return Source("checkpoint", choice.step, path=choice.holdings[0].holder)
     return Source("initial", choice.step)
@@ -57,6 +60,50 @@ def _covers(held: Held, without: Set[str]) -> bool:
     layout, there = held.assignment.layout, held.holders - without
     ranks = (rank for rank, worker in enumerate(held.assignment.members) if worker in there)
     return uncovered(any_state(layout), layout, ranks) is None
+
+
+def _out_of_snapshots(state: CoreState, choice: Choice) -> Source:
+    """Of a part that lives no snapshot is read."""
+    generation = choice.holdings[0].generation
+    [old] = [s.assignment for s in state.shelves if s.assignment.generation == generation]
+    member = {
+        holding: old.members[old.layout.world_rank(holding.coordinates)]
+        for holding in choice.holdings
+    }
+    alive = frozenset(member[h] for h in choice.holdings if h.tier is Tier.LIVE)
+    snapshots: dict[str, list[str]] = {}
+    for holding in choice.holdings:
+        if member[holding] not in alive:
+            snapshots.setdefault(member[holding], []).append(holding.holder)
+    return Source("snapshot", choice.step, old, alive, snapshots)
+
+
+def _standing(state: CoreState) -> Iterator[Holding]:
+    """The living, though they may not cover the state alone."""
+    for held in state.holdings():
+        for worker in sorted(held.holders):
+            yield _holding(state, held.assignment, worker, worker, Tier.LIVE, state.committed_step)
+
+
+def _kept(state: CoreState) -> Iterator[Holding]:
+    """What the keepers have said that they have, as far as it is of this history."""
+    assignments = {shelf.assignment.generation: shelf for shelf in state.shelves}
+    for node in sorted(state.slots):
+        for slot in state.slots[node]:
+            shelf = assignments.get(slot.generation)
+            if shelf is None or slot.worker not in shelf.assignment.members:
+                continue
+            newest_step = shelf.newest_step
+            if slot.step <= (state.committed_step if newest_step is None else newest_step):
+                yield _holding(state, shelf.assignment, slot.worker, node, Tier.SNAPSHOT, slot.step)
+
+
+def _holding(
+    state: CoreState, assignment: Assignment, member: str, holder: str, tier: Tier, step: int
+) -> Holding:
+    coordinates = assignment.coordinates(member)
+    generation, layout = assignment.generation, assignment.layout
+    return Holding(holder, tier, state.history, step, generation, layout, coordinates)
 
 
 def _lasting(state: CoreState) -> Iterator[Holding]:

@@ -9,13 +9,23 @@ from elastic.errors import InvalidRelayout
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """An old member's part, which `carrier` reads from its snapshot at a node's keeper."""
+
+    member: str
+    carrier: str
+    keeper: str
+
+
+@dataclass(frozen=True, slots=True)
 class Relayout:
     """The blob of one generation: state of (history, step) goes from `old` to `new`.
 
-    `holders` are the living workers whose part under `old` is whole. With `old=None` or no
-    holders nothing moves between workers: each reads its regions from storage.
+    `holders` are the living workers whose part under `old` is whole, `carried` the parts that
+    come out of snapshots. With `old=None` or neither of them nothing moves between workers: each
+    reads its regions from storage.
 
-    Raises `InvalidRelayout` if a holder was no member of `old`.
+    Raises `InvalidRelayout` if a part is of nobody in `old`, or comes from two places.
     """
 
     history: int
@@ -23,20 +33,25 @@ class Relayout:
     old: Assignment | None
     new: Assignment
     holders: tuple[str, ...] = ()
+    carried: tuple[Carried, ...] = ()
 
     def __post_init__(self) -> None:
         known = set(self.old.members) if self.old else set()
-        strangers = sorted(set(self.holders) - known)
+        named = [*self.holders, *(part.member for part in self.carried)]
+        strangers = sorted(set(named) - known)
         if strangers:
             raise InvalidRelayout(
                 f"{', '.join(strangers)}: named as holders, but no members of the old assignment"
             )
+        if len(set(named)) < len(named):
+            raise InvalidRelayout("a part of the old assignment comes from two places")
 
     @property
     def participants(self) -> tuple[str, ...]:
-        """The transfer group: new members by world rank, then the other holders, sorted."""
+        """The transfer group: new members by world rank, then who else has parts, sorted."""
         members = set(self.new.members)
-        return self.new.members + tuple(sorted(w for w in self.holders if w not in members))
+        having = {*self.holders, *(part.carrier for part in self.carried)}
+        return self.new.members + tuple(sorted(having - members))
 
     def transfer_rank(self, worker: str) -> int:
         return self.participants.index(worker)

@@ -8,6 +8,7 @@ from elastic.events import Evaluated, Paused, Progressed, StepCommitted
 from elastic.forming import next_assignment, try_form
 from elastic.infeasible import Infeasible
 from elastic.phases import Ending, Pausing, Running
+from elastic.protecting import drop_older
 from elastic.saving import end, expect_parts
 from elastic.state import CoreState
 from elastic.wishing import changes_layout
@@ -29,7 +30,7 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     if isinstance(state.phase, Running):
         state.phase.num_commits += 1
     expect_parts(state, record.step)
-    return [RecordStep(record)]
+    return [RecordStep(record), *drop_older(state, event.vote.num_snapshots)]
 
 
 def on_evaluated(state: CoreState, now: float, event: Evaluated) -> None:

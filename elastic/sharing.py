@@ -1,13 +1,14 @@
 """What one worker keeps, sends and receives of all tensors that lie alike.
 
-The old regions tile each tensor, so what a receiver wants falls apart into one piece for each
-old region that overlaps it (found by arithmetic, see `shards`). The piece that lies in the
-receiver's own old region is kept or copied in place; every other piece comes from one living
-holder of that old region:
+A part is what one old world rank holds; it is with that worker if it lives, or with the one that
+carries its snapshot. The old regions tile each tensor, so what a receiver wants falls apart into
+one piece for each old region that overlaps it (found by arithmetic, see `shards`). A piece of
+which the receiver has the part is kept or copied in place; every other comes from one holder of
+that old region:
 
     holders[(region_index + copy_index) % len(holders)]
 
-`holders` are the living ranks of the old assignment that hold the region, ascending;
+`holders` are the old ranks that hold the region and whose parts are there, ascending;
 `region_index` is the region's first holder in the old layout (dead or alive); `copy_index` is
 the receiver's place among the new holders of its own region. (The receiver's plain world rank
 would do, but the ranks that share a region lie `fsdp x cp x tp` apart: their remainders
@@ -30,9 +31,11 @@ from elastic.specs import TensorSpec
 
 
 class Me(NamedTuple):
-    """The deriving worker's world ranks: as a living holder, and as a new member."""
+    """The deriving worker: the old world ranks whose parts it has, its own first if it lives and
+    holds that; and its new world rank."""
 
-    old_rank: int | None
+    parts: tuple[int, ...]
+    lives: bool
     new_rank: int | None
 
 
@@ -40,30 +43,43 @@ class Me(NamedTuple):
 class Fleet:
     """Who is who in a re-layout."""
 
-    old_rank: dict[str, int]
-    """World rank under `old` of each living holder."""
+    parts: dict[str, tuple[int, ...]]
+    """The old world ranks whose parts each worker has."""
     new_rank: dict[str, int]
-    old_rank_of_new: list[int | None]
-    """For each new world rank, its old one if it is a living holder."""
+    parts_of_new: list[tuple[int, ...]]
+    """The same, by new world rank."""
     transfer_rank: dict[int, int]
-    """By old world rank, living holders only."""
+    """Who has a part, by its old world rank."""
+    are_carried: bool
+    """Whether some worker may have several parts."""
     living: dict[tuple[tuple[Axis, ...], int], list[int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, relayout: Relayout) -> Fleet:
         holders = set(relayout.holders)
         old = relayout.old.members if relayout.old else ()
-        old_rank = {worker: rank for rank, worker in enumerate(old) if worker in holders}
+        parts: dict[str, tuple[int, ...]] = {
+            worker: (rank,) for rank, worker in enumerate(old) if worker in holders
+        }
+        if relayout.carried:
+            rank_of = {worker: rank for rank, worker in enumerate(old)}
+            for part in relayout.carried:
+                parts[part.carrier] = (*parts.get(part.carrier, ()), rank_of[part.member])
         transfer_rank = {worker: i for i, worker in enumerate(relayout.participants)}
         return cls(
-            old_rank,
+            parts,
             {worker: rank for rank, worker in enumerate(relayout.new.members)},
-            [old_rank.get(worker) for worker in relayout.new.members],
-            {rank: transfer_rank[worker] for worker, rank in old_rank.items()},
+            [parts.get(worker, ()) for worker in relayout.new.members],
+            {rank: transfer_rank[worker] for worker, ranks in parts.items() for rank in ranks},
+            bool(relayout.carried),
         )
 
+    def me(self, relayout: Relayout, worker: str) -> Me:
+        lives = worker in relayout.holders
+        return Me(self.parts.get(worker, ()), lives, self.new_rank.get(worker))
+
     def living_holders(self, sharding: Sharding, first_holder: int) -> list[int]:
-        """Old world ranks that live and hold a region, ascending."""
+        """Old world ranks that hold a region and whose parts are there, ascending."""
         key = (sharding.copies, first_holder)
         if key not in self.living:
             ranks = sharding.holders(first_holder)
@@ -72,14 +88,16 @@ class Fleet:
 
 
 class Share(NamedTuple):
-    """What one worker does for every tensor of a class."""
+    """What one worker does for every tensor of a class; parts by old world rank."""
 
-    old_region: Region | None
+    old_regions: list[tuple[int, Region]]
     new_region: Region | None
     kept: bool
-    copies: list[Region]
-    sends: list[tuple[Region, int]]
-    receives: list[tuple[Region, int]]
+    copies: list[tuple[Region, int]]
+    """Each with the part of which it is."""
+    sends: list[tuple[Region, int, int]]
+    """Each with the peer and the part."""
+    receives: list[tuple[Region, int, int]]
     num_moved: int
     num_needed: int
 
@@ -87,49 +105,43 @@ class Share(NamedTuple):
 def share_of(spec: TensorSpec, relayout: Relayout, fleet: Fleet, me: Me) -> Share:
     """This worker's share in moving any tensor that lies like `spec`.
 
-    Raises `InvalidRelayout` where no living holder has what this worker needs.
+    Raises `InvalidRelayout` where nobody has what this worker needs.
     """
     new = sharding_of(spec, relayout.new.layout)
-    new_region = _region(new, me.new_rank)
-    if relayout.old is None or not relayout.holders:
-        num_needed = new_region.num_elements if new_region else 0
-        return Share(None, new_region, False, [], [], [], 0, num_needed)
+    in_new = me.new_rank is not None and me.new_rank in new.stage
+    new_region = new.region(me.new_rank) if in_new and me.new_rank is not None else None
+    num_wanted = new_region.num_elements if new_region else 0
+    if relayout.old is None or not fleet.parts:
+        return Share([], new_region, False, [], [], [], 0, num_wanted)
     old = sharding_of(spec, relayout.old.layout)
-    old_region = _region(old, me.old_rank)
-    kept = new_region is not None and new_region == old_region
-    common = new_region.intersection(old_region) if new_region and old_region else None
-    receives = [] if kept else list(_receives(spec, old, new, fleet, me))
+    old_regions = [(part, old.region(part)) for part in me.parts if part in old.stage]
+    kept = bool(me.lives and old_regions and old_regions[0] == (me.parts[0], new_region))
+    copies, receives = ([], []) if kept else _gathered(spec, old, new, fleet, me)
+    sends = list(_sends(old, new, fleet, me))
+    if fleet.are_carried:
+        # A peer may have several pieces of a tensor for another: both list them by offsets.
+        receives.sort(key=lambda piece: piece[0].offsets)
+        sends.sort(key=lambda piece: piece[0].offsets)
+    in_place = num_wanted if kept else sum(region.num_elements for region, _ in copies)
+    num_moved = sum(region.num_elements for region, *_ in receives)
     return Share(
-        old_region,
-        new_region,
-        kept,
-        [common] if common and not kept else [],
-        list(_sends(old, new, fleet, me)),
-        receives,
-        sum(region.num_elements for region, _ in receives),
-        _num_elements(new_region) - _num_elements(common),
+        old_regions, new_region, kept, copies, sends, receives, num_moved, num_wanted - in_place
     )
 
 
-def _region(sharding: Sharding, world_rank: int | None) -> Region | None:
-    if world_rank is None or world_rank not in sharding.stage:
-        return None
-    return sharding.region(world_rank)
-
-
-def _num_elements(region: Region | None) -> int:
-    return region.num_elements if region else 0
-
-
-def _receives(
+def _gathered(
     spec: TensorSpec, old: Sharding, new: Sharding, fleet: Fleet, me: Me
-) -> Iterator[tuple[Region, int]]:
-    """The pieces of this worker's new region that it lacks, each with the peer that sends it."""
+) -> tuple[list[tuple[Region, int]], list[tuple[Region, int, int]]]:
+    """The pieces of this worker's new region: those it has, and those that peers send."""
+    copies: list[tuple[Region, int]] = []
+    receives: list[tuple[Region, int, int]] = []
     if me.new_rank is None or me.new_rank not in new.stage:
-        return
+        return copies, receives
     copy_index = new.copy_index(me.new_rank)
     for first_holder, region in old.overlaps(new.region(me.new_rank)):
-        if _holds(old, first_holder, me.old_rank):
+        part = _part_with(old, first_holder, me.parts)
+        if part is not None:
+            copies.append((region, part))
             continue
         living = fleet.living_holders(old, first_holder)
         if not living:
@@ -137,27 +149,28 @@ def _receives(
                 f"'{spec.name}' {region}: no living holder; re-lay out from holdings that cover it"
             )
         source = living[(first_holder + copy_index) % len(living)]
-        yield region, fleet.transfer_rank[source]
+        receives.append((region, fleet.transfer_rank[source], source))
+    return copies, receives
 
 
-def _sends(old: Sharding, new: Sharding, fleet: Fleet, me: Me) -> Iterator[tuple[Region, int]]:
-    """The pieces of this worker's old region that others lack and are to have from it."""
-    if me.old_rank is None or me.old_rank not in old.stage:
-        return
-    mine = old.first_holder(me.old_rank)
-    living = fleet.living_holders(old, mine)
-    first_copy = (bisect_left(living, me.old_rank) - mine) % len(living)
-    for first_holder, region in new.overlaps(old.region(me.old_rank)):
-        for copy_index in range(first_copy, new.num_copies, len(living)):
-            receiver = new.holder(first_holder, copy_index)
-            if not _holds(old, mine, fleet.old_rank_of_new[receiver]):
-                yield region, receiver
+def _sends(old: Sharding, new: Sharding, fleet: Fleet, me: Me) -> Iterator[tuple[Region, int, int]]:
+    """The pieces of this worker's parts that others lack and are to have from it."""
+    for part in me.parts:
+        if part not in old.stage:
+            continue
+        mine = old.first_holder(part)
+        living = fleet.living_holders(old, mine)
+        first_copy = (bisect_left(living, part) - mine) % len(living)
+        for first_holder, region in new.overlaps(old.region(part)):
+            for copy_index in range(first_copy, new.num_copies, len(living)):
+                receiver = new.holder(first_holder, copy_index)
+                if _part_with(old, mine, fleet.parts_of_new[receiver]) is None:
+                    yield region, receiver, part
 
 
-def _holds(old: Sharding, first_holder: int, old_rank: int | None) -> bool:
-    """Whether a living holder, by its old world rank, has this old region."""
-    return (
-        old_rank is not None
-        and old_rank in old.stage
-        and old.first_holder(old_rank) == first_holder
-    )
+def _part_with(old: Sharding, first_holder: int, parts: tuple[int, ...]) -> int | None:
+    """The first of these parts that has this old region, if any."""
+    for part in parts:
+        if part in old.stage and old.first_holder(part) == first_holder:
+            return part
+    return None

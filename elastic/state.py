@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
 from elastic.events import Saved
+from elastic.keeping import Keeper, Slot
 from elastic.layout import Layout
 from elastic.phases import Ending, Phase, Waiting, may_follow
 from elastic.planning import Job, Wish
@@ -35,6 +36,15 @@ class Held:
 
     assignment: Assignment
     holders: set[str]
+
+
+@dataclass(slots=True)
+class Shelf:
+    """Snapshots that are of this run's history: those of an assignment, up to a step."""
+
+    assignment: Assignment
+    newest_step: int | None = None
+    """None while steps are committed under it."""
 
 
 @dataclass(slots=True)
@@ -97,6 +107,21 @@ class CoreState:
     also_held: Held | None = None
     """The same step under another assignment: the one before, until a step commits under the
     new one; or the one to which a broken re-layout was going."""
+    keepers: dict[str, Keeper] = field(default_factory=dict)
+    """By node."""
+    starting_keepers: set[str] = field(default_factory=set)
+    shelves: list[Shelf] = field(default_factory=list)
+    protected: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Where the members were last told to bring their snapshots."""
+    protection_is_due: bool = False
+    """Whether that is to be worked out anew."""
+    wanted_keepers: set[str] | None = None
+    """The nodes where this generation needs one; None while that is not known."""
+    asked: set[str] = field(default_factory=set)
+    """The keepers that have not said yet what they have."""
+    asked_until: float = 0.0
+    slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
+    """What they have said since the last generation was broken off, by node."""
     saved: Saved | None = None
     uploads: dict[str, Upload] = field(default_factory=dict)
 

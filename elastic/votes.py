@@ -20,6 +20,8 @@ class Vote:
     num_contributions: int
     num_nonfinite: int = 0
     num_pause_wishes: int = 0
+    num_snapshots: int = 0
+    """So many ranks have the newest snapshot that was due whole at every keeper, or need none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,7 +141,7 @@ def relay_out(rank: int, port: int, target: str) -> None:
     formation = formation_of(worker, relayout, port)
     held = {name: tensor.to(DEVICE) for name, tensor in parts(SHARDED, worker).items()}
     transfers = derive(SPECS, relayout, worker)
-    moved, counted = move(SPECS, transfers, held, formation.transfer, DEVICE, never)
+    moved, counted = move(SPECS, transfers, {rank: held}, formation.transfer, DEVICE, never)
     expected = parts(TARGETS[target], worker)
     assert moved.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -153,7 +153,8 @@ def relay_out(
     rank, num_ranks = relayout.transfer_rank(worker), len(relayout.participants)
     group = bare_group("cpu", store, rank, num_ranks, TIMEOUT)
     transfers = derive(SPECS, relayout, worker)
-    moved = move(SPECS, transfers, held, group, CPU, never)
+    parts_held = {} if transfers.own_part is None else {transfers.own_part: held}
+    moved = move(SPECS, transfers, parts_held, group, CPU, never)
     group.barrier().wait()  # nobody hangs up while others still read
     return moved
 

@@ -56,7 +56,7 @@ def lower_bound_bytes(specs: Sequence[TensorSpec], relayout: Relayout) -> int:
     for spec in specs:
         old, new = held_by_worker(spec, relayout.old), held_by_worker(spec, relayout.new)
         for worker, wanted in new.items():
-            there = old[worker] if worker in relayout.holders else np.zeros_like(wanted)
+            there = _there(relayout, worker, old, wanted)
             total += int((wanted & ~there).sum()) * spec.itemsize_bytes
     return total
 
@@ -70,11 +70,12 @@ def check_transfers(
         old, new = held_by_worker(spec, relayout.old), held_by_worker(spec, relayout.new)
         for worker, of_worker in transfers.items():
             wanted = new.get(worker, np.zeros(spec.shape, dtype=np.bool_))
-            there = old[worker] if worker in relayout.holders else np.zeros_like(wanted)
+            there = _there(relayout, worker, old, wanted)
             times = np.zeros(spec.shape, dtype=np.int64)
             if index in of_worker.kept:
-                assert np.array_equal(wanted, there)
-                times += there
+                assert worker in relayout.holders
+                assert np.array_equal(wanted, old[worker])
+                times += old[worker]
             for copy in of_worker.copies:
                 if copy.tensor == index:
                     assert there[_box(copy.region)].all()
@@ -96,12 +97,24 @@ def _check_order(relayout: Relayout, transfers: Mapping[str, Transfers]) -> None
     """What A sends to B is what B receives from A, in the same order."""
     group = relayout.participants
     members = relayout.new.members
-    assert group == (*members, *sorted(set(relayout.holders) - set(members)))
+    having = {*relayout.holders, *(part.carrier for part in relayout.carried)}
+    assert group == (*members, *sorted(having - set(members)))
     for (a, sender), (b, receiver) in product(enumerate(group), repeat=2):
         sent = [(p.tensor, p.region) for p in transfers[sender].sends if p.peer == b]
         received = [(p.tensor, p.region) for p in transfers[receiver].receives if p.peer == a]
         assert sent == received
-        assert not sent or (sender in relayout.holders and sender != receiver)
+        assert not sent or (sender in having and sender != receiver)
+
+
+def _there(relayout: Relayout, worker: str, old: Mapping[str, Mask], like: Mask) -> Mask:
+    """What a worker has at hand: its own part if it lives, and those that it carries."""
+    there = np.zeros_like(like)
+    if worker in relayout.holders:
+        there |= old[worker]
+    for part in relayout.carried:
+        if part.carrier == worker:
+            there |= old[part.member]
+    return there
 
 
 def _box(region: Region) -> tuple[slice, ...]:

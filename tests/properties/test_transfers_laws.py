@@ -22,7 +22,7 @@ from elastic.errors import InvalidRelayout
 from elastic.layout import Layout
 from elastic.shards import sharding_of
 from elastic.specs import TensorSpec
-from elastic.transfers import Relayout, derive
+from elastic.transfers import Carried, Relayout, derive
 
 NAMES = [f"w{i}" for i in range(32)]
 
@@ -49,6 +49,20 @@ def moves(draw: st.DrawFn) -> Move:
     return Move(draw(spec_lists()), Relayout(1, 7, old, new, holders))
 
 
+@st.composite
+def moves_with_snapshots(draw: st.DrawFn) -> Move:
+    """The same, but some holders have died since, and others carry their snapshots, or they carry
+    their own: a survivor may stand at a newer step."""
+    specs, relayout = draw(moves())
+    assert relayout.old is not None
+    able = [*relayout.new.members, *(n for n in NAMES[-3:] if n not in relayout.new.members)]
+    random = Random(draw(st.integers(0, 999)))
+    parts = [w for w in relayout.old.members if random.random() < 0.6]
+    holders = tuple(w for w in relayout.holders if w not in parts)
+    carried = tuple(Carried(member, random.choice(able), "keeper") for member in parts)
+    return Move(specs, replace(relayout, holders=holders, carried=carried))
+
+
 def is_cut_unevenly(specs: list[TensorSpec], relayout: Relayout) -> Iterator[bool]:
     """For each tensor and layout, whether an axis cuts a size that it does not divide."""
     assert relayout.old is not None
@@ -71,6 +85,22 @@ def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
     moved = "something moves" if bound else "nothing moves"
     sizes = "some size does not divide" if any(is_cut_unevenly(*move)) else "all sizes divide"
     event(f"{moved}, {sizes}")
+    assert check_transfers(specs, relayout, transfers) == bound
+    assert sum(of_worker.bytes_moved for of_worker in transfers.values()) == bound
+    assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound
+
+
+@profile(300)
+@given(moves_with_snapshots())
+def test_parts_out_of_snapshots_arrive_like_those_of_the_living(move: Move) -> None:
+    specs, relayout = move
+    assert relayout.old is not None
+    there = [*relayout.holders, *(part.member for part in relayout.carried)]
+    assume(is_covered(specs, relayout.old.layout, [relayout.old.world_rank(w) for w in there]))
+    transfers = {worker: derive(specs, relayout, worker) for worker in relayout.participants}
+    bound = lower_bound_bytes(specs, relayout)
+    num_parts = max((len(t.old_regions) for t in transfers.values()), default=0)
+    event(f"a worker has {min(num_parts, 3)} parts or more")
     assert check_transfers(specs, relayout, transfers) == bound
     assert sum(of_worker.bytes_moved for of_worker in transfers.values()) == bound
     assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound

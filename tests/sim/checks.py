@@ -13,17 +13,29 @@ from sim.storage import Storage
 
 from elastic.assigning import assign
 from elastic.assignment import Assignment
-from elastic.commands import Command, Form, LayoutAnswered, Pause, RecordStep, Resume, RolledBack
+from elastic.commands import (
+    AskKeepers,
+    Command,
+    Form,
+    LayoutAnswered,
+    Pause,
+    RecordStep,
+    Resume,
+    RolledBack,
+)
 from elastic.commands import Stopped as RunStopped
 from elastic.core import Core
 from elastic.events import (
     Evaluated,
     Event,
     GroupFormed,
+    KeeperLost,
+    KeeperTold,
     LayoutRequested,
     Paused,
     Progressed,
     Quiesced,
+    RunOpened,
     Settled,
     StateReady,
     StepCommitted,
@@ -48,16 +60,21 @@ GENERATION_BOUND = (
 
 
 Parts = Callable[[set[str]], Iterable[tuple[str, Part]]]
+Snapshots = Callable[[KeeperTold], Iterable[Part]]
 
 
 class Checks:
     """Watches one run, over all its controllers."""
 
-    def __init__(self, random: Random, bound_s: float, parts: Parts) -> None:
-        """`parts` tells what living workers, of those named, really hold."""
+    def __init__(self, random: Random, bound_s: float, parts: Parts, snapshots: Snapshots) -> None:
+        """`parts` tells what living workers, of those named, really hold, `snapshots` what a
+        keeper really has of what it told of."""
         self._random = random
         self._bound_s = bound_s
         self._parts = parts
+        self._snapshots = snapshots
+        self._kept: dict[str, list[Part]] = {}
+        self._generation_of: dict[int, int] = {}
         self._well_at = 0.0
         self._generation = 0
         self._recorded_step = 0
@@ -77,16 +94,25 @@ class Checks:
             self._formed.add((event.worker, event.generation))
         if isinstance(event, StateReady):
             self._ready.add((event.worker, event.generation))
+        if isinstance(event, RunOpened):
+            self._kept.clear()  # the keepers have ended with the job
+        if isinstance(event, KeeperTold) and event.generation == state.generation:
+            self._kept[event.node] = list(self._snapshots(event))
+        if isinstance(event, KeeperLost):
+            self._kept.pop(event.node, None)
         for command in commands:
             match command:
                 case Form():
                     self._check_form(command, state)
                 case Resume():
                     self._check_resume(command)
+                    self._kept.clear()  # training changes it
                 case RecordStep():
                     self._check_record(command)
                 case RolledBack():
                     self._check_roll_back(command, state)
+                case AskKeepers():
+                    self._kept.clear()
         if isinstance(event, LayoutRequested):
             self._check_answer(event, commands, state)
         self._check_roster(state)
@@ -152,15 +178,23 @@ class Checks:
         step = command.record.step
         assert step == self._recorded_step + 1, "invariant 8: a line is missing or doubled"
         self._recorded_step = step
+        self._generation_of[step] = command.record.generation
 
     def _check_roll_back(self, command: RolledBack, state: CoreState) -> None:
-        """The rule of recovery: never to a step older than one that the living cover."""
+        """The rule of recovery: never to a step older than one that the living and the keepers
+        cover between them; what a keeper has of steps that were given up does not count."""
         assert command.step < command.from_step
         self._recorded_step = command.step
-        told = ((worker, part) for worker, part in self._parts(state.warm))
-        known = (part for w, part in told if (w, part.assignment.generation) in self._ready)
-        covered = newest_covered(known)
-        assert covered <= command.step, f"rolled back from step {covered}, which the living hold"
+        held = self._parts(state.warm)
+        known = [part for w, part in held if (w, part.assignment.generation) in self._ready]
+        told = (part for parts in self._kept.values() for part in parts)
+        kept = [part for part in told if self._stands(part, command.from_step)]
+        covered = newest_covered([*known, *kept])
+        assert covered <= command.step, f"rolled back from step {covered}, which is held"
+
+    def _stands(self, part: Part, newest_step: int) -> bool:
+        told = tuple(self._generation_of.get(step + 1) for step in range(part.lineage.step))
+        return part.lineage.step <= newest_step and part.lineage.generations == told
 
     def _check_roster(self, state: CoreState) -> None:
         """Nobody is waited for who is not there (invariant 9)."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+from sim.keeper import SimKeeper
 from sim.meetings import Meetings
 from sim.storage import Storage
 from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
@@ -44,6 +45,9 @@ class Surroundings:
     """Told of each moment that a worker passes, at which a fault may be due."""
     store_port: int = 0
     newest_vote: tuple[int, int] = (0, 0)
+    snapshot_every: int = 0
+    keepers: dict[str, SimKeeper] = field(default_factory=dict)
+    """By node."""
 
     def draw(self, low_s: float, high_s: float) -> float:
         return self.random.uniform(low_s, high_s)

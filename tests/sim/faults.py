@@ -118,6 +118,12 @@ def draw_relayouts(random: Random) -> list[Fault]:
     return [_draw_fault(random, f"relayout {layout}") for layout in layouts]
 
 
+def draw_node_faults(random: Random) -> list[Fault]:
+    """Up to three nodes or keepers end at once."""
+    actions = random.choices(("kill the node", "kill the keeper"), k=random.randint(0, 3))
+    return [_draw_fault(random, action) for action in actions]
+
+
 def _draw_fault(random: Random, action: str) -> Fault:
     moment, num_passages = random.choice(MOMENTS)
     only_world_rank_0 = random.random() < 0.25

@@ -97,8 +97,17 @@ def _drain(world: World, worker: SimWorker) -> None:
 
 def _take_node(world: World, node: str) -> None:
     world.checks.note_fault(world.timeline.now)
+    world.lose_keeper(node)
     for worker in [w for w in world.workers.values() if w.node == node]:
         world.kill(worker, "its node is gone")
+
+
+def _kill_node(world: World, worker: SimWorker) -> None:
+    _take_node(world, worker.node)
+
+
+def _kill_keeper(world: World, worker: SimWorker) -> None:
+    world.lose_keeper(worker.node)
 
 
 def _lose_the_store(world: World, worker: SimWorker) -> None:
@@ -126,7 +135,8 @@ def _restart(world: World, worker: SimWorker) -> None:
     if world.scenario.memory_bytes:
         least = 4
     max_workers = world.random.randint(least, max(least, 6))
-    policy = policy_of(world.random.randint(1, max_workers), max_workers)
+    every = world.scenario.policy.snapshot_every
+    policy = policy_of(world.random.randint(1, max_workers), max_workers, every)
     world.timeline.after(0.0, partial(world.restart, policy))
 
 
@@ -144,6 +154,8 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "suspect": _suspect,
     "leave": _leave,
     "drain": _drain,
+    "kill the node": _kill_node,
+    "kill the keeper": _kill_keeper,
     "lose the store": _lose_the_store,
     "fill the disk": _fill_the_disk,
     "flap": _flap,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sim.keeper import SimKeeper
 from sim.lineage import SPECS, Lineage, Part, cut, places, regions_under
 from sim.storage import Checkpoint
+from sim.timeline import GroupBroken
 
 from elastic.assignment import Assignment
 from elastic.regions import Region
@@ -23,12 +25,26 @@ class Moving:
 
     plan: RelayoutPlan
     transfers: Transfers
-    held: Part | None
+    parts: dict[int, Part]
+    """What it has of the old assignment, by old world rank."""
 
     @classmethod
-    def of(cls, plan: RelayoutPlan, worker: str, held: Part | None) -> Moving:
-        assert held or worker not in plan.holders, "invariant 3: a source holds nothing"
-        return cls(plan, derive(SPECS, plan, worker), held if worker in plan.holders else None)
+    def of(
+        cls, plan: RelayoutPlan, worker: str, held: Part | None, keepers: dict[str, SimKeeper]
+    ) -> Moving:
+        """Raises `GroupBroken` if a keeper is gone."""
+        assert plan.old
+        parts: dict[int, Part] = {}
+        if worker in plan.holders:
+            assert held, "invariant 3: a source holds nothing"
+            parts[plan.old.world_rank(worker)] = held
+        for part in plan.carried:
+            if part.carrier == worker:
+                if part.keeper not in keepers:
+                    raise GroupBroken("a keeper is gone")
+                snapshot = keepers[part.keeper].read(part.member, plan.old.generation, plan.step)
+                parts[plan.old.world_rank(part.member)] = snapshot
+        return cls(plan, derive(SPECS, plan, worker), parts)
 
     @property
     def sources(self) -> frozenset[str]:
@@ -38,34 +54,29 @@ class Moving:
     def outgoing(self) -> tuple[Lineage | None, dict[str, Shipment]]:
         """What this worker brings, by receiver."""
         shipments: dict[str, Shipment] = {}
-        for tensor, region, peer in self.transfers.sends:
-            assert self.held
-            values = cut(self.held.pieces[tensor], self.held.regions[tensor], region)
+        for tensor, region, peer, rank in self.transfers.sends:
+            values = cut(self.parts[rank].pieces[tensor], self.parts[rank].regions[tensor], region)
             receiver = self.plan.participants[peer]
             shipments.setdefault(receiver, []).append((tensor, region, values))
-        return self.held and self.held.lineage, shipments
+        return next((part.lineage for part in self.parts.values()), None), shipments
 
     def assemble(self, worker: str, brought: dict[str, Any]) -> Part:
         """The new part: each element comes from exactly one place, all of one lineage."""
-        regions, held = self.transfers.new_regions, self.held
+        regions = self.transfers.new_regions
         pieces: dict[int, list[int]] = {}
-        lineages = [held.lineage] if held else []
+        lineages = [part.lineage for part in self.parts.values()]
         for tensor, region in regions.items():
             if tensor in self.transfers.kept:
-                assert held
-                pieces[tensor] = held.pieces[tensor]
+                assert self.transfers.own_part is not None
+                pieces[tensor] = self.parts[self.transfers.own_part].pieces[tensor]
             else:
                 pieces[tensor] = [-1] * region.num_elements
-        for tensor, region in self.transfers.copies:
-            assert held
-            _fill(
-                pieces[tensor],
-                regions[tensor],
-                region,
-                cut(held.pieces[tensor], held.regions[tensor], region),
-            )
-        for source in sorted(self.sources):
-            lineage, shipments = brought[source]
+        for tensor, region, rank in self.transfers.copies:
+            source = self.parts[rank]
+            values = cut(source.pieces[tensor], source.regions[tensor], region)
+            _fill(pieces[tensor], regions[tensor], region, values)
+        for peer in sorted(self.sources):
+            lineage, shipments = brought[peer]
             lineages.append(lineage)
             for tensor, region, values in shipments[worker]:
                 _fill(pieces[tensor], regions[tensor], region, values)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
-from sim.faults import Fault, draw_faults, draw_relayouts
+from sim.faults import Fault, draw_faults, draw_node_faults, draw_relayouts
 
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
@@ -32,7 +32,7 @@ class Scenario:
         return Wish.parse(self.layout, self.policy.max_workers)
 
 
-def policy_of(min_workers: int, max_workers: int) -> Policy:
+def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Policy:
     """The defaults' proportions, in a world where a step takes 50 ms."""
     return Policy(
         min_workers,
@@ -46,6 +46,8 @@ def policy_of(min_workers: int, max_workers: int) -> Policy:
         growth_settle_s=0.5,
         save_timeout_s=6.0,
         restart_backoff_s=0.5,
+        snapshot_every=snapshot_every,
+        keeper_timeout_s=0.5,
     )
 
 
@@ -94,6 +96,18 @@ def drawn(seed: int) -> Scenario:
         num_slow_starters=random.choice((0, 0, 0, 1, 2)),
         faults=draw_faults(random),
     )
+
+
+def drawn_with_snapshots(seed: int) -> Scenario:
+    """The scenario of a seed, with keepers, and faults that strike them and whole nodes."""
+    scenario = drawn(seed)
+    random = Random(f"snapshots/{seed}")
+    every, most = random.choice((1, 1, 1, 2, 3)), scenario.policy.max_workers
+    if most > 1 and not scenario.memory_bytes:
+        scenario.layout = random.choice((f"fsdp={most}", f"fsdp={most}", "pp=2", "tp=2", ""))
+    scenario.policy = replace(scenario.policy, snapshot_every=every, keeper_timeout_s=0.5)
+    scenario.faults = [*scenario.faults, *draw_node_faults(random)]
+    return scenario
 
 
 def drawn_with_relayouts(seed: int) -> Scenario:

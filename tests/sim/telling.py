@@ -6,10 +6,13 @@ from collections.abc import Iterable
 
 from elastic.commands import (
     Abort,
+    AskKeepers,
     Command,
+    ForgetSnapshots,
     Form,
     LayoutAnswered,
     Pause,
+    Protect,
     PublishCheckpoint,
     RecordStep,
     Relaid,
@@ -18,6 +21,7 @@ from elastic.commands import (
     RolledBack,
     SaveCheckpoint,
     Settle,
+    StartKeeper,
     StartStore,
     StartWorkers,
     Stopped,
@@ -39,6 +43,16 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return ""
         case StartWorkers():
             return " ".join(command.workers)
+        case StartKeeper():
+            return command.node
+        case Protect():
+            told = [
+                f"{w}@{'+'.join(k.node for k in ks)}"
+                for w, ks in zip(command.workers, command.keepers, strict=True)
+            ]
+            return f"g{command.generation} {_names(told)}"
+        case AskKeepers() | ForgetSnapshots():
+            return f"g{command.generation} {_names(command.nodes)}"
         case StopWorker():
             return f"{command.worker}: {command.cause}"
         case Abort() | Pause():
@@ -82,7 +96,9 @@ def _of_form(form: Form) -> str:
     spares = f", spares {_names(assignment.spares)}" if assignment.spares else ""
     old = f", g{plan.old.generation} is held by {_names(plan.holders)}" if plan.old else ""
     where = f"{assignment.layout} {_names(assignment.members)}"
-    return f"g{form.generation} for step {plan.step}: {where}{spares}{old}"
+    carried = [f"{part.member}@{part.keeper}->{part.carrier}" for part in plan.carried]
+    snapshots = f", snapshots {_names(carried)}" if carried else ""
+    return f"g{form.generation} for step {plan.step}: {where}{spares}{old}{snapshots}"
 
 
 def event_in_words(event: Event) -> str:

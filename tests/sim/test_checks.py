@@ -85,14 +85,14 @@ def test_a_checkpoint_with_a_hole_is_seen() -> None:
     [
         (record(2), "invariant 8"),
         (Resume(1, 0, "dp=2", ("w0", "w1"), (), 0), "invariant 7"),
-        (RolledBack(2, 0, 2, "initial"), "which the living hold"),
+        (RolledBack(2, 0, 2, "initial"), "which is held"),
     ],
 )
 def test_a_wrong_command_is_seen(command: RecordStep | Resume | RolledBack, complaint: str) -> None:
     held = [(name, part_of(name, 1, 1)) for name in TWO_SHARDS.members]
     core = Core(CoreState(seats={name: Seat(0.0) for name in TWO_SHARDS.members}))
     core.state.warm.update(TWO_SHARDS.members)
-    checks = Checks(Random(0), 10.0, lambda names: held)
+    checks = Checks(Random(0), 10.0, lambda names: held, lambda node: [])
     for name in TWO_SHARDS.members:
         checks.after(0.0, StateReady(name, 1, 0, 0, 0.0, 1, 1, 2), [], core)
     with pytest.raises(AssertionError, match=complaint):

@@ -6,12 +6,13 @@ A run that fails tells its seed, its faults and what happened last; keep the see
 from __future__ import annotations
 
 import pytest
-from sim.scenario import drawn, drawn_with_relayouts
+from sim.scenario import drawn, drawn_with_relayouts, drawn_with_snapshots
 from sim.seeds import KEPT
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
+NUM_SEEDS_SNAPSHOTS = 200
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -25,6 +26,12 @@ def test_runs_survive_what_is_drawn(first: int) -> None:
 def test_layouts_change_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_relayouts(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_SNAPSHOTS, 50))
+def test_snapshots_are_taken_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_snapshots(seed))
 
 
 @pytest.mark.parametrize("seed", KEPT)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from sim.control import Control, Raised
 from sim.lineage import SPECS, Part
 from sim.moving import Moving, from_checkpoint
+from sim.snapshots import Snapshots
 from sim.storage import PartFile
 from sim.timeline import Body, GroupBroken
 from sim.writer import PartWriter
@@ -51,6 +52,7 @@ class Trainer:
         self._writer = writer
         self._order: Form
         self._held_step = NOTHING_HELD
+        self.snapshots = Snapshots(control)
         self.holdings: dict[int, Part] = {}
         self.stepper: Stepper | None = None
 
@@ -58,6 +60,8 @@ class Trainer:
         control, self._order = self._control, order
         self._leave_generation()
         old = order.plan.old.generation if order.plan.old else 0
+        if control.name not in order.plan.holders:
+            old = 0
         self.holdings = {g: part for g, part in self.holdings.items() if g == old}
         control.check()
         yield from control.at("forming")
@@ -74,7 +78,7 @@ class Trainer:
     def relayout(self, command: Relayout) -> Body:
         control, plan, assignment = self._control, self._order.plan, self._order.assignment
         yield from control.at("relaying")
-        if command.source == "live":
+        if command.source in ("live", "snapshot"):
             part = yield from self._move()
         else:
             checkpoint = self._around.storage.visible.get(command.path)
@@ -110,6 +114,7 @@ class Trainer:
             record = yield from self._apply(stepper, vote)
             if control.world_rank == 0:
                 control.report(StepCommitted(generation, record, vote))
+            self.snapshots.take(self.holdings[generation], self._around.snapshot_every)
             yield from control.at("reported")
             if job.checkpoint_every and record.step % job.checkpoint_every == 0:
                 self._save(generation, record.step, self.holdings[generation], None)
@@ -162,7 +167,7 @@ class Trainer:
         plan = self._order.plan
         assert plan.old
         held = self.holdings.get(plan.old.generation)
-        moving = Moving.of(plan, self._control.name, held)
+        moving = Moving.of(plan, self._control.name, held, self._around.keepers)
         brought = yield from self._control.meet(
             "move", self._order, 0, moving.outgoing(), moving.sources
         )
@@ -173,18 +178,20 @@ class Trainer:
         control, around, step = self._control, self._around, stepper.committed_step + 1
         yield from control.at("compute")
         yield from control.work(around.draw(0.02, 0.05))
+        yield from self.snapshots.wait()
         yield from control.at("vote")
         stepper.gradients_complete = True
-        ballot = (*self._samples(step), control.pause_is_wished)
+        ballot = (*self._samples(step), control.pause_is_wished, self.snapshots.are_whole)
         brought = yield from control.meet("vote", self._order, step, ballot)
-        by_rank = {data_rank: ids for data_rank, ids, _ in brought.values()}
+        by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
         read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
         assert read == list(batch_ids(step, self._batch)), "invariant 5: samples lost or repeated"
         voted = (self._order.generation, step)
         assert voted >= around.newest_vote, "invariant 6: two generations run"
         around.newest_vote = voted
-        num_wishes = sum(wished for *_, wished in brought.values())
-        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), num_pause_wishes=num_wishes)
+        num_wishes = sum(wished for *_, wished, _ in brought.values())
+        num_whole = sum(whole for *_, whole in brought.values())
+        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), 0, num_wishes, num_whole)
         yield from control.at("read")
         return stepper.vote
 

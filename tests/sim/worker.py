@@ -10,10 +10,19 @@ from sim.timeline import Block, Body, GroupBroken, Thread
 from sim.trainer import Trainer
 from sim.writer import PartWriter
 
-from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.commands import (
+    Abort,
+    Form,
+    Pause,
+    Protect,
+    Relayout,
+    Resume,
+    SaveCheckpoint,
+    Settle,
+)
 from elastic.events import WorkerRaised, WorkerReady
 
-Order = Abort | Form | Relayout | Resume | Pause | Settle | SaveCheckpoint
+Order = Abort | Form | Relayout | Resume | Pause | Protect | Settle | SaveCheckpoint
 
 
 class SimWorker:
@@ -37,6 +46,9 @@ class SimWorker:
             return
         if isinstance(order, Pause):
             control.pause_wished_generation = order.generation
+            return
+        if isinstance(order, Protect):
+            self._trainer.snapshots.obey(order)
             return
         if isinstance(order, Abort):
             control.aborted_generation = max(control.aborted_generation, order.generation)

@@ -10,6 +10,7 @@ from random import Random
 from sim.checks import Checks
 from sim.control import Surroundings
 from sim.faults import HARMFUL, STANDSTILLS
+from sim.keeper import SimKeeper
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.scenario import Scenario, bound_s
@@ -20,14 +21,18 @@ from sim.worker import Order, SimWorker
 
 from elastic.commands import (
     Abort,
+    AskKeepers,
     Command,
+    ForgetSnapshots,
     Form,
     Pause,
+    Protect,
     PublishCheckpoint,
     Relayout,
     Resume,
     SaveCheckpoint,
     Settle,
+    StartKeeper,
     StartStore,
     StartWorkers,
     Stopped,
@@ -37,6 +42,9 @@ from elastic.core import Core
 from elastic.events import (
     Checkpointed,
     Event,
+    KeeperLost,
+    KeeperReady,
+    KeeperTold,
     PartFailed,
     RunOpened,
     StoreReady,
@@ -44,6 +52,7 @@ from elastic.events import (
     WorkerReady,
     WorkerSuspected,
 )
+from elastic.keeping import Keeper
 from elastic.policy import Policy
 
 HORIZON_S = 900.0
@@ -80,10 +89,12 @@ class World:
         self.num_flaps = 0
         self._num_slow_starters = scenario.num_slow_starters
         self._num_started = 0
-        self._num_stores = 0
+        self._num_stores = self._num_keepers = 0
         restarts = any(fault.action == "restart" for fault in self.faults)
         self.records = Records([] if keep_journal or restarts else None)
-        self.checks = Checks(self.random, bound_s(scenario.policy), self._parts_of)
+        self.checks = Checks(
+            self.random, bound_s(scenario.policy), self._parts_of, self._snapshots_of
+        )
         self._incarnation = 0
         self.open(Core(), scenario.policy)
 
@@ -114,6 +125,7 @@ class World:
             policy.collective_timeout_s,
             self._report,
             self._pass_moment,
+            snapshot_every=policy.snapshot_every,
         )
         self.shell = SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
         saved = self.storage.newest()
@@ -154,6 +166,13 @@ class World:
         """What these workers, as far as alive, really hold."""
         living = (worker for name, worker in self.workers.items() if name in names)
         return [(worker.name, part) for worker in living for part in worker.holdings()]
+
+    def _snapshots_of(self, told: KeeperTold) -> list[Part]:
+        """What a keeper has of what it told of."""
+        keeper = self.around.keepers.get(told.node)
+        there = keeper.told() if keeper else ()
+        slots = [slot for slot in told.slots if keeper and slot in there]
+        return [keeper.read(s.worker, s.generation, s.step) for s in slots if keeper]
 
     def _pass_moment(self, name: str, moment: str) -> None:
         worker = self.workers.get(name)
@@ -198,8 +217,15 @@ class World:
                 self._send(command.plan.participants, command)
             case Resume():
                 self._send((*command.workers, *command.released), command)
-            case Abort() | Settle() | Relayout() | Pause() | SaveCheckpoint():
+            case Abort() | Settle() | Relayout() | Pause() | Protect() | SaveCheckpoint():
                 self._send(command.workers, command)
+            case StartKeeper():
+                start = partial(self._keep, self.shell, command.node)
+                self.timeline.after(self.random.uniform(0.02, 0.5), start)
+            case AskKeepers() | ForgetSnapshots():
+                for node in command.nodes:
+                    reach = partial(self._reach_keeper, node, command)
+                    self.timeline.after(self._latency_s(), reach)
             case PublishCheckpoint():
                 self._publish(command)
 
@@ -230,6 +256,31 @@ class World:
         self._num_stores += 1
         self.around.store_port = self._num_stores
         self.shell.post(StoreReady("host", self._num_stores))
+
+    def _keep(self, starter: SimShell, node: str) -> None:
+        if starter is not self.shell:
+            return
+        if all(worker.node != node for worker in self.workers.values()):
+            self.shell.post(KeeperLost(node, "there is no such node any more"))
+            return
+        self._num_keepers += 1
+        keeper = Keeper(node, "", f"keeper-{self._num_keepers}", "host", 1)
+        self.around.keepers[node] = SimKeeper(keeper)
+        self.shell.post(KeeperReady(keeper))
+
+    def _reach_keeper(self, node: str, command: AskKeepers | ForgetSnapshots) -> None:
+        keeper = self.around.keepers.get(node)
+        if keeper is None:
+            return
+        if isinstance(command, ForgetSnapshots):
+            keeper.forget(command.generation)
+        else:
+            self.post_soon(KeeperTold(node, command.generation, keeper.told()), within_s=0.005)
+
+    def lose_keeper(self, node: str) -> None:
+        """Its process is gone, and all that it kept."""
+        if self.around.keepers.pop(node, None):
+            self.post_soon(KeeperLost(node, "killed"))
 
     def _start(self, name: str) -> None:
         node = f"n{self._num_started // self.scenario.workers_per_node}"

@@ -1,0 +1,40 @@
+"""A simulated keeper: as `actors/keeper.py`, with whole snapshots only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from sim.lineage import Part
+
+from elastic.keeping import Keeper, Slot
+
+NUM_VERSIONS = 2
+
+
+@dataclass
+class SimKeeper:
+    """One a node; each worker's two newest snapshots of a generation, whole ones only."""
+
+    keeper: Keeper
+    kept: dict[tuple[str, int], list[Part]] = field(default_factory=dict)
+
+    def put(self, worker: str, part: Part) -> None:
+        key = (worker, part.assignment.generation)
+        self.kept[key] = [*self.kept.get(key, []), part][-NUM_VERSIONS:]
+
+    def begin(self, worker: str, generation: int) -> None:
+        """The older of two versions is written over from now on."""
+        key = (worker, generation)
+        self.kept[key] = self.kept.get(key, [])[1 - NUM_VERSIONS :]
+
+    def read(self, worker: str, generation: int, step: int) -> Part:
+        found = [p for p in self.kept[worker, generation] if p.lineage.step == step]
+        assert found, "invariant 3: a snapshot is not there"
+        return found[0]
+
+    def told(self) -> tuple[Slot, ...]:
+        slots = (Slot(w, g, p.lineage.step) for (w, g), kept in self.kept.items() for p in kept)
+        return tuple(sorted(slots, key=str))
+
+    def forget(self, generation: int) -> None:
+        self.kept = {key: parts for key, parts in self.kept.items() if key[1] >= generation}
