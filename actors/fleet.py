@@ -18,6 +18,15 @@ class Fleet(Protocol):
     def start_workers(self, workers: Sequence[str]) -> None:
         """Each is answered by `WorkerReady`, or by `WorkerLost`."""
 
+    def start_keeper(self, node: str) -> None:
+        """Answered by `KeeperReady`, or by `KeeperLost`, which may come later, too."""
+
+    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+        """Each is answered by `KeeperTold`, if it lives."""
+
+    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+        """Free what is of earlier generations."""
+
     def stop_worker(self, worker: str) -> None:
         """End a process at once, even a stopped one; answered by `WorkerLost`."""
 

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch
 
+from actors.keeper import host_keeper
 from actors.program import Factory
 from actors.store import host_store
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Order, Worker
-from elastic.events import Event, StoreLost, StoreReady, WorkerLost
+from elastic.events import Event, KeeperLost, StoreLost, StoreReady, WorkerLost
 
 START = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has imported torch and the program but formed nothing:
@@ -54,14 +55,18 @@ class ProcessFleet:
         options: WorkerOptions,
         post: Callable[[Event], None],
         incarnation: int = 1,
+        node_of: Callable[[str], str] = lambda worker: NODE,
     ) -> None:
+        """`node_of` lets workers pass for such on several nodes."""
         START.set_forkserver_preload(["actors.worker", program.target.partition(":")[0]])
         self._program = program
         self._options = options
         self._post = post
         self._incarnation = incarnation
         self._workers: dict[str, _Child] = {}
+        self._node_of = node_of
         self._store: _Child | None = None
+        self._keepers: dict[str, _Child] = {}
         self._lock = threading.Lock()
         self._closed = False
         self._wake_reader, self._woken = START.Pipe()
@@ -73,10 +78,23 @@ class ProcessFleet:
 
     def start_workers(self, workers: Sequence[str]) -> None:
         for worker in workers:
-            child = self._spawn(serve_worker, worker, self._program, self._options)
+            node = self._node_of(worker)
+            child = self._spawn(serve_worker, worker, node, self._program, self._options)
             with self._lock:
                 self._workers[worker] = child
         self._wake_reader.send(None)
+
+    def start_keeper(self, node: str) -> None:
+        child = self._spawn(host_keeper, node, "", HOST)
+        with self._lock:
+            self._keepers[node] = child
+        self._wake_reader.send(None)
+
+    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+        self._tell_keepers(nodes, (True, generation))
+
+    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+        self._tell_keepers(nodes, (False, generation))
 
     def stop_worker(self, worker: str) -> None:
         with self._lock:
@@ -107,10 +125,16 @@ class ProcessFleet:
         with self._lock:
             return {name: child.process.pid or 0 for name, child in self._workers.items()}
 
+    def keeper_pids(self) -> dict[str, int]:
+        """The living keepers' process ids, by node."""
+        with self._lock:
+            return {node: child.process.pid or 0 for node, child in self._keepers.items()}
+
     def close(self) -> None:
         self._closed = True
         with self._lock:
-            children = [*self._workers.values(), *([self._store] if self._store else [])]
+            children = [*self._workers.values(), *self._keepers.values()]
+            children += [self._store] if self._store else []
         for child in children:
             child.process.kill()
         for child in children:
@@ -120,6 +144,13 @@ class ProcessFleet:
         self._reader.join()
         self._wake_reader.close()
         self._woken.close()
+
+    def _tell_keepers(self, nodes: Sequence[str], message: tuple[bool, int]) -> None:
+        for node in nodes:
+            with self._lock:
+                child = self._keepers.get(node)
+            if child is not None:
+                child.send(message)
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> _Child:
         ours, theirs = START.Pipe()
@@ -132,15 +163,18 @@ class ProcessFleet:
     def _read(self) -> None:
         while not self._closed:
             with self._lock:
-                children = dict(self._workers)
+                children, keepers = dict(self._workers), dict(self._keepers)
             sources: dict[Any, str] = {child.pipe: name for name, child in children.items()}
+            nodes: dict[Any, str] = {child.pipe: node for node, child in keepers.items()}
             store = self._store
             extra = [store.pipe] if store else []
-            for ready in wait([*sources, *extra, self._woken]):
+            for ready in wait([*sources, *nodes, *extra, self._woken]):
                 if ready is self._woken:
                     self._woken.recv()
                 elif store and ready is store.pipe:
                     self._read_store(store)
+                elif ready in nodes:
+                    self._read_keeper(nodes[ready], keepers[nodes[ready]])
                 elif ready in sources:
                     self._read_worker(sources[ready], children[sources[ready]])
 
@@ -151,6 +185,17 @@ class ProcessFleet:
             self._store = None
             if not self._closed:
                 self._post(StoreLost("its process died"))
+
+    def _read_keeper(self, node: str, child: _Child) -> None:
+        try:
+            self._post(child.pipe.recv())
+        except (EOFError, OSError):
+            with self._lock:
+                self._keepers.pop(node, None)
+            if not self._closed:
+                child.process.join()
+                self._post(KeeperLost(node, f"exit code {child.process.exitcode}"))
+                child.pipe.close()
 
     def _read_worker(self, worker: str, child: _Child) -> None:
         """A message, or the end of the pipe, which is the end of the process."""
@@ -170,7 +215,9 @@ class ProcessFleet:
             self._post(message)
 
 
-def serve_worker(pipe: Connection, name: str, program: Factory, options: WorkerOptions) -> None:
+def serve_worker(
+    pipe: Connection, name: str, node: str, program: Factory, options: WorkerOptions
+) -> None:
     """The child's main: obey until the parent is gone."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)  # a worker is one CPU slot, as Ray has it
@@ -181,7 +228,7 @@ def serve_worker(pipe: Connection, name: str, program: Factory, options: WorkerO
         with sending:
             pipe.send(message)
 
-    worker = Worker(name, NODE, program, options, report)
+    worker = Worker(name, node, program, options, report)
     worker.start()
     while True:
         try:

@@ -17,10 +17,19 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.program import Factory
-from actors.ray_worker import RayAgent, RayStore, RayWorker
+from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Order
-from elastic.events import Event, StoreLost, StoreReady, WorkerLost
+from elastic.events import (
+    Event,
+    KeeperLost,
+    KeeperReady,
+    KeeperTold,
+    StoreLost,
+    StoreReady,
+    WorkerLost,
+)
+from elastic.keeping import Keeper, Slot
 
 HEARTBEAT_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
@@ -65,6 +74,7 @@ class RayFleet:
         self._seats: dict[str, _Seat] = {}
         self._probed: set[str] = set()
         self._agents: dict[str, Any] = {}
+        self._keepers: dict[str, Any] = {}
         self._store: Any = None
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -90,6 +100,24 @@ class RayFleet:
             life = actor.live.remote()
             self._when_done(actor.start.remote(), partial(self._worker_started, worker))
             self._when_done(life, partial(self._worker_lost, worker))
+
+    def start_keeper(self, node: str) -> None:
+        name = f"keeper-{self._incarnation}-{node}-{time.monotonic_ns()}"
+        options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        kind = self._detached(RayKeeper, name, num_cpus=0, **options)
+        keeper = kind.remote(self._orphan_timeout_s)
+        with self._lock:
+            self._keepers[node] = keeper
+        self._when_done(keeper.keeper.remote(), self._keeper_ready)
+        self._when_done(keeper.live.remote(), partial(self._keeper_lost, node))
+
+    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+        for node, keeper in self._keepers_on(nodes):
+            self._when_done(keeper.told.remote(), partial(self._keeper_told, node, generation))
+
+    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+        for _, keeper in self._keepers_on(nodes):
+            keeper.forget.remote(generation)
 
     def stop_worker(self, worker: str) -> None:
         with self._lock:
@@ -132,8 +160,10 @@ class RayFleet:
             workers = list(self._seats)
         for worker in workers:
             self.stop_worker(worker)
-        if self._store is not None:
-            ray.kill(self._store)
+        with self._lock:
+            keepers = list(self._keepers.values())
+        for actor in (*keepers, *([self._store] if self._store else [])):
+            ray.kill(actor)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while self._seats and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -166,6 +196,24 @@ class RayFleet:
         if not self._closed.is_set():
             self._post(StoreLost(_cause(answer.exception())))
 
+    def _keepers_on(self, nodes: Sequence[str]) -> list[tuple[str, Any]]:
+        with self._lock:
+            return [(node, self._keepers[node]) for node in nodes if node in self._keepers]
+
+    def _keeper_ready(self, answer: Future[Keeper]) -> None:
+        if answer.exception() is None:
+            self._post(KeeperReady(answer.result()))
+
+    def _keeper_told(self, node: str, generation: int, answer: Future[tuple[Slot, ...]]) -> None:
+        if answer.exception() is None:
+            self._post(KeeperTold(node, generation, answer.result()))
+
+    def _keeper_lost(self, node: str, life: Future[Any]) -> None:
+        with self._lock:
+            self._keepers.pop(node, None)
+        if not self._closed.is_set():
+            self._post(KeeperLost(node, _cause(life.exception())))
+
     def _worker_started(self, worker: str, answer: Future[tuple[str, int]]) -> None:
         """Where a worker runs, so that it can be ended by signal."""
         if answer.exception() is not None:
@@ -194,6 +242,9 @@ class RayFleet:
             with self._lock:
                 seats = list(self._seats.items())
                 agents = list(self._agents.items())
+                keepers = list(self._keepers.values())
+            for keeper in keepers:
+                keeper.hear.remote()
             for worker, seat in seats:
                 if seat.pid and worker not in self._probed:
                     seat.actor.signs_of_life.remote()

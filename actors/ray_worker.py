@@ -1,4 +1,4 @@
-"""The Ray actors that hold one process each: a worker, the store, a node's agent."""
+"""The Ray actors that hold one process each: a worker, the store, a node's agent and keeper."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import psutil
 import ray
 
 from actors.interface import choose_interface
+from actors.keeper import KeeperServer
 from actors.program import Factory
 from actors.store import open_store
 from actors.system import sample
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Worker
 from elastic.events import Event, Paused, WorkerRaised, WorkerReady
+from elastic.keeping import Keeper, Slot
 
 SAMPLE_EVERY_S = 10.0
 
@@ -114,6 +116,33 @@ class RayStore:
 
     def address(self) -> tuple[str, int]:
         return self._host, self._store.port
+
+    def hear(self) -> None:
+        self._orphanage.hear()
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        threading.Event().wait()
+
+
+class RayKeeper:
+    """A node's keeper as a Ray actor."""
+
+    GROUPS: ClassVar = {"life": 1}
+
+    def __init__(self, orphan_timeout_s: float) -> None:
+        self._orphanage = Orphanage(orphan_timeout_s)
+        node = ray.get_runtime_context().get_node_id()
+        self._server = KeeperServer(node, "", ray.util.get_node_ip_address())
+
+    def keeper(self) -> Keeper:
+        return self._server.keeper
+
+    def told(self) -> tuple[Slot, ...]:
+        return self._server.told()
+
+    def forget(self, generation: int) -> None:
+        self._server.forget(generation)
 
     def hear(self) -> None:
         self._orphanage.hear()

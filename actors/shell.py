@@ -18,10 +18,13 @@ from actors.lease import Lease
 from actors.watch import Watch
 from elastic.commands import (
     Abort,
+    AskKeepers,
     Command,
+    ForgetSnapshots,
     Form,
     LayoutAnswered,
     Pause,
+    Protect,
     PublishCheckpoint,
     RecordStep,
     Relaid,
@@ -30,6 +33,7 @@ from elastic.commands import (
     RolledBack,
     SaveCheckpoint,
     Settle,
+    StartKeeper,
     StartStore,
     StartWorkers,
     Stopped,
@@ -158,8 +162,14 @@ class Shell:
                 fleet.send(command.plan.participants, command)
             case Resume():
                 fleet.send((*command.workers, *command.released), command)
-            case Abort() | Settle() | Relayout() | Pause() | SaveCheckpoint():
+            case Abort() | Settle() | Relayout() | Pause() | Protect() | SaveCheckpoint():
                 fleet.send(command.workers, command)
+            case StartKeeper():
+                fleet.start_keeper(command.node)
+            case AskKeepers():
+                fleet.ask_keepers(command.nodes, command.generation)
+            case ForgetSnapshots():
+                fleet.forget_snapshots(command.nodes, command.generation)
             case PublishCheckpoint():
                 self._publish(command)
             case RecordStep():

@@ -12,6 +12,7 @@ from actors.errors import TornApply
 from actors.faults import Faults
 from actors.interruption import Interruption
 from actors.program import Groups, Replica
+from actors.snapshots import Snapshots
 from actors.standstill import wait_for
 from elastic.votes import StepRecord, Vote
 
@@ -32,7 +33,9 @@ class Stepper:
         committed_step: int,
         interruption: Interruption,
         faults: Faults,
+        snapshots: Snapshots,
     ) -> None:
+        self._snapshots = snapshots
         self._groups = groups
         self._replica = replica
         self._interruption = interruption
@@ -51,6 +54,7 @@ class Stepper:
         with self._interruption.leavable():
             self._faults.at("compute", step)
             sums = self._replica.compute(step, self._interruption.check)
+            self._snapshots.await_whole(self._interruption.check)
             self._faults.at("vote", step)
             vote = self._cast(step, sums)
         self.vote = vote
@@ -59,6 +63,7 @@ class Stepper:
 
     def apply(self, vote: Vote) -> StepRecord:
         """Take the decided step. Raises `TornApply` if it breaks half-way."""
+        self._snapshots.await_copied()
         try:
             applied = self._replica.apply(vote.step, vote)
         except BaseException as error:
@@ -94,7 +99,8 @@ class Stepper:
         """
         finite = torch.isfinite(sums)
         whole = finite.all()
-        extra = [1.0, 0.0, float(self._interruption.pause_is_wished)]
+        is_wished, is_kept = self._interruption.pause_is_wished, self._snapshots.are_whole
+        extra = [1.0, 0.0, float(is_wished), float(is_kept)]
         ballot = torch.cat(
             [torch.where(finite, sums, 0.0), torch.tensor(extra, dtype=torch.float64).to(sums)]
         )
@@ -103,7 +109,7 @@ class Stepper:
         wait_for(self._groups.world.allreduce([ballot]))
         self._faults.at("reading", step)
         loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
-        num_contributions, num_nonfinite, num_wishes = (round(count) for count in counts)
+        num_contributions, num_nonfinite, num_wishes, num_kept = (round(c) for c in counts)
         if num_contributions != self._groups.assignment.layout.num_workers or not math.isfinite(
             num_tokens
         ):
@@ -116,4 +122,5 @@ class Stepper:
             num_contributions=num_contributions,
             num_nonfinite=num_nonfinite,
             num_pause_wishes=num_wishes,
+            num_snapshots=num_kept,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from actors.interruption import Interruption
 from actors.links import measure_links
 from actors.moving import Moved, Parts, move, stage
 from actors.program import Program, Replica, StateBytes
+from actors.snapshots import Snapshots, read_snapshot
 from actors.sources import digest_of_sources
 from actors.stepping import Stepper
 from elastic.assignment import Assignment
@@ -33,6 +34,7 @@ from elastic.events import (
 )
 from elastic.parts import my_share
 from elastic.regions import Region
+from elastic.relayout import Relayout as RelayoutPlan
 from elastic.shards import region_of
 from elastic.transfers import Transfers, derive
 
@@ -47,6 +49,7 @@ class WorkerOptions:
     collective_timeout_s: float = 30.0
     checkpoint_every: int = 0
     faults: tuple[Fault, ...] = ()
+    snapshot_every: int = 1
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Trainer:
     """
 
     worker: str
+    node: str
     program: Program
     options: WorkerOptions
     report: Callable[[Event], None]
@@ -80,6 +84,7 @@ class Trainer:
         self.faults = Faults(self.worker, self.options.faults)
         self.specs = self.program.specs()
         run_folder = Path(self.options.run_folder)
+        self.snapshots = Snapshots(self.worker, self.node, self.specs, self.options.snapshot_every)
         self.writer = PartWriter(self.worker, run_folder, self.program, self.report)
         described = f"{digest_of_sources()} {self.specs}"
         self.digest = hashlib.sha256(described.encode()).hexdigest()
@@ -88,7 +93,8 @@ class Trainer:
         """Leave the old generation, meet the new one, build the program without values."""
         self.order = order
         self.leave_generation()
-        old = order.plan.old.generation if order.plan.old else 0
+        held = order.plan.old if self.worker in order.plan.holders else None
+        old = held.generation if held else 0
         self.holdings = {g: held for g, held in self.holdings.items() if g == old}
         self.formation = Formation(
             self.worker,
@@ -117,7 +123,12 @@ class Trainer:
             self.replica.adopt(tensors)
             self.holdings[assignment.generation] = Holding(assignment, self.replica.tensors())
             self.stepper = Stepper(
-                self.formation.groups, self.replica, plan.step, self.interruption, self.faults
+                self.formation.groups,
+                self.replica,
+                plan.step,
+                self.interruption,
+                self.faults,
+                self.snapshots,
             )
             held = self.replica.state_bytes()
         self.report(
@@ -150,6 +161,8 @@ class Trainer:
                 break
             record, vote = stepper.step()
             self._keep_only(resume.generation)
+            held = self.holdings[resume.generation]
+            self.snapshots.take(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
             every = self.options.checkpoint_every
@@ -199,6 +212,7 @@ class Trainer:
 
     def leave_generation(self) -> None:
         """Drop model, optimizer and groups; the tensors of the holdings stay."""
+        self.snapshots.end_generation()
         if self.stepper is not None:
             self.held_step = self.stepper.committed_step
         self.replica = self.stepper = None
@@ -214,13 +228,13 @@ class Trainer:
     def _fetch(self, command: Relayout) -> tuple[dict[str, Tensor], Moved, int]:
         """The new local tensors, what moved for them, and how many bytes were not in place."""
         plan, assignment = self.order.plan, self.order.assignment
-        if command.source == "live":
+        if command.source in ("live", "snapshot"):
             assert plan.old is not None and self.formation is not None
             transfers = derive(self.specs, plan, self.worker)
             tensors, moved = move(
                 self.specs,
                 transfers,
-                self._parts(plan.old.generation, transfers),
+                self._parts(plan, plan.old, transfers),
                 self.formation.transfer,
                 self.program.device,
                 self.interruption.check,
@@ -238,7 +252,8 @@ class Trainer:
 
     def _links(self, command: Relayout) -> tuple[tuple[str, float], ...]:
         """How fast others reach this worker: measured where no state is on its way."""
-        if command.source == "live" or self.formation is None or self.formation.transfer is None:
+        is_moving = command.source in ("live", "snapshot")
+        if is_moving or self.formation is None or self.formation.transfer is None:
             return ()
         participants = self.order.plan.participants
         with self.interruption.leavable():
@@ -247,14 +262,21 @@ class Trainer:
             )
         return tuple((participants[peer], speed) for peer, speed in speeds)
 
-    def _parts(self, generation: int, transfers: Transfers) -> Parts:
+    def _parts(self, plan: RelayoutPlan, old: Assignment, transfers: Transfers) -> Parts:
         """What this worker has of the old assignment, where the transfers can read it."""
-        if transfers.own_part is None:
-            return {}
-        held = self.holdings[generation]
-        if self.program.device.type == "cuda":
-            held.tensors = stage(self.specs, transfers, held.tensors)
-        return {transfers.own_part: held.tensors}
+        parts: dict[int, Mapping[str, Tensor]] = {}
+        if transfers.own_part is not None:
+            held = self.holdings[old.generation]
+            if self.program.device.type == "cuda":
+                held.tensors = stage(self.specs, transfers, held.tensors)
+            parts[transfers.own_part] = held.tensors
+        keepers = {keeper.node: keeper for keeper in self.order.keepers}
+        for part in plan.carried:
+            if part.carrier == self.worker:
+                parts[old.world_rank(part.member)] = read_snapshot(
+                    part, keepers[part.keeper], self.node, self.specs, old, plan.step
+                )
+        return parts
 
     def _regions(self, assignment: Assignment) -> dict[str, Region]:
         if self.worker not in assignment.members:

@@ -30,10 +30,19 @@ from actors.standstill import Standstill
 from actors.system import keep_freed_memory, peak_bytes
 from actors.torch_private import groups_in_use
 from actors.trainer import Trainer, WorkerOptions
-from elastic.commands import Abort, Form, Pause, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.commands import (
+    Abort,
+    Form,
+    Pause,
+    Protect,
+    Relayout,
+    Resume,
+    SaveCheckpoint,
+    Settle,
+)
 from elastic.events import Event, WorkerRaised, WorkerReady
 
-Order = Abort | Form | Relayout | Resume | Pause | Settle | SaveCheckpoint
+Order = Abort | Form | Relayout | Resume | Pause | Protect | Settle | SaveCheckpoint
 
 NO_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA out of memory")
 """In the text also of a mere RuntimeError, as which torch tells it of the host."""
@@ -93,6 +102,9 @@ class Worker:
                 threading.Thread(target=self._break_off, args=(order.generation,)).start()
             case Pause():
                 self._interruption.pause_wished_generation = order.generation
+            case Protect():
+                assert self._trainer is not None
+                self._trainer.snapshots.protect(order)
             case _:
                 self._orders.put(order)
 
@@ -128,7 +140,9 @@ class Worker:
         if program.device.type == "cpu":
             keep_freed_memory()
         program.warm_up()
-        self._trainer = Trainer(self.name, program, self._options, self._report, self._interruption)
+        self._trainer = Trainer(
+            self.name, self._node, program, self._options, self._report, self._interruption
+        )
         gc.collect()
         gc.freeze()  # what imports left behind need not be walked at every generation's end
         memory_bytes = None
@@ -165,8 +179,8 @@ class Worker:
             case Abort():
                 self._quiesced_generation = order.generation
                 trainer.quiesce(order.generation)
-            case Pause():
-                raise AssertionError("a pause never queues")
+            case Pause() | Protect():
+                raise AssertionError("this never queues")
             case _:
                 assert_never(order)
 

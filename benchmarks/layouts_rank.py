@@ -22,6 +22,7 @@ from actors.faults import Faults
 from actors.interruption import Interruption
 from actors.meshes import form_groups
 from actors.program import Groups
+from actors.snapshots import Snapshots
 from actors.stepping import Stepper
 from actors.system import keep_freed_memory
 from elastic.assignment import Assignment
@@ -101,7 +102,8 @@ def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
     replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})
     interruption = Interruption()
     interruption.running_generation = groups.assignment.generation
-    stepper = Stepper(groups, replica, 0, interruption, Faults("nobody", ()))
+    snapshots = Snapshots("nobody", "", (), every=1)
+    stepper = Stepper(groups, replica, 0, interruption, Faults("nobody", ()), snapshots)
     return lambda step: stepper.step()[0].loss or 0.0
 
 

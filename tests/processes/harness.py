@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from actors.faults import Fault
 from actors.lease import claim
-from actors.process_fleet import ProcessFleet
+from actors.process_fleet import NODE, ProcessFleet
 from actors.program import Factory
 from actors.shell import Shell
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
-from elastic.events import Event, RunOpened, StopRequested, WorkerLost
+from elastic.events import Event, RunOpened, StepCommitted, StopRequested, WorkerLost
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from pipelines.program import TrainingProgram
 from pipelines.settings import TrainSettings
+
+Strike = Callable[[ProcessFleet], None]
+"""Does harm to the processes of a fleet."""
 
 
 @dataclass
@@ -65,9 +68,14 @@ def run_plainly(
     timeout_s: float = 150.0,
     stop_after_losses: int | None = None,
     environment: dict[str, str] | None = None,
+    node_of: Callable[[str], str] = lambda worker: NODE,
+    strikes: Sequence[Strike] = (),
     **policy: float,
 ) -> Outcome:
-    """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`."""
+    """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
+
+    Each of the `strikes` is done once all snapshots of a generation are whole, one a generation.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     kwargs = {"settings": settings.model_dump(mode="json")}
     made = TrainingProgram(**kwargs, device="cpu")
@@ -95,10 +103,29 @@ def run_plainly(
     lease = claim(folder)
     shell = Shell(folder, lease, due)
     options = WorkerOptions(
-        str(folder), rules.collective_timeout_s, settings.checkpoint_every, faults
+        str(folder),
+        rules.collective_timeout_s,
+        settings.checkpoint_every,
+        faults,
+        rules.snapshot_every,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
-    fleet = ProcessFleet(Factory(program, kwargs, environment or {}), options, post, lease.epoch)
+    due_strikes = list(strikes)
+    struck: set[int] = set()
+
+    def note(event: Event) -> None:
+        post(event)
+        if (
+            isinstance(event, StepCommitted)
+            and event.vote.num_snapshots == event.record.world_size
+            and event.generation not in struck
+            and due_strikes
+        ):
+            struck.add(event.generation)
+            due_strikes.pop(0)(fleet)
+
+    factory = Factory(program, kwargs, environment or {})
+    fleet = ProcessFleet(factory, options, note, lease.epoch, node_of)
     guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     guard.start()
     try:

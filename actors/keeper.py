@@ -1,0 +1,165 @@
+"""A keeper: keeps snapshots of workers in a process that no training can break; runs without Ray.
+
+Workers beside it get the memory itself, through a socket of that machine, and write and read there.
+It copies to other keepers, and gives to workers elsewhere, over TCP.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+from actors.messages import hear, receive_into, tell
+from actors.room import HEAD_BYTES, NOT_WHOLE, Room
+from elastic.events import KeeperReady, KeeperTold
+from elastic.keeping import Keeper, Slot
+
+BACKLOG = 128
+PEER_TIMEOUT_S = 30.0
+"""A keeper elsewhere that is silent for so long has no copy."""
+
+
+class KeeperServer:
+    """Serves until its process ends; `keeper` is how to reach it."""
+
+    def __init__(self, node: str, rack: str, host: str) -> None:
+        self._rooms: dict[tuple[str, int], Room] = {}
+        self._lock = threading.Lock()
+        beside = socket.socket(socket.AF_UNIX)
+        name = f"elastic-keeper-{uuid.uuid4().hex}"
+        beside.bind(address_of(name))
+        afar = socket.socket()
+        afar.bind((host, 0))
+        self.keeper = Keeper(node, rack, name, host, afar.getsockname()[1])
+        for listener in (beside, afar):
+            listener.listen(BACKLOG)
+            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+
+    def told(self) -> tuple[Slot, ...]:
+        """Which whole snapshots there are."""
+        with self._lock:
+            rooms = sorted(self._rooms.items())
+        return tuple(Slot(w, g, step) for (w, g), room in rooms for step in room.steps())
+
+    def forget(self, generation: int) -> None:
+        """Free what was taken before this generation."""
+        with self._lock:
+            old = [key for key in self._rooms if key[1] < generation]
+            for key in old:
+                del self._rooms[key]
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """One connection, until the other side hangs up or breaks off."""
+        doings: dict[str, Callable[[socket.socket, dict[str, Any]], None]] = {
+            "room": self._give_room,
+            "open": self._open,
+            "steps": self._tell_steps,
+            "copy": self._copy,
+            "put": self._put,
+            "get": self._get,
+        }
+        with connection, suppress(OSError):
+            while (message := hear(connection)) is not None:
+                doings[message["do"]](connection, message)
+
+    def _room(self, message: dict[str, Any]) -> Room | None:
+        with self._lock:
+            return self._rooms.get((message["worker"], message["generation"]))
+
+    def _make_room(self, message: dict[str, Any]) -> Room:
+        key = (message["worker"], message["generation"])
+        with self._lock:
+            if key not in self._rooms or self._rooms[key].num_bytes != message["num_bytes"]:
+                self._rooms[key] = Room.new(message["num_bytes"])
+            return self._rooms[key]
+
+    def _give_room(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """The memory in which a worker beside this keeper writes its snapshots itself."""
+        room = self._make_room(message)
+        socket.send_fds(connection, [b"!"], [version.fd for version in room.versions])
+
+    def _tell_steps(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        room = self._room(message)
+        tell(connection, steps=room.steps() if room else [])
+
+    def _open(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """The memory of one whole snapshot, for a worker beside this keeper to read."""
+        room = self._room(message)
+        version = room.of(message["step"]) if room else None
+        if room is None or version is None:
+            tell(connection, num_bytes=NOT_WHOLE)
+            return
+        tell(connection, num_bytes=room.num_bytes)
+        socket.send_fds(connection, [b"!"], [version.fd])
+
+    def _copy(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """Copy a snapshot to another keeper; tells whether it is whole there."""
+        room = self._room(message)
+        version = room.of(message["step"]) if room else None
+        is_whole = False
+        if room is not None and version is not None:
+            with suppress(OSError):
+                address = (message["host"], message["port"])
+                with socket.create_connection(address, PEER_TIMEOUT_S) as peer:
+                    put = {key: message[key] for key in ("worker", "generation", "step")}
+                    tell(peer, do="put", **put, num_bytes=room.num_bytes)
+                    _send_file(peer, version.fd, room.num_bytes)
+                    is_whole = bool((hear(peer) or {}).get("is_whole"))
+        tell(connection, is_whole=is_whole)
+
+    def _put(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """Take a snapshot that comes over the network, into the older version."""
+        version = self._make_room(message).oldest()
+        version.step = NOT_WHOLE
+        receive_into(connection, version.memory)
+        version.step = message["step"]
+        tell(connection, is_whole=True)
+
+    def _get(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """Give a snapshot to a worker elsewhere."""
+        room = self._room(message)
+        version = room.of(message["step"]) if room else None
+        if room is None or version is None:
+            tell(connection, num_bytes=NOT_WHOLE)
+            return
+        tell(connection, num_bytes=room.num_bytes)
+        _send_file(connection, version.fd, room.num_bytes)
+
+
+def host_keeper(pipe: Connection, node: str, rack: str, host: str) -> None:
+    """A child's main: serve, and answer through the pipe, until the parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = KeeperServer(node, rack, host)
+    pipe.send(KeeperReady(server.keeper))
+    while True:
+        try:
+            is_question, generation = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        if is_question:
+            pipe.send(KeeperTold(node, generation, server.told()))
+        else:
+            server.forget(generation)
+
+
+def address_of(name: str) -> str:
+    """Of a keeper's socket for the workers beside it: without a file, gone with its process."""
+    return "\0" + name
+
+
+def _send_file(connection: socket.socket, fd: int, num_bytes: int) -> None:
+    begin, end = HEAD_BYTES, HEAD_BYTES + num_bytes
+    while begin < end:
+        begin += os.sendfile(connection.fileno(), fd, begin, end - begin)

@@ -1,0 +1,47 @@
+"""Small messages between keepers and workers over sockets: JSON, with its length before it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import struct
+from typing import Any
+
+_LENGTH = struct.Struct("!I")
+
+
+def tell(sock: socket.socket, **message: Any) -> None:
+    """Send one message. Raises OSError if the other side is gone."""
+    body = json.dumps(message).encode()
+    sock.sendall(_LENGTH.pack(len(body)) + body)
+
+
+def hear(sock: socket.socket) -> dict[str, Any] | None:
+    """The next message, or None if the other side has hung up. Raises OSError."""
+    head = _exactly(sock, _LENGTH.size)
+    if head is None:
+        return None
+    body = _exactly(sock, _LENGTH.unpack(head)[0])
+    if body is None:
+        return None
+    message: dict[str, Any] = json.loads(body)
+    return message
+
+
+def receive_into(sock: socket.socket, memory: memoryview) -> None:
+    """Fill `memory`. Raises ConnectionError if the other side hangs up before."""
+    while memory:
+        num_bytes = sock.recv_into(memory)
+        if not num_bytes:
+            raise ConnectionError("the other side hung up amid a snapshot")
+        memory = memory[num_bytes:]
+
+
+def _exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
+    found = b""
+    while len(found) < num_bytes:
+        more = sock.recv(num_bytes - len(found))
+        if not more:
+            return None
+        found += more
+    return found

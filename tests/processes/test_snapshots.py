@@ -1,0 +1,102 @@
+"""Plain sharding survives: what no living worker has comes out of snapshots, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from harness import Outcome, run_plainly
+
+from actors.process_fleet import ProcessFleet
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+NUM_STEPS = 50
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "dtype": "float64",
+        "steps": NUM_STEPS,
+        "eval_every": 0,
+        "checkpoint_every": 0,
+    }
+)
+
+
+def two_nodes(worker: str) -> str:
+    """w0 and w1 on one, w2 and w3 on the other, and so on."""
+    return f"node-{int(worker[1:]) // 2 % 2}"
+
+
+def kill(*workers: str) -> Callable[[ProcessFleet], None]:
+    def strike(fleet: ProcessFleet) -> None:
+        pids = fleet.pids()
+        for worker in workers:
+            os.kill(pids[worker], signal.SIGKILL)
+
+    return strike
+
+
+def kill_node(node: str) -> Callable[[ProcessFleet], None]:
+    """All workers that pass for such on it, and its keeper."""
+
+    def strike(fleet: ProcessFleet) -> None:
+        for worker, pid in fleet.pids().items():
+            if two_nodes(worker) == node:
+                os.kill(pid, signal.SIGKILL)
+        os.kill(fleet.keeper_pids()[node], signal.SIGKILL)
+
+    return strike
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+
+
+def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: int = 1) -> None:
+    """At most one step redone a recovery, none out of storage, the same losses."""
+    assert run.stopped.outcome == "completed", run.stopped
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+    recoveries = [line["source"] for line in run.told("Relaid")][1:]
+    assert recoveries.count("snapshot") >= num_recoveries
+    assert set(recoveries) <= {"snapshot", "live"}
+    for line in run.told("RolledBack"):
+        assert line["from_step"] - line["step"] <= 1, line
+
+
+@pytest.mark.parametrize("layout", ["fsdp=4", "pp=2,fsdp=2", "tp=2,fsdp=2"])
+def test_a_worker_that_alone_had_its_part(
+    tmp_path: Path, undisturbed: Outcome, layout: str
+) -> None:
+    run = run_plainly(tmp_path, SETTINGS, 4, layout=layout, snapshot_every=1, strikes=[kill("w2")])
+    assert_nothing_is_lost(run, undisturbed)
+
+
+def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
+    run = run_plainly(
+        tmp_path,
+        SETTINGS,
+        4,
+        layout="fsdp=4",
+        snapshot_every=1,
+        node_of=two_nodes,
+        strikes=[kill_node("node-1")],
+    )
+    assert_nothing_is_lost(run, undisturbed)
+
+
+def test_all_workers_of_the_only_node(tmp_path: Path, undisturbed: Outcome) -> None:
+    """The keeper alone is left, and new workers begin from what it has."""
+    everyone = kill("w0", "w1", "w2", "w3")
+    run = run_plainly(tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=1, strikes=[everyone])
+    assert_nothing_is_lost(run, undisturbed)
+
+
+def test_one_loss_after_another(tmp_path: Path, undisturbed: Outcome) -> None:
+    strikes = [kill("w1"), kill("w2"), kill("w3")]
+    run = run_plainly(tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=1, strikes=strikes)
+    assert_nothing_is_lost(run, undisturbed, num_recoveries=2)
