@@ -28,7 +28,8 @@ WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0
 LONGEST_BLOCK_S = 6.0
 """A run whose processes are all stopped for longer takes its driver for dead."""
-RECIPE_ARGUMENTS = ("--set", "eval_every=0", "--set", "checkpoint_every=0")
+UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
+RECIPE_ARGUMENTS = tuple(word for setting in UNDISTURBED for word in ("--set", setting))
 
 
 @dataclass

@@ -17,6 +17,7 @@ WHERE_AND_HOW = frozenset(
         "eval_every",
         "eval_samples",
         "checkpoint_every",
+        "snapshot_every",
         "activation_checkpointing",
         "compile",
         "record_samples",

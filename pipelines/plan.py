@@ -74,7 +74,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     Raises `UserError`.
     """
     settings = _settings(asked)
-    policy = _policy(asked.workers, num_gpus)
+    policy = replace(_policy(asked.workers, num_gpus), snapshot_every=settings.snapshot_every)
     wish = _wish(asked.layout, policy)
     folder = _run_folder(asked)
     faults, leavers = parse_faults(asked.inject)
@@ -99,6 +99,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             collective_timeout_s=policy.collective_timeout_s,
             checkpoint_every=settings.checkpoint_every,
             faults=faults,
+            snapshot_every=settings.snapshot_every,
         ),
         leavers=leavers,
         observers=(_tracker(folder, tracking_uri, asked.experiment),),

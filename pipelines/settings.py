@@ -148,11 +148,12 @@ class TrainSettings(Settings):
 
     `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
     are reduced in float32. `record_samples` names a file that gets the ids that each data
-    rank read. With `reshard_after_forward` a block's gathered parameters are let go of between its
-    forward and its backward. With `sync_each_microbatch` zero=3 reduces gradients in every
-    backward, and keeps only their shard; without it whole gradients are summed, and reduced in
-    the last. `offload` keeps the shards of parameters and gradients and the optimizer's state in
-    host memory, where the optimizer then steps.
+    rank read. Every `snapshot_every` steps what no other worker holds is copied to host memory
+    outside of the workers; 0 is never. With `reshard_after_forward` a block's gathered parameters
+    are let go of between its forward and its backward. With `sync_each_microbatch` zero=3 reduces
+    gradients in every backward, and keeps only their shard; without it whole gradients are
+    summed, and reduced in the last. `offload` keeps the shards of parameters and gradients and
+    the optimizer's state in host memory, where the optimizer then steps.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -168,6 +169,7 @@ class TrainSettings(Settings):
     eval_every: NonNegativeInt = 0
     eval_samples: PositiveInt = 64
     checkpoint_every: NonNegativeInt = 0
+    snapshot_every: NonNegativeInt = 1
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
     sync_each_microbatch: bool = True

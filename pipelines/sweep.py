@@ -27,7 +27,7 @@ from pipelines.view.sweep_table import Row, measure, refused, show, write
 from pipelines.view.wording import counted
 
 EXPERIMENT = "sweep"
-UNDISTURBED = ("eval_every=0", "checkpoint_every=0")
+UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
 """What would fall into some steps and not into others, unless it is asked for."""
 TRACKING_PATIENCE_S = 30.0
 

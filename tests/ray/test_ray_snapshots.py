@@ -1,0 +1,65 @@
+"""Plain sharding on a real Ray: real SIGKILLs of workers that alone have their part."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Command, elastic_train
+from test_model_axes import SETTINGS, arguments
+
+sys.path.append(str(Path(__file__).parents[1] / "processes"))
+
+from expected import expected
+
+from pipelines.overrides import override
+from pipelines.recipes import load
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+NUM_STEPS = 120
+
+
+def are_protected(command: Command, generation: int) -> bool:
+    """Whether each worker's snapshot is whole in this generation."""
+    return any(
+        line["vote"]["num_snapshots"] == line["record"]["world_size"]
+        for line in command.lines("StepCommitted")
+        if line["generation"] >= generation
+    )
+
+
+def assert_nothing_is_lost(command: Command, num_steps: int) -> None:
+    """The losses of the undisturbed plain loop, at most a step redone, nothing out of storage."""
+    seen, _ = expected(override(load("tiny"), SETTINGS), num_steps)
+    last = {line["step"]: line["loss"] for line in command.metrics()}
+    assert list(last) == list(range(1, num_steps + 1))
+    assert list(last.values()) == pytest.approx([loss for loss, _ in seen], rel=1e-9)
+    for line in command.lines("RolledBack"):
+        assert line["from_step"] - line["step"] <= 1
+    sources = [line["source"] for line in command.lines("Relaid")][1:]
+    assert "snapshot" in sources
+    assert set(sources) <= {"snapshot", "live"}
+
+
+@pytest.mark.parametrize("layout", ["fsdp=4", "pp=2,fsdp=2"])
+def test_a_worker_that_alone_had_its_part(tmp_path: Path, layout: str) -> None:
+    with elastic_train(tmp_path, *arguments("tiny", layout, "2:4", NUM_STEPS)) as command:
+        command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
+        os.kill(command.pid_of("w2"), signal.SIGKILL)
+        code, output = command.finish()
+        assert code == 0, output
+        assert_nothing_is_lost(command, NUM_STEPS)
+
+
+def test_all_workers_at_once(tmp_path: Path) -> None:
+    """The keeper alone is left, and new workers begin from what it has."""
+    with elastic_train(tmp_path, *arguments("tiny", "fsdp=4", "4:4", NUM_STEPS)) as command:
+        command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
+        for worker in ("w0", "w1", "w2", "w3"):
+            os.kill(command.pid_of(worker), signal.SIGKILL)
+        code, output = command.finish()
+        assert code == 0, output
+        assert_nothing_is_lost(command, NUM_STEPS)
