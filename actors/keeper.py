@@ -11,13 +11,13 @@ import signal
 import socket
 import threading
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from actors.messages import hear, receive_into, tell
-from actors.room import HEAD_BYTES, NOT_WHOLE, Room
+from actors.messages import hear, receive_into, send_all, tell
+from actors.room import NOT_WHOLE, NUM_VERSIONS, Room, Version
 from elastic.events import KeeperReady, KeeperTold
 from elastic.keeping import Keeper, Slot
 
@@ -32,6 +32,7 @@ class KeeperServer:
     def __init__(self, node: str, rack: str, host: str) -> None:
         self._rooms: dict[tuple[str, int], Room] = {}
         self._lock = threading.Lock()
+        self._taken_bytes = self._received_bytes = 0
         beside = socket.socket(socket.AF_UNIX)
         name = f"elastic-keeper-{uuid.uuid4().hex}"
         beside.bind(address_of(name))
@@ -42,11 +43,18 @@ class KeeperServer:
             listener.listen(BACKLOG)
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
-    def told(self) -> tuple[Slot, ...]:
-        """Which whole snapshots there are."""
+    def told(self, generation: int) -> KeeperTold:
+        """Which whole snapshots there are, as an answer to who asks in a generation."""
         with self._lock:
             rooms = sorted(self._rooms.items())
-        return tuple(Slot(w, g, step) for (w, g), room in rooms for step in room.steps())
+        return KeeperTold(
+            self.keeper.node,
+            generation,
+            tuple(Slot(w, g, step) for (w, g), room in rooms for step in room.steps()),
+            self._taken_bytes,
+            self._received_bytes,
+            sum(NUM_VERSIONS * room.num_bytes for _, room in rooms),
+        )
 
     def forget(self, generation: int) -> None:
         """Free what was taken before this generation."""
@@ -65,7 +73,7 @@ class KeeperServer:
         doings: dict[str, Callable[[socket.socket, dict[str, Any]], None]] = {
             "room": self._give_room,
             "open": self._open,
-            "steps": self._tell_steps,
+            "taken": self._note_taken,
             "copy": self._copy,
             "put": self._put,
             "get": self._get,
@@ -90,9 +98,14 @@ class KeeperServer:
         room = self._make_room(message)
         socket.send_fds(connection, [b"!"], [version.fd for version in room.versions])
 
-    def _tell_steps(self, connection: socket.socket, message: dict[str, Any]) -> None:
+    def _note_taken(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """A worker beside this keeper has written a snapshot; tells whether it is whole here."""
         room = self._room(message)
-        tell(connection, steps=room.steps() if room else [])
+        is_whole = room is not None and room.of(message["step"]) is not None
+        if room is not None and is_whole:
+            with self._lock:
+                self._taken_bytes += room.num_bytes
+        tell(connection, is_whole=is_whole)
 
     def _open(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """The memory of one whole snapshot, for a worker beside this keeper to read."""
@@ -109,22 +122,34 @@ class KeeperServer:
         room = self._room(message)
         version = room.of(message["step"]) if room else None
         is_whole = False
-        if room is not None and version is not None:
-            with suppress(OSError):
-                address = (message["host"], message["port"])
-                with socket.create_connection(address, PEER_TIMEOUT_S) as peer:
-                    put = {key: message[key] for key in ("worker", "generation", "step")}
-                    tell(peer, do="put", **put, num_bytes=room.num_bytes)
-                    _send_file(peer, version.fd, room.num_bytes)
-                    is_whole = bool((hear(peer) or {}).get("is_whole"))
+        if version is not None:
+            address = (message["host"], message["port"])
+            with suppress(OSError), socket.create_connection(address, PEER_TIMEOUT_S) as peer:
+                is_whole = put_snapshot(peer, version, message)
         tell(connection, is_whole=is_whole)
 
     def _put(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        """Take a snapshot that comes over the network, into the older version."""
-        version = self._make_room(message).oldest()
-        version.step = NOT_WHOLE
-        receive_into(connection, version.memory)
-        version.step = message["step"]
+        """Take a snapshot that comes over the network; whoever still sends an older one to the
+        same room is broken off."""
+        room, step = self._make_room(message), message["step"]
+        connection.settimeout(PEER_TIMEOUT_S)
+        with self._lock:
+            before, room.writer = room.writer, connection
+        if before is not None:
+            with suppress(OSError):
+                before.shutdown(socket.SHUT_RDWR)
+        with room.turn:
+            if step <= max(room.steps(), default=NOT_WHOLE):
+                raise ConnectionError("a newer one is there")
+            version = room.spare(message["kept_step"])
+            version.step = NOT_WHOLE
+            receive_into(connection, version.memory)
+            if hear(connection) != {"step": step}:
+                raise ConnectionError("it was written over while it was sent")
+            version.step = step
+            room.writer = None
+        with self._lock:
+            self._received_bytes += version.num_bytes
         tell(connection, is_whole=True)
 
     def _get(self, connection: socket.socket, message: dict[str, Any]) -> None:
@@ -134,8 +159,9 @@ class KeeperServer:
         if room is None or version is None:
             tell(connection, num_bytes=NOT_WHOLE)
             return
+        connection.settimeout(PEER_TIMEOUT_S)
         tell(connection, num_bytes=room.num_bytes)
-        _send_file(connection, version.fd, room.num_bytes)
+        send_all(connection, version.memory)
 
 
 def host_keeper(pipe: Connection, node: str, rack: str, host: str) -> None:
@@ -149,7 +175,7 @@ def host_keeper(pipe: Connection, node: str, rack: str, host: str) -> None:
         except EOFError:
             os._exit(0)
         if is_question:
-            pipe.send(KeeperTold(node, generation, server.told()))
+            pipe.send(server.told(generation))
         else:
             server.forget(generation)
 
@@ -159,7 +185,15 @@ def address_of(name: str) -> str:
     return "\0" + name
 
 
-def _send_file(connection: socket.socket, fd: int, num_bytes: int) -> None:
-    begin, end = HEAD_BYTES, HEAD_BYTES + num_bytes
-    while begin < end:
-        begin += os.sendfile(connection.fileno(), fd, begin, end - begin)
+def put_snapshot(peer: socket.socket, version: Version, named: Mapping[str, Any]) -> bool:
+    """Send a snapshot to a keeper elsewhere; whether it is whole there. Raises OSError.
+
+    `named` says of which worker, generation and step, and which step the keeper is to keep.
+    """
+    about = {key: named[key] for key in ("worker", "generation", "step", "kept_step")}
+    tell(peer, do="put", **about, num_bytes=version.num_bytes)
+    send_all(peer, version.memory)
+    if version.step != named["step"]:
+        return False
+    tell(peer, step=named["step"])
+    return bool((hear(peer) or {}).get("is_whole"))

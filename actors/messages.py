@@ -7,6 +7,7 @@ import socket
 import struct
 from typing import Any
 
+CHUNK_BYTES = 2**22
 _LENGTH = struct.Struct("!I")
 
 
@@ -35,6 +36,12 @@ def receive_into(sock: socket.socket, memory: memoryview) -> None:
         if not num_bytes:
             raise ConnectionError("the other side hung up amid a snapshot")
         memory = memory[num_bytes:]
+
+
+def send_all(sock: socket.socket, memory: memoryview) -> None:
+    """Send `memory`, each chunk within the socket's timeout. Raises OSError."""
+    for begin in range(0, len(memory), CHUNK_BYTES):
+        sock.sendall(memory[begin : begin + CHUNK_BYTES])
 
 
 def _exactly(sock: socket.socket, num_bytes: int) -> bytes | None:

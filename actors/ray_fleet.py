@@ -29,7 +29,7 @@ from elastic.events import (
     StoreReady,
     WorkerLost,
 )
-from elastic.keeping import Keeper, Slot
+from elastic.keeping import Keeper
 
 HEARTBEAT_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
@@ -112,11 +112,11 @@ class RayFleet:
         self._when_done(keeper.live.remote(), partial(self._keeper_lost, node))
 
     def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
-        for node, keeper in self._keepers_on(nodes):
-            self._when_done(keeper.told.remote(), partial(self._keeper_told, node, generation))
+        for keeper in self._keepers_on(nodes):
+            self._when_done(keeper.told.remote(generation), self._keeper_told)
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        for _, keeper in self._keepers_on(nodes):
+        for keeper in self._keepers_on(nodes):
             keeper.forget.remote(generation)
 
     def stop_worker(self, worker: str) -> None:
@@ -165,7 +165,7 @@ class RayFleet:
         for actor in (*keepers, *([self._store] if self._store else [])):
             ray.kill(actor)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while self._seats and time.monotonic() < deadline:
+        while (self._seats or self._keepers) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._end_agents()  # not before they have done what they were asked to
 
@@ -196,17 +196,17 @@ class RayFleet:
         if not self._closed.is_set():
             self._post(StoreLost(_cause(answer.exception())))
 
-    def _keepers_on(self, nodes: Sequence[str]) -> list[tuple[str, Any]]:
+    def _keepers_on(self, nodes: Sequence[str]) -> list[Any]:
         with self._lock:
-            return [(node, self._keepers[node]) for node in nodes if node in self._keepers]
+            return [self._keepers[node] for node in nodes if node in self._keepers]
 
     def _keeper_ready(self, answer: Future[Keeper]) -> None:
         if answer.exception() is None:
             self._post(KeeperReady(answer.result()))
 
-    def _keeper_told(self, node: str, generation: int, answer: Future[tuple[Slot, ...]]) -> None:
+    def _keeper_told(self, answer: Future[KeeperTold]) -> None:
         if answer.exception() is None:
-            self._post(KeeperTold(node, generation, answer.result()))
+            self._post(answer.result())
 
     def _keeper_lost(self, node: str, life: Future[Any]) -> None:
         with self._lock:

@@ -18,8 +18,8 @@ from actors.store import open_store
 from actors.system import sample
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Worker
-from elastic.events import Event, Paused, WorkerRaised, WorkerReady
-from elastic.keeping import Keeper, Slot
+from elastic.events import Event, KeeperTold, Paused, WorkerRaised, WorkerReady
+from elastic.keeping import Keeper
 
 SAMPLE_EVERY_S = 10.0
 
@@ -138,8 +138,8 @@ class RayKeeper:
     def keeper(self) -> Keeper:
         return self._server.keeper
 
-    def told(self) -> tuple[Slot, ...]:
-        return self._server.told()
+    def told(self, generation: int) -> KeeperTold:
+        return self._server.told(generation)
 
     def forget(self, generation: int) -> None:
         self._server.forget(generation)

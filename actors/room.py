@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import struct
+import threading
 import weakref
 
 HEAD_BYTES = 64
-_STEP = struct.Struct("=q")
+_STEP = struct.Struct("@q")
+"""Native, so that it is written at once."""
 NOT_WHOLE = -1
+NOTHING = -2
+"""No step at all, where one might be kept."""
 NUM_VERSIONS = 2
 
 
@@ -48,6 +53,9 @@ class Room:
     def __init__(self, fds: list[int], num_bytes: int) -> None:
         self.versions = [Version(fd, num_bytes) for fd in fds]
         self.num_bytes = num_bytes
+        self.turn = threading.Lock()
+        """Of those who write from elsewhere; the last of them counts."""
+        self.writer: socket.socket | None = None
 
     @classmethod
     def new(cls, num_bytes: int) -> Room:
@@ -60,9 +68,10 @@ class Room:
             version.step = NOT_WHOLE
         return room
 
-    def oldest(self) -> Version:
-        """The one to be written over next."""
-        return min(self.versions, key=lambda version: version.step)
+    def spare(self, kept_step: int) -> Version:
+        """The one to be written over next, never that of a step which is to be kept."""
+        able = [version for version in self.versions if version.step != kept_step]
+        return min(able, key=lambda version: version.step)
 
     def of(self, step: int) -> Version | None:
         """The whole version of a step, if there is one."""

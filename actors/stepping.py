@@ -114,6 +114,7 @@ class Stepper:
             num_tokens
         ):
             raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
+        self._snapshots.note_vote(num_kept, num_contributions)
         return Vote(
             step=step,
             loss_sum=loss_sum,

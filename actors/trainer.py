@@ -17,7 +17,8 @@ from actors.interruption import Interruption
 from actors.links import measure_links
 from actors.moving import Moved, Parts, move, stage
 from actors.program import Program, Replica, StateBytes
-from actors.snapshots import Snapshots, read_snapshot
+from actors.snapshot_memory import read_snapshot
+from actors.snapshots import Snapshots
 from actors.sources import digest_of_sources
 from actors.stepping import Stepper
 from elastic.assignment import Assignment
@@ -170,6 +171,8 @@ class Trainer:
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
             if vote.num_pause_wishes:
                 break
+        with self.interruption.leavable():
+            self.snapshots.await_whole(self.interruption.check)
         self.report(Paused(self.worker, resume.generation, stepper.committed_step))
 
     def settle(self, command: Settle) -> None:

@@ -64,11 +64,12 @@ def measure_ours(layout: str, num_kills: int) -> Result:
         elastic_train(Path(name), "mlp", arguments) as run,
     ):
         for number in range(num_kills):
-            result.recoveries.append(_kill_ours(run, number))
+            result.recoveries.append(kill_ours(run, number))
     return result
 
 
-def _kill_ours(run: ElasticRun, number: int) -> Recovery:
+def kill_ours(run: ElasticRun, number: int) -> Recovery:
+    """Kill a member once all are there, another each time, and wait for the next new step."""
     generation = run.wait_for_world(NUM_WORKERS, SETTLE_STEPS, START_TIMEOUT_S)
     victim = run.members()[-1 - number % NUM_WORKERS]
     killed = kill(run.pid(victim))

@@ -13,7 +13,7 @@ from elastic.events import Quiesced, Settled, WorkerRaised
 from elastic.fitting import Shortage, advice
 from elastic.forming import try_form
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
-from elastic.protecting import ask_keepers
+from elastic.protecting import is_protected
 from elastic.recovery import living
 from elastic.roster import forget
 from elastic.saving import end, stop, upload_key
@@ -46,10 +46,9 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
         assignment = broken.attempt.assignment
         state.also_held = Held(assignment, broken.ready.keys() & set(assignment.members) & pending)
     state.enter(phase)
-    asking = ask_keepers(state, now)
     if not pending:
-        return asking + _conclude(state, now, phase)
-    return [Abort(state.generation, tuple(sorted(pending)), cause), *asking]
+        return _conclude(state, now, phase)
+    return [Abort(state.generation, tuple(sorted(pending)), cause)]
 
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
@@ -136,12 +135,12 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """Kill whoever has not unwound, unless he and only he can keep the state alive."""
+    """Kill whoever has not unwound, unless he has what neither the others nor keepers have."""
     phase = state.phase
     assert isinstance(phase, Aborting)
     late = sorted(phase.pending)
     needed = living(state) and not living(state, without=phase.pending)
-    if needed and now < phase.patience:
+    if needed and not is_protected(state) and now < phase.patience:
         phase.deadline = phase.patience
         return []
     phase.deadline = phase.patience = float("inf")

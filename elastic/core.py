@@ -80,6 +80,7 @@ class Core:
                 times += [state.asked_until if state.asked else inf]
             case Running():
                 times += [running.hang_deadline(state, phase), running.growth_deadline(state)]
+                times += [protecting.protect_deadline(state)]
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
             case Forming() | Relaying() | Aborting() | Saving():
@@ -102,7 +103,7 @@ class Core:
                 state.store_host, state.store_port = "", 0
                 return [StartStore()]
             case KeeperReady() | KeeperLost() | KeeperTold():
-                protecting.on_keeper(state, event)
+                protecting.on_keeper(state, now, event)
             case WorkerReady():
                 return roster.welcome(state, now, event)
             case WorkerLost():
@@ -233,6 +234,7 @@ class Core:
     def _wake(self, now: float) -> list[Command]:
         """Something took too long."""
         state, phase = self.state, self.state.phase
+        protecting.stop_asking(state, now)
         match phase:
             case Forming() | Relaying() if now >= phase.deadline:
                 late = ", ".join(sorted(phase.pending)[:4])
@@ -250,5 +252,5 @@ class Core:
         if isinstance(state.phase, Waiting):
             commands += saving.end(state, now) if state.ending else forming.try_form(state, now)
         elif isinstance(state.phase, Running):
-            commands += running.stop_at_boundary(state, now) + protecting.protect(state)
+            commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
         return commands + roster.start_missing(state, now)

@@ -109,11 +109,18 @@ class KeeperLost:
 
 @dataclass(frozen=True, slots=True)
 class KeeperTold:
-    """What a keeper has, answering the question that was asked in a generation."""
+    """What a keeper has, answering the question that was asked in a generation.
+
+    Since it started it has got `taken_bytes` from workers beside it and `received_bytes` from
+    elsewhere; its memory has `memory_bytes` now.
+    """
 
     node: str
     generation: int
     slots: tuple[Slot, ...]
+    taken_bytes: int = 0
+    received_bytes: int = 0
+    memory_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from elastic.infeasible import Infeasible
 from elastic.keeping import carry
 from elastic.links import known_job, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
-from elastic.protecting import begin_shelf, shelve, still_asked
+from elastic.protecting import ask_keepers, begin_shelf, shelve
 from elastic.recovery import Source, choose_source, living
 from elastic.saving import end
 from elastic.state import CoreState, Held
@@ -33,9 +33,10 @@ from elastic.wishing import withdraw
 
 def try_form(state: CoreState, now: float) -> list[Command]:
     """Form the next generation if enough workers are there; else wait, with the reason."""
-    lacking = _lacking(state, now)
+    asking = ask_keepers(state, now)
+    lacking = _lacking(state)
     if lacking:
-        return wait(state, now, lacking)
+        return asking + wait(state, now, lacking)
     until = _patience_until(state)
     if until is not None and now < until:
         reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
@@ -58,7 +59,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     state.also_held = None
     if source.old is None or source.step < former_step:
         state.uploads.clear()  # of steps that will be redone, and their bits will differ
-    commands += shelve(state, source.old, source.step)
+    shelve(state, source.step)
     plan = _plan(state, source, assignment)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
     participants = set(plan.participants)
@@ -150,7 +151,7 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     if state.held:
         state.also_held = Held(state.held.assignment, state.held.holders.intersection(members))
     state.held = Held(attempt.assignment, set(members))
-    begin_shelf(state, attempt.assignment)
+    begin_shelf(state, now)
     spares = state.warm - state.leaving - set(members)
     state.spare_since = now if spares else None
     _note_links(state, phase)
@@ -203,7 +204,7 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal |
     )
 
 
-def _lacking(state: CoreState, now: float) -> str:
+def _lacking(state: CoreState) -> str:
     """Without what nothing can be formed."""
     num_staying, num_wanted = state.num_staying(), state.policy.min_workers
     if not state.store_port:
@@ -212,7 +213,7 @@ def _lacking(state: CoreState, now: float) -> str:
         return f"{num_staying} of at least {num_wanted} workers are ready"
     if any(upload.is_published for upload in state.uploads.values()) and not living(state):
         return "a newer checkpoint is about to become visible"
-    if still_asked(state, now) and not living(state):
+    if state.asked and not living(state):
         return "the keepers are asked what they have"
     return ""
 

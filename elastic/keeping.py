@@ -1,13 +1,14 @@
 """Where snapshots lie, and who brings them back: keepers are one a node, outside the workers.
 
-A worker's part needs no snapshot while the living outside of its failure domain have all of the
-state between them. Otherwise its own node's keeper has one, which survives the worker, and where
-there are several nodes the keeper of another one has a second, which survives the node.
+No snapshots are needed while the state outlives the loss of any failure domain (a node; a worker
+where there is one node). Otherwise each worker's own node's keeper has one, which survives the
+worker; and of what a node has alone, the keeper of another one has a second, which survives the
+node. All parts are kept, not only those in danger, since only parts of one step combine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from elastic.assignment import Assignment
@@ -43,9 +44,10 @@ class Slot:
 
 
 def place_snapshots(
-    assignment: Assignment, topology: Topology, keepers: Collection[Place]
+    assignment: Assignment, topology: Topology, keepers: Sequence[Place]
 ) -> dict[str, tuple[str, ...]]:
-    """The members whose part needs snapshots, and where these lie, with the keepers there are.
+    """On which nodes each member's snapshots lie, nearest first, with these keepers (sorted);
+    empty if none are needed, or possible.
 
     The second copies of a rack's nodes go round the nodes of the other racks, or, if there is one
     rack, each to the next node.
@@ -55,15 +57,18 @@ def place_snapshots(
     single = len({place.node for place in places.values()}) == 1
     for rank, worker in enumerate(assignment.members):
         by_domain.setdefault(worker if single else places[worker].node, []).append(rank)
+    alone = [ranks for ranks in by_domain.values() if not _is_covered_without(assignment, ranks)]
     found: dict[str, tuple[str, ...]] = {}
-    for ranks in by_domain.values():
-        if _is_covered_without(assignment, ranks):
-            continue
-        place = places[assignment.members[ranks[0]]]
-        copies = [keeper.node for keeper in keepers if keeper.node == place.node]
-        copies += _elsewhere(place, sorted(keepers))
-        found.update({assignment.members[rank]: tuple(copies) for rank in ranks if copies})
-    return found
+    if not alone:
+        return found
+    nodes = {keeper.node for keeper in keepers}
+    for worker, place in places.items():
+        found[worker] = (place.node,) if place.node in nodes else ()
+    for ranks in alone:
+        elsewhere = _elsewhere(places[assignment.members[ranks[0]]], keepers)
+        for rank in ranks:
+            found[assignment.members[rank]] += elsewhere
+    return found if any(found.values()) else {}
 
 
 def carry(
@@ -77,17 +82,22 @@ def carry(
 
     The member itself, or the one that takes its rank, else the members there in turn, or a spare.
     """
+    beside: dict[str, list[str]] = {}
+    for worker in (*new.members, *new.spares):
+        beside.setdefault(topology.get(worker, Place()).node, []).append(worker)
     carried: list[Carried] = []
     for rank, member in enumerate(old.members):
-        if member not in snapshots:
+        nodes = snapshots.get(member)
+        if not nodes:
             continue
-        heir = new.members[rank] if rank < len(new.members) else ""
-        pairs = [(w, node) for node in snapshots[member] for w in (*new.members, *new.spares)]
-        able = [(w, node) for w, node in pairs if topology.get(w, Place()).node == node] or pairs
-        ranked = [pair for first in (member, heir) for pair in able if pair[0] == first]
-        seated = [pair for pair in able if pair[0] in new.members] or able
-        carrier, node = ranked[0] if ranked else seated[rank % len(seated)]
-        carried.append(Carried(member, carrier, node))
+        heir = new.members[rank % len(new.members)]
+        node = next((node for node in nodes if node in beside), "")
+        near = [n for w in (member, heir) for n in nodes if w in beside.get(n, ())]
+        if near:
+            node = near[0]
+        able = beside.get(node, [heir])
+        carrier = next((w for w in (member, heir) if w in able), able[rank % len(able)])
+        carried.append(Carried(member, carrier, node or nodes[0]))
     return tuple(carried)
 
 
@@ -106,13 +116,12 @@ def _is_covered_without(assignment: Assignment, ranks: Sequence[int]) -> bool:
     return True
 
 
-def _elsewhere(place: Place, keepers: Sequence[Place]) -> list[str]:
+def _elsewhere(place: Place, keepers: Sequence[Place]) -> tuple[str, ...]:
     """The node of the second copy; none if there is no other."""
     others = [keeper for keeper in keepers if keeper.node != place.node]
-    far = [keeper for keeper in others if keeper.rack != place.rack]
-    able = far or others
+    able = [keeper for keeper in others if keeper.rack != place.rack] or others
     if not able:
-        return []
+        return ()
     beside = [keeper.node for keeper in keepers if keeper.rack == place.rack]
     turn = beside.index(place.node) if place.node in beside else 0
-    return [able[turn % len(able)].node]
+    return (able[turn % len(able)].node,)

@@ -30,7 +30,7 @@ class Policy:
     save_timeout_s: float = 300.0
     snapshot_every: int = 0
     """A snapshot is due at each multiple of so many steps, where one is needed; 0 is never."""
-    keeper_timeout_s: float = 2.0
+    keeper_timeout_s: float = 10.0
     """How long the keepers get to say what they have."""
     max_attempts: int = 8
     """So many recoveries without a committed step in between, and the run has failed."""

@@ -1,106 +1,144 @@
 """Protecting the state: keepers are started where snapshots are needed, and asked what they have
-when a generation breaks."""
+where the living do not cover the state."""
 
 from __future__ import annotations
 
-from elastic.assignment import Assignment
+from math import inf
+
 from elastic.commands import AskKeepers, Command, ForgetSnapshots, Protect, StartKeeper
 from elastic.events import KeeperLost, KeeperReady, KeeperTold
 from elastic.keeping import place_snapshots
 from elastic.phases import Running
+from elastic.recovery import living
 from elastic.state import CoreState, Shelf
 
+MAX_BACKOFF_S = 60.0
+MAX_DOUBLINGS = 6
 
-def on_keeper(state: CoreState, event: KeeperReady | KeeperLost | KeeperTold) -> None:
+
+def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | KeeperTold) -> None:
     """What a keeper tells, or its end: what it had is gone, and another is started in its place
     when there is need and time for it."""
     match event:
         case KeeperReady():
             state.starting_keepers.discard(event.keeper.node)
             state.keepers[event.keeper.node] = event.keeper
-            state.protection_is_due = True
+            state.protect_at = now
         case KeeperLost():
             state.starting_keepers.discard(event.node)
             state.keepers.pop(event.node, None)
             state.slots.pop(event.node, None)
             state.asked.discard(event.node)
-            state.protection_is_due = True
+            state.num_keeper_losses += 1
+            num_doublings = min(state.num_keeper_losses - 1, MAX_DOUBLINGS)
+            backoff_s = state.policy.restart_backoff_s * 2**num_doublings
+            state.no_keeper_before = now + min(backoff_s, MAX_BACKOFF_S)
+            state.protect_at = now
         case KeeperTold():
-            if event.generation == state.generation and event.node in state.asked:
+            if event.node in state.asked:
                 state.asked.discard(event.node)
                 state.slots[event.node] = event.slots
 
 
 def ask_keepers(state: CoreState, now: float) -> list[Command]:
-    """Ask what there is to go on from; training changes it, so it is asked each time."""
+    """Where the living do not cover the state: ask what there is to go on from, once for as long as
+    nobody trains."""
+    if state.are_asked or not state.shelves or not state.keepers or living(state):
+        return []
+    state.are_asked = True
     state.slots.clear()
     state.asked = set(state.keepers)
     state.asked_until = now + state.policy.keeper_timeout_s
-    if not state.keepers:
-        return []
     return [AskKeepers(state.generation, tuple(sorted(state.keepers)))]
 
 
-def still_asked(state: CoreState, now: float) -> bool:
-    """Whether an answer may still come that decides from where the run goes on."""
-    return bool(state.asked) and now < state.asked_until
+def stop_asking(state: CoreState, now: float) -> None:
+    """Who has not answered by now is not waited for any longer."""
+    if now >= state.asked_until:
+        state.asked.clear()
 
 
-def shelve(state: CoreState, old: Assignment | None, step: int) -> list[Command]:
-    """A generation is being formed from a step of `old`: all other snapshots are void."""
-    kept = [shelf for shelf in state.shelves if shelf.assignment == old]
-    state.shelves = [Shelf(shelf.assignment, step) for shelf in kept]
+def is_protected(state: CoreState) -> bool:
+    """Whether by the latest vote all parts are whole at keepers."""
+    vote = state.last_vote
+    return bool(state.protected) and vote is not None and vote.num_snapshots == len(state.members())
+
+
+def shelve(state: CoreState, step: int) -> None:
+    """A generation is being formed from this step: snapshots of later ones are void."""
+    state.shelves = [shelf for shelf in state.shelves if shelf.is_used]
+    for shelf in state.shelves:
+        shelf.newest_step = step if shelf.newest_step is None else min(step, shelf.newest_step)
     state.protected = {}
-    return [] if kept else _forget(state, state.generation)
 
 
-def begin_shelf(state: CoreState, assignment: Assignment) -> None:
-    """Training begins: from now on snapshots are taken under this assignment."""
-    if state.policy.snapshot_every:
-        state.shelves.append(Shelf(assignment))
-        state.wanted_keepers, state.protection_is_due = None, True
+def begin_shelf(state: CoreState, now: float) -> None:
+    """Training begins: from now on snapshots are taken under the assignment that is held."""
+    state.are_asked = False
+    if state.policy.snapshot_every and state.held:
+        state.shelves.append(Shelf(state.held.assignment))
+        state.wanted_keepers, state.protect_at, state.num_keeper_losses = None, now, 0
 
 
-def drop_older(state: CoreState, num_snapshots: int) -> list[Command]:
+def drop_older(state: CoreState) -> list[Command]:
     """Free the snapshots of earlier generations once this one's are whole, or none is needed."""
     if len(state.shelves) < 2 or state.wanted_keepers is None:
         return []
-    newest = state.shelves[-1]
-    is_whole = bool(state.protected) and num_snapshots == len(newest.assignment.members)
-    if state.wanted_keepers and not is_whole:
+    if state.wanted_keepers and not is_protected(state):
         return []
-    state.shelves = [newest]
-    return _forget(state, newest.assignment.generation)
+    state.shelves = state.shelves[-1:]
+    if not state.keepers:
+        return []
+    generation = state.shelves[0].assignment.generation
+    return [ForgetSnapshots(generation, tuple(sorted(state.keepers)))]
 
 
-def protect(state: CoreState) -> list[Command]:
+def protect_deadline(state: CoreState) -> float:
+    """When the protection is to be worked out: with the keepers there are at once, with others
+    when a step has committed."""
+    if state.protect_at is None or not isinstance(state.phase, Running) or state.ending:
+        return inf
+    has_begun = state.wanted_keepers is not None or not state.keepers
+    return inf if has_begun and not state.phase.num_commits else state.protect_at
+
+
+def protect(state: CoreState, now: float) -> list[Command]:
     """Start keepers where they are needed, and tell the members of those that are there."""
-    phase = state.phase
-    calm = isinstance(phase, Running) and phase.num_commits > 0
-    if not calm or not state.protection_is_due or not state.held or state.ending:
+    if now < protect_deadline(state) or not state.held:
         return []
-    state.protection_is_due = False
+    state.protect_at = None
     assignment = state.held.assignment
     topology = {worker: seat.place for worker, seat in state.seats.items()}
     there = {topology[worker].node: topology[worker] for worker in sorted(state.warm)}
     wanted = place_snapshots(assignment, topology, sorted(there.values()))
     state.wanted_keepers = {node for copies in wanted.values() for node in copies}
-    missing = sorted(state.wanted_keepers - state.keepers.keys() - state.starting_keepers)
-    state.starting_keepers.update(missing)
-    commands: list[Command] = [StartKeeper(node) for node in missing]
+    commands = _start_missing(state, now)
     present = [keeper.place for node, keeper in state.keepers.items() if node in there]
-    placement = place_snapshots(assignment, topology, present)
-    if placement == state.protected:
-        return commands
+    return commands + _tell(state, place_snapshots(assignment, topology, sorted(present)))
+
+
+def _start_missing(state: CoreState, now: float) -> list[Command]:
+    assert state.wanted_keepers is not None and isinstance(state.phase, Running)
+    missing = sorted(state.wanted_keepers - state.keepers.keys() - state.starting_keepers)
+    if missing and not state.phase.num_commits:
+        state.protect_at = now
+        return []
+    if missing and now < state.no_keeper_before:
+        state.protect_at = state.no_keeper_before
+        return []
+    state.starting_keepers.update(missing)
+    return [StartKeeper(node) for node in missing]
+
+
+def _tell(state: CoreState, placement: dict[str, tuple[str, ...]]) -> list[Command]:
+    """Not before all keepers that start are there, unless one has gone on whom members wait."""
+    has_lost = any(set(nodes) - set(placement.get(w, ())) for w, nodes in state.protected.items())
+    if placement == state.protected or (state.starting_keepers and not has_lost):
+        return []
     state.protected = placement
-    members = assignment.members
+    state.shelves[-1].is_used = True
+    members = state.members()
     keepers = tuple(
         tuple(state.keepers[node] for node in placement.get(worker, ())) for worker in members
     )
-    return [*commands, Protect(state.generation, members, keepers)]
-
-
-def _forget(state: CoreState, generation: int) -> list[Command]:
-    if not state.keepers:
-        return []
-    return [ForgetSnapshots(generation, tuple(sorted(state.keepers)))]
+    return [Protect(state.generation, members, keepers)]

@@ -81,28 +81,35 @@ def _out_of_snapshots(state: CoreState, choice: Choice) -> Source:
 def _standing(state: CoreState) -> Iterator[Holding]:
     """The living, though they may not cover the state alone."""
     for held in state.holdings():
-        for worker in sorted(held.holders):
-            yield _holding(state, held.assignment, worker, worker, Tier.LIVE, state.committed_step)
+        for rank, worker in enumerate(held.assignment.members):
+            if worker in held.holders:
+                step = state.committed_step
+                yield _holding(state, held.assignment, rank, worker, Tier.LIVE, step)
 
 
 def _kept(state: CoreState) -> Iterator[Holding]:
     """What the keepers have said that they have, as far as it is of this history."""
-    assignments = {shelf.assignment.generation: shelf for shelf in state.shelves}
+    shelves = {shelf.assignment.generation: shelf for shelf in state.shelves}
+    ranks = {
+        generation: {worker: rank for rank, worker in enumerate(shelf.assignment.members)}
+        for generation, shelf in shelves.items()
+    }
     for node in sorted(state.slots):
         for slot in state.slots[node]:
-            shelf = assignments.get(slot.generation)
-            if shelf is None or slot.worker not in shelf.assignment.members:
+            rank = ranks.get(slot.generation, {}).get(slot.worker)
+            if rank is None:
                 continue
+            shelf = shelves[slot.generation]
             newest_step = shelf.newest_step
             if slot.step <= (state.committed_step if newest_step is None else newest_step):
-                yield _holding(state, shelf.assignment, slot.worker, node, Tier.SNAPSHOT, slot.step)
+                yield _holding(state, shelf.assignment, rank, node, Tier.SNAPSHOT, slot.step)
 
 
 def _holding(
-    state: CoreState, assignment: Assignment, member: str, holder: str, tier: Tier, step: int
+    state: CoreState, assignment: Assignment, world_rank: int, holder: str, tier: Tier, step: int
 ) -> Holding:
-    coordinates = assignment.coordinates(member)
     generation, layout = assignment.generation, assignment.layout
+    coordinates = layout.coordinates(world_rank)
     return Holding(holder, tier, state.history, step, generation, layout, coordinates)
 
 

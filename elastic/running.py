@@ -30,7 +30,7 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     if isinstance(state.phase, Running):
         state.phase.num_commits += 1
     expect_parts(state, record.step)
-    return [RecordStep(record), *drop_older(state, event.vote.num_snapshots)]
+    return [RecordStep(record), *drop_older(state)]
 
 
 def on_evaluated(state: CoreState, now: float, event: Evaluated) -> None:

@@ -45,6 +45,8 @@ class Shelf:
     assignment: Assignment
     newest_step: int | None = None
     """None while steps are committed under it."""
+    is_used: bool = False
+    """Whether the members have been told to take any."""
 
 
 @dataclass(slots=True)
@@ -113,15 +115,19 @@ class CoreState:
     shelves: list[Shelf] = field(default_factory=list)
     protected: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Where the members were last told to bring their snapshots."""
-    protection_is_due: bool = False
-    """Whether that is to be worked out anew."""
+    protect_at: float | None = None
+    """When that is to be worked out anew, if at all."""
     wanted_keepers: set[str] | None = None
     """The nodes where this generation needs one; None while that is not known."""
+    num_keeper_losses: int = 0
+    no_keeper_before: float = 0.0
+    are_asked: bool = False
+    """Whether the keepers have been asked what they have since training stopped."""
     asked: set[str] = field(default_factory=set)
     """The keepers that have not said yet what they have."""
     asked_until: float = 0.0
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
-    """What they have said since the last generation was broken off, by node."""
+    """What they have said, by node."""
     saved: Saved | None = None
     uploads: dict[str, Upload] = field(default_factory=dict)
 

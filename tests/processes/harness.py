@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,6 @@ def run_plainly(
     folder.mkdir(parents=True, exist_ok=True)
     kwargs = {"settings": settings.model_dump(mode="json")}
     made = TrainingProgram(**kwargs, device="cpu")
-    specs, shape = made.specs(), made.workload.shape()
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
     rules = Policy(
         **{
@@ -91,15 +91,7 @@ def run_plainly(
             **policy,
         }
     )
-    job = Job(
-        num_microbatches=settings.num_microbatches,
-        state_bytes=sum(spec.num_bytes for spec in specs),
-        param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
-        steps=settings.steps,
-        checkpoint_every=settings.checkpoint_every,
-        limits=shape.limits,
-        layer_costs=tuple(layer.cost for layer in shape.layers),
-    )
+    job = job_of(settings, made)
     lease = claim(folder)
     shell = Shell(folder, lease, due)
     options = WorkerOptions(
@@ -110,22 +102,11 @@ def run_plainly(
         rules.snapshot_every,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
-    due_strikes = list(strikes)
-    struck: set[int] = set()
-
-    def note(event: Event) -> None:
-        post(event)
-        if (
-            isinstance(event, StepCommitted)
-            and event.vote.num_snapshots == event.record.world_size
-            and event.generation not in struck
-            and due_strikes
-        ):
-            struck.add(event.generation)
-            due_strikes.pop(0)(fleet)
-
+    due_strikes: list[Callable[[], None]] = []
+    post = _striking(post, due_strikes)
     factory = Factory(program, kwargs, environment or {})
-    fleet = ProcessFleet(factory, options, note, lease.epoch, node_of)
+    fleet = ProcessFleet(factory, options, post, lease.epoch, node_of)
+    due_strikes += [partial(strike, fleet) for strike in strikes]
     guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     guard.start()
     try:
@@ -135,6 +116,20 @@ def run_plainly(
         guard.cancel()
     lease.release()
     return Outcome(stopped, folder)
+
+
+def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
+    """What the controller is told of the training."""
+    specs, shape = made.specs(), made.workload.shape()
+    return Job(
+        num_microbatches=settings.num_microbatches,
+        state_bytes=sum(spec.num_bytes for spec in specs),
+        param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
+        steps=settings.steps,
+        checkpoint_every=settings.checkpoint_every,
+        limits=shape.limits,
+        layer_costs=tuple(layer.cost for layer in shape.layers),
+    )
 
 
 def _stopping(post: Callable[[Event], None], num_losses: int) -> Callable[[Event], None]:
@@ -147,6 +142,23 @@ def _stopping(post: Callable[[Event], None], num_losses: int) -> Callable[[Event
             lost.append(event)
             if len(lost) == num_losses:
                 post(StopRequested("enough"))
+
+    return note
+
+
+def _striking(
+    post: Callable[[Event], None], strikes: list[Callable[[], None]]
+) -> Callable[[Event], None]:
+    """Do the next of these once all snapshots of another generation are whole."""
+    struck: set[int] = set()
+
+    def note(event: Event) -> None:
+        post(event)
+        if not isinstance(event, StepCommitted) or event.generation in struck or not strikes:
+            return
+        if event.vote.num_snapshots == event.record.world_size:
+            struck.add(event.generation)
+            strikes.pop(0)()
 
     return note
 

@@ -104,6 +104,7 @@ class Weighed(ShardedReplica):
 
 
 def bytes_of_all_tensors() -> int:
+    gc.collect()  # what the case before has left may not go away in between
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     locals_ = (thing.to_local() if isinstance(thing, DTensor) else thing for thing in tensors)
     storages = [tensor.untyped_storage() for tensor in locals_ if tensor.device.type == "cpu"]

@@ -22,10 +22,13 @@ class SimKeeper:
         key = (worker, part.assignment.generation)
         self.kept[key] = [*self.kept.get(key, []), part][-NUM_VERSIONS:]
 
-    def begin(self, worker: str, generation: int) -> None:
-        """The older of two versions is written over from now on."""
+    def begin(self, worker: str, generation: int, safe_step: int) -> None:
+        """The older of two versions is written over from now on, but not the safe one."""
         key = (worker, generation)
-        self.kept[key] = self.kept.get(key, [])[1 - NUM_VERSIONS :]
+        kept = self.kept.get(key, [])
+        if len(kept) == NUM_VERSIONS:
+            kept = [part for part in kept if part.lineage.step == safe_step] or kept[1:]
+        self.kept[key] = kept[-1:]
 
     def read(self, worker: str, generation: int, step: int) -> Part:
         found = [p for p in self.kept[worker, generation] if p.lineage.step == step]

@@ -120,6 +120,7 @@ class Trainer:
                 self._save(generation, record.step, self.holdings[generation], None)
             if vote.num_pause_wishes:
                 break
+        yield from self.snapshots.wait()
         control.report(Paused(control.name, generation, stepper.committed_step))
         yield from control.at("paused")
 
@@ -191,6 +192,7 @@ class Trainer:
         around.newest_vote = voted
         num_wishes = sum(wished for *_, wished, _ in brought.values())
         num_whole = sum(whole for *_, whole in brought.values())
+        self.snapshots.note(num_whole, len(brought))
         stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), 0, num_wishes, num_whole)
         yield from control.at("read")
         return stepper.vote
@@ -242,6 +244,7 @@ class Trainer:
         return bool(every) and step > evaluated_step and step % every == 0
 
     def _leave_generation(self) -> None:
+        self.snapshots.end_generation()
         if self.stepper is not None:
             self._held_step = self.stepper.committed_step
         self.stepper = None

@@ -1,0 +1,102 @@
+"""Where a part's tensors lie in the memory of its snapshot, and how one is read again."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from actors.keeper import PEER_TIMEOUT_S, address_of
+from actors.messages import hear, receive_into, tell
+from actors.room import NOT_WHOLE, Version
+from elastic.assignment import Assignment
+from elastic.keeping import Keeper
+from elastic.relayout import Carried
+from elastic.shards import region_of
+from elastic.specs import TensorSpec
+
+ALIGNED_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where each tensor of a part lies in a snapshot: a function of the part alone."""
+
+    places: tuple[tuple[str, int, tuple[int, ...], torch.dtype], ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, specs: Sequence[TensorSpec], assignment: Assignment, member: str) -> Plan:
+        coordinates = assignment.coordinates(member)
+        places, end = [], 0
+        for spec in specs:
+            region = region_of(spec, assignment.layout, coordinates)
+            if region is not None:
+                dtype = getattr(torch, spec.dtype)
+                places.append((spec.name, end, region.shape, dtype))
+                size = region.num_elements * spec.itemsize_bytes
+                end += -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
+        return cls(tuple(places), end)
+
+    def tensors(self, memory: memoryview) -> dict[str, Tensor]:
+        """A part's tensors as they lie in the memory of a snapshot."""
+        found = {}
+        for name, begin, shape, dtype in self.places:
+            count = prod(shape)
+            flat = torch.empty(0, dtype=dtype)
+            if count:
+                flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
+            found[name] = flat.view(shape)
+        return found
+
+
+def read_snapshot(
+    part: Carried,
+    keeper: Keeper,
+    node: str,
+    specs: Sequence[TensorSpec],
+    old: Assignment,
+    step: int,
+) -> dict[str, Tensor]:
+    """An old member's part out of its snapshot: in place where the keeper is beside this worker,
+    else over the network. Raises ConnectionError if it is not there any more."""
+    plan = Plan.of(specs, old, part.member)
+    asked = {"worker": part.member, "generation": old.generation, "step": step}
+    try:
+        memory = _opened(keeper, asked) if keeper.node == node else _fetched(keeper, asked)
+    except OSError as error:
+        raise ConnectionError(f"the keeper on {keeper.node}: {error}") from error
+    if len(memory) != plan.num_bytes:
+        raise ConnectionError(f"{part.member}'s snapshot has {len(memory)} bytes")
+    return plan.tensors(memory)
+
+
+def _opened(keeper: Keeper, asked: Mapping[str, object]) -> memoryview:
+    with socket.socket(socket.AF_UNIX) as beside:
+        beside.settimeout(PEER_TIMEOUT_S)
+        beside.connect(address_of(keeper.socket))
+        tell(beside, do="open", **asked)
+        num_bytes = _found(hear(beside))
+        _, fds, *_ = socket.recv_fds(beside, 1, 1)
+    if not fds:
+        raise ConnectionError("it hung up")
+    return Version(fds[0], num_bytes).memory
+
+
+def _fetched(keeper: Keeper, asked: Mapping[str, object]) -> memoryview:
+    with socket.create_connection((keeper.host, keeper.port), PEER_TIMEOUT_S) as afar:
+        tell(afar, do="get", **asked)
+        memory = memoryview(bytearray(_found(hear(afar))))
+        receive_into(afar, memory)
+    return memory
+
+
+def _found(answer: Mapping[str, int] | None) -> int:
+    num_bytes = (answer or {}).get("num_bytes", NOT_WHOLE)
+    if num_bytes == NOT_WHOLE:
+        raise ConnectionError("it has no such snapshot")
+    return num_bytes

@@ -1,0 +1,64 @@
+"""A run in plain processes, without Ray and MLflow, whose workers may pass for such on two nodes.
+
+plain_run.py STORAGE RUN_NAME RECIPE NUM_WORKERS LAYOUT NUM_NODES [key=value ...]
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from elastic_run import RUN_NAME, ElasticRun
+from processes import python, running
+
+from actors.lease import claim
+from actors.process_fleet import ProcessFleet
+from actors.shell import Shell
+from elastic.layout import Layout
+from pipelines.plan import Asked, make_plan
+from pipelines.run_folder import RunFolder
+
+NUM_STEPS = 1_000_000
+
+
+@contextmanager
+def plain_run(
+    storage: Path, recipe: str, layout: str, num_nodes: int, changes: Sequence[str]
+) -> Iterator[ElasticRun]:
+    """Such a run in a program of its own, until the block ends."""
+    storage.mkdir(parents=True, exist_ok=True)
+    num_workers = Layout.parse(layout).num_workers
+    arguments = [str(storage), recipe, layout, str(num_workers), str(num_nodes), *changes]
+    with running("plain", python(Path(__file__), *arguments), storage) as program:
+        yield ElasticRun(program, RunFolder(storage / RUN_NAME))
+
+
+def main(arguments: Sequence[str]) -> None:
+    storage, recipe, layout, num_workers, num_nodes, *changes = arguments
+    asked = Asked(
+        recipe,
+        RUN_NAME,
+        Path(storage),
+        workers=num_workers,
+        layout=layout,
+        steps=NUM_STEPS,
+        data="random",
+        changes=tuple(changes),
+    )
+    run = make_plan(asked, num_gpus=0).run
+    Path(run.folder).mkdir(parents=True, exist_ok=True)
+    lease = claim(Path(run.folder))
+    shell = Shell(Path(run.folder), lease)
+
+    def node_of(worker: str) -> str:
+        """Workers are dealt out in turn, replacements too."""
+        return f"node-{int(worker.removeprefix('w')) % int(num_nodes)}"
+
+    fleet = ProcessFleet(run.program, run.options, shell.post, lease.epoch, node_of)
+    shell.run(fleet, run.opening)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,211 @@
+"""What snapshots cost: a step of byte_lm with them against one without, on one node and on two, and
+what comes of them: recovery against that from a live replica and from a checkpoint.
+
+Runs in plain processes, so that neither Ray nor MLflow hides anything. How steps are compared:
+`turns.py`; how recoveries are timed: `recovery.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+from elastic_run import ElasticRun
+from plain_run import plain_run
+from recovery import Recovery, kill_ours
+from report import Must, bootstrap_interval, conclude, console, parser, show_table
+from turns import START_TIMEOUT_S, WARM_UP_STEPS, Side, take_turns
+
+LAYOUT = "fsdp=4"
+NUM_WORKERS = 4
+NUM_VERSIONS = 2
+TMPFS = "/dev/shm"
+QUIET = ("eval_every=0", "checkpoint_every=0")
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Steps with snapshots and without, in pairs of blocks; what the keepers have counted."""
+
+    num_nodes: int
+    state_bytes: int
+    tokens: int
+    pairs_s: list[tuple[float, float]]
+    num_snapshots: int
+    taken_bytes: int
+    received_bytes: int
+    memory_bytes: int
+
+    @property
+    def ratios(self) -> list[float]:
+        return [with_s / without_s for with_s, without_s in self.pairs_s]
+
+    def per_snapshot(self, num_bytes: int) -> float:
+        """Of all workers' snapshots of a step, as a share of the state."""
+        return num_bytes / self.num_snapshots / self.state_bytes
+
+
+def measure_cost(num_nodes: int, num_blocks: int, num_steps: int) -> Cost:
+    with (
+        TemporaryDirectory(prefix="snapshot-") as name,
+        plain_run(
+            Path(name) / "with", "byte_lm", LAYOUT, num_nodes, (*QUIET, "snapshot_every=1")
+        ) as ours,
+    ):
+        wait_until_whole(ours, num_nodes)
+        frozen = ours.program.freeze()
+        with plain_run(
+            Path(name) / "without", "byte_lm", LAYOUT, num_nodes, (*QUIET, "snapshot_every=0")
+        ) as bare:
+            bare.wait_for_world(NUM_WORKERS, WARM_UP_STEPS, START_TIMEOUT_S)
+            sides = (
+                Side(ours, lambda: ours.metrics, frozen),
+                Side(bare, lambda: bare.metrics, bare.program.freeze()),
+            )
+            pairs_s = take_turns(sides, num_blocks, num_steps)
+        for process in sides[0].frozen:
+            process.resume()
+        return count(ours, num_nodes, pairs_s)
+
+
+def wait_until_whole(run: ElasticRun, num_nodes: int) -> None:
+    """Until each worker's snapshot is whole wherever it is to lie."""
+
+    def whole() -> bool:
+        told = [line for line in run.told("Protect") if line["generation"] == generation]
+        copies = min((len(keepers) for keepers in told[-1]["keepers"]), default=0) if told else 0
+        votes = [line["vote"] for line in run.told("StepCommitted")[-1:]]
+        return copies == min(num_nodes, 2) and votes[0]["num_snapshots"] == NUM_WORKERS
+
+    generation = run.wait_for_world(NUM_WORKERS, WARM_UP_STEPS, START_TIMEOUT_S)
+    run.wait_until(whole, START_TIMEOUT_S, "whole snapshots")
+
+
+def count(run: ElasticRun, num_nodes: int, pairs_s: list[tuple[float, float]]) -> Cost:
+    """What the keepers tell when a worker is killed at the end."""
+    kill_ours(run, 0)
+    told = {line["node"]: line for line in run.told("KeeperTold")}
+    opened, steps = run.told("RunOpened")[0], run.told("StepCommitted")
+    whole = [s for s in steps if s["vote"]["num_snapshots"] == NUM_WORKERS]
+    first_generation = [s for s in whole if s["generation"] == whole[0]["generation"]]
+    return Cost(
+        num_nodes,
+        opened["job"]["state_bytes"],
+        steps[0]["record"]["tokens"],
+        pairs_s,
+        len(first_generation),
+        *(
+            sum(line[field] for line in told.values())
+            for field in ("taken_bytes", "received_bytes", "memory_bytes")
+        ),
+    )
+
+
+def measure_recovery(
+    layout: str, source: str, changes: tuple[str, ...], num_kills: int
+) -> list[Recovery]:
+    """Kill one worker after the other; each time the state is to come from `source`."""
+    with (
+        TemporaryDirectory(prefix="snapshot-", dir=TMPFS) as name,
+        plain_run(Path(name), "mlp", layout, 1, changes) as run,
+    ):
+        recoveries = []
+        for number in range(num_kills):
+            if source == "snapshot":
+                wait_until_whole(run, 1)
+            recoveries.append(kill_ours(run, number))
+            sources = {line["generation"]: line["source"] for line in run.told("Relaid")}
+            killed = run.told("Abort")[-1]["generation"]
+            assert sources[min(g for g in sources if g > killed)] == source, sources
+    return recoveries
+
+
+def show_costs(costs: list[Cost]) -> None:
+    rows = []
+    for cost in costs:
+        low, high = bootstrap_interval(cost.ratios)
+        rows.append(
+            [
+                str(cost.num_nodes),
+                f"{cost.state_bytes / 1e6:.1f}",
+                f"{cost.tokens:,}",
+                f"{median(a for a, _ in cost.pairs_s):.3f}",
+                f"{median(b for _, b in cost.pairs_s):.3f}",
+                f"{median(cost.ratios):.3f} ({low:.3f} to {high:.3f})",
+                f"{cost.per_snapshot(cost.taken_bytes):.3f}",
+                f"{cost.per_snapshot(cost.received_bytes):.3f}",
+                f"{cost.memory_bytes / cost.state_bytes:.2f}",
+            ]
+        )
+    columns = ("nodes", "state MB", "tokens a step", "step s with", "without", "ratio")
+    columns += ("copied / state", "sent / state", "memory / state")
+    show_table(f"byte_lm, {LAYOUT}, a snapshot every step", columns, rows)
+
+
+def musts_of(cost: Cost) -> list[Must]:
+    low, _ = bootstrap_interval(cost.ratios)
+    where = "one node" if cost.num_nodes == 1 else f"{cost.num_nodes} nodes"
+    copies = min(cost.num_nodes, 2)
+    formula = NUM_VERSIONS * copies
+    found = [
+        Must(f"{where}, low end of the ratio's interval", low, 1.05, ""),
+        Must(f"{where}, bytes copied / state", cost.per_snapshot(cost.taken_bytes), 1.01, ""),
+        Must(
+            f"{where}, memory / formula", cost.memory_bytes / cost.state_bytes / formula, 1.01, ""
+        ),
+    ]
+    if copies > 1:
+        sent = cost.per_snapshot(cost.received_bytes)
+        found.append(Must(f"{where}, bytes sent / state", sent, 1.01, ""))
+    return found
+
+
+def main() -> int:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--blocks", type=int, default=30, help="of each side")
+    arguments.add_argument("--steps", type=int, default=3, help="in a block")
+    arguments.add_argument("--kills", type=int, default=5, help="of each kind of recovery")
+    options = arguments.parse_args()
+    costs = []
+    for num_nodes in (1, 2):
+        console.print(f"measuring steps on {num_nodes} node(s) ...")
+        costs.append(measure_cost(num_nodes, options.blocks, options.steps))
+    show_costs(costs)
+    kinds = {
+        "snapshot": (LAYOUT, (*QUIET, "snapshot_every=1")),
+        "live": ("dp=2,fsdp=2", (*QUIET, "snapshot_every=0")),
+        "checkpoint": (LAYOUT, ("eval_every=0", "checkpoint_every=1", "snapshot_every=0")),
+    }
+    times: dict[str, list[Recovery]] = {}
+    for source, (layout, changes) in kinds.items():
+        console.print(f"measuring recovery: {source} ...")
+        times[source] = measure_recovery(layout, source, changes, options.kills)
+    medians = {kind: median(r.seconds for r in found) for kind, found in times.items()}
+    rows = [
+        [
+            kind,
+            kinds[kind][0],
+            f"{medians[kind]:.2f}",
+            " ".join(f"{r.seconds:.2f}" for r in found),
+            str(max(r.num_redone for r in found)),
+        ]
+        for kind, found in times.items()
+    ]
+    columns = ("state from", "layout", "median s", "each s", "steps redone (most)")
+    show_table("SIGKILL to the next newly committed step, mlp", columns, rows)
+    musts = [must for cost in costs for must in musts_of(cost)]
+    replica, checkpoint = medians["live"], medians["checkpoint"]
+    musts.append(Must("snapshot against live replica", medians["snapshot"] / replica, 2.0, "times"))
+    musts.append(
+        Must("snapshot against checkpoint", medians["snapshot"] / checkpoint, 1.0, "times")
+    )
+    redone = max(recovery.num_redone for recovery in times["snapshot"])
+    musts.append(Must("steps redone from a snapshot", redone, 1, "steps"))
+    return conclude(musts, options.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

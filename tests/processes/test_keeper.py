@@ -1,0 +1,202 @@
+"""Keepers and the way to them: real sockets, real memory, and what happens when one is gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+
+import pytest
+import torch
+
+from actors.keeper import KeeperServer, host_keeper
+from actors.messages import tell
+from actors.snapshot_memory import read_snapshot
+from actors.snapshots import Snapshots
+from elastic.assignment import Assignment
+from elastic.commands import Protect
+from elastic.events import KeeperReady
+from elastic.keeping import Keeper
+from elastic.layout import Layout
+from elastic.relayout import Carried
+from elastic.specs import TensorSpec
+
+SPECS = (
+    TensorSpec("large", (20_000_000,), fsdp_dim=0),
+    TensorSpec("odd", (7, 3), dtype="float64", fsdp_dim=0),
+    TensorSpec("scalar", (), dtype="int64"),
+    TensorSpec("running", (5,), kind="buffer"),
+)
+"""80 MB: more than any socket's buffers take."""
+ASSIGNMENT = Assignment(3, Layout(), ("w0",))
+HOST = "127.0.0.1"
+
+
+class Child:
+    """A keeper in a process of its own."""
+
+    def __init__(self, node: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe()
+        self.process: BaseProcess = context.Process(
+            target=host_keeper, args=(theirs, node, "", HOST), daemon=True
+        )
+        self.process.start()
+        ready = self.pipe.recv()
+        assert isinstance(ready, KeeperReady)
+        self.keeper = ready.keeper
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started = [Child("here"), Child("there")]
+    yield started
+    for child in started:
+        child.end()
+
+
+def part(step: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(step)
+    return {
+        "large": torch.rand(20_000_000, generator=made),
+        "odd": torch.rand(7, 3, dtype=torch.float64, generator=made),
+        "scalar": torch.tensor(step),
+        "running": torch.rand(5, generator=made),
+    }
+
+
+def snapshots_at(*keepers: Keeper, node: str = "here") -> Snapshots:
+    snapshots = Snapshots("w0", node, SPECS, every=1)
+    snapshots.protect(Protect(3, ("w0",), (keepers,)))
+    return snapshots
+
+
+def never() -> None:
+    pass
+
+
+def assert_has(keeper: Keeper, step: int, node: str) -> None:
+    """Whether it is read in place or over the network is by the reader's node."""
+    found = read_snapshot(Carried("w0", "w1", ""), keeper, node, SPECS, ASSIGNMENT, step)
+    for name, tensor in part(step).items():
+        assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("reader", ["here", "there", "elsewhere"])
+def test_a_large_part_comes_to_both_nodes_and_back(children: list[Child], reader: str) -> None:
+    here, there = (child.keeper for child in children)
+    snapshots = snapshots_at(here, there)
+    for step in (1, 2, 3):
+        snapshots.take(step, ASSIGNMENT, part(step))
+        snapshots.await_whole(never)
+        assert snapshots.are_whole
+        snapshots.note_vote(1, 1)
+    for keeper in (here, there):
+        assert_has(keeper, 3, reader)
+        assert_has(keeper, 2, reader)
+    snapshots.end_generation()
+
+
+def test_without_a_keeper_beside_it_goes_straight_to_the_other(children: list[Child]) -> None:
+    snapshots = snapshots_at(children[1].keeper)
+    snapshots.take(1, ASSIGNMENT, part(1))
+    snapshots.await_whole(never)
+    assert snapshots.are_whole
+    assert_has(children[1].keeper, 1, "there")
+    snapshots.end_generation()
+
+
+def test_what_is_whole_everywhere_is_kept_while_others_fail(children: list[Child]) -> None:
+    here, there = (child.keeper for child in children)
+    snapshots = snapshots_at(here, there)
+    snapshots.take(1, ASSIGNMENT, part(1))
+    snapshots.await_whole(never)
+    snapshots.note_vote(1, 1)
+    children[1].end()
+    began = time.monotonic()
+    for step in (2, 3, 4):
+        snapshots.take(step, ASSIGNMENT, part(step))
+        snapshots.await_whole(never)
+        assert not snapshots.are_whole
+        snapshots.note_vote(0, 1)
+    assert time.monotonic() - began < 15.0, "it is patient once, not every step"
+    assert_has(here, 1, "here")
+    snapshots.end_generation()
+
+
+def test_another_keeper_is_named_while_the_vote_waits(children: list[Child]) -> None:
+    here, there = (child.keeper for child in children)
+    snapshots = snapshots_at(here, there)
+    children[1].end()
+    snapshots.take(1, ASSIGNMENT, part(1))
+    order = Protect(3, ("w0",), ((here,),))
+    threading.Timer(0.3, snapshots.protect, (order,)).start()
+    snapshots.await_whole(never)
+    assert snapshots.are_whole
+    assert_has(here, 1, "here")
+    snapshots.end_generation()
+
+
+def test_a_frozen_keeper_holds_nobody_up(children: list[Child]) -> None:
+    """Neither an abort, nor the end of a generation, nor the next apply."""
+    pid = children[0].process.pid
+    assert pid
+    os.kill(pid, signal.SIGSTOP)
+    snapshots = snapshots_at(children[0].keeper, children[1].keeper)
+    snapshots.take(1, ASSIGNMENT, part(1))
+
+    def abort() -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        snapshots.await_whole(abort)
+    began = time.monotonic()
+    snapshots.await_copied()
+    snapshots.end_generation()
+    assert time.monotonic() - began < 1.0
+
+
+def test_of_two_that_write_the_same_room_the_newer_counts() -> None:
+    """The older sender stands still half-way, as on a machine that was stopped."""
+    server = KeeperServer("there", "", HOST)
+    keeper = server.keeper
+    stuck = socket.create_connection((keeper.host, keeper.port))
+    about = {"worker": "w0", "generation": 3, "kept_step": -2}
+    body = b"x" * 1_000_000
+    tell(stuck, do="put", **about, step=5, num_bytes=len(body))
+    stuck.sendall(body[:1000])
+    with socket.create_connection((keeper.host, keeper.port)) as newer:
+        tell(newer, do="put", **about, step=6, num_bytes=len(body))
+        newer.sendall(body)
+        tell(newer, step=6)
+        newer.recv(1)
+    with pytest.raises(OSError):
+        for _ in range(100):
+            stuck.sendall(body)
+    assert [slot.step for slot in server.told(3).slots] == [6]
+    stuck.close()
+
+
+def test_what_was_written_over_while_it_was_sent_does_not_count() -> None:
+    server = KeeperServer("there", "", HOST)
+    with socket.create_connection((server.keeper.host, server.keeper.port)) as sender:
+        about = {"worker": "w0", "generation": 3, "kept_step": -2}
+        tell(sender, do="put", **about, step=5, num_bytes=100)
+        sender.sendall(b"x" * 100)
+        sender.shutdown(socket.SHUT_WR)
+        assert sender.recv(1) == b""
+    assert not server.told(3).slots
+    server.forget(4)
+    assert server.told(4).memory_bytes == 0
