@@ -34,9 +34,15 @@ from elastic.wishing import withdraw
 def try_form(state: CoreState, now: float) -> list[Command]:
     """Form the next generation if enough workers are there; else wait, with the reason."""
     asking = ask_keepers(state, now)
+    if state.asked and not living(state):
+        is_short = isinstance(state.phase, Aborting)
+        waiting = wait(state, now, "the keepers are asked what they have")
+        if is_short and isinstance(state.phase, Waiting):
+            state.phase.is_short = True
+        return asking + waiting
     lacking = _lacking(state)
     if lacking:
-        return asking + wait(state, now, lacking)
+        return wait(state, now, lacking)
     until = _patience_until(state)
     if until is not None and now < until:
         reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
@@ -104,7 +110,7 @@ def wait(state: CoreState, now: float, reason: str, until: float | None = None) 
         state.enter(Waiting(reason, now, until))
         return [Waited(reason)]
     is_new = phase.reason != reason
-    phase.reason, phase.until = reason, until
+    phase.reason, phase.until, phase.is_short = reason, until, phase.is_short and not is_new
     return [Waited(reason)] if is_new else []
 
 
@@ -213,8 +219,6 @@ def _lacking(state: CoreState) -> str:
         return f"{num_staying} of at least {num_wanted} workers are ready"
     if any(upload.is_published for upload in state.uploads.values()) and not living(state):
         return "a newer checkpoint is about to become visible"
-    if state.asked and not living(state):
-        return "the keepers are asked what they have"
     return ""
 
 
@@ -222,6 +226,8 @@ def _patience_until(state: CoreState) -> float | None:
     """Until when waiting for more than the minimum is worth it, if at all."""
     phase, policy = state.phase, state.policy
     if not isinstance(phase, Waiting) or state.num_staying() >= policy.max_workers:
+        return None
+    if phase.is_short:
         return None
     if not state.ever_formed:
         return phase.since + policy.start_timeout_s

@@ -27,6 +27,8 @@ class Waiting:
     since: float
     until: float | None = None
     """When to go on with those who are there, if nobody else comes."""
+    is_short: bool = False
+    """Only until keepers have answered: nobody new is waited for or started."""
 
 
 @dataclass(frozen=True, slots=True)

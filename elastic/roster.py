@@ -79,7 +79,7 @@ def start_deadline(state: CoreState) -> float:
 
 def _num_missing(state: CoreState) -> int:
     """How many workers to start, now that nobody recovers."""
-    calm = isinstance(state.phase, Waiting) or (
+    calm = (isinstance(state.phase, Waiting) and not state.phase.is_short) or (
         isinstance(state.phase, Running) and state.phase.num_commits > 0
     )
     if not calm or state.ending:
