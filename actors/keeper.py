@@ -134,20 +134,22 @@ class KeeperServer:
         room, step = self._make_room(message), message["step"]
         connection.settimeout(PEER_TIMEOUT_S)
         with self._lock:
+            if step < room.claimed_step:
+                raise ConnectionError("a newer one is under way")
+            room.claimed_step = step
             before, room.writer = room.writer, connection
         if before is not None:
             with suppress(OSError):
                 before.shutdown(socket.SHUT_RDWR)
         with room.turn:
-            if step <= max(room.steps(), default=NOT_WHOLE):
-                raise ConnectionError("a newer one is there")
+            if step < room.claimed_step:
+                raise ConnectionError("a newer one has come")
             version = room.spare(message["kept_step"])
             version.step = NOT_WHOLE
             receive_into(connection, version.memory)
             if hear(connection) != {"step": step}:
                 raise ConnectionError("it was written over while it was sent")
             version.step = step
-            room.writer = None
         with self._lock:
             self._received_bytes += version.num_bytes
         tell(connection, is_whole=True)

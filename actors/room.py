@@ -54,7 +54,8 @@ class Room:
         self.versions = [Version(fd, num_bytes) for fd in fds]
         self.num_bytes = num_bytes
         self.turn = threading.Lock()
-        """Of those who write from elsewhere; the last of them counts."""
+        """Of those who write from elsewhere; the one with the newest step counts."""
+        self.claimed_step = NOT_WHOLE
         self.writer: socket.socket | None = None
 
     @classmethod

@@ -11,12 +11,12 @@ from collections.abc import Iterable
 from elastic.commands import Abort, Command, RecordStep, Settle, StopWorker
 from elastic.events import Quiesced, Settled, WorkerRaised
 from elastic.fitting import Shortage, advice
-from elastic.forming import try_form
+from elastic.forming import go_on
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.protecting import is_protected
 from elastic.recovery import living
 from elastic.roster import forget
-from elastic.saving import end, stop, upload_key
+from elastic.saving import stop, upload_key
 from elastic.state import CoreState, Held
 from elastic.votes import StepRecord
 
@@ -209,4 +209,4 @@ def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
     elif state.num_attempts >= state.policy.max_attempts:
         reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"
         state.ending = state.ending or Ending("failed", reason)
-    return end(state, now) if state.ending else try_form(state, now)
+    return go_on(state, now)

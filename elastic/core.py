@@ -209,8 +209,7 @@ class Core:
         state = self.state
         if state.ending == Ending("completed") and not living(state):
             state.ending = None
-            return forming.try_form(state, now)
-        return saving.end(state, now)
+        return forming.go_on(state, now)
 
     def _let_go(self, event: WorkerLeaving | NodeDraining) -> list[Command]:
         """Members go at the next boundary, those who do nothing at once."""
@@ -250,7 +249,7 @@ class Core:
     def _follow_up(self, now: float) -> list[Command]:
         state, commands = self.state, saving.publish_whole(self.state)
         if isinstance(state.phase, Waiting):
-            commands += saving.end(state, now) if state.ending else forming.try_form(state, now)
+            commands += forming.go_on(state, now)
         elif isinstance(state.phase, Running):
             commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
         return commands + roster.start_missing(state, now)

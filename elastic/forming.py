@@ -31,6 +31,14 @@ from elastic.transfers import Relayout as RelayoutPlan
 from elastic.wishing import withdraw
 
 
+def go_on(state: CoreState, now: float) -> list[Command]:
+    """Form the next generation, or end; a state that only keepers have comes back first, so that
+    it can be saved."""
+    if state.ending and not _can_come_back(state):
+        return end(state, now)
+    return try_form(state, now)
+
+
 def try_form(state: CoreState, now: float) -> list[Command]:
     """Form the next generation if enough workers are there; else wait, with the reason."""
     asking = ask_keepers(state, now)
@@ -48,6 +56,8 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
         return wait(state, now, reason, until)
     source = choose_source(state)
+    if state.ending and source.old is None:
+        return end(state, now)
     proposal = next_assignment(state, source.old)
     if isinstance(proposal, Infeasible):
         return _refuse(state, now, proposal)
@@ -208,6 +218,14 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal |
         memory_bytes=state.least_memory_bytes(),
         snapshots_cover=False,
     )
+
+
+def _can_come_back(state: CoreState) -> bool:
+    """Whether keepers may have what the living lack, and there is somebody to take it."""
+    is_saved = state.saved is not None and state.committed_step <= state.saved.step
+    is_needed = bool(state.shelves and state.keepers) and not is_saved and not living(state)
+    is_able = state.num_staying() >= state.policy.min_workers
+    return is_needed and is_able and state.num_attempts < state.policy.max_attempts
 
 
 def _lacking(state: CoreState) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from elastic.aborting import abort
 from elastic.commands import Command, Pause, RecordStep
 from elastic.events import Evaluated, Paused, Progressed, StepCommitted
-from elastic.forming import next_assignment, try_form
+from elastic.forming import go_on, next_assignment
 from elastic.infeasible import Infeasible
 from elastic.phases import Ending, Pausing, Running
 from elastic.protecting import drop_older
-from elastic.saving import end, expect_parts
+from elastic.saving import expect_parts
 from elastic.state import CoreState
 from elastic.wishing import changes_layout
 
@@ -60,7 +60,7 @@ def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
         return _close_gap(state, now)
     if state.committed_step >= state.job.steps:
         state.ending = state.ending or Ending("completed")
-    return end(state, now) if state.ending else try_form(state, now)
+    return go_on(state, now)
 
 
 def stop_at_boundary(state: CoreState, now: float) -> list[Command]:

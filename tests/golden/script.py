@@ -5,12 +5,16 @@ its commands and, after `=`, the phase that it goes to. `#` begins a comment. Wo
 are the reader's own:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
+        [snapshot_every=N]
     open [saved STEP gG]                a controller takes the run
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
     lost W... CAUSE: | suspected W... | leaving W... | draining NODE
     formed W... | moved W...            groups are formed; the state is in place
-    steps 3..7 | paused W... at 7       world rank 0 tells of committed steps
+    steps 3..7 [whole] | paused W... at 7   world rank 0 tells of committed steps; all snapshots
+                                        were whole
+    keeper ready NODE | keeper lost NODE
+    kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
     settled W... at 8
     raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
@@ -33,6 +37,9 @@ from elastic.events import (
     Checkpointed,
     Event,
     GroupFormed,
+    KeeperLost,
+    KeeperReady,
+    KeeperTold,
     LayoutRequested,
     NodeDraining,
     PartFailed,
@@ -54,6 +61,7 @@ from elastic.events import (
     WorkerReady,
     WorkerSuspected,
 )
+from elastic.keeping import Keeper, Slot
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
@@ -104,6 +112,12 @@ class Script:
                 yield _with_saved(self._opening, rest)
             case "store":
                 yield StoreReady("host", 29500) if rest == ["ready"] else StoreLost("it died")
+            case "keeper" if rest[0] == "ready":
+                yield KeeperReady(Keeper(rest[1], "", f"keeper-{rest[1]}", "host", 29501))
+            case "keeper":
+                yield KeeperLost(rest[1], "it died")
+            case "kept":
+                yield self._kept(rest)
             case "draining":
                 yield NodeDraining(rest[0], self._now + 30.0)
             case "relayout":
@@ -118,6 +132,13 @@ class Script:
                 yield Checkpointed(step, generation, f"step-{step}-g{generation}")
             case _:
                 yield from self._of_workers(kind, rest)
+
+    def _kept(self, words: list[str]) -> KeeperTold:
+        names = [word for word in words[1:] if word[0] == "w" and word[1:].isdigit()]
+        steps = _range(_keywords(words)["at"]) if names else range(0)
+        of = self._generation(words)
+        slots = tuple(Slot(name, of, step) for name in names for step in steps)
+        return KeeperTold(words[0], self._core.state.generation, slots)
 
     def _of_workers(self, kind: str, words: list[str]) -> Iterator[Event]:
         """One event for each worker that the line names."""
@@ -161,7 +182,9 @@ class Script:
         generation = self._generation(words)
         for step in _range(words[0]):
             self._now += 0.5
-            yield StepCommitted(generation, self._record(step), _vote(step))
+            record = self._record(step)
+            vote = _vote(step, record.world_size if "whole" in words else 0)
+            yield StepCommitted(generation, record, vote)
 
     def _quiesced(self, name: str, generation: int, step: int, words: list[str]) -> Quiesced:
         told = _keywords(words)
@@ -193,7 +216,9 @@ def _opening(told: dict[str, str]) -> RunOpened:
         checkpoint_every=int(told.get("checkpoint_every", 0)),
     )
     wish = Wish.parse(told.get("layout", ""), int(largest))
-    return RunOpened(1, Policy(int(smallest), int(largest)), wish, job)
+    every = int(told.get("snapshot_every", 0))
+    policy = Policy(int(smallest), int(largest), snapshot_every=every)
+    return RunOpened(1, policy, wish, job)
 
 
 def _with_saved(opening: RunOpened, words: list[str]) -> RunOpened:
@@ -204,8 +229,8 @@ def _with_saved(opening: RunOpened, words: list[str]) -> RunOpened:
     return RunOpened(2, opening.policy, opening.wish, opening.job, saved)
 
 
-def _vote(step: int) -> Vote:
-    return Vote(step, 128.0, 64, 4.0, 2)
+def _vote(step: int, num_snapshots: int = 0) -> Vote:
+    return Vote(step, 128.0, 64, 4.0, 2, num_snapshots=num_snapshots)
 
 
 def _keywords(words: list[str]) -> dict[str, str]:
