@@ -28,12 +28,12 @@ from elastic.relayout import Carried
 from elastic.specs import TensorSpec
 
 SPECS = (
-    TensorSpec("large", (20_000_000,), fsdp_dim=0),
+    TensorSpec("large", (5_000_000,), fsdp_dim=0),
     TensorSpec("odd", (7, 3), dtype="float64", fsdp_dim=0),
     TensorSpec("scalar", (), dtype="int64"),
     TensorSpec("running", (5,), kind="buffer"),
 )
-"""80 MB: more than any socket's buffers take."""
+"""20 MB: more than any socket's buffers take."""
 ASSIGNMENT = Assignment(3, Layout(), ("w0",))
 HOST = "127.0.0.1"
 
@@ -70,7 +70,7 @@ def children() -> Iterator[list[Child]]:
 def part(step: int) -> dict[str, torch.Tensor]:
     made = torch.Generator().manual_seed(step)
     return {
-        "large": torch.rand(20_000_000, generator=made),
+        "large": torch.rand(5_000_000, generator=made),
         "odd": torch.rand(7, 3, dtype=torch.float64, generator=made),
         "scalar": torch.tensor(step),
         "running": torch.rand(5, generator=made),

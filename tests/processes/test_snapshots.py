@@ -68,7 +68,14 @@ def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: i
         assert line["from_step"] - line["step"] <= 1, line
 
 
-@pytest.mark.parametrize("layout", ["fsdp=4", "pp=2,fsdp=2", "tp=2,fsdp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp=2,fsdp=2",
+        pytest.param("fsdp=4", marks=pytest.mark.slow),
+        pytest.param("tp=2,fsdp=2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_worker_that_alone_had_its_part(
     tmp_path: Path, undisturbed: Outcome, layout: str
 ) -> None:
@@ -89,6 +96,7 @@ def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
     assert_nothing_is_lost(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_all_workers_of_the_only_node(tmp_path: Path, undisturbed: Outcome) -> None:
     """The keeper alone is left, and new workers begin from what it has."""
     everyone = kill("w0", "w1", "w2", "w3")
@@ -96,6 +104,7 @@ def test_all_workers_of_the_only_node(tmp_path: Path, undisturbed: Outcome) -> N
     assert_nothing_is_lost(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_one_loss_after_another(tmp_path: Path, undisturbed: Outcome) -> None:
     """Each is waited for: with fewer workers the run might be over before the last."""
     run = run_plainly(
