@@ -35,7 +35,7 @@ def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | Ke
             state.no_keeper_before = now + min(backoff_s, MAX_BACKOFF_S)
             state.protect_at = now
         case KeeperTold():
-            if event.node in state.asked:
+            if event.generation == state.generation and event.node in state.asked:
                 state.asked.discard(event.node)
                 state.slots[event.node] = event.slots
 

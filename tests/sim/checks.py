@@ -56,6 +56,7 @@ GENERATION_BOUND = (
     | Quiesced
     | Settled
     | WorkerRaised
+    | KeeperTold
 )
 
 
