@@ -82,9 +82,11 @@ class KeeperServer:
             while (message := hear(connection)) is not None:
                 doings[message["do"]](connection, message)
 
-    def _room(self, message: dict[str, Any]) -> Room | None:
+    def _whole(self, message: dict[str, Any]) -> Version | None:
+        """The snapshot that a message names, if it is whole here."""
         with self._lock:
-            return self._rooms.get((message["worker"], message["generation"]))
+            room = self._rooms.get((message["worker"], message["generation"]))
+        return room.of(message["step"]) if room else None
 
     def _make_room(self, message: dict[str, Any]) -> Room:
         key = (message["worker"], message["generation"])
@@ -100,28 +102,24 @@ class KeeperServer:
 
     def _note_taken(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """A worker beside this keeper has written a snapshot; tells whether it is whole here."""
-        room = self._room(message)
-        is_whole = room is not None and room.of(message["step"]) is not None
-        if room is not None and is_whole:
+        version = self._whole(message)
+        if version is not None:
             with self._lock:
-                self._taken_bytes += room.num_bytes
-        tell(connection, is_whole=is_whole)
+                self._taken_bytes += version.num_bytes
+        tell(connection, is_whole=version is not None)
 
     def _open(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """The memory of one whole snapshot, for a worker beside this keeper to read."""
-        room = self._room(message)
-        version = room.of(message["step"]) if room else None
-        if room is None or version is None:
+        version = self._whole(message)
+        if version is None:
             tell(connection, num_bytes=NOT_WHOLE)
             return
-        tell(connection, num_bytes=room.num_bytes)
+        tell(connection, num_bytes=version.num_bytes)
         socket.send_fds(connection, [b"!"], [version.fd])
 
     def _copy(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """Copy a snapshot to another keeper; tells whether it is whole there."""
-        room = self._room(message)
-        version = room.of(message["step"]) if room else None
-        is_whole = False
+        version, is_whole = self._whole(message), False
         if version is not None:
             address = (message["host"], message["port"])
             with suppress(OSError), socket.create_connection(address, PEER_TIMEOUT_S) as peer:
@@ -156,13 +154,12 @@ class KeeperServer:
 
     def _get(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """Give a snapshot to a worker elsewhere."""
-        room = self._room(message)
-        version = room.of(message["step"]) if room else None
-        if room is None or version is None:
+        version = self._whole(message)
+        if version is None:
             tell(connection, num_bytes=NOT_WHOLE)
             return
         connection.settimeout(PEER_TIMEOUT_S)
-        tell(connection, num_bytes=room.num_bytes)
+        tell(connection, num_bytes=version.num_bytes)
         send_all(connection, version.memory)
 
 

@@ -1,6 +1,6 @@
 """A run in plain processes, without Ray and MLflow, whose workers may pass for such on two nodes.
 
-plain_run.py STORAGE RUN_NAME RECIPE NUM_WORKERS LAYOUT NUM_NODES [key=value ...]
+plain_run.py STORAGE RECIPE LAYOUT NUM_NODES [key=value ...]
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ def plain_run(
 ) -> Iterator[ElasticRun]:
     """Such a run in a program of its own, until the block ends."""
     storage.mkdir(parents=True, exist_ok=True)
-    num_workers = Layout.parse(layout).num_workers
-    arguments = [str(storage), recipe, layout, str(num_workers), str(num_nodes), *changes]
+    arguments = [str(storage), recipe, layout, str(num_nodes), *changes]
     with running("plain", python(Path(__file__), *arguments), storage) as program:
         yield ElasticRun(program, RunFolder(storage / RUN_NAME))
 
 
 def main(arguments: Sequence[str]) -> None:
-    storage, recipe, layout, num_workers, num_nodes, *changes = arguments
+    storage, recipe, layout, num_nodes, *changes = arguments
     asked = Asked(
         recipe,
         RUN_NAME,
         Path(storage),
-        workers=num_workers,
+        workers=str(Layout.parse(layout).num_workers),
         layout=layout,
         steps=NUM_STEPS,
         data="random",

@@ -23,12 +23,12 @@ from processes import thaw
 from report import bootstrap_interval, console, show_table
 
 from elastic.layout import Layout
+from pipelines.sweep import UNDISTURBED
 
 WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0
 LONGEST_BLOCK_S = 6.0
 """A run whose processes are all stopped for longer takes its driver for dead."""
-UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
 RECIPE_ARGUMENTS = tuple(word for setting in UNDISTURBED for word in ("--set", setting))
 
 

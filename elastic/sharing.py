@@ -108,8 +108,9 @@ def share_of(spec: TensorSpec, relayout: Relayout, fleet: Fleet, me: Me) -> Shar
     Raises `InvalidRelayout` where nobody has what this worker needs.
     """
     new = sharding_of(spec, relayout.new.layout)
-    in_new = me.new_rank is not None and me.new_rank in new.stage
-    new_region = new.region(me.new_rank) if in_new and me.new_rank is not None else None
+    new_region = None
+    if me.new_rank is not None and me.new_rank in new.stage:
+        new_region = new.region(me.new_rank)
     num_wanted = new_region.num_elements if new_region else 0
     if relayout.old is None or not fleet.parts:
         return Share([], new_region, False, [], [], [], 0, num_wanted)

@@ -21,7 +21,7 @@ class Vote:
     num_nonfinite: int = 0
     num_pause_wishes: int = 0
     num_snapshots: int = 0
-    """So many ranks have the newest snapshot that was due whole at every keeper, or need none."""
+    """So many ranks have the newest snapshot that was due whole at every keeper."""
 
 
 @dataclass(frozen=True, slots=True)
