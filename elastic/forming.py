@@ -24,7 +24,7 @@ from elastic.links import known_job, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
 from elastic.protecting import ask_keepers, begin_shelf, shelve
 from elastic.recovery import Source, choose_source, living
-from elastic.saving import end
+from elastic.saving import end, is_saved
 from elastic.state import CoreState, Held
 from elastic.transfers import Carried
 from elastic.transfers import Relayout as RelayoutPlan
@@ -44,10 +44,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     asking = ask_keepers(state, now)
     if state.asked and not living(state):
         is_short = isinstance(state.phase, Aborting)
-        waiting = wait(state, now, "the keepers are asked what they have")
-        if is_short and isinstance(state.phase, Waiting):
-            state.phase.is_short = True
-        return asking + waiting
+        return asking + wait(state, now, "the keepers are asked what they have", is_short=is_short)
     lacking = _lacking(state)
     if lacking:
         return wait(state, now, lacking)
@@ -63,7 +60,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return _refuse(state, now, proposal)
     assignment = proposal.assignment
     state.generation = assignment.generation
-    state.former_wish, former_step = None, state.committed_step
+    state.former_wish = None
     commands: list[Command] = []
     if source.step < state.committed_step:
         commands.append(
@@ -73,7 +70,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     # With this order the workers forget whatever they hold under any other assignment.
     state.held = Held(source.old, set(source.holders)) if source.old else None
     state.also_held = None
-    if source.old is None or source.step < former_step:
+    if source.old is None:
         state.uploads.clear()  # of steps that will be redone, and their bits will differ
     shelve(state, source.step)
     plan = _plan(state, source, assignment)
@@ -113,11 +110,17 @@ def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
     return commands + end(state, now)
 
 
-def wait(state: CoreState, now: float, reason: str, until: float | None = None) -> list[Command]:
+def wait(
+    state: CoreState,
+    now: float,
+    reason: str,
+    until: float | None = None,
+    is_short: bool = False,
+) -> list[Command]:
     """Stay in, or go to, Waiting; a new reason is told once."""
     phase = state.phase
     if not isinstance(phase, Waiting):
-        state.enter(Waiting(reason, now, until))
+        state.enter(Waiting(reason, now, until, is_short))
         return [Waited(reason)]
     is_new = phase.reason != reason
     phase.reason, phase.until, phase.is_short = reason, until, phase.is_short and not is_new
@@ -222,10 +225,10 @@ def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal |
 
 def _can_come_back(state: CoreState) -> bool:
     """Whether keepers may have what the living lack, and there is somebody to take it."""
-    is_saved = state.saved is not None and state.committed_step <= state.saved.step
-    is_needed = bool(state.shelves and state.keepers) and not is_saved and not living(state)
+    may_have = bool(state.shelves and state.keepers) and not is_saved(state)
     is_able = state.num_staying() >= state.policy.min_workers
-    return is_needed and is_able and state.num_attempts < state.policy.max_attempts
+    is_able = is_able and state.num_attempts < state.policy.max_attempts
+    return may_have and is_able and not living(state)
 
 
 def _lacking(state: CoreState) -> str:
@@ -258,5 +261,6 @@ def _fall_back(state: CoreState, step: int) -> None:
     """All later steps are void."""
     state.history = state.generation
     state.committed_step = step
+    state.uploads.clear()
     state.evaluated_step = min(state.evaluated_step, step)
     state.last_vote = None

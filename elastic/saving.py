@@ -65,12 +65,17 @@ def on_checkpointed(state: CoreState, event: Checkpointed) -> list[Command]:
     return []
 
 
+def is_saved(state: CoreState) -> bool:
+    """Whether there is nothing newer than what lasts."""
+    return state.committed_step <= (state.saved.step if state.saved else INITIAL_STEP)
+
+
 def end(state: CoreState, now: float) -> list[Command]:
     """Write the last checkpoint if the state is there and not saved yet; else stop.
 
     The initial state can always be made again.
     """
-    if state.committed_step <= (state.saved.step if state.saved else INITIAL_STEP):
+    if is_saved(state):
         return stop(state)
     held = living(state)
     if held is None:
