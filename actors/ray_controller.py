@@ -8,18 +8,18 @@ import time
 import traceback
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import ray
 
 from actors.asking import LayoutReply, ask_for_layout
-from actors.journal import LineFile
 from actors.lease import claim
+from actors.lines import LineLog, open_lines
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
 from actors.ray_worker import Orphanage
 from actors.shell import Shell
+from actors.storage import open_storage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StopRequested
@@ -98,10 +98,10 @@ class RayController:
         self._orphanage = Orphanage(run.orphan_timeout_s)
         self._progress = Progress()
         self._ended = threading.Event()
-        folder = Path(run.folder)
-        self._lease = claim(folder, ray.get_runtime_context().gcs_address)
-        self._samples = LineFile(folder / "system.jsonl")
-        self._shell = Shell(folder, self._lease, run.leavers)
+        storage = open_storage(run.folder)
+        self._lease = claim(storage, ray.get_runtime_context().gcs_address)
+        self._samples = open_lines(LineLog(storage, "system.jsonl"))
+        self._shell = Shell(storage, self._lease, run.leavers)
         self._fleet = RayFleet(
             run.name,
             run.program,

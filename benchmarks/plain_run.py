@@ -16,6 +16,7 @@ from processes import python, running
 from actors.lease import claim
 from actors.process_fleet import ProcessFleet
 from actors.shell import Shell
+from actors.storage import open_storage
 from elastic.layout import Layout
 from pipelines.plan import Asked, make_plan
 from pipelines.run_folder import RunFolder
@@ -31,7 +32,7 @@ def plain_run(
     storage.mkdir(parents=True, exist_ok=True)
     arguments = [str(storage), recipe, layout, str(num_nodes), *changes]
     with running("plain", python(Path(__file__), *arguments), storage) as program:
-        yield ElasticRun(program, RunFolder(storage / RUN_NAME))
+        yield ElasticRun(program, RunFolder.of(storage, RUN_NAME))
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str]) -> None:
     asked = Asked(
         recipe,
         RUN_NAME,
-        Path(storage),
+        storage,
         workers=str(Layout.parse(layout).num_workers),
         layout=layout,
         steps=NUM_STEPS,
@@ -47,9 +48,8 @@ def main(arguments: Sequence[str]) -> None:
         changes=tuple(changes),
     )
     run = make_plan(asked, num_gpus=0).run
-    Path(run.folder).mkdir(parents=True, exist_ok=True)
-    lease = claim(Path(run.folder))
-    shell = Shell(Path(run.folder), lease)
+    lease = claim(open_storage(run.folder))
+    shell = Shell(open_storage(run.folder), lease)
 
     def node_of(worker: str) -> str:
         """Workers are dealt out in turn, replacements too."""

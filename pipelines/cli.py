@@ -26,6 +26,7 @@ app = typer.Typer(
 )
 
 USER_ERROR = 2
+STORAGE_HELP = "The folder that holds runs, or its URL, e.g. s3://bucket/runs."
 TABLE_WIDTH = 110
 """Of what is written to a file; a terminal has its own."""
 
@@ -44,7 +45,7 @@ def train(
     run_name: Annotated[
         str | None, typer.Option(help="The run's name; the same name again resumes it.")
     ] = None,
-    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     workers: Annotated[
         str | None, typer.Option(metavar="MIN:MAX", help="How many workers; MAX alone is 1:MAX.")
     ] = None,
@@ -107,7 +108,7 @@ def sweep_command(
     start_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Give a layout up that has not begun by then.")
     ] = 600.0,
-    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     data: Annotated[
         str | None, typer.Option(help="A folder, file or glob of text, or 'random'.")
     ] = None,
@@ -128,7 +129,7 @@ def relayout_command(
     layout: Annotated[
         str, typer.Option(help="The layout wished for from now on, e.g. dp=2,fsdp=2.")
     ],
-    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
     """Change the layout of RUN at its next step boundary; nothing is redone."""
     typer.echo(relayout(run, layout, storage))

@@ -46,7 +46,7 @@ def drive(asked: Asked, console: Console) -> int:
     plan = make_plan(asked, torch.cuda.device_count())
     interrupts = Interrupts()
     console.print(
-        f"run {plan.folder.name}: {plan.folder.path}  ·  MLflow: {plan.tracking_uri}",
+        f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}",
         soft_wrap=True,
         highlight=False,
     )

@@ -22,6 +22,9 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A part of a whole, from 0 to below 1."""
 
 
+Minutes = Annotated[str, Field(pattern=r"^\d*\.?\d+min$")]
+"""A time, such as `15min`."""
+
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 """The order of a pipeline's passes."""
 
@@ -148,12 +151,15 @@ class TrainSettings(Settings):
 
     `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
     are reduced in float32. `record_samples` names a file that gets the ids that each data
-    rank read. Every `snapshot_every` steps what no other worker holds is copied to host memory
-    outside of the workers; 0 is never. With `reshard_after_forward` a block's gathered parameters
-    are let go of between its forward and its backward. With `sync_each_microbatch` zero=3 reduces
-    gradients in every backward, and keeps only their shard; without it whole gradients are
-    summed, and reduced in the last. `offload` keeps the shards of parameters and gradients and
-    the optimizer's state in host memory, where the optimizer then steps.
+    rank read. `checkpoint_every` is in steps, or a time such as `15min`; 0 is never. Kept are the
+    newest `keep_last` checkpoints (0: all), those of each multiple of `keep_every` steps, and the
+    `keep_best` with the lowest held-out loss. Every `snapshot_every` steps what no other worker
+    holds is copied to host memory outside of the workers; 0 is never. With
+    `reshard_after_forward` a block's gathered parameters are let go of between its forward and
+    its backward. With `sync_each_microbatch` zero=3 reduces gradients in every backward, and keeps
+    only their shard; without it whole gradients are summed, and reduced in the last. `offload`
+    keeps the shards of parameters and gradients and the optimizer's state in host memory, where
+    the optimizer then steps.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -168,7 +174,10 @@ class TrainSettings(Settings):
     steps: PositiveInt = 100
     eval_every: NonNegativeInt = 0
     eval_samples: PositiveInt = 64
-    checkpoint_every: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt | Minutes = 0
+    keep_last: NonNegativeInt = 3
+    keep_every: NonNegativeInt = 0
+    keep_best: NonNegativeInt = 1
     snapshot_every: NonNegativeInt = 1
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
@@ -196,6 +205,17 @@ class TrainSettings(Settings):
                 "set schedule=interleaved_1f1b or dtype=float32"
             )
         return self
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """A checkpoint after each multiple of so many; 0 if they come by time, or never."""
+        return self.checkpoint_every if isinstance(self.checkpoint_every, int) else 0
+
+    @property
+    def checkpoint_s(self) -> float:
+        """A checkpoint after so many seconds; 0 if they come by steps, or never."""
+        every = self.checkpoint_every
+        return 0.0 if isinstance(every, int) else 60.0 * float(every.removesuffix("min"))
 
     @property
     def num_microbatches(self) -> int:

@@ -105,7 +105,7 @@ class Tracker:
         num_waiting = self._delivery.num_waiting()
         missing = [counted(num_waiting, "line")] if num_waiting else []
         missing += [] if is_ended else ["the run's end"]
-        where, folder = without_credentials(self.uri), self._folder.path
+        where, folder = without_credentials(self.uri), self._folder.url
         return (
             f"MLflow at {where} still lacks {', '.join([*missing, 'the last report'])} of this run"
             f" ({self.trouble or 'no time was left'}); all of it is kept in {folder}:"

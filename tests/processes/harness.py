@@ -15,6 +15,7 @@ from actors.lease import claim
 from actors.process_fleet import NODE, ProcessFleet
 from actors.program import Factory
 from actors.shell import Shell
+from actors.storage import DiskStorage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StepCommitted, StopRequested, WorkerLost
@@ -92,18 +93,18 @@ def run_plainly(
         }
     )
     job = job_of(settings, made)
-    lease = claim(folder)
-    shell = Shell(folder, lease, due)
+    run = DiskStorage(folder)
+    lease = claim(run)
+    shell = Shell(run, lease, due)
     options = WorkerOptions(
         str(folder),
         rules.collective_timeout_s,
-        settings.checkpoint_every,
+        settings.checkpoint_steps,
         faults,
         rules.snapshot_every,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
-    due_strikes: list[Callable[[], None]] = []
-    post = _striking(post, due_strikes)
+    post = _striking(post, due_strikes := [])
     factory = Factory(program, kwargs, environment or {})
     fleet = ProcessFleet(factory, options, post, lease.epoch, node_of)
     due_strikes += [partial(strike, fleet) for strike in strikes]
@@ -126,7 +127,7 @@ def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
         state_bytes=sum(spec.num_bytes for spec in specs),
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
-        checkpoint_every=settings.checkpoint_every,
+        checkpoint_every=settings.checkpoint_steps,
         limits=shape.limits,
         layer_costs=tuple(layer.cost for layer in shape.layers),
     )

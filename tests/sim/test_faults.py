@@ -6,13 +6,19 @@ A run that fails tells its seed, its faults and what happened last; keep the see
 from __future__ import annotations
 
 import pytest
-from sim.scenario import drawn, drawn_with_relayouts, drawn_with_snapshots
+from sim.scenario import (
+    drawn,
+    drawn_with_relayouts,
+    drawn_with_snapshots,
+    drawn_with_storage_faults,
+)
 from sim.seeds import KEPT
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 200
+NUM_SEEDS_STORAGE = 200
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -32,6 +38,12 @@ def test_layouts_change_among_what_is_drawn(first: int) -> None:
 def test_snapshots_are_taken_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_snapshots(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_STORAGE, 50))
+def test_checkpoints_are_written_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_storage_faults(seed))
 
 
 @pytest.mark.parametrize("seed", KEPT)
