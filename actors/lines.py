@@ -163,23 +163,26 @@ class ShippedLines:
             self._ship()
 
     def _ship(self) -> None:
+        """Bring what waits there, a segment at a time, as far as storage takes it."""
         with self._lock:
-            num_lines = len(self._waiting)
-            news = b"".join(self._waiting)
-        if not news:
-            return
-        try:
-            segment = self._segment + news
-            self._log.storage.write(segment_name(self._log, self._begin), segment)
-        except OSError as error:
-            self.trouble = str(error)
-            return
-        self.trouble = ""
+            waiting = list(self._waiting)
+        num_shipped, segment = 0, self._segment
+        while num_shipped < len(waiting):
+            num_lines = num_shipped
+            while num_lines < len(waiting) and len(segment) < SEGMENT_BYTES:
+                segment += waiting[num_lines]
+                num_lines += 1
+            try:
+                self._log.storage.write(segment_name(self._log, self._begin), segment)
+            except OSError as error:
+                self.trouble = str(error)
+                break
+            self.trouble, num_shipped, self._segment = "", num_lines, segment
+            if len(segment) >= SEGMENT_BYTES:
+                self._begin += len(segment)
+                self._segment = segment = b""
         with self._lock:
-            del self._waiting[:num_lines]
-        self._segment = segment
-        if len(segment) >= SEGMENT_BYTES:
-            self._begin, self._segment = self._begin + len(segment), b""
+            del self._waiting[:num_shipped]
 
 
 def _cut_half_line(path: Path) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from actors.checkpoints import folder_of
+from actors.faults import Faults
 from actors.program import Program
 from actors.side_stream import SideStream
 from actors.storage import Storage
@@ -46,8 +47,14 @@ class PartWriter:
     """Writes parts in the background, one after the other; runs without Ray."""
 
     def __init__(
-        self, worker: str, run: Storage, program: Program, report: Callable[[Event], None]
+        self,
+        worker: str,
+        run: Storage,
+        program: Program,
+        faults: Faults,
+        report: Callable[[Event], None],
     ) -> None:
+        self._faults = faults
         self._worker = worker
         self._run = run
         self._program = program
@@ -80,11 +87,13 @@ class PartWriter:
             told = (part.generation, part.step)
             try:
                 part.copy()
+                self._faults.at("writing", part.step)
                 file = self._write(part)
             except Exception as error:  # training goes on, and the controller tells of it
                 cause = str(error) if isinstance(error, OSError) else repr(error)
                 self._report(PartFailed(self._worker, *told, cause))
             else:
+                self._faults.at("written", part.step)
                 self._report(PartWritten(self._worker, *told, file))
             finally:
                 self._parts.task_done()

@@ -15,7 +15,7 @@ import pyarrow
 from pyarrow import fs
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 5.0, 60.0
-S3_OPTIONS = ("region", "endpoint_override", "allow_bucket_creation")
+S3_OPTIONS = ("region", "endpoint_override")
 """What the query of an s3:// URL may say; credentials come from the environment."""
 
 
@@ -212,7 +212,6 @@ def _s3(options: dict[str, str]) -> fs.S3FileSystem:
         region=options.get("region"),
         endpoint_override=host or None,
         scheme=scheme if separator else "https",
-        allow_bucket_creation=options.get("allow_bucket_creation") == "true",
         connect_timeout=CONNECT_TIMEOUT_S,
         request_timeout=REQUEST_TIMEOUT_S,
         allow_delayed_open=True,  # one request for what is small

@@ -89,7 +89,7 @@ class Trainer:
         self.specs = self.program.specs()
         self.snapshots = Snapshots(self.worker, self.node, self.specs, self.options.snapshot_every)
         run = open_storage(self.options.run_folder)
-        self.writer = PartWriter(self.worker, run, self.program, self.report)
+        self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
         described = f"{digest_of_sources()} {self.specs}"
         self.digest = hashlib.sha256(described.encode()).hexdigest()
 

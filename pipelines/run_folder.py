@@ -30,7 +30,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return Path(urlsplit(self.files.url).path).name
+        return self.path.name if self.path else Path(urlsplit(self.url).path).name
 
     @property
     def url(self) -> str:
@@ -39,7 +39,9 @@ class RunFolder:
     @property
     def storage(self) -> str:
         """The folder, or URL, that holds runs."""
-        parts = urlsplit(self.files.url)
+        if self.path:
+            return str(self.path.parent)
+        parts = urlsplit(self.url)
         return parts._replace(path=str(PurePosixPath(parts.path).parent)).geturl()
 
     @property

@@ -35,7 +35,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = RunFolder.of(tmp_path_factory.mktemp("template"), "run")
     prepare_process()
     connect(default_tracking_uri(folder.storage), folder)
-    return folder.storage / "mlflow.db"
+    return Path(folder.storage) / "mlflow.db"
 
 
 @pytest.fixture
@@ -200,7 +200,9 @@ def test_secrets_of_a_url_are_not_written_down(tmp_path: Path) -> None:
     tracker = Tracker(run.folder, f"http://me:hunter2@127.0.0.1:{free_port()}")
     missing = tracker.finish(patience_s=0)
     assert missing is not None
-    assert "hunter2" not in missing + run.folder.files.read("tracking.json") + tracker.trouble
+    assert (
+        "hunter2" not in missing + run.folder.files.read("tracking.json").decode() + tracker.trouble
+    )
     assert "20 lines" in missing
     assert "\n" not in missing
 
