@@ -14,7 +14,7 @@ from elastic.planning import Wish
 from pipelines.drive import NAMESPACE
 from pipelines.errors import UserError
 from pipelines.plan import parse_layout
-from pipelines.run_folder import RunFolder, Tail
+from pipelines.run_folder import RunFolder, Tail, find_run
 from pipelines.view.wording import duration
 
 PATIENCE_S = 120.0
@@ -26,7 +26,7 @@ def relayout(run_name: str, layout: str, storage: Path) -> str:
     Raises `UserError` if there is no such run, it does not run, or refuses the layout.
     """
     wish = parse_layout(layout)
-    folder = RunFolder(storage / run_name)
+    folder = find_run(run_name, storage)
     owner = _owner(folder)
     try:
         reply = _ask(folder, owner, wish)
@@ -58,12 +58,6 @@ def _ask(folder: RunFolder, owner: dict[str, Any], wish: Wish) -> LayoutReply:
 
 def _owner(folder: RunFolder) -> dict[str, Any]:
     """Who drives the run, from its lease."""
-    if not folder.recipe.exists():
-        there = sorted(path.parent.name for path in folder.storage.glob("*/recipe.json"))
-        raise UserError(
-            f"there is no run '{folder.name}' in {folder.storage}; there are: "
-            f"{', '.join(there) or 'none'} (another folder: --storage)"
-        )
     owner = owner_of(folder.path)
     if owner is None:
         raise _not_running(folder)

@@ -9,6 +9,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pipelines.errors import UserError
+
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
@@ -54,6 +56,18 @@ class RunFolder:
     @property
     def timeline(self) -> Path:
         return self.path / "timeline.png"
+
+
+def find_run(name: str, storage: Path) -> RunFolder:
+    """The folder of a run that has been begun; raises `UserError` if there is none."""
+    folder = RunFolder(storage / name)
+    if not folder.recipe.exists():
+        there = sorted(path.parent.name for path in storage.glob("*/recipe.json"))
+        raise UserError(
+            f"there is no run '{name}' in {storage}; there are: {', '.join(there) or 'none'} "
+            "(another folder: --storage)"
+        )
+    return folder
 
 
 def default_tracking_uri(storage: Path) -> str:

@@ -153,7 +153,8 @@ class TrainSettings(Settings):
     are let go of between its forward and its backward. With `sync_each_microbatch` zero=3 reduces
     gradients in every backward, and keeps only their shard; without it whole gradients are
     summed, and reduced in the last. `offload` keeps the shards of parameters and gradients and
-    the optimizer's state in host memory, where the optimizer then steps.
+    the optimizer's state in host memory, where the optimizer then steps. `init_from` is a folder
+    as `transformers` saves models: step 0 has its parameters (see docs/export.md).
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -162,6 +163,7 @@ class TrainSettings(Settings):
     data: DataSettings = DataSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: NonNegativeInt = 0
+    init_from: str | None = None
     batch: PositiveInt = 24
     microbatch: PositiveInt = 1
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
