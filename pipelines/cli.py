@@ -145,7 +145,9 @@ def export_command(
     out: Annotated[
         Path | None, typer.Option(help="The new folder; default: the run's name and '-hf'.")
     ] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint; default: the newest.")] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Which checkpoint; default: the newest.")
+    ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
         typer.Option(help="Of the parameters; default: as the run keeps them."),

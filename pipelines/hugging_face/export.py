@@ -101,6 +101,8 @@ def _draft_of(out: Path) -> Iterator[Path]:
     try:
         draft.mkdir(parents=True)
         yield draft
+        for path in (*draft.iterdir(), draft):
+            _flush(path)
         os.rename(draft, out)
     except OSError as error:
         raise UserError(
@@ -108,3 +110,12 @@ def _draft_of(out: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after the rename there is none
+
+
+def _flush(path: Path) -> None:
+    """To the disk, a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -70,8 +70,8 @@ MIXTURE = {
     "layers.*.feed_forward.shared.w3.weight": Place(SHARED + "input_linear.weight", 0, 1, 2),
     "layers.*.feed_forward.shared.w2.weight": Place(SHARED + "output_linear.weight"),
 }
-"""GraniteMoeSharedForCausalLM, the one of `transformers` whose router takes the softmax over the
-chosen logits alone, and whose shared expert has no gate."""
+"""GraniteMoeSharedForCausalLM: as ours, its router takes the softmax over the chosen logits alone,
+and its shared expert has no gate."""
 
 
 PLACES: Mapping[str, Place] = COMMON | DENSE | MIXTURE

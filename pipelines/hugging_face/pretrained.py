@@ -65,21 +65,23 @@ class Pretrained:
         for tokens that it knows: k more beside n add at most log(1 + k / n) to a loss (Hewitt,
         Initializing New Word Embeddings, 2021).
         """
-        dtype = getattr(torch, spec.dtype)
         place = self._place(spec.name)
-        value = torch.empty(region.shape, dtype=dtype)
-        known = region
-        if place.name in (EMBEDDING, HEAD):
-            rows = range(region.offsets[0], region.offsets[0] + region.shape[0])
-            num_known = len(rows[: max(0, self.vocab_size - rows.start)])
-            known = Region(region.offsets, (num_known, region.shape[1]))
-            if num_known < len(rows):
-                columns = slice(region.offsets[1], region.offsets[1] + region.shape[1])
-                value[num_known:] = self._mean_row(place.name)[columns]
+        value = torch.empty(region.shape, dtype=getattr(torch, spec.dtype))
+        known = self._known(place, region)
+        num_known = known.shape[0]
+        if num_known < region.shape[0]:
+            first, width = region.offsets[1], region.shape[1]
+            value[num_known:] = self._mean_row(place.name)[first : first + width]
         if known.num_elements:
-            part = value[: known.shape[0]]
-            part.copy_(self._slice(place.name, place.region(spec.shape, known)))
+            value[:num_known] = self._slice(place.name, place.region(spec.shape, known))
         return value
+
+    def _known(self, place: Place, region: Region) -> Region:
+        """The region without rows for tokens that the folder does not know."""
+        if place.name not in (EMBEDDING, HEAD):
+            return region
+        num_known = min(region.shape[0], max(0, self.vocab_size - region.offsets[0]))
+        return Region(region.offsets, (num_known, region.shape[1]))
 
     def _place(self, name: str) -> Place:
         place = place_of(name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -42,7 +41,7 @@ def deal(tensors: Sequence[Whole], itemsize: int, shard_bytes: int) -> list[list
 def write_shard(
     file: Path, tensors: Sequence[Whole], dtype: torch.dtype, read: Read, window_bytes: int
 ) -> None:
-    """Write one file and flush it to the disk; memory holds a window and what it is made of.
+    """Write one file; memory holds a window and what it is made of.
 
     The format is that of safetensors: the length of the header in 8 bytes, the header as JSON,
     then the bytes of each tensor in the header's order. Raises `OSError`.
@@ -62,8 +61,6 @@ def write_shard(
         out.write(len(told).to_bytes(8, "little") + told)
         for window in _windows(tensors, window_bytes // dtype.itemsize):
             _write_window(out, window, dtype, read)
-        out.flush()
-        os.fsync(out.fileno())
 
 
 def _write_window(out: BinaryIO, window: Window, dtype: torch.dtype, read: Read) -> None:
