@@ -137,6 +137,17 @@ def test_the_settings_of_a_folder_are_a_recipes_model(tmp_path: Path) -> None:
         assert found == expected.model_copy(update={"hidden_dim": found.hidden_dim})
 
 
+def test_a_folder_of_transformers_4_is_the_same_model(tmp_path: Path) -> None:
+    """Its `config.json` names what turns a head otherwise, and leaves out what is usual."""
+    llama().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("rope_parameters", "dtype", "head_dim", "attention_bias", "mlp_bias"):
+        config.pop(key)
+    config |= {"rope_theta": 500.0, "rope_scaling": None, "torch_dtype": "float32"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert transformer_from(tmp_path) == DENSE
+
+
 def test_a_run_of_two_workers_begins_with_the_loss_of_the_model(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "theirs")
