@@ -107,6 +107,12 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def settings_of(config: dict[str, Any], folder: Path) -> TransformerSettings:
     """The settings that a `config.json` stands for; `folder` is for the message of a refusal."""
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise UserError(
+            f"{folder / CONFIG}: model_type={kind}, but our transformer has only "
+            f"{' or '.join(ARCHITECTURES)}"
+        )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     try:
         heads = config["num_attention_heads"]
@@ -119,7 +125,7 @@ def settings_of(config: dict[str, Any], folder: Path) -> TransformerSettings:
             hidden_dim=config["intermediate_size"],
             rope_theta=rope.get("rope_theta", config.get("rope_theta", DEFAULT_THETA)),
             norm_eps=config["rms_norm_eps"],
-            experts=_experts(config) if config.get("model_type") == "granitemoeshared" else None,
+            experts=_experts(config) if kind == "granitemoeshared" else None,
         )
     except KeyError as error:
         raise UserError(f"{folder / CONFIG}: has no {error}") from None
@@ -142,9 +148,8 @@ def _experts(config: dict[str, Any]) -> ExpertsSettings:
 def _refuse_what_we_lack(
     config: dict[str, Any], rope: dict[str, Any], model: TransformerSettings, folder: Path
 ) -> None:
-    """Another kind of model, or a part of one that our transformer does not have."""
+    """A part that our transformer does not have."""
     ours: dict[str, tuple[Any, ...]] = {
-        "model_type": tuple(ARCHITECTURES),
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
         "mlp_bias": (False,),

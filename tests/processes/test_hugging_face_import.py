@@ -212,7 +212,7 @@ REFUSED = {
         "model.num_kv_heads: 3 -> 2",
     ),
     "more tokens": (lambda folder: changed(folder, vocab_size=71), "model.vocab_size: 71 -> 70"),
-    "another kind": (lambda folder: changed(folder, model_type="gpt2"), "model_type=gpt2"),
+    "another kind": (lambda f: changed(f, model_type="gpt2", hidden_size=0), "model_type=gpt2"),
     "scaled angles": (lambda folder: changed(folder, rope_parameters=ROPE), "rope_type=llama3"),
     "biases": (lambda folder: changed(folder, attention_bias=True), "attention_bias=True"),
     "a field is missing": (lambda folder: changed(folder, hidden_size=None), "dim: "),
