@@ -1,10 +1,10 @@
-"""The command line: `elastic` train, sweep, relayout, prepare, plan."""
+"""The command line: `elastic` train, sweep, relayout, export, prepare, plan."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.console import Console
 from pipelines.data import find_corpus, find_tokenizer, prepare
 from pipelines.drive import drive
 from pipelines.errors import UserError
+from pipelines.hugging_face.export import export
 from pipelines.plan import Asked
 from pipelines.relayout import relayout
 from pipelines.sweep import SweepAsked, sweep
@@ -133,6 +134,28 @@ def relayout_command(
 ) -> None:
     """Change the layout of RUN at its next step boundary; nothing is redone."""
     typer.echo(relayout(run, layout, storage))
+
+
+@app.command(name="export")
+def export_command(
+    run: Annotated[str, typer.Argument(help="The name of a run that has a checkpoint.")],
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
+    format_: Annotated[
+        Literal["hf"], typer.Option("--format", help="hf: a folder that `transformers` loads.")
+    ] = "hf",
+    out: Annotated[
+        Path | None, typer.Option(help="The new folder; default: the run's name and '-hf'.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Which checkpoint; default: the newest.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Of the parameters; default: as the run keeps them."),
+    ] = None,
+) -> None:
+    """Write a checkpoint of RUN to a folder that other tools load."""
+    typer.echo(export(run, storage, out, step, dtype))
 
 
 @app.command(name="prepare")

@@ -24,6 +24,7 @@ from elastic.policy import Policy
 from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
 from pipelines.errors import LayoutRefused, UserError
+from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.inject import parse_faults
 from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
@@ -88,6 +89,10 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(Path(settings.init_from).expanduser().resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
     factory = _program(settings, asked.data_cache or _data_cache(asked.storage))
     program = TrainingProgram(**factory.kwargs, device="cpu")
     job = _job(settings, program)

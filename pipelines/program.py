@@ -13,6 +13,7 @@ from actors.program import Groups, WrittenPart
 from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
+from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
 from pipelines.training.checkpoint import read_regions
 from pipelines.training.language_model import LanguageModelWorkload, open_samples
@@ -29,7 +30,7 @@ class TrainingProgram:
 
     `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, if
     they are not synthetic; `device` is the GPU if there is one, unless told.
-    Raises `UserError` for data that cannot be used.
+    Raises `UserError` for data, or a model to begin from, that cannot be used.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class TrainingProgram:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.steps = self.settings.steps
         self.eval_every = self.settings.eval_every
+        self.pretrained = open_pretrained(self.settings)
         self.workload = make_workload(self.settings, data_folder)
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -55,6 +57,8 @@ class TrainingProgram:
 
     def initial(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of a tensor at step 0, on the device."""
+        if self.pretrained and spec.kind == "parameter":
+            return self.pretrained.read(spec, region).to(self.device)
         return initial_value(self.workload, self.settings, spec, region).to(self.device)
 
     def write_part(

@@ -13,7 +13,7 @@ from elastic.planning import Wish
 from pipelines.drive import NAMESPACE
 from pipelines.errors import UserError
 from pipelines.plan import parse_layout
-from pipelines.run_folder import RunFolder, Tail, named_runs
+from pipelines.run_folder import RunFolder, Tail, find_run
 from pipelines.view.wording import duration
 
 PATIENCE_S = 120.0
@@ -25,8 +25,8 @@ def relayout(run_name: str, layout: str, storage: str) -> str:
     Raises `UserError` if there is no such run, it does not run, or refuses the layout.
     """
     wish = parse_layout(layout)
-    folder = RunFolder.of(storage, run_name)
-    owner = _owner(folder, storage)
+    folder = find_run(run_name, storage)
+    owner = _owner(folder)
     try:
         reply = _ask(folder, owner, wish)
     except RunNotDriven:
@@ -55,14 +55,8 @@ def _ask(folder: RunFolder, owner: dict[str, Any], wish: Wish) -> LayoutReply:
         close_cluster(folder.name, keep_actors=True)
 
 
-def _owner(folder: RunFolder, storage: str) -> dict[str, Any]:
+def _owner(folder: RunFolder) -> dict[str, Any]:
     """Who drives the run, from its lease."""
-    if folder.recipe() is None:
-        there = named_runs(storage)
-        raise UserError(
-            f"there is no run '{folder.name}' in {storage}; there are: "
-            f"{', '.join(there) or 'none'} (another folder: --storage)"
-        )
     owner = owner_of(folder.files)
     if owner is None:
         raise _not_running(folder)

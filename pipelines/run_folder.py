@@ -77,10 +77,20 @@ def named_storage(storage: str | Path) -> Storage:
         ) from None
 
 
-def named_runs(storage: str | Path) -> list[str]:
-    """The names of the runs that lie there. Raises `UserError`."""
-    place = named_storage(storage)
-    return [name for name in place.folders() if place.at(name).size(RECIPE) is not None]
+def find_run(name: str, storage: str | Path) -> RunFolder:
+    """The folder of a run that has been begun; raises `UserError` if there is none."""
+    folder = RunFolder.of(storage, name)
+    try:
+        if folder.recipe() is not None:
+            return folder
+        place = named_storage(storage)
+        there = [name for name in place.folders() if place.at(name).size(RECIPE) is not None]
+    except OSError as error:
+        raise UserError(f"--storage {storage}: cannot be read ({error})") from None
+    raise UserError(
+        f"there is no run '{name}' in {storage}; there are: {', '.join(there) or 'none'} "
+        "(another folder: --storage)"
+    )
 
 
 def read_json(files: Storage, name: str) -> dict[str, Any] | None:

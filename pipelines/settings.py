@@ -159,7 +159,8 @@ class TrainSettings(Settings):
     its backward. With `sync_each_microbatch` zero=3 reduces gradients in every backward, and keeps
     only their shard; without it whole gradients are summed, and reduced in the last. `offload`
     keeps the shards of parameters and gradients and the optimizer's state in host memory, where
-    the optimizer then steps.
+    the optimizer then steps. `init_from` is a folder as `transformers` saves models: step 0 has
+    its parameters (see docs/export.md).
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -168,6 +169,7 @@ class TrainSettings(Settings):
     data: DataSettings = DataSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: NonNegativeInt = 0
+    init_from: str | None = None
     batch: PositiveInt = 24
     microbatch: PositiveInt = 1
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

@@ -21,46 +21,56 @@ NUM_READERS = 4
 """Files that are read at a time: an object store answers each request late, but many at once."""
 
 
-def read_regions(storage: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
-    """Read regions from the checkpoint in a folder, whatever layout wrote it: of each file only
-    the blocks that overlap, and each checked.
+class Checkpoint:
+    """A checkpoint in a folder, opened: it is known which files have which pieces.
 
-    Raises `DamagedCheckpoint` if it is not what was written, `OSError` if the storage refuses,
-    `UserError` if it is a checkpoint of something else.
+    All methods raise `DamagedCheckpoint` if it is not what was written, `OSError` if the storage
+    refuses.
     """
-    pieces = _pieces(storage)
-    reads: dict[PartFile, list[tuple[str, Region, Tensor]]] = {}
-    regions: dict[str, Tensor] = {}
-    for name, region in wanted.items():
-        if name not in pieces:
-            raise UserError(f"{storage.url}: holds no {name}: the checkpoint of another model")
-        regions[name] = torch.empty(region.shape, dtype=pieces[name][0][1].dtype)
-        num_found = 0
-        for file, box, place in _overlaps(pieces[name], region):
-            num_found += box.num_elements
-            reads.setdefault(file, []).append((name, box, regions[name][place]))
-        if num_found != region.num_elements:
-            raise UserError(
-                f"{storage.url}: holds {num_found} of {region.num_elements} elements of {name} at "
-                f"{region.offsets}: parts are missing or doubled"
-            )
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        list(readers.map(_copy_all, reads.items()))
-    return regions
+
+    def __init__(self, storage: Storage) -> None:
+        self._url = storage.url
+        listed = read_manifest(storage).files
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            opened = [
+                readers.submit(PartFile, storage, f.name, f.num_bytes, f.checksum) for f in listed
+            ]
+            files = [file.result() for file in opened]
+        self._pieces: dict[str, list[tuple[PartFile, Piece]]] = {}
+        for file in files:
+            for name, piece in file.pieces.items():
+                self._pieces.setdefault(name, []).append((file, piece))
+
+    def read(self, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+        """Regions, whatever layout wrote them: of each file only the blocks that overlap, and each
+        checked. Raises `UserError` if it is a checkpoint of something else."""
+        reads: dict[PartFile, list[tuple[str, Region, Tensor]]] = {}
+        regions: dict[str, Tensor] = {}
+        for name, region in wanted.items():
+            pieces = self._pieces.get(name)
+            if pieces is None:
+                raise UserError(f"{self._url}: holds no {name}: the checkpoint of another model")
+            regions[name] = torch.empty(region.shape, dtype=pieces[0][1].dtype)
+            num_found = 0
+            for file, box, place in _overlaps(pieces, region):
+                num_found += box.num_elements
+                reads.setdefault(file, []).append((name, box, regions[name][place]))
+            if num_found != region.num_elements:
+                raise UserError(
+                    f"{self._url}: holds {num_found} of {region.num_elements} elements of {name} "
+                    f"at {region.offsets}: parts are missing or doubled"
+                )
+        if len(reads) > 1:
+            with ThreadPoolExecutor(NUM_READERS) as readers:
+                list(readers.map(_copy_all, reads.items()))
+        else:  # each thread would have memory of its own
+            list(map(_copy_all, reads.items()))
+        return regions
 
 
-def _pieces(storage: Storage) -> dict[str, list[tuple[PartFile, Piece]]]:
-    """Which files have which pieces of which tensors."""
-    listed = read_manifest(storage).files
-    with ThreadPoolExecutor(NUM_READERS) as readers:
-        files = list(
-            readers.map(lambda f: PartFile(storage, f.name, f.num_bytes, f.checksum), listed)
-        )
-    pieces: dict[str, list[tuple[PartFile, Piece]]] = {}
-    for file in files:
-        for name, piece in file.pieces.items():
-            pieces.setdefault(name, []).append((file, piece))
-    return pieces
+def read_regions(storage: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+    """Read regions from the checkpoint in a folder; see `Checkpoint`."""
+    return Checkpoint(storage).read(wanted)
 
 
 def _overlaps(
@@ -83,3 +93,4 @@ def _copy_all(read: tuple[PartFile, list[tuple[str, Region, Tensor]]]) -> None:
     file, boxes = read
     for name, box, target in sorted(boxes, key=lambda b: file.pieces[b[0]].begin):
         file.copy(name, box, target)
+    file.let_go()

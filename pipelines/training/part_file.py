@@ -14,6 +14,7 @@ from itertools import pairwise
 from math import ceil, prod
 from zlib import crc32
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -98,8 +99,7 @@ class PartFile:
     def __init__(self, storage: Storage, name: str, num_bytes: int, checksum: int) -> None:
         self._storage = storage
         self._name = name
-        self._first = self._last = 0
-        self._held = memoryview(b"")
+        self.let_go()
         (length,) = struct.unpack("<Q", self._read(0, 8))
         if length > min(num_bytes, MAX_HEADER_BYTES):
             raise self._damaged("its header has an impossible length")
@@ -124,23 +124,30 @@ class PartFile:
     def copy(self, key: str, box: Region, target: Tensor) -> None:
         """Copy a box of a piece, its offsets counted within the piece, to a tensor of its shape."""
         piece = self.pieces[key]
-        shape = piece.region.shape
-        if not shape:
-            target.copy_(self._rows(piece, 0, 1).reshape(()))
+        if not box.shape:
+            target.copy_(torch.frombuffer(bytearray(self._rows(piece, 0, 1)), dtype=piece.dtype)[0])
             return
-        row_bytes = prod(shape[1:]) * piece.dtype.itemsize
-        num_rows = max(1, WINDOW_BYTES // row_bytes)
+        shape, itemsize = piece.region.shape, piece.dtype.itemsize
+        num_rows = max(1, WINDOW_BYTES // (prod(shape[1:]) * itemsize))
         cuts = [*range(0, box.shape[0], num_rows), box.shape[0]]
-        inner = tuple(slice(o, o + n) for o, n in zip(box.offsets[1:], box.shape[1:], strict=True))
+        inner = [slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True)]
+        inner[-1] = slice(inner[-1].start * itemsize, inner[-1].stop * itemsize)
         for first, last in pairwise(cuts):
-            rows = self._rows(piece, box.offsets[0] + first, last - first)
-            target[first:last].copy_(rows.view(last - first, *shape[1:])[(slice(None), *inner)])
+            memory = self._rows(piece, box.offsets[0] + first, last - first)
+            *sizes, width = last - first, *shape[1:]
+            rows = np.frombuffer(memory, np.uint8).reshape(*sizes, width * itemsize)
+            place = target[first:last].view(torch.uint8).numpy()
+            place[...] = rows[(slice(None), *inner[1:])]
 
-    def _rows(self, piece: Piece, first: int, num_rows: int) -> Tensor:
+    def let_go(self) -> None:
+        """Keep nothing of what was read in memory."""
+        self._first = self._last = 0
+        self._held = memoryview(b"")
+
+    def _rows(self, piece: Piece, first: int, num_rows: int) -> memoryview:
         row_bytes = prod(piece.region.shape[1:]) * piece.dtype.itemsize
         begin = piece.begin + first * row_bytes
-        memory = self._verified(begin, begin + num_rows * row_bytes)
-        return torch.frombuffer(bytearray(memory), dtype=piece.dtype)
+        return self._verified(begin, begin + num_rows * row_bytes)
 
     def _verified(self, begin: int, end: int) -> memoryview:
         """Bytes behind the header, out of whole blocks whose checksums are right."""

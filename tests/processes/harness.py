@@ -99,8 +99,7 @@ def run_plainly(
     )
     job = job_of(settings, made)
     run = open_storage(str(folder))
-    lease = claim(run)
-    shell = Shell(run, lease, due)
+    shell = Shell(run, lease := claim(run), due)
     options = WorkerOptions(
         str(folder),
         rules.collective_timeout_s,
