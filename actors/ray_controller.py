@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import ray
@@ -66,6 +66,8 @@ class Progress:
     outcome: Stopped | None = None
     undelivered: tuple[str, ...] = ()
     """One line an observer about what it could not deliver."""
+    trouble: str = ""
+    """Why storage does not take the run's lines at present."""
 
 
 class RayObserver:
@@ -130,7 +132,7 @@ class RayController:
         if patience_s:
             self._driver_silence_s = 0.0
         self._ended.wait(patience_s)
-        return self._progress
+        return replace(self._progress, trouble=self._shell.trouble)
 
     @ray.method(concurrency_group="driver")
     def request_stop(self, cause: str) -> None:
@@ -144,6 +146,7 @@ class RayController:
     def _drive(self) -> None:
         try:
             outcome = self._shell.run(self._fleet, self._run.opening)
+            self._samples.close()
             with suppress(OSError):  # a lease that cannot be given back runs out
                 self._lease.release()
         except Exception as error:

@@ -220,7 +220,7 @@ def _follow(run: Run, interrupts: Interrupts, patience: Patience) -> str:
         elif patience.is_over():
             drive.request_stop(patience.refusal)
 
-    outcome = drive.follow(look).outcome
+    outcome = drive.follow(lambda progress: look()).outcome
     return outcome.reason if outcome else ""
 
 

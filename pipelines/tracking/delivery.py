@@ -34,10 +34,18 @@ class Delivery:
         self._folder = folder
         self._uri = uri
         self._clock = clock
-        self._delivered = Delivered.load(folder.files, uri, experiment)
+        self._experiment = experiment
+        self._known: Delivered | None = None
         self._client: MlflowClient | None = None
         self._is_open = self._has_ended = False
         self._start_ms = 0
+
+    @property
+    def _delivered(self) -> Delivered:
+        """What storage says of it; that is asked when it is needed, since it may not answer."""
+        if self._known is None:
+            self._known = Delivered.load(self._folder.files, self._uri, self._experiment)
+        return self._known
 
     def rows(self, history: History, until: float) -> None:
         """Deliver lines until there are no more or the clock shows `until`."""
@@ -82,7 +90,7 @@ class Delivery:
         if not self._is_open:
             start_ms = int(history.membership.sessions[0].start * 1000)
             opened = open_run(self._client, self._folder, self._delivered, start_ms)
-            run, self._delivered = opened
+            run, self._known = opened
             self._start_ms = run.info.start_time
             if not self._has_ended and run.info.status != "RUNNING":
                 self._client.update_run(run.info.run_id, status="RUNNING")

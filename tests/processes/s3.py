@@ -66,16 +66,19 @@ class Door:
             threading.Thread(target=self._forward, args=(incoming, outgoing), daemon=True).start()
 
     def _forward(self, *pair: socket.socket) -> None:
-        with suppress(OSError):
+        try:
             while True:
                 for sock in select.select(pair, [], [])[0]:
                     data = sock.recv(1 << 16)
                     if not data:
                         return
                     pair[1 - pair.index(sock)].sendall(data)
-        self._open_ones -= set(pair)
-        for sock in pair:
-            sock.close()
+        except OSError:
+            return  # one of the two has hung up, or the door has been shut
+        finally:
+            self._open_ones -= set(pair)
+            for sock in pair:
+                sock.close()
 
 
 @contextmanager
