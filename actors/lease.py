@@ -95,13 +95,13 @@ def claim(run: Storage, cluster: str = "") -> Lease:
 
     `cluster` is the address of the Ray cluster on which this happens: others find it by it.
     """
-    owner = owner_of(run)
+    older = _epochs(run)  # looked at once: nobody slips in between the question and the claim
+    owner = _living(run, older)
     if owner:
         raise RunTaken(
             f"{run.url}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
             "stop that one, or choose another --run-name"
         )
-    older = _epochs(run)
     epoch = max(older, default=0) + 1
     name = f"{FOLDER}/{epoch}-{uuid.uuid4().hex[:8]}"
     lease = Lease(run, epoch, name, {**_myself(), "cluster": cluster})
@@ -117,7 +117,10 @@ def claim(run: Storage, cluster: str = "") -> Lease:
 
 def owner_of(run: Storage) -> dict[str, Any] | None:
     """Who drives the run now, as he has said himself; None if nobody does."""
-    epochs = _epochs(run)
+    return _living(run, _epochs(run))
+
+
+def _living(run: Storage, epochs: dict[int, list[str]]) -> dict[str, Any] | None:
     for name in epochs[max(epochs)] if epochs else ():
         try:
             owner: dict[str, Any] = json.loads(run.read(name))
