@@ -1,13 +1,14 @@
 """A run in plain processes, without Ray and MLflow, whose workers may pass for such on two nodes.
 
-plain_run.py STORAGE RECIPE LAYOUT NUM_NODES [key=value ...]
+plain_run.py STORAGE RECIPE LAYOUT NUM_NODES PROGRAM [key=value ...]
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_run import RUN_NAME, ElasticRun
@@ -26,17 +27,27 @@ NUM_STEPS = 1_000_000
 
 @contextmanager
 def plain_run(
-    storage: Path, recipe: str, layout: str, num_nodes: int, changes: Sequence[str]
+    storage: Path,
+    recipe: str,
+    layout: str,
+    num_nodes: int,
+    changes: Sequence[str],
+    program: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[ElasticRun]:
-    """Such a run in a program of its own, until the block ends."""
+    """Such a run in a program of its own, until the block ends.
+
+    `program` is a training program in this folder, if not the usual one.
+    """
     storage.mkdir(parents=True, exist_ok=True)
-    arguments = [str(storage), recipe, layout, str(num_nodes), *changes]
-    with running("plain", python(Path(__file__), *arguments), storage) as program:
-        yield ElasticRun(program, RunFolder.of(storage, RUN_NAME))
+    arguments = [str(storage), recipe, layout, str(num_nodes), program, *changes]
+    command = python(Path(__file__), *arguments)
+    with running("plain", command, storage, environment or {}) as running_program:
+        yield ElasticRun(running_program, RunFolder.of(storage, RUN_NAME))
 
 
 def main(arguments: Sequence[str]) -> None:
-    storage, recipe, layout, num_nodes, *changes = arguments
+    storage, recipe, layout, num_nodes, program, *changes = arguments
     asked = Asked(
         recipe,
         RUN_NAME,
@@ -55,7 +66,8 @@ def main(arguments: Sequence[str]) -> None:
         """Workers are dealt out in turn, replacements too."""
         return f"node-{int(worker.removeprefix('w')) % int(num_nodes)}"
 
-    fleet = ProcessFleet(run.program, run.options, shell.post, lease.epoch, node_of)
+    factory = replace(run.program, target=program or run.program.target)
+    fleet = ProcessFleet(factory, run.options, shell.post, lease.epoch, node_of)
     shell.run(fleet, run.opening)
 
 
