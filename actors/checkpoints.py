@@ -50,13 +50,20 @@ def publish(run_folder: Path, step: int, generation: int, files: Iterable[tuple[
     return folder
 
 
-def newest_whole(run_folder: Path) -> tuple[Saved | None, list[str]]:
-    """The newest checkpoint whose parts are all there, and what is wrong with newer ones."""
+def newest_whole(
+    run_folder: Path, stands: Callable[[int, int], bool] = lambda step, generation: True
+) -> tuple[Saved | None, list[str]]:
+    """The newest checkpoint whose parts are all there, and what is wrong with newer ones.
+
+    `stands` says of a step and a generation whether their checkpoint counts.
+    """
     candidates: list[tuple[int, int, Saved, dict[str, int]]] = []
     complaints: list[str] = []
     for path in sorted((run_folder / "checkpoints").glob(f"step-*/{MANIFEST}")):
         manifest = json.loads(path.read_text())
         saved = Saved(manifest["step"], manifest["generation"], str(path.parent))
+        if not stands(saved.step, saved.generation):
+            continue
         candidates.append((saved.step, saved.generation, saved, manifest["files"]))
     for *_, saved, files in sorted(candidates, key=lambda c: c[:2], reverse=True):
         damaged = [

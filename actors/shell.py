@@ -39,6 +39,7 @@ from elastic.commands import (
     Stopped,
     StopWorker,
     Waited,
+    Warned,
 )
 from elastic.core import Core
 from elastic.events import Checkpointed, Event, PartFailed, RunOpened, Woke
@@ -93,7 +94,7 @@ class Shell:
 
     def run(self, fleet: Fleet, opening: RunOpened) -> Stopped:
         """Open the run and serve it until it has stopped. `opening.saved` is found here."""
-        saved, complaints = newest_whole(self._run_folder)
+        saved, complaints = newest_whole(self._run_folder, self._core.state.stands)
         for complaint in complaints:
             self._journal.write({"time": self._clock(), "warning": complaint, "format": 1})
         self._fleet = fleet
@@ -177,7 +178,7 @@ class Shell:
                 self._post_due(command.record.step)
             case Stopped():
                 self.outcome = command
-            case Relaid() | RolledBack() | Waited() | LayoutAnswered():
+            case Relaid() | RolledBack() | Warned() | Waited() | LayoutAnswered():
                 pass  # telling it was all there was to do
 
     def _post_due(self, step: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from actors.auditing import Audit
 from actors.checkpoints import Part, PartWriter
 from actors.faults import Fault, Faults
 from actors.groups import Formation
@@ -51,6 +52,7 @@ class WorkerOptions:
     checkpoint_every: int = 0
     faults: tuple[Fault, ...] = ()
     snapshot_every: int = 1
+    audit_every: int = 0
 
 
 @dataclass
@@ -153,6 +155,8 @@ class Trainer:
             return
         assert self.stepper is not None and self.formation and self.formation.groups
         stepper, world_rank = self.stepper, self.formation.groups.world_rank
+        stepper.left_out = resume.left_out
+        audit = Audit(self.formation.groups, self.specs, self.options.audit_every)
         evaluated_step = resume.evaluated_step
         while True:
             if self._evaluation_is_due(stepper.committed_step, evaluated_step):
@@ -166,6 +170,7 @@ class Trainer:
             self.snapshots.take(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
+            self._audit(audit, record.step, held.tensors)
             every = self.options.checkpoint_every
             if every and record.step % every == 0:
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
@@ -299,6 +304,14 @@ class Trainer:
             loss = self.replica.evaluate(step, self.interruption.check)
         if world_rank == 0:
             self.report(Evaluated(generation, step, loss))
+
+    def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> None:
+        if not audit.is_due(step):
+            return
+        with self.interruption.leavable():
+            audited = audit.compare(step, tensors)
+        if audit.groups.world_rank == 0:
+            self.report(audited)
 
     def _save(
         self, generation: int, step: int, holding: Holding, writers: tuple[str, ...] | None

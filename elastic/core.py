@@ -10,9 +10,10 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import assert_never
 
-from elastic import aborting, forming, protecting, roster, running, saving, wishing
+from elastic import aborting, auditing, forming, protecting, roster, running, saving, wishing
 from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
+    Audited,
     Checkpointed,
     Evaluated,
     Event,
@@ -132,6 +133,7 @@ class Core:
         | StepCommitted
         | Progressed
         | Evaluated
+        | Audited
         | Paused
         | Quiesced
         | Settled
@@ -152,6 +154,8 @@ class Core:
                 running.on_progressed(state, now, event)
             case Evaluated():
                 running.on_evaluated(state, now, event)
+            case Audited():
+                return auditing.on_audited(state, now, event)
             case Paused():
                 return running.on_paused(state, now, event)
             case Quiesced():
@@ -185,6 +189,14 @@ class Core:
             evaluated_step=old.evaluated_step,
             next_worker=old.next_worker,
             saved=event.saved,
+            skipped_since=None if isinstance(old.phase, Stopped) else old.skipped_since,
+            recent_losses=[(at, loss) for at, loss in old.recent_losses if at <= step],
+            audited_step=step,
+            rewind=old.rewind,
+            rewound_from=old.rewound_from,
+            num_rewinds=old.num_rewinds,
+            voids=old.voids,
+            left_out=old.left_out,
         )
         if is_done:
             self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")

@@ -42,7 +42,10 @@ def choose_source(state: CoreState) -> Source:
     held = living(state)
     if held:
         return Source("live", state.committed_step, held.assignment, frozenset(held.holders))
-    choice = choose(None, [*_standing(state), *_kept(state), *_lasting(state)])
+    there = [*_standing(state), *_kept(state), *_lasting(state)]
+    if state.rewind:
+        there = [holding for holding in there if holding.step <= state.rewind.limit]
+    choice = choose(None, there)
     assert not isinstance(choice, Infeasible), "the initial state is always there"
     if choice.tier is Tier.SNAPSHOT:
         return _out_of_snapshots(state, choice)

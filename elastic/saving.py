@@ -7,6 +7,7 @@ from elastic.events import Checkpointed, PartFailed, PartWritten, Saved
 from elastic.phases import Ending, Pausing, Running, Saving
 from elastic.phases import Stopped as StoppedPhase
 from elastic.recovery import INITIAL_STEP, living
+from elastic.rewinding import note_saved
 from elastic.roster import forget
 from elastic.state import CoreState, Held, Upload
 
@@ -56,8 +57,10 @@ def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Comm
 
 
 def on_checkpointed(state: CoreState, event: Checkpointed) -> list[Command]:
+    if not state.stands(event.step, event.generation):
+        return []
     if state.saved is None or event.step >= state.saved.step:
-        state.saved = Saved(event.step, event.generation, event.path)
+        note_saved(state, Saved(event.step, event.generation, event.path))
     for key in [k for k, upload in state.uploads.items() if upload.step <= event.step]:
         del state.uploads[key]
     if isinstance(state.phase, Saving) and event.step == state.committed_step:
@@ -121,5 +124,7 @@ def _order_parts(state: CoreState, held: Held) -> SaveCheckpoint:
 
 
 def _open_upload(state: CoreState, generation: int, step: int, writers: set[str]) -> None:
+    if not state.stands(step, generation):
+        return
     key = upload_key(generation, step)
     state.uploads.setdefault(key, Upload(step, generation, set(writers)))

@@ -62,6 +62,10 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
     ] = None,
+    audit_every: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
+    ] = None,
     inject: Annotated[
         list[str] | None,
         typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
@@ -88,6 +92,7 @@ def train(
         steps=steps,
         data=data,
         changes=tuple(set_ or ()),
+        audit_every=audit_every,
         inject=tuple(inject or ()),
         record_samples=record_samples,
         tracking_uri=tracking_uri,

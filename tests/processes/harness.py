@@ -100,6 +100,7 @@ def run_plainly(
         settings.checkpoint_every,
         faults,
         rules.snapshot_every,
+        rules.audit_every,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     due_strikes: list[Callable[[], None]] = []

@@ -27,6 +27,7 @@ from elastic.commands import (
     Stopped,
     StopWorker,
     Waited,
+    Warned,
 )
 from elastic.events import Event, Quiesced, RunOpened, Settled, StateReady, StepCommitted
 from elastic.phases import Aborting, Phase, Waiting
@@ -66,8 +67,9 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} {_names(command.workers)} from {source}"
         case Resume():
             released = f", released {_names(command.released)}" if command.released else ""
+            left_out = f", without batches {_numbers(command.left_out)}" if command.left_out else ""
             where = f"{command.layout} {_names(command.workers)}"
-            return f"g{command.generation} from step {command.step}: {where}{released}"
+            return f"g{command.generation} from step {command.step}: {where}{released}{left_out}"
         case SaveCheckpoint():
             parts = f"parts of g{command.held_generation} as g{command.generation}"
             return f"step {command.step} {_names(command.workers)}, {parts}"
@@ -80,7 +82,11 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} at step {command.step} from {command.source}"
         case RolledBack():
             steps = f"step {command.step} from step {command.from_step}"
-            return f"g{command.generation} to {steps}, {command.source}"
+            left_out = f", without batches {_numbers(command.left_out)}" if command.left_out else ""
+            cause = f": {command.cause}" if command.cause else ""
+            return f"g{command.generation} to {steps}, {command.source}{left_out}{cause}"
+        case Warned():
+            return f"{command.kind}: {command.text}"
         case Waited():
             return command.reason
         case LayoutAnswered():
@@ -128,6 +134,10 @@ def phase_in_words(phase: Phase) -> str:
     settling = " to settle" if isinstance(phase, Aborting) and phase.settling else ""
     reason = f": {phase.reason}" if isinstance(phase, Waiting) else ""
     return f"{type(phase).__name__}{for_whom}{settling}{reason}"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _names(names: Iterable[str]) -> str:

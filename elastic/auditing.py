@@ -1,0 +1,99 @@
+"""Audits: replicas hold the same bits, or one of them is wrong, and a majority says which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.aborting import abort
+from elastic.commands import Command, StopWorker, Warned
+from elastic.events import Audited
+from elastic.phases import Ending, Pausing, Running
+from elastic.rewinding import note_clean, rewind
+from elastic.roster import forget
+from elastic.state import CoreState
+
+Split = tuple[tuple[str, ...], ...]
+"""The holders of one part of the state, grouped by what they hold, the largest group first."""
+
+
+def compare(
+    workers: Sequence[str], parts: Sequence[int], sums: Sequence[int]
+) -> tuple[int, tuple[Split, ...]]:
+    """How many workers hold each part at least, and the parts of which they hold different bits.
+
+    For each worker: which part of the state it holds, as a number, and the checksum of that.
+    """
+    holders: dict[int, dict[int, list[str]]] = {}
+    for worker, part, checksum in zip(workers, parts, sums, strict=True):
+        holders.setdefault(part, {}).setdefault(checksum, []).append(worker)
+    fewest = min(sum(map(len, groups.values())) for groups in holders.values())
+    splits = [
+        tuple(sorted((tuple(sorted(group)) for group in groups.values()), key=_by_size))
+        for groups in holders.values()
+        if len(groups) > 1
+    ]
+    return fewest, tuple(sorted(splits))
+
+
+def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
+    """Replace whom a majority names; where there is none, go back to the last clean audit."""
+    is_at_work = isinstance(state.phase, Running | Pausing) and not state.rewind
+    if event.generation != state.generation or not is_at_work:
+        return []
+    if not event.splits:
+        if event.num_replicas > 1:
+            note_clean(state, min(event.step, state.committed_step))
+        return []
+    named = [split for split in event.splits if _has_majority(split)]
+    doubted = [split for split in event.splits if not _has_majority(split)]
+    culprits = sorted({worker for split in named for group in split[1:] for worker in group})
+    commands: list[Command] = []
+    for worker in culprits:
+        cause = f"its state differs from that of its replicas at step {event.step}"
+        commands += [_warned(event, f"{worker}: {cause}"), StopWorker(worker, cause)]
+        forget(state, now, worker, cause)
+    if doubted:
+        commands += _doubt(state, event, doubted)
+    elif state.policy.audit_rewind:
+        commands += _go_back(state, event, f"{_listed(culprits)} had spoilt the gradients")
+    if not culprits:
+        return commands
+    return commands + abort(state, now, f"{_listed(culprits)}: silent corruption", len(culprits))
+
+
+def _doubt(state: CoreState, event: Audited, splits: Sequence[Split]) -> list[Command]:
+    suspects = sorted({worker for split in splits for group in split for worker in group})
+    told = f"{_listed(suspects)} hold different bits of the same state at step {event.step}"
+    told += ", and nobody can tell whose are right"
+    return [_warned(event, told), *_go_back(state, event, told)]
+
+
+def _go_back(state: CoreState, event: Audited, why: str) -> list[Command]:
+    """To the last clean audit, or before. Where only the beginning of a long run is left, or it
+    happens again and again, a person decides."""
+    clean = state.audited_step
+    lasting = [one for one in (*state.older, state.saved) if one and one.step <= clean]
+    if clean and not lasting:
+        shortfall = f"no checkpoint of step {clean} or before is known: set checkpoint_every"
+    elif rewind(state, clean, why):
+        return []
+    else:
+        shortfall = f"going back {state.policy.max_rewinds} times has not helped"
+    state.ending = state.ending or Ending("failed", f"{why}; {shortfall}")
+    return []
+
+
+def _has_majority(split: Split) -> bool:
+    return 2 * len(split[0]) > sum(map(len, split))
+
+
+def _by_size(group: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    return -len(group), group
+
+
+def _listed(workers: Sequence[str]) -> str:
+    return " and ".join(workers)
+
+
+def _warned(event: Audited, text: str) -> Warned:
+    return Warned(event.generation, event.step, "audit", text)

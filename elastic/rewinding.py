@@ -1,0 +1,64 @@
+"""Rewinding: the run goes back to a step before something went wrong, though all of it lives.
+
+The living stand at the wrong step and hold nothing any more, and what was saved since is void: then
+the rule of recovery takes the newest of what is left. Batches that led to the trouble are left out
+for good: which those are is part of the state, so that the samples of a step stay a pure function
+of it (invariant 5).
+"""
+
+from __future__ import annotations
+
+from elastic.events import Saved
+from elastic.samples import batch_number
+from elastic.state import CoreState, Rewind, Void
+
+
+def rewind(state: CoreState, limit: int, cause: str, through: int = 0) -> bool:
+    """Go back to `limit` or before at the next boundary, unless that has been done too often
+    without getting on. All that is saved of later steps is void from now on."""
+    if state.committed_step > state.rewound_from + state.policy.spike_window:
+        state.num_rewinds = 0
+    state.num_rewinds += 1
+    if state.num_rewinds > state.policy.max_rewinds:
+        return False
+    state.rewound_from = max(state.rewound_from, state.committed_step)
+    state.rewind = Rewind(limit, cause, through)
+    state.voids = (*state.voids, Void(limit, state.generation + 1))
+    saved = [one for one in (*state.older, state.saved) if one and one.step <= limit]
+    state.saved = saved.pop() if saved else None
+    state.older = saved
+    state.uploads = {key: up for key, up in state.uploads.items() if up.step <= limit}
+    return True
+
+
+def let_go_of_the_living(state: CoreState) -> None:
+    """Nobody trains any more: what they hold is what is to be undone. A run that ends instead
+    keeps it."""
+    if state.rewind and state.ending and state.held:
+        state.rewind = None
+    elif state.rewind:
+        state.held = state.also_held = None
+
+
+def left_out_after(state: CoreState, step: int) -> tuple[int, ...]:
+    """Which batches are left out once the rewind has come to a step."""
+    if state.rewind is None:
+        return state.left_out
+    steps = range(step + 1, state.rewind.through + 1)
+    return tuple(sorted({*state.left_out, *(batch_number(s, state.left_out) for s in steps)}))
+
+
+def note_saved(state: CoreState, saved: Saved) -> None:
+    """A newer checkpoint is whole; where audits may take the run back, older ones count as well."""
+    if state.policy.audit_every and state.saved:
+        state.older.append(state.saved)
+    state.saved = saved
+
+
+def note_clean(state: CoreState, step: int) -> None:
+    """All replicas are equal: nobody will go back to before the newest checkpoint up to here."""
+    state.audited_step = step
+    if state.saved and state.saved.step <= step:
+        state.older = []
+    before = [saved for saved in state.older if saved.step <= step]
+    state.older = [*before[-1:], *(saved for saved in state.older if saved.step > step)]
