@@ -170,7 +170,8 @@ class Trainer:
             self.snapshots.take(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
-            self._audit(audit, record.step, held.tensors)
+            if not self._audit(audit, record.step, held.tensors):
+                break  # nobody trains on, or saves, what is in doubt
             every = self.options.checkpoint_every
             if every and record.step % every == 0:
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
@@ -305,13 +306,15 @@ class Trainer:
         if world_rank == 0:
             self.report(Evaluated(generation, step, loss))
 
-    def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> None:
+    def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether all replicas are equal, which all ranks find alike."""
         if not audit.is_due(step):
-            return
+            return True
         with self.interruption.leavable():
             audited = audit.compare(step, tensors)
         if audit.groups.world_rank == 0:
             self.report(audited)
+        return not audited.splits
 
     def _save(
         self, generation: int, step: int, holding: Holding, writers: tuple[str, ...] | None

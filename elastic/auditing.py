@@ -8,7 +8,7 @@ from elastic.aborting import abort
 from elastic.commands import Command, StopWorker, Warned
 from elastic.events import Audited
 from elastic.phases import Ending, Pausing, Running
-from elastic.rewinding import note_clean, rewind
+from elastic.rewinding import distrust, note_clean, rewind, shortfall
 from elastic.roster import forget
 from elastic.state import CoreState
 
@@ -47,40 +47,40 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
     named = [split for split in event.splits if _has_majority(split)]
     doubted = [split for split in event.splits if not _has_majority(split)]
     culprits = sorted({worker for split in named for group in split[1:] for worker in group})
+    why_not = shortfall(state, state.audited_step)
+    # A part of these may be of a wrong copy, which nobody would see any more once it is read.
+    distrust(state, state.audited_step)
+    state.shelves, state.protected = [], {}
     commands: list[Command] = []
     for worker in culprits:
         cause = f"its state differs from that of its replicas at step {event.step}"
         commands += [_warned(event, f"{worker}: {cause}"), StopWorker(worker, cause)]
         forget(state, now, worker, cause)
     if doubted:
-        commands += _doubt(state, event, doubted)
+        told = _doubted(event, doubted)
+        commands.append(_warned(event, told))
+        _go_back(state, told, why_not)
     elif state.policy.audit_rewind:
-        commands += _go_back(state, event, f"{_listed(culprits)} had spoilt the gradients")
+        told = f"{_listed(culprits)} had spoilt the gradients up to step {event.step}"
+        _go_back(state, told, why_not)
     if not culprits:
         return commands
     return commands + abort(state, now, f"{_listed(culprits)}: silent corruption", len(culprits))
 
 
-def _doubt(state: CoreState, event: Audited, splits: Sequence[Split]) -> list[Command]:
+def _doubted(event: Audited, splits: Sequence[Split]) -> str:
     suspects = sorted({worker for split in splits for group in split for worker in group})
     told = f"{_listed(suspects)} hold different bits of the same state at step {event.step}"
-    told += ", and nobody can tell whose are right"
-    return [_warned(event, told), *_go_back(state, event, told)]
+    return f"{told}, and nobody can tell whose are right"
 
 
-def _go_back(state: CoreState, event: Audited, why: str) -> list[Command]:
-    """To the last clean audit, or before. Where only the beginning of a long run is left, or it
-    happens again and again, a person decides."""
-    clean = state.audited_step
-    lasting = [one for one in (*state.older, state.saved) if one and one.step <= clean]
-    if clean and not lasting:
-        shortfall = f"no checkpoint of step {clean} or before is known: set checkpoint_every"
-    elif rewind(state, clean, why):
-        return []
-    else:
-        shortfall = f"going back {state.policy.max_rewinds} times has not helped"
-    state.ending = state.ending or Ending("failed", f"{why}; {shortfall}")
-    return []
+def _go_back(state: CoreState, why: str, why_not: str) -> None:
+    """To the last clean audit, or before. Where that cannot be, or it happens again and again, a
+    person decides."""
+    if not why_not and rewind(state, state.audited_step, why):
+        return
+    why_not = why_not or f"going back {state.policy.max_rewinds} times has not helped"
+    state.ending = state.ending or Ending("failed", f"{why}; {why_not}")
 
 
 def _has_majority(split: Split) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.commands import Command, RecordStep, Warned
 from elastic.phases import Ending
-from elastic.rewinding import rewind
+from elastic.rewinding import rewind, shortfall
 from elastic.state import CoreState
 from elastic.votes import StepRecord
 
@@ -39,16 +39,24 @@ def _watch_loss(state: CoreState, record: StepRecord) -> list[Command]:
         return []
     losses = sorted(loss for _, loss in state.recent_losses)
     median = losses[len(losses) // 2] if losses else 0.0
-    if 2 * len(losses) >= window and record.loss > factor * median > 0:
-        told = f"{record.loss:.4g} after a median of {median:.4g}"
-        cause = f"the loss of step {record.step} spiked: {told}"
-        if rewind(state, record.step - 1, cause, record.step):
-            return [_warned(state, record, "spike", cause)]
-        if state.num_rewinds == state.policy.max_rewinds + 1:  # told once
-            most = f"the run has gone back {state.policy.max_rewinds} times and goes on"
-            return [_warned(state, record, "spike", f"{cause}; {most}")]
-    state.recent_losses = [*state.recent_losses, (record.step, record.loss)][-window:]
-    return []
+    is_spike = 2 * len(losses) >= window and record.loss > factor * median > 0
+    commands = _go_back(state, record, median) if is_spike else []
+    if not state.rewind:
+        state.recent_losses = [*state.recent_losses, (record.step, record.loss)][-window:]
+    return commands
+
+
+def _go_back(state: CoreState, record: StepRecord, median: float) -> list[Command]:
+    """Where the run cannot, or has done so too often, it goes on; that is told once a spike."""
+    limit = record.step - 1
+    told = f"{record.loss:.4g} after a median of {median:.4g}"
+    cause = f"the loss of step {record.step} spiked: {told}"
+    why_not = shortfall(state, limit)
+    if not why_not and rewind(state, limit, cause, record.step):
+        return [_warned(state, record, "spike", cause)]
+    is_new, state.spiked_step = state.spiked_step < limit, record.step
+    why_not = why_not or f"going back {state.policy.max_rewinds} times has not helped"
+    return [_warned(state, record, "spike", f"{cause}; {why_not}")] if is_new else []
 
 
 def _warned(state: CoreState, record: StepRecord, kind: str, text: str) -> Command:

@@ -36,7 +36,7 @@ class Policy:
     """So many steps in a row that were skipped, since a number was not finite: the run has failed;
     0 is never."""
     spike_factor: float = 0.0
-    """A loss over so many times the median of the latest is a spike; 0 is never."""
+    """A loss over so many times the median of the latest takes the run back; 0 is never."""
     spike_window: int = 32
     """Of so many latest losses; judged once there is half of them."""
     audit_every: int = 0

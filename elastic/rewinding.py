@@ -15,7 +15,7 @@ from elastic.state import CoreState, Rewind, Void
 
 def rewind(state: CoreState, limit: int, cause: str, through: int = 0) -> bool:
     """Go back to `limit` or before at the next boundary, unless that has been done too often
-    without getting on. All that is saved of later steps is void from now on."""
+    without getting on."""
     if state.committed_step > state.rewound_from + state.policy.spike_window:
         state.num_rewinds = 0
     state.num_rewinds += 1
@@ -23,12 +23,31 @@ def rewind(state: CoreState, limit: int, cause: str, through: int = 0) -> bool:
         return False
     state.rewound_from = max(state.rewound_from, state.committed_step)
     state.rewind = Rewind(limit, cause, through)
+    distrust(state, limit)
+    return True
+
+
+def shortfall(state: CoreState, limit: int) -> str:
+    """Why the run cannot go back to this step or before, if so: all of a long run is not given up,
+    and what keepers have is not known until they are asked."""
+    few = max(state.policy.spike_window, state.policy.audit_every)
+    if saved_up_to(state, limit) or state.committed_step <= few:
+        return ""
+    return f"there is no checkpoint of step {limit} or before to go back to: set checkpoint_every"
+
+
+def distrust(state: CoreState, limit: int) -> None:
+    """What is saved of steps beyond `limit`, or is being written, is void from now on."""
     state.voids = (*state.voids, Void(limit, state.generation + 1))
-    saved = [one for one in (*state.older, state.saved) if one and one.step <= limit]
+    saved = saved_up_to(state, limit)
     state.saved = saved.pop() if saved else None
     state.older = saved
     state.uploads = {key: up for key, up in state.uploads.items() if up.step <= limit}
-    return True
+
+
+def saved_up_to(state: CoreState, limit: int) -> list[Saved]:
+    """The known checkpoints of these steps, the newest last."""
+    return [one for one in (*state.older, state.saved) if one and one.step <= limit]
 
 
 def let_go_of_the_living(state: CoreState) -> None:

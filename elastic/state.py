@@ -155,6 +155,8 @@ class CoreState:
     """The first of the steps up to the committed one that were all skipped."""
     recent_losses: list[tuple[int, float]] = field(default_factory=list)
     """The latest steps that have one, with it; only where spikes are watched for."""
+    spiked_step: int = 0
+    """The latest whose loss spiked, and the run went on."""
     audited_step: int = 0
     """Up to here all replicas were found equal, or the run was begun from here."""
     rewind: Rewind | None = None

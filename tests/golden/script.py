@@ -5,14 +5,16 @@ its commands and, after `=`, the phase that it goes to. `#` begins a comment. Wo
 are the reader's own:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
-        [snapshot_every=N]
+        [snapshot_every=N] [max_skipped=N] [spike_factor=F] [spike_window=N] [audit_every=N]
+        [audit_rewind=1]
     open [saved STEP gG]                a controller takes the run
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
     lost W... CAUSE: | suspected W... | leaving W... | draining NODE
     formed W... | moved W...            groups are formed; the state is in place
-    steps 3..7 [whole] | paused W... at 7   world rank 0 tells of committed steps; all snapshots
-                                        were whole
+    steps 3..7 [whole] [skipped] [loss X] | paused W... at 7   world rank 0 tells of committed
+                                        steps; all snapshots were whole
+    audited 10 [W... | W...]            replicas were compared; who differs from whom
     keeper ready NODE | keeper lost NODE
     kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
@@ -27,6 +29,7 @@ What workers tell bears the present generation, unless `gG` says another.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from sim.telling import command_in_words, phase_in_words
@@ -34,6 +37,7 @@ from sim.telling import command_in_words, phase_in_words
 from elastic.commands import Command, RecordStep
 from elastic.core import Core
 from elastic.events import (
+    Audited,
     Checkpointed,
     Event,
     GroupFormed,
@@ -66,7 +70,7 @@ from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
 
-KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with")
+KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with", "loss")
 FLAGS = ("gradients", "torn")
 
 
@@ -126,6 +130,8 @@ class Script:
                 yield StopRequested("SIGTERM")
             case "steps":
                 yield from self._steps(rest)
+            case "audited":
+                yield self._audited(rest)
             case "checkpointed":
                 generation = self._generation(rest)
                 step = int(rest[0])
@@ -139,6 +145,10 @@ class Script:
         of = self._generation(words)
         slots = tuple(Slot(name, of, step) for name in names for step in steps)
         return KeeperTold(words[0], self._core.state.generation, slots)
+
+    def _audited(self, words: list[str]) -> Audited:
+        groups = tuple(tuple(group.split()) for group in " ".join(words[1:]).split(" | ") if group)
+        return Audited(self._core.state.generation, int(words[0]), 2, (groups,) if groups else ())
 
     def _of_workers(self, kind: str, words: list[str]) -> Iterator[Event]:
         """One event for each worker that the line names."""
@@ -182,7 +192,9 @@ class Script:
         generation = self._generation(words)
         for step in _range(words[0]):
             self._now += 0.5
-            record = self._record(step)
+            skipped, told = "skipped" in words, _keywords(words)
+            loss = None if skipped else float(told.get("loss", "2"))
+            record = replace(self._record(step), loss=loss, skipped=skipped)
             vote = _vote(step, record.world_size if "whole" in words else 0)
             yield StepCommitted(generation, record, vote)
 
@@ -217,7 +229,16 @@ def _opening(told: dict[str, str]) -> RunOpened:
     )
     wish = Wish.parse(told.get("layout", ""), int(largest))
     every = int(told.get("snapshot_every", 0))
-    policy = Policy(int(smallest), int(largest), snapshot_every=every)
+    policy = Policy(
+        int(smallest),
+        int(largest),
+        snapshot_every=every,
+        max_skipped=int(told.get("max_skipped", 0)),
+        spike_factor=float(told.get("spike_factor", 0)),
+        spike_window=int(told.get("spike_window", 4)),
+        audit_every=int(told.get("audit_every", 0)),
+        audit_rewind="audit_rewind" in told,
+    )
     return RunOpened(1, policy, wish, job)
 
 

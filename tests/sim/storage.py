@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,9 +63,10 @@ class Storage:
         self._saved.append(saved)
         return saved
 
-    def newest(self) -> Saved | None:
-        """What a controller that begins anew finds."""
-        return max(self._saved, key=lambda saved: (saved.step, saved.generation), default=None)
+    def newest(self, stands: Callable[[int, int], bool]) -> Saved | None:
+        """What a controller that begins anew finds, of what counts."""
+        found = [saved for saved in self._saved if stands(saved.step, saved.generation)]
+        return max(found, key=lambda saved: (saved.step, saved.generation), default=None)
 
 
 def _whole(step: int, parts: list[PartFile]) -> Checkpoint:

@@ -6,13 +6,14 @@ A run that fails tells its seed, its faults and what happened last; keep the see
 from __future__ import annotations
 
 import pytest
-from sim.scenario import drawn, drawn_with_relayouts, drawn_with_snapshots
+from sim.scenario import drawn, drawn_with_bad_numbers, drawn_with_relayouts, drawn_with_snapshots
 from sim.seeds import KEPT
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 200
+NUM_SEEDS_NUMBERS = 200
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -32,6 +33,12 @@ def test_layouts_change_among_what_is_drawn(first: int) -> None:
 def test_snapshots_are_taken_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_snapshots(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_NUMBERS, 50))
+def test_numbers_go_bad_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_bad_numbers(seed))
 
 
 @pytest.mark.parametrize("seed", KEPT)
