@@ -30,6 +30,12 @@ TABLE_WIDTH = 110
 """Of what is written to a file; a terminal has its own."""
 
 
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
+]
+
+
 @app.callback()
 def elastic() -> None:
     """Training that never stops because a machine did."""
@@ -58,10 +64,7 @@ def train(
             help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow), or 'random'."
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
-    ] = None,
+    set_: Changes = None,
     audit_every: Annotated[
         int | None,
         typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
@@ -116,10 +119,7 @@ def sweep_command(
     data: Annotated[
         str | None, typer.Option(help="A folder, file or glob of text, or 'random'.")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
-    ] = None,
+    set_: Changes = None,
 ) -> None:
     """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
     asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)

@@ -91,7 +91,6 @@ def run_plainly(
             **policy,
         }
     )
-    job = job_of(settings, made)
     lease = claim(folder)
     shell = Shell(folder, lease, due)
     options = WorkerOptions(
@@ -111,7 +110,7 @@ def run_plainly(
     guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     guard.start()
     try:
-        opening = RunOpened(0, rules, Wish.parse(layout, workers), job)
+        opening = RunOpened(0, rules, Wish.parse(layout, workers), job_of(settings, made))
         stopped = shell.run(fleet, opening)
     finally:
         guard.cancel()
