@@ -74,8 +74,7 @@ def train(
         typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
     ] = None,
     record_samples: Annotated[
-        bool,
-        typer.Option("--record-samples", help="Write down the samples as each rank reads them."),
+        bool, typer.Option("--record-samples", help="Write down the samples each rank reads.")
     ] = False,
     tracking_uri: Annotated[
         str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
