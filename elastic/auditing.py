@@ -12,6 +12,8 @@ from elastic.rewinding import distrust, note_clean, rewind, shortfall
 from elastic.roster import forget
 from elastic.state import CoreState
 
+SILENT = "silent corruption"
+
 Split = tuple[tuple[str, ...], ...]
 """The holders of one part of the state, grouped by what they hold, the largest group first."""
 
@@ -46,26 +48,27 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
         return []
     named = [split for split in event.splits if _has_majority(split)]
     doubted = [split for split in event.splits if not _has_majority(split)]
-    culprits = sorted({worker for split in named for group in split[1:] for worker in group})
+    culprits = {w: len(split[0]) for split in named for group in split[1:] for w in group}
     why_not = shortfall(state, state.audited_step)
     # A part of these may be of a wrong copy, which nobody would see any more once it is read.
     distrust(state, state.audited_step)
     state.shelves, state.protected = [], {}
     commands: list[Command] = []
-    for worker in culprits:
-        cause = f"its state differs from that of its replicas at step {event.step}"
-        commands += [_warned(event, f"{worker}: {cause}"), StopWorker(worker, cause)]
-        forget(state, now, worker, cause)
+    for worker, num_others in sorted(culprits.items()):
+        told = f"{worker} holds other bits than {num_others} replicas of the same state"
+        commands.append(_warned(event, f"{told} at step {event.step}: it is replaced"))
+        commands.append(StopWorker(worker, SILENT))
+        forget(state, now, worker, SILENT)
     if doubted:
         told = _doubted(event, doubted)
         commands.append(_warned(event, told))
         _go_back(state, told, why_not)
     elif state.policy.audit_rewind:
-        told = f"{_listed(culprits)} had spoilt the gradients up to step {event.step}"
+        told = f"{_listed(sorted(culprits))} had spoilt the gradients up to step {event.step}"
         _go_back(state, told, why_not)
     if not culprits:
         return commands
-    return commands + abort(state, now, f"{_listed(culprits)}: silent corruption", len(culprits))
+    return commands + abort(state, now, f"{_listed(sorted(culprits))}: {SILENT}", len(culprits))
 
 
 def _doubted(event: Audited, splits: Sequence[Split]) -> str:
