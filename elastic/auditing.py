@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.aborting import abort
+from elastic.aborting import abort, on_lost
 from elastic.commands import Command, StopWorker, Warned
 from elastic.events import Audited
-from elastic.phases import Ending, Pausing, Running
+from elastic.phases import Aborting, Ending, Pausing, Running
 from elastic.rewinding import distrust, note_clean, rewind, shortfall
 from elastic.roster import forget
 from elastic.state import CoreState
@@ -39,7 +39,7 @@ def compare(
 
 def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
     """Replace whom a majority names; where there is none, go back to the last clean audit."""
-    is_at_work = isinstance(state.phase, Running | Pausing) and not state.rewind
+    is_at_work = isinstance(state.phase, Running | Pausing | Aborting) and not state.rewind
     if event.generation != state.generation or not is_at_work:
         return []
     if not event.splits:
@@ -52,7 +52,6 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
     why_not = shortfall(state, state.audited_step)
     # A part of these may be of a wrong copy, which nobody would see any more once it is read.
     distrust(state, state.audited_step)
-    state.shelves, state.protected = [], {}
     commands: list[Command] = []
     for worker, num_others in sorted(culprits.items()):
         told = f"{worker} holds other bits than {num_others} replicas of the same state"
@@ -66,9 +65,18 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
     elif state.policy.audit_rewind:
         told = f"{_listed(sorted(culprits))} had spoilt the gradients up to step {event.step}"
         _go_back(state, told, why_not)
+    return commands + _go_on_without(state, now, sorted(culprits))
+
+
+def _go_on_without(state: CoreState, now: float, culprits: Sequence[str]) -> list[Command]:
     if not culprits:
-        return commands
-    return commands + abort(state, now, f"{_listed(sorted(culprits))}: {SILENT}", len(culprits))
+        return []
+    if not isinstance(state.phase, Aborting):
+        return abort(state, now, f"{_listed(culprits)}: {SILENT}", len(culprits))
+    commands: list[Command] = []
+    for worker in culprits:
+        commands += on_lost(state, now, worker) if isinstance(state.phase, Aborting) else []
+    return commands
 
 
 def _doubted(event: Audited, splits: Sequence[Split]) -> str:

@@ -37,7 +37,10 @@ def shortfall(state: CoreState, limit: int) -> str:
 
 
 def distrust(state: CoreState, limit: int) -> None:
-    """What is saved of steps beyond `limit`, or is being written, is void from now on."""
+    """What is saved or kept of steps beyond `limit`, or is being so, is void from now on."""
+    for shelf in state.shelves:
+        shelf.newest_step = limit if shelf.newest_step is None else min(limit, shelf.newest_step)
+    state.protected = {}
     state.voids = (*state.voids, Void(limit, state.generation + 1))
     saved = saved_up_to(state, limit)
     state.saved = saved.pop() if saved else None
