@@ -39,7 +39,7 @@ def compare(
 
 def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
     """Replace whom a majority names; where there is none, go back to the last clean audit."""
-    is_at_work = isinstance(state.phase, Running | Pausing | Aborting) and not state.rewind
+    is_at_work = isinstance(state.phase, Running | Pausing | Aborting)
     if event.generation != state.generation or not is_at_work:
         return []
     if not event.splits:

@@ -202,6 +202,8 @@ class Checks:
         assert command.step < command.from_step
         self._recorded_step = command.step
         if command.cause:  # what is held is what shall be undone
+            assert command.step <= state.voids[-1].step, "not far enough back"
+            assert bool(command.left_out) == ("spiked" in command.cause)
             self._has_rewound = True
             self._generation_of = {
                 s: g for s, g in self._generation_of.items() if s <= command.step

@@ -7,6 +7,7 @@ import pytest
 from elastic.commands import Command, Resume, RolledBack, Warned
 from elastic.core import Core
 from elastic.events import (
+    Audited,
     Checkpointed,
     GroupFormed,
     Paused,
@@ -20,6 +21,8 @@ from elastic.events import (
 )
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.rewinding import note_clean, note_saved
+from elastic.state import CoreState, Void
 from elastic.votes import StepRecord, Vote
 
 
@@ -135,3 +138,81 @@ def test_who_has_come_further_may_go_back_as_often_again() -> None:
         for _ in range(4):
             commit(core, 2.0)
     assert core.state.num_rewinds == 1 and len(core.state.left_out) == 3
+
+
+def test_what_is_undone_is_forgotten() -> None:
+    """Losses, skipped steps and clean audits of later steps are those of another history."""
+    core = training(spike_factor=3.0, spike_window=8, audit_every=1)
+    for loss in (2.0, 2.0, 2.0, 2.0):
+        commit(core, loss)
+    save(core)
+    for loss in (2.5, None, None):
+        commit(core, loss)
+        core.step(0.0, Audited(core.state.generation, core.state.committed_step, 2))
+    assert (core.state.skipped_since, core.state.audited_step) == (6, 7)
+    saved = core.state.saved
+    assert open_run(core, core.state.policy, saved)
+    state = core.state
+    assert [step for step, _ in state.recent_losses] == [1, 2, 3, 4]
+    assert (state.committed_step, state.skipped_since, state.audited_step) == (4, None, 4)
+
+
+def test_going_back_by_itself_forgets_as_well() -> None:
+    core = training(spike_factor=3.0, spike_window=8, audit_every=1)
+    for loss in (2.0, 2.0, 2.0, 2.0):
+        commit(core, loss)
+    save(core)
+    for loss in (2.0, None, 9.0):
+        commit(core, loss)
+        core.step(0.0, Audited(core.state.generation, core.state.committed_step, 2))
+    assert core.state.audited_step == 7
+    pause(core)
+    state = core.state
+    assert [step for step, _ in state.recent_losses] == [1, 2, 3, 4]
+    assert (state.committed_step, state.skipped_since, state.audited_step) == (4, None, 4)
+
+
+def test_the_count_of_skipped_steps_outlives_the_controller() -> None:
+    core = training(max_skipped=3)
+    commit(core, 2.0)
+    for _ in range(2):
+        commit(core, None)
+    save(core)
+    open_run(core, core.state.policy, core.state.saved)
+    assert core.state.ending is None
+    commit(core, None)
+    assert core.state.ending and "steps 2 to 4" in core.state.ending.reason
+
+
+def test_what_is_void_stays_so_however_often_a_controller_begins() -> None:
+    core = training()
+    core.state.voids = (Void(4, 2),)
+    for _ in range(2):
+        open_run(core, core.state.policy)
+        assert core.state.voids == (Void(4, 2),)
+
+
+def test_a_run_that_is_begun_again_goes_back_to_where_it_began() -> None:
+    core = training(audit_every=50, spike_window=2)
+    for _ in range(60):
+        commit(core, 2.0)
+    save(core)
+    open_run(core, core.state.policy, core.state.saved)
+    for _ in range(40):
+        commit(core, 2.0)
+    split = (("w0",), ("w1",))
+    core.step(0.0, Audited(core.state.generation, 100, 2, (split,)))
+    assert core.state.rewind and core.state.rewind.limit == 60
+
+
+def test_only_checkpoints_that_may_be_gone_back_to_are_remembered() -> None:
+    state = CoreState(policy=Policy(audit_every=5))
+    for step in (4, 8, 12, 16):
+        note_saved(state, Saved(step, 1, ""))
+    for clean, wanted in ((3, [4, 8, 12]), (5, [4, 8, 12]), (10, [8, 12]), (15, [12]), (20, [])):
+        note_clean(state, clean)
+        assert [saved.step for saved in state.older] == wanted
+    state = CoreState()
+    for step in (4, 8):
+        note_saved(state, Saved(step, 1, ""))
+    assert state.older == [] and state.saved == Saved(8, 1, "")
