@@ -42,10 +42,7 @@ def choose_source(state: CoreState) -> Source:
     held = living(state)
     if held:
         return Source("live", state.committed_step, held.assignment, frozenset(held.holders))
-    there = [*_standing(state), *_kept(state), *_lasting(state)]
-    if state.rewind:
-        there = [holding for holding in there if holding.step <= state.rewind.limit]
-    choice = choose(None, there)
+    choice = choose(None, [*_standing(state), *_kept(state), *_lasting(state)])
     assert not isinstance(choice, Infeasible), "the initial state is always there"
     if choice.tier is Tier.SNAPSHOT:
         return _out_of_snapshots(state, choice)

@@ -132,7 +132,18 @@ def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> N
     assert_same(again, [loss for loss, _ in seen], weights)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
+    """That of step 12; the run pauses before the next is due."""
+    watching = {"spike_factor": 3.0, "spike_window": 16, "program": "spoilers:spiking_batch"}
+    run = run_plainly(tmp_path, SETTINGS, 2, layout="fsdp=2", snapshot_every=6, **watching)
+    [rolled_back] = run.told("RolledBack")
+    assert (rolled_back["step"], rolled_back["source"]) == (SPOILT_BATCH, "snapshot")
+    assert rolled_back["left_out"] == [SPOILT_BATCH]
+    seen, weights = expected(SETTINGS, NUM_STEPS, left_out=(SPOILT_BATCH,))
+    assert_same(run, [loss for loss, _ in seen], weights)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_replicas_stay_equal_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """After every step, also over re-layouts, a kill and a newcomer."""
     due = ((20, LayoutRequested("shards", Wish.parse("dp=2,fsdp=2"))),)
@@ -165,7 +176,7 @@ def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> Non
     assert told[6:10] != pytest.approx(losses[6:10], rel=1e-9), "the flip was seen in the loss"
 
 
-@pytest.mark.parametrize("layout", ["dp=3", "dp=4"])
+@pytest.mark.parametrize("layout", ["dp=3", pytest.param("dp=4", marks=pytest.mark.slow)])
 def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path) -> None:
     run = run_plainly(
         tmp_path,

@@ -21,8 +21,8 @@ from elastic.events import (
 )
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
-from elastic.rewinding import note_clean, note_saved
-from elastic.state import CoreState, Void
+from elastic.rewinding import distrust, note_clean, note_saved
+from elastic.state import CoreState, Shelf, Void
 from elastic.votes import StepRecord, Vote
 
 
@@ -216,3 +216,14 @@ def test_only_checkpoints_that_may_be_gone_back_to_are_remembered() -> None:
     for step in (4, 8):
         note_saved(state, Saved(step, 1, ""))
     assert state.older == [] and state.saved == Saved(8, 1, "")
+
+
+def test_snapshots_of_what_is_distrusted_protect_nobody() -> None:
+    core = training()
+    assert core.state.held
+    state, assignment = core.state, core.state.held.assignment
+    state.shelves = [Shelf(assignment, newest) for newest in (2, 9, None)]
+    state.protected = {"w0": ("node",)}
+    distrust(state, 5)
+    assert [shelf.newest_step for shelf in state.shelves] == [2, 5, 5]
+    assert state.protected == {}
