@@ -255,7 +255,7 @@ class Membership:
         """Once a layout: an audit that was asked for has nothing to compare."""
         if self.layout not in self._told_alone:
             self._told_alone.add(self.layout)
-            text = f"no audit under {self.layout}: nobody has a copy of what another trains"
+            text = f"no audit under {self.layout}: no worker is a copy of another"
             self._note(line, "audit", text, "no replicas")
 
     def _stop(self, line: dict[str, Any]) -> None:

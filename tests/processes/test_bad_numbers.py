@@ -17,10 +17,11 @@ from actors.checkpoints import newest_whole
 from actors.faults import Fault
 from actors.launch import exit_code
 from elastic.events import LayoutRequested
+from elastic.layout import Layout
 from elastic.planning import Wish
 from elastic.regions import Region
 from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from pipelines.recipes import tiny, tiny_moe
 from pipelines.settings import DataSettings, OptimizerSettings
 
 NUM_STEPS = 24
@@ -76,8 +77,8 @@ SPOILT = {
 def test_a_step_that_is_not_finite_changes_nothing(name: str, tmp_path: Path) -> None:
     layout, program = SPOILT[name]
     kind = {"program": program} if program else {"faults": (Fault("nan", "w1", SPOILT_STEP),)}
-    run = run_plainly(tmp_path, changed(eval_every=1), 2, layout=layout, **kind)
-    seen, weights = expected(SETTINGS, NUM_STEPS, undone=(SPOILT_STEP,))
+    run = run_plainly(tmp_path, changed(eval_every=1, steps=12), 2, layout=layout, **kind)
+    seen, weights = expected(SETTINGS, 12, undone=(SPOILT_STEP,))
     assert_same(run, [loss for loss, _ in seen], weights)
     assert_nothing_redone(run)
     [skipped] = [line for line in run.metrics if line["skipped"]]
@@ -146,15 +147,38 @@ def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_replicas_stay_equal_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """After every step, also over re-layouts, a kill and a newcomer."""
-    due = ((20, LayoutRequested("shards", Wish.parse("dp=2,fsdp=2"))),)
-    due += ((60, LayoutRequested("replicas", Wish.parse("dp=2,tp=2"))),)
-    settings = changed(dtype=dtype, steps=80)
-    kill = Fault("kill", "w3", 40)
+    due = ((10, LayoutRequested("shards", Wish.parse("dp=2,fsdp=2"))),)
+    due += ((35, LayoutRequested("replicas", Wish.parse("dp=2,tp=2"))),)
+    settings = changed(dtype=dtype, steps=45)
+    kill = Fault("kill", "w3", 20)
     run = run_plainly(tmp_path, settings, 4, layout="dp=4", due=due, faults=(kill,), audit_every=1)
     assert run.stopped.outcome == "completed"
     audits = run.told("Audited")
-    assert len(audits) >= 70 and not any(line["splits"] for line in audits)
+    assert len(audits) >= 40 and not any(line["splits"] for line in audits)
     assert not run.told("Warned")
+
+
+LAYOUTS = {
+    "dp=2,cp=2": tiny,
+    "dp=2,pp=2": tiny,
+    "fsdp=2,zero=0": tiny,
+    "dp=2,fsdp=2,zero=1": tiny,
+    "dp=2,fsdp=2,zero=2": tiny,
+    "dp=2,fsdp=2,ep=2": tiny_moe,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_replicas_stay_equal_under_any_layout(layout: str, tmp_path: Path) -> None:
+    changes = {"data": SETTINGS.data, "dtype": "float32", "steps": 15, "eval_every": 0}
+    settings = LAYOUTS[layout]().model_copy(update=changes)
+    num_workers = Layout.parse(layout).num_workers
+    run = run_plainly(tmp_path, settings, num_workers, layout=layout, audit_every=1)
+    assert run.stopped.outcome == "completed"
+    audits = run.told("Audited")
+    assert [line["step"] for line in audits] == list(range(1, 16))
+    assert all(line["num_replicas"] >= 2 and not line["splits"] for line in audits)
 
 
 def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> None:

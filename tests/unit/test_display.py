@@ -188,7 +188,7 @@ def test_bad_numbers_are_told(tmp_path: Path) -> None:
     assert told[-5:-1] == [
         "step 1 was skipped: a loss or gradient was not finite",
         f"rolled back from step 10 to 5: {spiked}; the data of 4 steps left out",
-        "no audit under dp=2: nobody has a copy of what another trains",
+        "no audit under dp=2: no worker is a copy of another",
         "w1 holds other bits than 2 replicas: it is replaced",
     ]
     skipped = display.history.membership.happenings[-4]
