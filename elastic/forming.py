@@ -59,7 +59,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return end(state, now)
     proposal = next_assignment(state, source.old)
     if isinstance(proposal, Infeasible):
-        return _refuse(state, now, proposal)
+        return end(state, now) if state.ending else _refuse(state, now, proposal)
     assignment = proposal.assignment
     state.generation = assignment.generation
     state.former_wish = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 from sim.scenario import drawn, drawn_with_bad_numbers, drawn_with_relayouts, drawn_with_snapshots
-from sim.seeds import KEPT
+from sim.seeds import KEPT, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
@@ -46,6 +46,11 @@ def test_what_was_found_once_is_not_found_again(seed: int) -> None:
     simulate(drawn(seed))
 
 
+@pytest.mark.parametrize("seed", KEPT_WITH_BAD_NUMBERS)
+def test_what_was_found_among_bad_numbers_is_not_found_again(seed: int) -> None:
+    simulate(drawn_with_bad_numbers(seed))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SEEDS + NUM_SEEDS_SLOW, 1000))
 def test_many_more(first: int) -> None:
@@ -58,3 +63,10 @@ def test_many_more(first: int) -> None:
 def test_many_more_with_changing_layouts(first: int) -> None:
     for seed in range(first, first + 1000):
         simulate(drawn_with_relayouts(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SEEDS + NUM_SEEDS_SLOW // 3, 1000))
+def test_many_more_with_bad_numbers(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn_with_bad_numbers(seed))
