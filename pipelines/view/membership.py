@@ -209,7 +209,7 @@ class Membership:
             case "RolledBack":
                 self._roll_back(line)
             case "Warned":
-                self._note(line, line["kind"], line["text"], f"step {line['step']}")
+                self._note(line, line["kind"], line["text"], f"{line['kind']} at {line['step']}")
             case "Audited" if line["num_replicas"] == 1:
                 self._tell_of_no_replicas(line)
             case "Checkpointed":
