@@ -307,12 +307,13 @@ class Trainer:
             self.report(Evaluated(generation, step, loss))
 
     def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all replicas are equal, which all ranks find alike."""
+        """Whether all replicas are equal, which all ranks find alike; if not, all tell of it, since
+        one that is broken may not live to do so."""
         if not audit.is_due(step):
             return True
         with self.interruption.leavable():
             audited = audit.compare(step, tensors)
-        if audit.groups.world_rank == 0:
+        if audited.splits or audit.groups.world_rank == 0:
             self.report(audited)
         return not audited.splits
 

@@ -46,6 +46,9 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
         if event.num_replicas > 1:
             note_clean(state, min(event.step, state.committed_step))
         return []
+    if state.judged_generation == event.generation:
+        return []  # another worker has told of it, and this generation ends
+    state.judged_generation = event.generation
     named = [split for split in event.splits if _has_majority(split)]
     doubted = [split for split in event.splits if not _has_majority(split)]
     culprits = {w: len(split[0]) for split in named for group in split[1:] for w in group}

@@ -159,6 +159,8 @@ class CoreState:
     """The latest whose loss spiked, and the run went on."""
     audited_step: int = 0
     """Up to here all replicas were found equal, or the run was begun from here."""
+    judged_generation: int = 0
+    """In which replicas were found to differ."""
     rewind: Rewind | None = None
     """Until a generation is formed from an older step."""
     rewound_from: int = 0

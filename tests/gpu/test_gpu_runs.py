@@ -122,6 +122,6 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     flip = Fault("flip", "w1", 7)
     run = train(tmp_path, 3, layout="dp=3", faults=(flip,), audit_every=5)
     assert run.stopped.outcome == "completed"
-    [found] = [line for line in run.told("Audited") if line["splits"]]
+    found, *_ = [line for line in run.told("Audited") if line["splits"]]
     assert found["splits"] == [[["w0", "w2"], ["w1"]]]
     assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]

@@ -185,7 +185,7 @@ def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> Non
     """What it has done to the gradients until then stays in the parameters of all."""
     run = run_plainly(tmp_path, changed(steps=60), 3, layout="dp=3", faults=(FLIP,), audit_every=5)
     assert run.stopped.outcome == "completed"
-    [found] = [line for line in run.told("Audited") if line["splits"]]
+    found, *_ = [line for line in run.told("Audited") if line["splits"]]
     assert (found["step"], found["splits"]) == (10, [[["w0", "w2"], ["w1"]]])
     assert_nothing_redone(run)
     assert {line["worker"] for line in run.told("WorkerLost")} == {"w1"}

@@ -154,7 +154,7 @@ def test_bad_numbers_from_the_command_line(tmp_path: Path) -> None:
         "--inject", "nan in worker 2 at step 20", "--inject", "nan in worker 0 at step 21",
     ) as command:  # fmt: skip
         code, output = command.finish()
-        [found] = [line for line in command.lines("Audited") if line["splits"]]
+        found, *_ = [line for line in command.lines("Audited") if line["splits"]]
         last = command.lines("Checkpointed")[-1]["step"]
         skipped = [line["step"] for line in command.metrics() if line["skipped"]]
     assert code == 1, output

@@ -266,7 +266,7 @@ class Trainer:
         members = assignment.members
         told = [brought[worker] for worker in members]
         fewest, splits = compare(members, [p for p, _ in told], [int(lie) for _, lie in told])
-        if control.world_rank == 0:
+        if splits or control.world_rank == 0:
             control.report(Audited(self._order.generation, step, fewest, splits))
         return not splits
 
