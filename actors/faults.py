@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
+
+import torch
+from torch import Tensor
 
 Moment = Literal[
     "compute",
@@ -25,7 +30,8 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`kill`, `stop` (SIGSTOP), `hang` or `raise`: done by `worker` to itself, once.
+    """`kill`, `stop` (SIGSTOP), `hang`, `raise`, `flip` (a bit of a parameter) or `nan` (its loss):
+    done by `worker` to itself, once.
 
     At the given moment of `step`, or of any step if it is 0. In `reading` the vote is decided and
     this worker has not seen it; in `settling` it comes to it after an abort. In `writing` and
@@ -34,7 +40,7 @@ class Fault:
     would train.
     """
 
-    action: Literal["kill", "stop", "hang", "raise"]
+    action: Literal["kill", "stop", "hang", "raise", "flip", "nan"]
     worker: str
     step: int
     moment: Moment = "compute"
@@ -48,8 +54,7 @@ class Faults:
 
     def at(self, moment: Moment, step: int) -> None:
         """Do what is due now. `hang` blocks without ever asking for interruptions."""
-        for fault in [f for f in self._due if f.moment == moment and f.step in (0, step)]:
-            self._due.remove(fault)
+        for fault in self._take(("kill", "stop", "hang", "raise"), moment, step):
             match fault.action:
                 case "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -59,3 +64,27 @@ class Faults:
                     time.sleep(3600)
                 case "raise":
                     raise RuntimeError(f"{fault.worker} was told to raise at step {step}")
+
+    def flip_a_bit(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """As a cosmic ray or a broken device does: nobody is told. It is a high bit of the mantissa
+        of the first parameter's first element."""
+        for _ in self._take(("flip",), "compute", step):
+            tensor = next(tensor for tensor in tensors().values() if tensor.numel())
+            element = tensor[(0,) * tensor.ndim].reshape(1)
+            element.view(torch.uint8)[-2].bitwise_xor_(0b1000)
+
+    def poison(self, step: int, sums: Tensor) -> None:
+        """Its loss, and what it tells of its gradients, are no numbers."""
+        for _ in self._take(("nan",), "compute", step):
+            sums[0] = sums[2] = math.nan
+
+    def _take(self, actions: tuple[str, ...], moment: Moment, step: int) -> list[Fault]:
+        """What of this is due now; it happens once."""
+        due = [
+            fault
+            for fault in self._due
+            if fault.action in actions and fault.moment == moment and fault.step in (0, step)
+        ]
+        for fault in due:
+            self._due.remove(fault)
+        return due

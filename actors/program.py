@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -90,8 +90,12 @@ class Replica(Protocol):
     def tensors(self) -> dict[str, torch.Tensor]:
         """The local state by logical name, sharing memory with what is trained."""
 
-    def compute(self, step: int, interrupt: Interrupt) -> torch.Tensor:
+    def compute(
+        self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()
+    ) -> torch.Tensor:
         """Forward, backward and gradient reduction for this rank's microbatches of a step.
+
+        The batches with the numbers `left_out` are read by no step; see `elastic.samples`.
 
         Returns float64 `(loss sum, token count, squared norm of the local gradients, each
         divided by its number of copies)`, shape (3,), on the device. When the host has read a

@@ -41,6 +41,7 @@ from elastic.commands import (
     Stopped,
     StopWorker,
     Waited,
+    Warned,
     WishCheckpoint,
 )
 from elastic.core import Core
@@ -192,7 +193,7 @@ class Shell:
                 self._post_due(command.record.step)
             case Stopped():
                 self.outcome = command
-            case Relaid() | RolledBack() | Waited() | LayoutAnswered():
+            case Relaid() | RolledBack() | Warned() | Waited() | LayoutAnswered():
                 pass  # telling it was all there was to do
 
     def _post_due(self, step: int) -> None:

@@ -37,6 +37,8 @@ class Stepper:
         snapshots: Snapshots,
         writer: PartWriter,
     ) -> None:
+        self.left_out: tuple[int, ...] = ()
+        """The numbers of the batches that no step reads."""
         self._snapshots = snapshots
         self._writer = writer
         self._groups = groups
@@ -55,8 +57,10 @@ class Stepper:
         self._began = time.perf_counter()
         step = self.committed_step + 1
         with self._interruption.leavable():
+            self._faults.flip_a_bit(step, self._replica.tensors)
             self._faults.at("compute", step)
-            sums = self._replica.compute(step, self._interruption.check)
+            sums = self._replica.compute(step, self._interruption.check, self.left_out)
+            self._faults.poison(step, sums)
             self._snapshots.await_whole(self._interruption.check)
             self._faults.at("vote", step)
             vote = self._cast(step, sums)
@@ -81,7 +85,7 @@ class Stepper:
             step=vote.step,
             generation=self._groups.assignment.generation,
             world_size=self._groups.assignment.layout.num_workers,
-            loss=None if vote.num_nonfinite else vote.loss_sum / max(tokens, 1),
+            loss=None if applied.skipped else vote.loss_sum / tokens,
             tokens=tokens,
             lr=applied.lr,
             grad_norm=applied.grad_norm,
@@ -118,12 +122,14 @@ class Stepper:
         wait_for(self._groups.world.allreduce([ballot]))
         self._faults.at("reading", step)
         loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
-        num_contributions, num_nonfinite, num_wishes, num_kept, *of_saving = map(round, counts)
-        if num_contributions != self._groups.assignment.layout.num_workers or not math.isfinite(
-            num_tokens
-        ):
+        num_workers = self._groups.assignment.layout.num_workers
+        if not all(map(math.isfinite, (num_tokens, *counts))) or round(counts[0]) != num_workers:
             raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
+        num_contributions, num_nonfinite, num_wishes, num_kept, *of_saving = map(round, counts)
         self._snapshots.note_vote(num_kept, num_contributions)
+        if not (math.isfinite(loss_sum) and math.isfinite(sq_grad_norm)):
+            # What each rank added was finite: it is the sum that overflows, the same on all.
+            loss_sum, sq_grad_norm, num_nonfinite = 0.0, 0.0, num_contributions
         return Vote(
             step=step,
             loss_sum=loss_sum,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from actors.auditing import Audit
 from actors.faults import Fault, Faults
 from actors.groups import Formation
 from actors.interruption import Interruption
@@ -54,6 +55,7 @@ class WorkerOptions:
     checkpoint_every: int = 0
     faults: tuple[Fault, ...] = ()
     snapshot_every: int = 1
+    audit_every: int = 0
 
 
 @dataclass
@@ -157,6 +159,8 @@ class Trainer:
             return
         assert self.stepper is not None and self.formation and self.formation.groups
         stepper, world_rank = self.stepper, self.formation.groups.world_rank
+        stepper.left_out = resume.left_out
+        audit = Audit(self.formation.groups, self.specs, self.options.audit_every)
         evaluated_step = resume.evaluated_step
         self.writer.begun_step = min(self.writer.begun_step, resume.step)
         while True:
@@ -171,6 +175,8 @@ class Trainer:
             self.snapshots.take(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
+            if not self._audit(audit, record.step, held.tensors):
+                break  # nobody trains on, or saves, what is in doubt
             if vote.saves(self.options.checkpoint_every):
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
             if vote.num_pause_wishes:
@@ -313,6 +319,17 @@ class Trainer:
             loss = self.replica.evaluate(step, self.interruption.check)
         if world_rank == 0:
             self.report(Evaluated(generation, step, loss))
+
+    def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether all replicas are equal, which all ranks find alike; if not, all tell of it, since
+        one that is broken may not live to do so."""
+        if not audit.is_due(step):
+            return True
+        with self.interruption.leavable():
+            audited = audit.compare(step, tensors)
+        if audited.splits or audit.groups.world_rank == 0:
+            self.report(audited)
+        return not audited.splits
 
     def _save(
         self, generation: int, step: int, holding: Holding, writers: tuple[str, ...] | None

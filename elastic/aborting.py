@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.commands import Abort, Command, RecordStep, SetAside, Settle, StopWorker
+from elastic.commands import Abort, Command, SetAside, Settle, StopWorker
 from elastic.events import CheckpointDamaged, Quiesced, Settled, WorkerRaised
 from elastic.fitting import Shortage, advice
 from elastic.forming import go_on
+from elastic.judging import commit
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.protecting import is_protected
 from elastic.recovery import living
@@ -209,15 +210,14 @@ def _record(state: CoreState, records: Iterable[StepRecord]) -> list[Command]:
     commands: list[Command] = []
     for record in records:
         if record.step == state.committed_step + 1:
-            state.commit(record.step)
-            commands.append(RecordStep(record))
+            commands += commit(state, record)
     return commands
 
 
 def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
     if phase.raised and not phase.num_lost:
         state.ending = state.ending or phase.raised
-    elif state.committed_step >= state.job.steps and living(state):
+    elif state.committed_step >= state.job.steps and living(state) and not state.rewind:
         state.ending = state.ending or Ending("completed")
     elif state.num_attempts >= state.policy.max_attempts:
         reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"

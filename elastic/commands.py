@@ -135,6 +135,8 @@ class Resume:
     evaluated_step: int
     released: tuple[str, ...] = ()
     """Took part in the transfers only, and may forget what they held."""
+    left_out: tuple[int, ...] = ()
+    """The numbers of the batches that no step reads, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +215,25 @@ class Relaid:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """No living holdings covered a newer step: the run goes on from an older one."""
+    """The run goes on from an older step: no living holdings covered a newer one, or for `cause`;
+    then the batches with the numbers `left_out` are skipped from now on."""
 
     generation: int
     step: int
     from_step: int
     source: str
+    cause: str = ""
+    left_out: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Warned:
+    """Something that a person should know of: `kind` is `skipped`, `spike` or `audit`."""
+
+    generation: int
+    step: int
+    kind: str
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +290,7 @@ Command = (
     | RecordStep
     | Relaid
     | RolledBack
+    | Warned
     | Waited
     | LayoutAnswered
     | Stopped

@@ -10,9 +10,10 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import assert_never
 
-from elastic import aborting, forming, protecting, roster, running, saving, wishing
+from elastic import aborting, auditing, forming, protecting, roster, running, saving, wishing
 from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
+    Audited,
     CheckpointDamaged,
     Checkpointed,
     Evaluated,
@@ -54,7 +55,7 @@ from elastic.phases import (
     Stopped,
     Waiting,
 )
-from elastic.recovery import living
+from elastic.recovery import INITIAL_STEP, living
 from elastic.state import CoreState
 
 
@@ -135,6 +136,7 @@ class Core:
         | StepCommitted
         | Progressed
         | Evaluated
+        | Audited
         | Paused
         | Quiesced
         | Settled
@@ -156,6 +158,8 @@ class Core:
                 running.on_progressed(state, now, event)
             case Evaluated():
                 running.on_evaluated(state, now, event)
+            case Audited():
+                return auditing.on_audited(state, now, event)
             case Paused():
                 return running.on_paused(state, now, event)
             case Quiesced():
@@ -177,7 +181,8 @@ class Core:
     def _open(self, now: float, event: RunOpened) -> list[Command]:
         """Begin, or begin again: nothing of an earlier incarnation lives."""
         old = self.state
-        step = event.saved[-1].step if event.saved else 0
+        standing = [one for one in event.saved if old.stands(one.step, one.generation)]
+        step = standing[-1].step if standing else INITIAL_STEP
         is_done = step >= event.job.steps
         self.state = CoreState(
             policy=event.policy,
@@ -190,7 +195,16 @@ class Core:
             committed_step=step if is_done else max(old.committed_step, step),
             evaluated_step=old.evaluated_step,
             next_worker=old.next_worker,
-            saved=list(event.saved),
+            saved=standing,
+            litter=[(one.step, one.generation) for one in event.saved if one not in standing],
+            skipped_since=None if isinstance(old.phase, Stopped) else old.skipped_since,
+            recent_losses=[(at, loss) for at, loss in old.recent_losses if at <= step],
+            audited_step=step,
+            rewind=old.rewind,
+            rewound_from=old.rewound_from,
+            num_rewinds=old.num_rewinds,
+            voids=old.voids,
+            left_out=old.left_out,
         )
         if is_done:
             self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")

@@ -180,6 +180,21 @@ class Evaluated:
 
 
 @dataclass(frozen=True, slots=True)
+class Audited:
+    """Replicas have been compared bit by bit after `step`.
+
+    Each part of the state was held by `num_replicas` workers at least; 1: nothing to compare.
+    `splits` has for each part of which not all copies are equal its holders, grouped by what they
+    hold, the largest group first.
+    """
+
+    generation: int
+    step: int
+    num_replicas: int
+    splits: tuple[tuple[tuple[str, ...], ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Paused:
     """A worker has stopped at a step boundary, as all agreed in the vote."""
 
@@ -312,6 +327,7 @@ Event = (
     | StepCommitted
     | Progressed
     | Evaluated
+    | Audited
     | Paused
     | Quiesced
     | Settled

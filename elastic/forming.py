@@ -24,6 +24,7 @@ from elastic.links import known_job, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
 from elastic.protecting import ask_keepers, begin_shelf, shelve
 from elastic.recovery import Source, choose_source, living
+from elastic.rewinding import left_out_after, let_go_of_the_living
 from elastic.saving import begin_saving, drop_void, end, is_saved
 from elastic.state import CoreState, Held
 from elastic.transfers import Carried
@@ -35,6 +36,7 @@ from elastic.wishing import withdraw
 def go_on(state: CoreState, now: float) -> list[Command]:
     """Form the next generation, or end; a state that only keepers have comes back first, so that
     it can be saved."""
+    let_go_of_the_living(state)
     if state.ending and not _can_come_back(state):
         return end(state, now)
     return try_form(state, now)
@@ -58,16 +60,14 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return end(state, now)
     proposal = next_assignment(state, source.old)
     if isinstance(proposal, Infeasible):
-        return _refuse(state, now, proposal)
+        return end(state, now) if state.ending else _refuse(state, now, proposal)
     assignment = proposal.assignment
     state.generation = assignment.generation
     state.former_wish = None
     commands: list[Command] = []
     if source.step < state.committed_step:
-        commands.append(
-            RolledBack(state.generation, source.step, state.committed_step, source.kind)
-        )
-        commands += _fall_back(state, source.step)
+        commands.append(_roll_back(state, source))
+        commands += drop_void(state)
     # With this order the workers forget whatever they hold under any other assignment.
     state.held = Held(source.old, set(source.holders)) if source.old else None
     state.also_held = None
@@ -194,6 +194,7 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
         state=tuple(WorkerBytes(e.param_bytes, e.grad_bytes, e.optimizer_bytes) for e in held),
         evaluated_step=state.evaluated_step,
         released=attempt.plan.participants[len(members) :],
+        left_out=state.left_out,
     )
     leavers = sorted(state.leaving - set(members))
     return [relaid, resume, *(StopWorker(worker, "it leaves by plan") for worker in leavers)]
@@ -259,11 +260,20 @@ def _patience_until(state: CoreState) -> float | None:
     return (state.spare_since or phase.since) + policy.growth_settle_s
 
 
-def _fall_back(state: CoreState, step: int) -> list[Command]:
+def _roll_back(state: CoreState, source: Source) -> RolledBack:
     """All later steps are void."""
+    step, from_step = source.step, state.committed_step
+    cause = state.rewind.cause if state.rewind else ""
+    left_out = left_out_after(state, step)
+    newly = tuple(number for number in left_out if number not in state.left_out)
+    state.left_out, state.rewind = left_out, None
     state.history = state.generation
     state.committed_step = step
     break_uploads(state)
     state.evaluated_step = min(state.evaluated_step, step)
+    state.audited_step = min(state.audited_step, step)
+    state.recent_losses = [(at, loss) for at, loss in state.recent_losses if at <= step]
+    if state.skipped_since is not None and state.skipped_since > step:
+        state.skipped_since = None
     state.last_vote = None
-    return drop_void(state)
+    return RolledBack(state.generation, step, from_step, source.kind, cause, newly)

@@ -130,7 +130,7 @@ TRANSITIONS: dict[type, tuple[tuple[type, str], ...]] = {
         (Aborting, "a loss, or too late"),
     ),
     Running: (
-        (Pausing, "growth, leavers, another layout, stop, last step"),
+        (Pausing, "growth, leavers, another layout, rewind, stop, last step"),
         (Aborting, "a loss or a hang"),
     ),
     Pausing: (

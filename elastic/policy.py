@@ -43,6 +43,19 @@ class Policy:
     """A snapshot is due at each multiple of so many steps, where one is needed; 0 is never."""
     keeper_timeout_s: float = 10.0
     """How long the keepers get to say what they have."""
+    max_skipped: int = 20
+    """So many steps in a row that were skipped, since a number was not finite: the run has failed;
+    0 is never."""
+    spike_factor: float = 0.0
+    """A loss over so many times the median of the latest takes the run back; 0 is never."""
+    spike_window: int = 32
+    """Of so many latest losses; judged once there is half of them."""
+    audit_every: int = 0
+    """Replicas are compared after each multiple of so many steps; 0 is never."""
+    audit_rewind: bool = False
+    """Whether to go back also where a majority of the replicas names the one that differs."""
+    max_rewinds: int = 3
+    """So many times the run goes back without having come `spike_window` steps further."""
     max_attempts: int = 8
     """So many recoveries without a committed step in between, and the run has failed."""
     max_start_failures: int = 5

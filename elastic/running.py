@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from elastic.aborting import abort
-from elastic.commands import Command, Pause, RecordStep
+from elastic.commands import Command, Pause
 from elastic.events import Evaluated, Paused, Progressed, StepCommitted
 from elastic.forming import go_on, next_assignment
 from elastic.infeasible import Infeasible
+from elastic.judging import commit
 from elastic.phases import Ending, Pausing, Running
 from elastic.protecting import drop_older
 from elastic.saving import expect_parts, note_loss
@@ -23,14 +24,14 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     if record.step > state.committed_step + 1:
         state.last_vote = event.vote
         return _close_gap(state, now)
-    state.commit(record.step)
+    commands = commit(state, record)
     state.last_vote = event.vote
     _time(state, record.step_s)
     _progress(state, now)
     if isinstance(state.phase, Running):
         state.phase.num_commits += 1
     expect_parts(state, now, event.vote)
-    return [RecordStep(record), *drop_older(state)]
+    return commands + drop_older(state)
 
 
 def on_evaluated(state: CoreState, now: float, event: Evaluated) -> None:
@@ -59,7 +60,7 @@ def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
         return []
     if state.committed_step < event.step:
         return _close_gap(state, now)
-    if state.committed_step >= state.job.steps:
+    if state.committed_step >= state.job.steps and not state.rewind:
         state.ending = state.ending or Ending("completed")
     return go_on(state, now)
 
@@ -70,6 +71,8 @@ def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
     cause = ""
     if state.ending:
         cause = state.ending.reason or state.ending.outcome
+    elif state.rewind:
+        cause = state.rewind.cause
     elif state.leaving and not state.leaving.isdisjoint(state.members()):
         cause = "members leave"
     elif state.former_wish:

@@ -80,10 +80,16 @@ def batch_ids(step: int, batch: int, skipped: Iterable[int] = ()) -> range:
     """
     if step < 1 or batch < 1:
         raise InvalidSamples(f"step {step} of batches of {batch} samples: both begin at 1")
+    number = batch_number(step, skipped)
+    return range(number * batch, (number + 1) * batch)
+
+
+def batch_number(step: int, skipped: Iterable[int] = ()) -> int:
+    """The batch, from 0, that a step, from 1, reads: the step-th of those that are not skipped."""
     number = step - 1
     for left_out in sorted(set(skipped)):
         number += left_out <= number
-    return range(number * batch, (number + 1) * batch)
+    return number
 
 
 def deal(num_microbatches: int, num_data_ranks: int) -> list[tuple[int, ...]]:

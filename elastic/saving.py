@@ -45,7 +45,7 @@ def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
     """
     saves = vote.saves(state.job.checkpoint_every)
     if not isinstance(state.phase, Running | Pausing):
-        state.broken_uploads += [(vote.step, state.generation)] * saves
+        state.litter += [(vote.step, state.generation)] * saves
     elif saves:
         _open(state, now, vote.step)
     elif vote.is_save_due(state.job.checkpoint_every):
@@ -107,9 +107,12 @@ def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Comm
 
 def on_checkpointed(state: CoreState, now: float, event: Checkpointed) -> list[Command]:
     saved = Saved(event.step, event.generation, event.path)
-    state.saved = sorted({*state.saved, saved}, key=lambda s: (s.step, s.generation))
     state.uploads.pop(upload_key(event.generation, event.step), None)
-    break_uploads(state, lambda upload: upload.step <= event.step)
+    if not state.stands(saved.step, saved.generation):
+        state.litter.append((saved.step, saved.generation))
+        return []
+    state.saved = sorted({*state.saved, saved}, key=lambda s: (s.step, s.generation))
+    break_uploads(state, lambda upload: upload.step <= event.step and not upload.is_published)
     state.num_save_failures = 0
     if event.step > state.committed_step:
         return drop_void(state)
@@ -130,6 +133,8 @@ def note_loss(state: CoreState, event: Evaluated) -> None:
 
 def drop_void(state: CoreState) -> list[Command]:
     """Checkpoints of steps that have been fallen back behind."""
+    losses = state.held_out_losses.items()
+    state.held_out_losses = {s: loss for s, loss in losses if int(s) <= state.committed_step}
     void = [saved for saved in state.saved if saved.step > state.committed_step]
     state.saved = [saved for saved in state.saved if saved.step <= state.committed_step]
     return _drop(state, void)
@@ -192,7 +197,11 @@ def stop(state: CoreState, shortfall: str = "") -> list[Command]:
 
 def _open(state: CoreState, now: float, step: int) -> None:
     """All members write this step; whatever was wished for comes with it."""
-    if (step, state.generation) in state.broken_uploads:
+    key = (step, state.generation)
+    if key in state.litter:
+        return
+    if not state.stands(*key):
+        state.litter.append(key)
         return
     open_upload(state, state.generation, step, set(state.members()))
     every_s = state.policy.checkpoint_every_s
@@ -216,9 +225,14 @@ def _order_parts(state: CoreState, held: Held) -> SaveCheckpoint:
 
 
 def _retain(state: CoreState) -> list[Command]:
-    """Of one step the latest is kept."""
+    """Of one step the latest is kept; and where audits may take the run back, what they would
+    take it back to, whatever the next one says."""
     losses = {int(step): loss for step, loss in state.held_out_losses.items()}
-    steps = kept([saved.step for saved in state.saved], losses, state.policy)
+    there = [saved.step for saved in state.saved]
+    steps = kept(there, losses, state.policy)
+    if state.policy.audit_every:
+        clean = [step for step in there if step <= state.audited_step]
+        steps |= {*clean[-1:], *there[len(clean) :]}
     latest = {saved.step: saved for saved in state.saved if saved.step in steps}
     dropped = [saved for saved in state.saved if latest.get(saved.step) != saved]
     state.saved = list(latest.values())
@@ -227,6 +241,6 @@ def _retain(state: CoreState) -> list[Command]:
 
 def _drop(state: CoreState, dropped: list[Saved]) -> list[Command]:
     """With what is left of uploads that broke."""
-    keys = [*((saved.step, saved.generation) for saved in dropped), *state.broken_uploads]
-    state.broken_uploads = []
-    return [DropCheckpoints(tuple(sorted(keys)))] if keys else []
+    keys = [*((saved.step, saved.generation) for saved in dropped), *state.litter]
+    state.litter = []
+    return [DropCheckpoints(tuple(sorted(set(keys))))] if keys else []

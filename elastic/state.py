@@ -68,6 +68,24 @@ class FormerWish:
     request: str
 
 
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """The run shall go on from a step up to `limit`, and leave the batches of the steps from there
+    up to `through` out (0: of none)."""
+
+    limit: int
+    cause: str
+    through: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Void:
+    """Checkpoints of steps beyond `step` that generations before this one wrote do not count."""
+
+    step: int
+    generation: int
+
+
 @dataclass(slots=True)
 class CoreState:
     """Everything that the core decides from."""
@@ -131,8 +149,8 @@ class CoreState:
     saved: list[Saved] = field(default_factory=list)
     """The whole checkpoints, the oldest first."""
     uploads: dict[str, Upload] = field(default_factory=dict)
-    broken_uploads: list[tuple[int, int]] = field(default_factory=list)
-    """Step and generation of those that will never be whole, and lie in storage."""
+    litter: list[tuple[int, int]] = field(default_factory=list)
+    """Step and generation of what lies in storage and is of no use: void, or never to be whole."""
     held_out_losses: dict[str, float] = field(default_factory=dict)
     """By step, as far as they say which checkpoint is the best."""
     save_at: float | None = None
@@ -140,6 +158,25 @@ class CoreState:
     is_save_wished: bool = False
     """Whether the members of this generation have been told so."""
     num_save_failures: int = 0
+
+    skipped_since: int | None = None
+    """The first of the steps up to the committed one that were all skipped."""
+    recent_losses: list[tuple[int, float]] = field(default_factory=list)
+    """The latest steps that have one, with it; only where spikes are watched for."""
+    spiked_step: int = 0
+    """The latest whose loss spiked, and the run went on."""
+    audited_step: int = 0
+    """Up to here all replicas were found equal, or the run was begun from here."""
+    judged_generation: int = 0
+    """In which replicas were found to differ."""
+    rewind: Rewind | None = None
+    """Until a generation is formed from an older step."""
+    rewound_from: int = 0
+    num_rewinds: int = 0
+    """Since the run last came clearly beyond the step that it was taken back from."""
+    voids: tuple[Void, ...] = ()
+    left_out: tuple[int, ...] = ()
+    """The numbers of the batches that are skipped on purpose, ascending."""
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; the table of transitions must allow it."""
@@ -151,6 +188,10 @@ class CoreState:
         self.committed_step = step
         self.also_held = None
         self.num_attempts = 0
+
+    def stands(self, step: int, generation: int) -> bool:
+        """Whether a checkpoint counts: no rewind has taken its step back."""
+        return not any(step > void.step and generation < void.generation for void in self.voids)
 
     def holdings(self) -> list[Held]:
         """The live state under each assignment under which some of it lies."""

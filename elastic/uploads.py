@@ -18,9 +18,9 @@ def open_upload(state: CoreState, generation: int, step: int, writers: set[str])
 def break_uploads(
     state: CoreState, which: Callable[[Upload], bool] = lambda upload: True
 ) -> list[Upload]:
-    """Give these up; what has been written of them goes with the next that is removed."""
+    """Give these up; what has been written of them is removed with the next that is."""
     broken = {key: upload for key, upload in state.uploads.items() if which(upload)}
     for key, upload in broken.items():
         del state.uploads[key]
-        state.broken_uploads.append((upload.step, upload.generation))
+        state.litter.append((upload.step, upload.generation))
     return list(broken.values())

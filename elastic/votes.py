@@ -10,7 +10,8 @@ class Vote:
     """The sums over all ranks that decide a step; every rank reads the same values.
 
     `sq_grad_norm` is of the summed, not yet normalised gradients. A step whose
-    `num_nonfinite` is positive is committed as skipped: parameters untouched.
+    `num_nonfinite` is positive is committed as skipped: parameters untouched. All values are
+    finite: what is not counts as 0 in the sums.
     """
 
     step: int

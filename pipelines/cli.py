@@ -32,6 +32,12 @@ TABLE_WIDTH = 110
 """Of what is written to a file; a terminal has its own."""
 
 
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
+]
+
+
 @app.callback()
 def elastic() -> None:
     """Training that never stops because a machine did."""
@@ -60,17 +66,17 @@ def train(
             help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow), or 'random'."
         ),
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
+    set_: Changes = None,
+    audit_every: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
     ] = None,
     inject: Annotated[
         list[str] | None,
         typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
     ] = None,
     record_samples: Annotated[
-        bool,
-        typer.Option("--record-samples", help="Write down the samples as each rank reads them."),
+        bool, typer.Option("--record-samples", help="Write down the samples each rank reads.")
     ] = False,
     tracking_uri: Annotated[
         str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
@@ -90,6 +96,7 @@ def train(
         steps=steps,
         data=data,
         changes=tuple(set_ or ()),
+        audit_every=audit_every,
         inject=tuple(inject or ()),
         record_samples=record_samples,
         tracking_uri=tracking_uri,
@@ -113,10 +120,7 @@ def sweep_command(
     data: Annotated[
         str | None, typer.Option(help="A folder, file or glob of text, or 'random'.")
     ] = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
-    ] = None,
+    set_: Changes = None,
 ) -> None:
     """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
     asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)

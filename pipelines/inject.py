@@ -11,13 +11,15 @@ from elastic.events import WorkerLeaving
 from pipelines.errors import UserError
 
 _SENTENCE = re.compile(
-    r"(?P<action>kill|stop|hang|raise in|remove) workers? (?P<workers>\d+(?:(?:,| and|, and) \d+)*)"
+    r"(?P<action>kill|stop|hang|raise in|remove|flip a bit in|nan in) workers? "
+    r"(?P<workers>\d+(?:(?:,| and|, and) \d+)*)"
     r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))? (?:at|of|in|before|after) step (?P<step>\d+)"
 )
 _MOMENTS = {**{moment: moment for moment in MOMENTS}, "re-laying-out": "relaying"}
 EXAMPLES = (
     "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
-    "remove worker 2 at step 40; kill worker 1 while forming before step 61"
+    "remove worker 2 at step 40; kill worker 1 while forming before step 61; "
+    "flip a bit in worker 1 at step 7; nan in worker 1 at step 9"
 )
 
 
@@ -40,6 +42,8 @@ def parse_faults(
                 f"(moments: {', '.join(get_args(Moment))})"
             )
         step, action = int(match["step"]), match["action"].split()[0]
+        if action in ("flip", "nan") and moment != "compute":
+            raise UserError(f"--inject {sentence!r}: that happens in compute, leave the moment out")
         for number in re.findall(r"\d+", match["workers"]):
             if action == "remove":
                 leavers.append((step, WorkerLeaving(f"w{number}", "asked for by --inject")))

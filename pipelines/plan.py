@@ -47,6 +47,7 @@ class Asked:
     workers: str | None = None
     layout: str | None = None
     steps: int | None = None
+    audit_every: int | None = None
     data: str | None = None
     changes: tuple[str, ...] = ()
     inject: tuple[str, ...] = ()
@@ -76,14 +77,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     Raises `UserError`.
     """
     settings = _settings(asked)
-    policy = replace(
-        _policy(asked.workers, num_gpus),
-        snapshot_every=settings.snapshot_every,
-        checkpoint_every_s=settings.checkpoint_s,
-        keep_last=settings.keep_last,
-        keep_every=settings.keep_every,
-        keep_best=settings.keep_best,
-    )
+    policy = _policy(asked.workers, num_gpus, settings)
     wish = _wish(asked.layout, policy)
     folder = _run_folder(asked)
     faults, leavers = parse_faults(asked.inject)
@@ -112,6 +106,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             checkpoint_every=settings.checkpoint_steps,
             faults=faults,
             snapshot_every=settings.snapshot_every,
+            audit_every=settings.audit_every,
         ),
         leavers=leavers,
         observers=(_tracker(folder, tracking_uri, asked.experiment),),
@@ -184,10 +179,12 @@ def _settings(asked: Asked) -> TrainSettings:
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
+    audit_every = asked.audit_every
+    changes += [f"audit_every={audit_every}"] if audit_every is not None else []
     return override(load(asked.recipe), changes)
 
 
-def _policy(workers: str | None, num_gpus: int) -> Policy:
+def _policy(workers: str | None, num_gpus: int, settings: TrainSettings) -> Policy:
     """`MIN:MAX`, or `MAX` alone for any number up to it."""
     text = workers or str(num_gpus or min(4, os.cpu_count() or 1))
     fewest, colon, most = text.rpartition(":")
@@ -198,7 +195,16 @@ def _policy(workers: str | None, num_gpus: int) -> Policy:
         raise UserError(f"--workers {text}: a run needs at least 1 worker")
     if min_workers > max_workers:
         raise UserError(f"--workers {text}: the minimum is over the maximum; write MIN:MAX")
-    return Policy(min_workers=min_workers, max_workers=max_workers)
+    return Policy(
+        min_workers=min_workers,
+        max_workers=max_workers,
+        snapshot_every=settings.snapshot_every,
+        max_skipped=settings.max_skipped,
+        spike_factor=settings.spike_factor,
+        spike_window=settings.spike_window,
+        audit_every=settings.audit_every,
+        audit_rewind=settings.audit_rewind,
+    )
 
 
 def parse_layout(layout: str, max_workers: int | None = None) -> Wish:

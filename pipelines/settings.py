@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -24,6 +25,16 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 Minutes = Annotated[str, Field(pattern=r"^\d*\.?\d+min$")]
 """A time, such as `15min`."""
+
+
+def _over_one(factor: float) -> float:
+    if 0.0 < factor <= 1.0:
+        raise ValueError("a loss as high as the others is no spike: give more than 1, or 0 for off")
+    return factor
+
+
+SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_over_one)]
+"""How many times the usual loss is a spike; 0 is never."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 """The order of a pipeline's passes."""
@@ -161,6 +172,12 @@ class TrainSettings(Settings):
     keeps the shards of parameters and gradients and the optimizer's state in host memory, where
     the optimizer then steps. `init_from` is a folder as `transformers` saves models: step 0 has
     its parameters (see docs/export.md).
+
+    A step with a loss or gradient that is not finite is skipped; so many in a row as `max_skipped`
+    (0: never) end the run. A loss over `spike_factor` (0: never) times the median of the latest
+    `spike_window` takes the run back to before it, and the batches from there on are left out.
+    Replicas are compared after every `audit_every` steps (0: never); with `audit_rewind` the run
+    goes back to the last clean audit also where a majority names the one that differs.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -181,6 +198,11 @@ class TrainSettings(Settings):
     keep_every: NonNegativeInt = 0
     keep_best: NonNegativeInt = 1
     snapshot_every: NonNegativeInt = 1
+    max_skipped: NonNegativeInt = 20
+    spike_factor: SpikeFactor = 0.0
+    spike_window: PositiveInt = 32
+    audit_every: NonNegativeInt = 0
+    audit_rewind: bool = False
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
     sync_each_microbatch: bool = True

@@ -32,6 +32,7 @@ def tags(history: History) -> dict[str, str]:
         "elastic.workers_lost": str(membership.num_lost),
         "elastic.workers_joined": str(membership.num_joined),
         "elastic.steps_redone": str(progress.num_redone),
+        "elastic.steps_skipped": str(progress.num_skipped),
         "elastic.goodput": "" if goodput is None else f"{goodput:.4f}",
         MLFLOW_RUN_NOTE: note(history),
         MLFLOW_LOGGED_ARTIFACTS: json.dumps([{"path": EVENTS_FILE, "type": "table"}]),

@@ -24,6 +24,8 @@ SYSTEM_FIELDS = {
     "device_use_percent": ("device_utilization_percentage", 1.0),
 }
 """Of each field of a sample: its name among MLflow's system metrics, and its scale."""
+COUNTED = {"lost": "workers_lost", "joined": "workers_joined", "skipped": "steps_skipped"}
+"""The metric that counts the happenings of a kind."""
 FOREIGN = re.compile(r"[^\w.\- /]")
 
 
@@ -49,9 +51,9 @@ def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]
 def happening_metrics(happenings: Sequence[Happening], first: int) -> Iterator[Metric]:
     """What the journal tells from its happening number `first` on, as far as it has numbers.
 
-    Losses and joins are running counts, so that a chart shows when each came.
+    Losses, joins and skipped steps are running counts, so that a chart shows when each came.
     """
-    counts = {"lost": 0, "joined": 0}
+    counts = dict.fromkeys(COUNTED, 0)
     for index, happening in enumerate(happenings):
         kind, where = happening.kind, (happening.time, happening.step)
         if kind in counts:
@@ -59,7 +61,7 @@ def happening_metrics(happenings: Sequence[Happening], first: int) -> Iterator[M
         if index < first:
             continue
         if kind in counts:
-            yield from _metric(f"workers_{kind}", counts[kind], *where)
+            yield from _metric(COUNTED[kind], counts[kind], *where)
         elif kind == "resumed":
             yield from _metric("world_size", happening.world_size, *where)
             yield from _metric("recovery_s", happening.value, *where)

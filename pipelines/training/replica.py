@@ -46,6 +46,7 @@ class ShardedReplica:
         self.interruptible = Interruptible(blocks)
         self.state = LocalState(self.sharded, settings, groups.device)
         self.passes = self._passes(stages)
+        self.left_out: Sequence[int] = ()
         self.norms = summed_over_sequence(self.state.shards, workload.shape(), self.spread)
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
@@ -62,10 +63,11 @@ class ShardedReplica:
         """The local state by logical name, sharing memory with what is trained."""
         return self.state.tensors()
 
-    def compute(self, step: int, interrupt: Interrupt) -> Tensor:
+    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
         """Forward, backward and reduction of this rank's microbatches: float64 `(loss sum, token
         count, squared norm of the local gradients, each divided by its copies)`, shape (3,)."""
         self.interruptible.interrupt = interrupt
+        self.left_out = left_out
         rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         self._record(step, rounds)
         feds = (self._fed(step, microbatch) for microbatch in rounds)
@@ -129,7 +131,8 @@ class ShardedReplica:
 
     def _ids(self, step: int, microbatch: int) -> range:
         size = self.settings.microbatch
-        return batch_ids(step, self.settings.batch)[microbatch * size : (microbatch + 1) * size]
+        ids = batch_ids(step, self.settings.batch, self.left_out)
+        return ids[microbatch * size : (microbatch + 1) * size]
 
     def _record(self, step: int, rounds: Sequence[int | None]) -> None:
         file = self.settings.record_samples

@@ -45,6 +45,8 @@ class History:
             f"{membership.num_joined} joined",
             f"{counted(progress.num_redone, 'step')} redone",
         ]
+        if progress.num_skipped:
+            parts.append(f"{counted(progress.num_skipped, 'step')} skipped")
         return " · ".join(parts)
 
 

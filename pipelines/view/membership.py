@@ -20,12 +20,17 @@ PHASES = {
 """What the run is doing after a line of each name."""
 
 
+OF_THEIR_OWN_STEP = ("checkpoint", "evaluated", "skipped", "spike", "audit")
+"""The kinds of which the line itself tells the step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Happening:
     """One thing that a person wants to know of; `time` is in seconds since the epoch.
 
-    `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, checkpoint,
-    failed checkpoint, evaluated, starting, waiting, layout, refused layout, stopping or stopped;
+    `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, skipped, spike,
+    audit, checkpoint, failed checkpoint, evaluated, starting, waiting, layout, refused layout,
+    stopping or stopped;
     `short` says what it is about in a word or two; `value` is the held-out loss, or how many
     seconds a recovery took.
     """
@@ -85,6 +90,8 @@ class Membership:
     _leaving: dict[str, str] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
     _failed_checkpoint: tuple[str, int] = ("", 0)
+    _told_alone: set[str] = field(default_factory=set)
+    """The layouts of which it has been told that no audit compares anything."""
     _trouble_since: float | None = None
     _has_resumed: bool = False
 
@@ -204,6 +211,10 @@ class Membership:
         match name:
             case "RolledBack":
                 self._roll_back(line)
+            case "Warned":
+                self._note(line, line["kind"], line["text"], f"{line['kind']} at {line['step']}")
+            case "Audited" if line["num_replicas"] == 1:
+                self._tell_of_no_replicas(line)
             case "Checkpointed":
                 step = line["step"]
                 self._note(line, "checkpoint", f"checkpoint of step {step}", f"step {step}")
@@ -238,7 +249,18 @@ class Membership:
         """To an older step, or to the beginning, where nothing newer is covered."""
         before, self.step = line.get("from_step", self.step), line["step"]
         text = f"rolled back from step {before} to {self.step}"
-        self._note(line, "rolled back", text, f"{before} → {self.step}")
+        cause, num_left_out = line.get("cause", ""), len(line.get("left_out", ()))
+        text += f": {cause}" if cause else ""
+        if num_left_out:
+            text += f"; the data of {counted(num_left_out, 'step')} left out"
+        self._note(line, "rolled back", text, f"{before} → {self.step}", cause=cause)
+
+    def _tell_of_no_replicas(self, line: dict[str, Any]) -> None:
+        """Once a layout: an audit that was asked for has nothing to compare."""
+        if self.layout not in self._told_alone:
+            self._told_alone.add(self.layout)
+            text = f"no audit under {self.layout}: no worker is a copy of another"
+            self._note(line, "audit", text, "no replicas")
 
     def _stop(self, line: dict[str, Any]) -> None:
         self.outcome = line["outcome"]
@@ -270,7 +292,7 @@ class Membership:
         happening = Happening(
             time=line["time"],
             kind=kind,
-            step=line["step"] if kind in ("checkpoint", "evaluated") else self.step,
+            step=line["step"] if kind in OF_THEIR_OWN_STEP else self.step,
             generation=self.generation,
             world_size=len(self.members),
             text=text,

@@ -5,15 +5,18 @@ its commands and, after `=`, the phase that it goes to. `#` begins a comment. Wo
 are the reader's own:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
-        [snapshot_every=N]
+        [snapshot_every=N] [max_skipped=N] [spike_factor=F] [spike_window=N] [audit_every=N]
+        [audit_rewind=1]
     open [saved STEP gG ...]            a controller takes the run
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
     lost W... CAUSE: | suspected W... | leaving W... | draining NODE
     formed W... | moved W...            groups are formed; the state is in place
-    steps 3..7 [whole] [wished] [busy]  world rank 0 tells of committed steps; all snapshots were
-                                        whole; a checkpoint was wished for; a part was still written
+    steps 3..7 [whole] [wished] [busy] [skipped] [loss X]   world rank 0 tells of committed steps;
+                                        all snapshots were whole; a checkpoint was wished for; a
+                                        part was still written
     paused W... at 7
+    audited 10 [W... | W...]            replicas were compared; who differs from whom
     keeper ready NODE | keeper lost NODE
     kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
@@ -37,6 +40,7 @@ from sim.telling import command_in_words, phase_in_words
 from elastic.commands import Command, RecordStep
 from elastic.core import Core
 from elastic.events import (
+    Audited,
     CheckpointDamaged,
     Checkpointed,
     Event,
@@ -71,7 +75,7 @@ from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
 
-KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with")
+KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with", "loss")
 FLAGS = ("gradients", "torn")
 
 
@@ -131,6 +135,8 @@ class Script:
                 yield StopRequested("SIGTERM")
             case "steps":
                 yield from self._steps(rest)
+            case "audited":
+                yield self._audited(rest)
             case "checkpointed" | "damaged":
                 yield from self._of_checkpoint(rest)
             case _:
@@ -152,6 +158,10 @@ class Script:
         of = self._generation(words)
         slots = tuple(Slot(name, of, step) for name in names for step in steps)
         return KeeperTold(words[0], self._core.state.generation, slots)
+
+    def _audited(self, words: list[str]) -> Audited:
+        groups = tuple(tuple(group.split()) for group in " ".join(words[1:]).split(" | ") if group)
+        return Audited(self._core.state.generation, int(words[0]), 2, (groups,) if groups else ())
 
     def _of_workers(self, kind: str, words: list[str]) -> Iterator[Event]:
         """One event for each worker that the line names."""
@@ -195,7 +205,9 @@ class Script:
         generation = self._generation(words)
         for step in _range(words[0]):
             self._now += 0.5
-            record = self._record(step)
+            skipped, told = "skipped" in words, _keywords(words)
+            loss = None if skipped else float(told.get("loss", "2"))
+            record = replace(self._record(step), loss=loss, skipped=skipped)
             vote = replace(
                 _vote(step),
                 num_snapshots=record.world_size * ("whole" in words),
@@ -235,7 +247,16 @@ def _opening(told: dict[str, str]) -> RunOpened:
     )
     wish = Wish.parse(told.get("layout", ""), int(largest))
     every = int(told.get("snapshot_every", 0))
-    policy = Policy(int(smallest), int(largest), snapshot_every=every)
+    policy = Policy(
+        int(smallest),
+        int(largest),
+        snapshot_every=every,
+        max_skipped=int(told.get("max_skipped", 0)),
+        spike_factor=float(told.get("spike_factor", 0)),
+        spike_window=int(told.get("spike_window", 4)),
+        audit_every=int(told.get("audit_every", 0)),
+        audit_rewind="audit_rewind" in told,
+    )
     return RunOpened(1, policy, wish, job)
 
 

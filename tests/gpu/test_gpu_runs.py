@@ -107,3 +107,21 @@ def test_what_nobody_holds_comes_from_the_checkpoint(tmp_path: Path, on_cpu) -> 
     [rolled_back] = run.told("RolledBack")
     assert rolled_back["step"] in (8, 16)
     assert rolled_back["from_step"] == 19
+
+
+@pytest.mark.parametrize("layout", ["dp=3", "dp=2,fsdp=2"])
+def test_replicas_stay_equal_bit_for_bit(layout: str, tmp_path: Path, on_cpu) -> None:
+    num_workers = 3 if layout == "dp=3" else 4
+    run = train(tmp_path, num_workers, layout=layout, audit_every=1)
+    assert_same_maths(run, on_cpu)
+    assert len(run.told("Audited")) == NUM_STEPS
+    assert not any(line["splits"] for line in run.told("Audited"))
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    flip = Fault("flip", "w1", 7)
+    run = train(tmp_path, 3, layout="dp=3", faults=(flip,), audit_every=5)
+    assert run.stopped.outcome == "completed"
+    found, *_ = [line for line in run.told("Audited") if line["splits"]]
+    assert found["splits"] == [[["w0", "w2"], ["w1"]]]
+    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]

@@ -8,7 +8,7 @@ import plain_loop
 import torch
 
 from elastic.layout import Layout
-from elastic.samples import batch_ids, sample_of
+from elastic.samples import sample_of
 from elastic.shards import region_of
 from pipelines.program import TrainingProgram
 from pipelines.settings import TrainSettings
@@ -17,9 +17,15 @@ from pipelines.training.optimizer import learning_rate
 
 @cache
 def expected(
-    settings: TrainSettings, num_steps: int
+    settings: TrainSettings,
+    num_steps: int,
+    undone: tuple[int, ...] = (),
+    left_out: tuple[int, ...] = (),
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Trained in this process from the same initial weights on the same samples."""
+    """Trained in this process from the same initial weights on the same samples.
+
+    Steps that are `undone` change nothing; batches that are `left_out` are read by no step.
+    """
     program = TrainingProgram(settings.model_dump(mode="json"), device="cpu")
     model, data, optimizer = settings.model, program.workload.train, settings.optimizer
     plain = plain_loop.Plain(
@@ -41,8 +47,12 @@ def expected(
         if spec.kind == "parameter"
     }
     batches = []
-    for step in range(1, num_steps + 1):
-        ids = batch_ids(step, settings.batch)
+    numbers = [n for n in range(num_steps + len(left_out)) if n not in left_out]
+    for step, number in enumerate(numbers[:num_steps], start=1):
+        if step in undone:
+            batches.append(None)
+            continue
+        ids = range(number * settings.batch, (number + 1) * settings.batch)
         batch = data.read([sample_of(settings.seed, one, data.num_samples) for one in ids])
         batches.append((batch.tokens, batch.targets))
     return plain_loop.train(plain, weights, batches), weights

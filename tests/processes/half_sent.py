@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -22,10 +23,12 @@ HALF_WAY_S = 0.02
 class HalfSent(ShardedReplica):
     """Before one step of the first generation the last rank sends to all others."""
 
-    def compute(self, step: int, interrupt: Interrupt) -> torch.Tensor:
+    def compute(
+        self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()
+    ) -> torch.Tensor:
         if step == FATAL_STEP and self.groups.assignment.generation == 1:
             self._receive_from_the_last()
-        return super().compute(step, interrupt)
+        return super().compute(step, interrupt, left_out)
 
     def _receive_from_the_last(self) -> None:
         world, last = self.groups.world, self.groups.layout.num_workers - 1

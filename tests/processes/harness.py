@@ -97,7 +97,6 @@ def run_plainly(
             **policy,
         }
     )
-    job = job_of(settings, made)
     run = open_storage(str(folder))
     shell = Shell(run, lease := claim(run), due)
     options = WorkerOptions(
@@ -106,6 +105,7 @@ def run_plainly(
         settings.checkpoint_steps,
         faults,
         rules.snapshot_every,
+        rules.audit_every,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])
@@ -115,7 +115,7 @@ def run_plainly(
     guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     guard.start()
     try:
-        opening = RunOpened(0, rules, Wish.parse(layout, workers), job)
+        opening = RunOpened(0, rules, Wish.parse(layout, workers), job_of(settings, made))
         stopped = shell.run(fleet, opening)
     finally:
         guard.cancel()

@@ -22,14 +22,21 @@ class Plain:
 
 
 def train(plain, weights, batches):
-    """The loss and gradient norm of each step; `weights` hold the final ones afterwards."""
+    """The loss and gradient norm of each step; `weights` hold the final ones afterwards.
+
+    A step without a batch is one that is not done.
+    """
     parameters = [weight.requires_grad_() for weight in weights.values()]
     decayed = [p for p in parameters if p.ndim > 1]
     groups = [{"params": decayed, "weight_decay": plain.weight_decay}]
     groups += [{"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=plain.betas, eps=1e-8, foreach=False)
     seen = []
-    for lr, (tokens, targets) in zip(plain.lrs, batches, strict=True):
+    for lr, batch in zip(plain.lrs, batches, strict=True):
+        if batch is None:
+            seen.append((None, None))
+            continue
+        tokens, targets = batch
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()

@@ -142,3 +142,23 @@ def test_prepare_tells_what_it_made(tmp_path: Path) -> None:
     assert made.returncode == 0, made.stderr
     assert "--data" in made.stdout
     assert not read(tmp_path / "journal.jsonl")
+
+
+@pytest.mark.slow
+def test_bad_numbers_from_the_command_line(tmp_path: Path) -> None:
+    """A flipped bit is found; then too many steps in a row are skipped, and the run is saved."""
+    with elastic_train(
+        tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
+        "--audit-every", "5", "--set", "max_skipped=2",
+        "--inject", "flip a bit in worker 1 at step 7",
+        "--inject", "nan in worker 2 at step 20", "--inject", "nan in worker 0 at step 21",
+    ) as command:  # fmt: skip
+        code, output = command.finish()
+        found, *_ = [line for line in command.lines("Audited") if line["splits"]]
+        last = command.lines("Checkpointed")[-1]["step"]
+        skipped = [line["step"] for line in command.metrics() if line["skipped"]]
+    assert code == 1, output
+    assert found["splits"] == [[["w0", "w2"], ["w1"]]]
+    assert "w1 holds other bits than 2 replicas" in output
+    assert skipped == [20, 21] and last == len(command.metrics())
+    assert "failed: steps 20 to 21 were all skipped" in output

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import replace
+from itertools import count
 from random import Random
 
 from sim.lineage import SPECS, Part, places
@@ -16,6 +17,7 @@ from elastic.assignment import Assignment
 from elastic.commands import (
     AskKeepers,
     Command,
+    DropCheckpoints,
     Form,
     LayoutAnswered,
     Pause,
@@ -26,6 +28,7 @@ from elastic.commands import (
 from elastic.commands import Stopped as RunStopped
 from elastic.core import Core
 from elastic.events import (
+    Audited,
     Evaluated,
     Event,
     GroupFormed,
@@ -52,6 +55,7 @@ GENERATION_BOUND = (
     | StateReady
     | StepCommitted
     | Evaluated
+    | Audited
     | Paused
     | Quiesced
     | Settled
@@ -82,6 +86,7 @@ class Checks:
         self._formed: set[tuple[str, int]] = set()
         self._ready: set[tuple[str, int]] = set()
         self._form: Form | None = None
+        self._has_rewound = False
         self._wish = Wish()
         self._old_reports: list[Event] = []
 
@@ -112,6 +117,9 @@ class Checks:
                     self._check_record(command)
                 case RolledBack():
                     self._check_roll_back(command, state)
+                case DropCheckpoints():
+                    kept = {(saved.step, saved.generation) for saved in state.saved}
+                    assert kept.isdisjoint(command.dropped), "dropped, and counted on"
                 case AskKeepers():
                     self._kept.clear()
         if isinstance(event, LayoutRequested):
@@ -122,10 +130,17 @@ class Checks:
         self._wish = state.wish
 
     def after_end(
-        self, outcome: RunStopped, num_steps: int, records: Records, storage: Storage
+        self,
+        outcome: RunStopped,
+        state: CoreState,
+        records: Records,
+        storage: Storage,
+        read: dict[tuple[int, int], list[int]],
     ) -> None:
-        """The steps are 1..n, each once in the history that survived, and that is saved."""
-        newest = next(reversed(storage.whole()), None)
+        """The steps are 1..n, each once in the history that survived, and that is saved; what they
+        read is all the data from the beginning on, but for what was left out on purpose."""
+        standing = [one for one in storage.whole() if state.stands(one.step, one.generation)]
+        newest, num_steps = next(reversed(standing), None), state.job.steps
         if newest is None or newest.step < outcome.step:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
             return
@@ -134,6 +149,11 @@ class Checks:
         kept = storage.visible[newest.path].lineage.generations
         told = tuple(last[step + 1] for step in range(newest.step))
         assert told == kept, f"invariant 8: the lines tell of {told}, the state of {kept}"
+        batches = [read[generation, step] for step, generation in enumerate(told, start=1)]
+        rest = (number for number in count() if number not in state.left_out)
+        for batch, number in zip(batches, rest, strict=False):
+            first = number * len(batch)
+            assert batch == list(range(first, first + len(batch))), "invariant 5: other samples"
 
     def _check_form(self, form: Form, state: CoreState) -> None:
         assert form.generation > self._generation, "invariant 6: a generation again"
@@ -186,7 +206,17 @@ class Checks:
         cover between them; what a keeper has of steps that were given up does not count."""
         assert command.step < command.from_step
         self._recorded_step = command.step
+        if command.cause:  # what is held is what shall be undone
+            assert command.step <= state.voids[-1].step, "not far enough back"
+            assert bool(command.left_out) == ("spiked" in command.cause)
+            self._has_rewound = True
+            self._generation_of = {
+                s: g for s, g in self._generation_of.items() if s <= command.step
+            }
+            return
         held = self._parts(state.warm)
+        if self._has_rewound:  # spares may still have what has been undone
+            held = [(w, part) for w, part in held if self._stands(part, command.from_step)]
         known = [part for w, part in held if (w, part.assignment.generation) in self._ready]
         told = (part for parts in self._kept.values() for part in parts)
         kept = [part for part in told if self._stands(part, command.from_step)]

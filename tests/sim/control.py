@@ -46,6 +46,9 @@ class Surroundings:
     store_port: int = 0
     newest_vote: tuple[int, int] = (0, 0)
     snapshot_every: int = 0
+    audit_every: int = 0
+    read: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    """By generation and step: the ids of the samples that all ranks together read."""
     keepers: dict[str, SimKeeper] = field(default_factory=dict)
     """By node."""
 
@@ -64,6 +67,9 @@ class Control:
         self.deaf = False
         self.disk_full = False
         self.next_error = ""
+        self.num_nans = 0
+        self.next_loss = 1.0
+        self.lies = False
         self.world_rank: int | None = None
         self.aborted_generation = 0
         self.running_generation = 0
@@ -113,10 +119,12 @@ class Control:
         brings: object = None,
         needs: frozenset[str] | None = None,
     ) -> Body:
-        """A collective of the generation: the members vote, all participants do the rest."""
+        """A collective of the generation: members vote and audit, all participants do the rest."""
         if order.generation <= self.aborted_generation and not self.deaf:
             raise GroupBroken("broken off before it began")
-        everyone = order.assignment.members if kind == "vote" else order.plan.participants
+        everyone = (
+            order.assignment.members if kind in ("vote", "audit") else order.plan.participants
+        )
         key = (kind, order.generation, step)
         meetings = self.around.meetings
         meetings.come(key, self.name, self.training, frozenset(everyone), brings, needs)

@@ -71,7 +71,17 @@ class Fault:
         return self.num_spared < 0
 
 
+NUMBERS = {
+    "nan": 4,
+    "nans": 1,
+    "spike": 4,
+    "lie": 3,
+}
+"""What may happen to the numbers that a worker tells, and how often one against another."""
+
 HARMFUL = {
+    "nans",
+    "lie",
     "raise peer",
     "raise device",
     "raise memory",
@@ -116,6 +126,13 @@ def draw_relayouts(random: Random) -> list[Fault]:
     """One to four wishes for another layout; whoever passes the moment is not harmed."""
     layouts = random.choices(LAYOUTS, k=random.randint(1, 4))
     return [_draw_fault(random, f"relayout {layout}") for layout in layouts]
+
+
+def draw_bad_numbers(random: Random) -> list[Fault]:
+    """One to four workers tell of something that is not so, in the midst of training."""
+    actions = random.choices(list(NUMBERS), list(NUMBERS.values()), k=random.randint(1, 4))
+    moments = ("compute", "vote")
+    return [Fault(a, random.choice(moments), random.randrange(60)) for a in actions]
 
 
 def draw_node_faults(random: Random) -> list[Fault]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
-from sim.scenario import policy_of
 from sim.worker import SimWorker
 from sim.world import World
 
@@ -135,14 +135,31 @@ def _stop(world: World, worker: SimWorker) -> None:
     world.post_soon(StopRequested("SIGTERM"))
 
 
+def _tell_nan(world: World, worker: SimWorker) -> None:
+    worker.control.num_nans = 1
+
+
+def _tell_nans(world: World, worker: SimWorker) -> None:
+    worker.control.num_nans = world.random.randint(2, 8)
+
+
+def _tell_spike(world: World, worker: SimWorker) -> None:
+    worker.control.next_loss = world.random.uniform(20.0, 60.0)
+
+
+def _lie(world: World, worker: SimWorker) -> None:
+    """Its state is as it should be, and its checksum is not."""
+    worker.control.lies = True
+
+
 def _restart(world: World, worker: SimWorker) -> None:
     """The whole job dies and is begun anew, with another number of workers."""
     least = world.scenario.wish.num_model_ranks
     if world.scenario.memory_bytes:
         least = 4
     max_workers = world.random.randint(least, max(least, 6))
-    every = world.scenario.policy.snapshot_every
-    policy = policy_of(world.random.randint(1, max_workers), max_workers, every)
+    min_workers = world.random.randint(1, max_workers)
+    policy = replace(world.scenario.policy, min_workers=min_workers, max_workers=max_workers)
     world.timeline.after(0.0, partial(world.restart, policy))
 
 
@@ -167,5 +184,9 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "damage a checkpoint": _damage,
     "flap": _flap,
     "stop": _stop,
+    "nan": _tell_nan,
+    "nans": _tell_nans,
+    "spike": _tell_spike,
+    "lie": _lie,
     "restart": _restart,
 }

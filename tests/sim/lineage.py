@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
@@ -41,8 +41,10 @@ class Lineage:
     def step(self) -> int:
         return len(self.generations)
 
-    def then(self, generation: int) -> Lineage:
-        """One more step."""
+    def then(self, generation: int, skipped: bool = False) -> Lineage:
+        """One more step; a skipped one changes nothing."""
+        if skipped:
+            return replace(self, generations=(*self.generations, generation))
         token = token_of(self.step + 1, generation)
         return Lineage(
             (*self.generations, generation),
@@ -65,11 +67,14 @@ class Part:
     regions: dict[int, Region]
     pieces: dict[int, list[int]]
 
-    def apply(self, step: int, generation: int) -> Iterator[None]:
+    def apply(self, step: int, generation: int, skipped: bool = False) -> Iterator[None]:
         """The optimizer's step, in place: older parts that share a piece see it too.
 
         It pauses half-way, where it may break.
         """
+        if skipped:
+            self.lineage = self.lineage.then(generation, skipped)
+            return
         token = token_of(step, generation)
         for tensor in sorted(self.pieces):
             piece = self.pieces[tensor]

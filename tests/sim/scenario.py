@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from sim.faults import Fault, draw_faults, draw_node_faults, draw_relayouts, draw_storage_faults
+from sim.faults import (
+    Fault,
+    draw_bad_numbers,
+    draw_faults,
+    draw_node_faults,
+    draw_relayouts,
+    draw_storage_faults,
+)
 
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
@@ -125,6 +132,22 @@ def drawn_with_storage_faults(seed: int) -> Scenario:
         keep_best=random.choice((0, 1)),
     )
     scenario.faults = [*scenario.faults, *draw_storage_faults(random)]
+    return scenario
+
+
+def drawn_with_bad_numbers(seed: int) -> Scenario:
+    """The scenario of a seed, with numbers that are not finite, spikes and false checksums."""
+    scenario = drawn_with_snapshots(seed) if seed % 4 == 0 else drawn(seed)
+    random = Random(f"numbers/{seed}")
+    scenario.policy = replace(
+        scenario.policy,
+        max_skipped=random.choice((0, 5, 5)),  # more than are told one by one
+        spike_factor=random.choice((0.0, 2.0, 2.0)),
+        spike_window=random.choice((2, 4, 8)),
+        audit_every=random.choice((0, 1, 2, 3)),
+        audit_rewind=random.choice((False, True)),
+    )
+    scenario.faults = [*scenario.faults, *draw_bad_numbers(random)]
     return scenario
 
 

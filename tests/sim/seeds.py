@@ -20,3 +20,7 @@ KEPT = {
     745: "settled a vote of a history that had been given up",
     1298: "waited for ever for workers that were not to come",
 }
+
+KEPT_WITH_BAD_NUMBERS = {
+    12488: "waited, about to end, for workers that such a run does not start",
+}

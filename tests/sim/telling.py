@@ -29,6 +29,7 @@ from elastic.commands import (
     Stopped,
     StopWorker,
     Waited,
+    Warned,
     WishCheckpoint,
 )
 from elastic.events import Event, Quiesced, RunOpened, Settled, StateReady, StepCommitted
@@ -69,8 +70,42 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} {_names(command.workers)} from {source}"
         case Resume():
             released = f", released {_names(command.released)}" if command.released else ""
+            left_out = f", without batches {_numbers(command.left_out)}" if command.left_out else ""
             where = f"{command.layout} {_names(command.workers)}"
-            return f"g{command.generation} from step {command.step}: {where}{released}"
+            return f"g{command.generation} from step {command.step}: {where}{released}{left_out}"
+        case (
+            WishCheckpoint()
+            | SaveCheckpoint()
+            | PublishCheckpoint()
+            | DropCheckpoints()
+            | SetAside()
+        ):
+            return _of_saving(command)
+        case RecordStep():
+            return f"{command.record.step}"
+        case Relaid():
+            return f"g{command.generation} at step {command.step} from {command.source}"
+        case RolledBack():
+            steps = f"step {command.step} from step {command.from_step}"
+            left_out = f", without batches {_numbers(command.left_out)}" if command.left_out else ""
+            cause = f": {command.cause}" if command.cause else ""
+            return f"g{command.generation} to {steps}, {command.source}{left_out}{cause}"
+        case Warned():
+            return f"{command.kind}: {command.text}"
+        case Waited():
+            return command.reason
+        case LayoutAnswered():
+            told = f"{command.present or 'nothing'} -> {command.planned}"
+            return f"g{command.generation} refused: {command.refusal}" if command.refusal else told
+        case Stopped():
+            reason = f": {command.reason}" if command.reason else ""
+            return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_saving(
+    command: WishCheckpoint | SaveCheckpoint | PublishCheckpoint | DropCheckpoints | SetAside,
+) -> str:
+    match command:
         case WishCheckpoint():
             return f"g{command.generation} {_names(command.workers)} after step {command.step}"
         case DropCheckpoints():
@@ -83,21 +118,6 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case PublishCheckpoint():
             files = _names(file.name for file in command.files)
             return f"step {command.step} g{command.generation} {files}"
-        case RecordStep():
-            return f"{command.record.step}"
-        case Relaid():
-            return f"g{command.generation} at step {command.step} from {command.source}"
-        case RolledBack():
-            steps = f"step {command.step} from step {command.from_step}"
-            return f"g{command.generation} to {steps}, {command.source}"
-        case Waited():
-            return command.reason
-        case LayoutAnswered():
-            told = f"{command.present or 'nothing'} -> {command.planned}"
-            return f"g{command.generation} refused: {command.refusal}" if command.refusal else told
-        case Stopped():
-            reason = f": {command.reason}" if command.reason else ""
-            return f"{command.outcome} at step {command.step}{reason}"
 
 
 def _of_form(form: Form) -> str:
@@ -137,6 +157,10 @@ def phase_in_words(phase: Phase) -> str:
     settling = " to settle" if isinstance(phase, Aborting) and phase.settling else ""
     reason = f": {phase.reason}" if isinstance(phase, Waiting) else ""
     return f"{type(phase).__name__}{for_whom}{settling}{reason}"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def _names(names: Iterable[str]) -> str:

@@ -6,15 +6,17 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from sim.control import Control, Raised
-from sim.lineage import SPECS, Part
+from sim.lineage import SPECS, Part, regions_under
 from sim.moving import Moving, from_checkpoint
 from sim.snapshots import Snapshots
 from sim.storage import Written
 from sim.timeline import Body, GroupBroken
 from sim.writer import PartWriter
 
+from elastic.auditing import compare
 from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import (
+    Audited,
     CheckpointDamaged,
     Evaluated,
     GroupFormed,
@@ -53,6 +55,7 @@ class Trainer:
         self._writer = writer
         self._order: Form
         self._held_step = NOTHING_HELD
+        self._left_out: tuple[int, ...] = ()
         self.snapshots = Snapshots(control)
         self.holdings: dict[int, Part] = {}
         self.stepper: Stepper | None = None
@@ -106,6 +109,7 @@ class Trainer:
         assert self.stepper
         stepper = self.stepper
         assert stepper.committed_step == resume.step, "invariant 8: resumed from another step"
+        self._left_out = resume.left_out
         evaluated_step = resume.evaluated_step
         self._writer.begun_step = min(self._writer.begun_step, resume.step)
         while True:
@@ -122,6 +126,9 @@ class Trainer:
                 control.report(StepCommitted(generation, record, vote))
             self.snapshots.take(self.holdings[generation], self._around.snapshot_every)
             yield from control.at("reported")
+            is_equal = yield from self._audit(record.step)
+            if not is_equal:
+                break
             if vote.saves(job.checkpoint_every):
                 self._save(generation, record.step, self.holdings[generation], None)
             if vote.num_pause_wishes:
@@ -188,19 +195,24 @@ class Trainer:
         yield from self.snapshots.wait()
         yield from control.at("vote")
         stepper.gradients_complete = True
+        loss, control.next_loss = control.next_loss, 1.0
+        is_bad, control.num_nans = control.num_nans > 0, max(0, control.num_nans - 1)
         saves, writes = control.save_is_wished(self._writer.begun_step), self._writer.is_busy
-        flags = (control.pause_is_wished, self.snapshots.are_whole, saves, writes)
-        ballot = (*self._samples(step), flags)
+        flags = (is_bad, control.pause_is_wished, self.snapshots.are_whole, saves, writes)
+        ballot = (*self._samples(step), loss, flags)
         brought = yield from control.meet("vote", self._order, step, ballot)
         by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
         read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
-        assert read == list(batch_ids(step, self._batch)), "invariant 5: samples lost or repeated"
+        wanted = list(batch_ids(step, self._batch, self._left_out))
+        assert read == wanted, "invariant 5: samples lost or repeated"
+        around.read[self._order.generation, step] = read
         voted = (self._order.generation, step)
         assert voted >= around.newest_vote, "invariant 6: two generations run"
         around.newest_vote = voted
         counts = [sum(flag) for flag in zip(*(told for *_, told in brought.values()), strict=True)]
-        self.snapshots.note(counts[1], len(brought))
-        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), 0, *counts)
+        self.snapshots.note(counts[2], len(brought))
+        loss_sum, n = sum(loss for *_, loss, _ in brought.values()), len(brought)
+        stepper.vote = Vote(step, loss_sum, n, 1.0, n, *counts)
         yield from control.at("read")
         return stepper.vote
 
@@ -211,14 +223,16 @@ class Trainer:
         assert vote.step == part.lineage.step + 1, "invariant 8: a step skipped or applied twice"
         stepper.torn = True
         yield 0.002
-        for _ in part.apply(vote.step, newest):
+        skipped = vote.num_nonfinite > 0
+        for _ in part.apply(vote.step, newest, skipped):
             yield from self._control.at("apply")
         stepper.torn = False
         self.holdings = {newest: part}
         stepper.committed_step = vote.step
         stepper.gradients_complete = False
         now, world_size = self._around.timeline.now, self._order.assignment.layout.num_workers
-        record = StepRecord(now, vote.step, newest, world_size, 1.0, 1, 0.1, 1.0, 0.05, False)
+        loss = None if skipped else vote.loss_sum / vote.num_tokens
+        record = StepRecord(now, vote.step, newest, world_size, loss, 1, 0.1, 1.0, 0.05, skipped)
         stepper.records.append(record)
         yield from self._control.at("applied")
         return record
@@ -243,8 +257,23 @@ class Trainer:
         place, layout = assignment.coordinates(self._control.name), assignment.layout
         data_rank = place.dp * layout.fsdp + place.fsdp
         dealt = deal(self._around.job.num_microbatches, layout.num_data_ranks)[data_rank]
-        ids = batch_ids(step, self._batch)
+        ids = batch_ids(step, self._batch, self._left_out)
         return data_rank, [i for i in ids if (i - ids[0]) // SAMPLES_PER_MICROBATCH in dealt]
+
+    def _audit(self, step: int) -> Body:
+        """Whether all replicas are found equal; a worker that lies tells of another sum."""
+        every, control, assignment = self._around.audit_every, self._control, self._order.assignment
+        if not every or step % every:
+            return True
+        regions = regions_under(assignment, control.name)
+        part = int.from_bytes(repr(sorted(regions.items())).encode(), "big")
+        brought = yield from control.meet("audit", self._order, step, (part, control.lies))
+        members = assignment.members
+        told = [brought[worker] for worker in members]
+        fewest, splits = compare(members, [p for p, _ in told], [int(lie) for _, lie in told])
+        if splits or control.world_rank == 0:
+            control.report(Audited(self._order.generation, step, fewest, splits))
+        return not splits
 
     def _evaluation_is_due(self, step: int, evaluated_step: int) -> bool:
         every = self._around.eval_every

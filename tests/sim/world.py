@@ -90,6 +90,7 @@ class World:
         self.faults = [replace(fault) for fault in scenario.faults]
         self.happened: list[tuple[float, str, str]] = []
         self.num_flaps = 0
+        self.read: dict[tuple[int, int], list[int]] = {}
         self._num_slow_starters = scenario.num_slow_starters
         self._num_started = 0
         self._num_stores = self._num_keepers = 0
@@ -106,7 +107,8 @@ class World:
         self.timeline.run(HORIZON_S, lambda: self.shell.outcome is not None)
         outcome = self.shell.outcome
         assert outcome, f"invariant 9: no end in sight: {self.shell.core.state.phase}"
-        self.checks.after_end(outcome, self.scenario.job.steps, self.records, self.storage)
+        state = self.shell.core.state
+        self.checks.after_end(outcome, state, self.records, self.storage, self.read)
         happened = {action for _, action, _ in self.happened}
         stands_still = "took too long" in outcome.reason and happened & STANDSTILLS
         storm = len(self.happened) >= self.scenario.policy.max_attempts
@@ -129,6 +131,8 @@ class World:
             self._report,
             self._pass_moment,
             snapshot_every=policy.snapshot_every,
+            audit_every=policy.audit_every,
+            read=self.read,
         )
         self.shell = SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
         saved = self.storage.whole()

@@ -43,6 +43,11 @@ CASES = {
     "batch is no multiple": (["tiny", "--set", "batch=10", "--set", "microbatch=4"], "multiple"),
     "data are missing": (["tiny", "--data", "nowhere/*.txt"], "nowhere"),
     "run name leaves the storage": (["tiny", "--run-name", "../x"], "run-name"),
+    "a fault at another moment": (
+        ["tiny", "--inject", "flip a bit in worker 1 in vote at step 7"],
+        "leave the moment out",
+    ),
+    "no spike": (["tiny", "--set", "spike_factor=0.5"], "more than 1"),
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
     "steps are negative": (["tiny", "--steps", "-5"], "greater than 0"),
 }

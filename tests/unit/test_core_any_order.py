@@ -10,6 +10,7 @@ from sim.telling import command_in_words, phase_in_words
 
 from elastic.core import Core
 from elastic.events import (
+    Audited,
     CheckpointDamaged,
     Checkpointed,
     Evaluated,
@@ -47,8 +48,9 @@ from elastic.wire import encode
 NUM_EVENTS = 300
 
 
-def step_of(step: int, generation: int) -> tuple[StepRecord, Vote]:
-    record = StepRecord(0.0, step, generation, 1, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
+def step_of(step: int, generation: int, loss: float = 1.0) -> tuple[StepRecord, Vote]:
+    """A loss of 0 stands for one that is not finite."""
+    record = StepRecord(0.0, step, generation, 1, loss or None, 1, 0.1, 1.0, 0.5, skipped=not loss)
     return record, Vote(step, 1.0, 1, 1.0, 1)
 
 
@@ -86,13 +88,20 @@ def helpful_event(random: Random, core: Core) -> Event:
     return Woke()
 
 
+def splits_of(random: Random, members: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Some of the members against the others."""
+    odd = tuple(sorted(random.sample(members, len(members) // 2)))
+    groups = sorted(((*sorted(set(members) - set(odd)),), odd), key=len, reverse=True)
+    return (tuple(groups),) if odd else ()
+
+
 def any_event(random: Random, core: Core) -> Event:
     """Mostly about who and what there is now, sometimes about nobody and long ago."""
     state = core.state
     worker = random.choice([*sorted(state.seats), "stranger"])
     generation = state.generation - (random.random() < 0.2)
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
-    record, vote = step_of(step, generation)
+    record, vote = step_of(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
     complete, torn = random.random() < 0.8, random.random() < 0.2
     kind = random.choice(("peer", "device", "memory", "program"))
     events: list[Event] = [
@@ -115,6 +124,8 @@ def any_event(random: Random, core: Core) -> Event:
         CheckpointDamaged(worker, generation, f"step-{step}-g{generation}", "a flipped bit"),
         Progressed(generation),
         Evaluated(generation, step, 1.0),
+        Audited(generation, step, 2),
+        Audited(generation, step, 2, splits_of(random, state.members())),
         LayoutRequested("request", Wish.parse(random.choice(LAYOUTS))),
         StoreLost("it died"),
         StopRequested("SIGTERM"),
@@ -127,7 +138,16 @@ def any_event(random: Random, core: Core) -> Event:
 def opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOpened:
     max_workers = random.randint(1, 5)
     layout = random.choice(("", f"fsdp={max_workers}", "dp=2,fsdp=2", "tp=2"))
-    policy = Policy(random.randint(1, max_workers), max_workers, max_attempts=1000)
+    policy = Policy(
+        random.randint(1, max_workers),
+        max_workers,
+        max_attempts=1000,
+        max_skipped=random.choice((0, 3)),
+        spike_factor=random.choice((0.0, 2.0)),
+        spike_window=4,
+        audit_every=random.choice((0, 1)),
+        audit_rewind=random.choice((False, True)),
+    )
     job = Job(8, steps=random.choice((5, 1000)), checkpoint_every=random.choice((0, 2)))
     return RunOpened(incarnation, policy, Wish.parse(layout, max_workers), job, saved)
 

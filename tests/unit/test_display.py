@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 from written_runs import MIDNIGHT, WrittenRun
 
-from elastic.commands import LayoutAnswered, Waited
+from elastic.commands import LayoutAnswered, RolledBack, Waited, Warned
+from elastic.events import Audited
 from pipelines.run_folder import Tail
 from pipelines.view.display import Display, sparkline
 
@@ -169,3 +170,26 @@ def test_a_sparkline_shows_the_course() -> None:
     assert sparkline([1.0] * 100, 10) == "▁" * 10
     assert sparkline([], 10) == ""
     assert len(sparkline([float(n) for n in range(1000)], 32)) == 32
+
+
+def test_bad_numbers_are_told(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(2)
+    run.commit()
+    run.tell(Warned(1, 1, "skipped", "step 1 was skipped: a loss or gradient was not finite"))
+    spiked = "the loss of step 9 spiked: 9 after a median of 2"
+    run.tell(RolledBack(2, 5, 10, "checkpoint", spiked, (5, 6, 7, 8)))
+    for step in (5, 10):
+        run.hear(Audited(1, step, 1))
+    run.tell(Warned(1, 20, "audit", "w1 holds other bits than 2 replicas: it is replaced"))
+    display = Display(console(False), "run")
+    follow(display, run)
+    told = [line[10:] for line in output(display._console).splitlines()]
+    assert told[-5:-1] == [
+        "step 1 was skipped: a loss or gradient was not finite",
+        f"rolled back from step 10 to 5: {spiked}; the data of 4 steps left out",
+        "no audit under dp=2: no worker is a copy of another",
+        "w1 holds other bits than 2 replicas: it is replaced",
+    ]
+    skipped = display.history.membership.happenings[-4]
+    assert (skipped.kind, skipped.step) == ("skipped", 1)

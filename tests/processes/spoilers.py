@@ -1,0 +1,109 @@
+"""Programs whose numbers go bad: in the loss, in the gradients alone, in the sum over the ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from actors.program import Groups, Interrupt
+from pipelines.program import TrainingProgram
+from pipelines.settings import TrainSettings
+from pipelines.training.replica import ShardedReplica
+from pipelines.training.spread import Spread
+from pipelines.training.workload import Fed, Workload
+
+SPOILT_STEP = 9
+SPOILT_BATCH = 12
+
+
+class Spoilt:
+    """A workload whose losses, and the gradients, can be multiplied."""
+
+    def __init__(self, workload: Workload) -> None:
+        self._workload = workload
+        self.factor = self.gradient_factor = 1.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._workload, name)
+
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+        loss = self._workload.loss(output, targets, spread) * self.factor
+        if self.gradient_factor != 1.0 and loss.requires_grad:
+            factor = self.gradient_factor
+            loss.register_hook(lambda gradient: gradient * factor)
+        return loss
+
+
+class Spoiling(ShardedReplica):
+    """Decides for each microbatch what becomes of it."""
+
+    def __init__(self, workload: Workload, settings: TrainSettings, groups: Groups) -> None:
+        self.spoilt = Spoilt(workload)
+        super().__init__(self.spoilt, settings, groups)
+
+    def _fed(self, step: int, microbatch: int | None) -> Fed:
+        self.spoilt.factor = self.spoilt.gradient_factor = 1.0
+        if microbatch is not None:
+            self._spoil(step, microbatch)
+        return super()._fed(step, microbatch)
+
+    def _spoil(self, step: int, microbatch: int) -> None:
+        """Set the factors."""
+
+
+class NanLoss(Spoiling):
+    """One microbatch of one step, so one data rank's."""
+
+    def _spoil(self, step: int, microbatch: int) -> None:
+        if (step, microbatch) == (SPOILT_STEP, 0):
+            self.spoilt.factor = math.nan
+
+
+class InfiniteGradient(Spoiling):
+    """The loss is as it should be."""
+
+    def _spoil(self, step: int, microbatch: int) -> None:
+        if (step, microbatch) == (SPOILT_STEP, 0):
+            self.spoilt.gradient_factor = math.inf
+
+
+class NanForEver(Spoiling):
+    def _spoil(self, step: int, microbatch: int) -> None:
+        if step >= SPOILT_STEP:
+            self.spoilt.factor = math.nan
+
+
+class SpikingBatch(Spoiling):
+    """It is in the data: whatever step reads this batch spikes."""
+
+    def _spoil(self, step: int, microbatch: int) -> None:
+        if self._ids(step, microbatch)[0] // self.settings.batch == SPOILT_BATCH:
+            self.spoilt.factor = 50.0
+
+
+class OverflowingSum(ShardedReplica):
+    """What each rank tells is finite, and together it is not."""
+
+    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+        sums = super().compute(step, interrupt, left_out)
+        if step == SPOILT_STEP:
+            sums[2] = 1.7e308
+        return sums
+
+
+def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
+    class Spoilt(TrainingProgram):
+        def build(self, groups: Groups) -> ShardedReplica:
+            return replica(self.workload, self.settings, groups)
+
+    return Spoilt
+
+
+nan_loss = _program(NanLoss)
+infinite_gradient = _program(InfiniteGradient)
+nan_for_ever = _program(NanForEver)
+spiking_batch = _program(SpikingBatch)
+overflowing_sum = _program(OverflowingSum)
