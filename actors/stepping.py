@@ -14,6 +14,7 @@ from actors.interruption import Interruption
 from actors.program import Groups, Replica
 from actors.snapshots import Snapshots
 from actors.standstill import wait_for
+from elastic.parity import num_whole
 from elastic.votes import StepRecord, Vote
 
 NUM_KEPT_RECORDS = 64
@@ -99,8 +100,8 @@ class Stepper:
         """
         finite = torch.isfinite(sums)
         whole = finite.all()
-        is_wished, is_kept = self._interruption.pause_is_wished, self._snapshots.are_whole
-        extra = [1.0, 0.0, float(is_wished), float(is_kept)]
+        is_wished = self._interruption.pause_is_wished
+        extra = [1.0, 0.0, float(is_wished), self._snapshots.ballot]
         ballot = torch.cat(
             [torch.where(finite, sums, 0.0), torch.tensor(extra, dtype=torch.float64).to(sums)]
         )
@@ -109,7 +110,8 @@ class Stepper:
         wait_for(self._groups.world.allreduce([ballot]))
         self._faults.at("reading", step)
         loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
-        num_contributions, num_nonfinite, num_wishes, num_kept = (round(c) for c in counts)
+        num_contributions, num_nonfinite, num_wishes, kept = (round(c) for c in counts)
+        num_kept = num_whole(kept)
         if num_contributions != self._groups.assignment.layout.num_workers or not math.isfinite(
             num_tokens
         ):

@@ -71,7 +71,7 @@ def run_plainly(
     environment: dict[str, str] | None = None,
     node_of: Callable[[str], str] = lambda worker: NODE,
     strikes: Sequence[Strike] = (),
-    **policy: float,
+    **policy: float | str,
 ) -> Outcome:
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
 
