@@ -42,6 +42,8 @@ class Protect:
     """Workers whose first keepers have the parity of the others' parts."""
     num_changes: int = 0
     """How often the sets have changed in this generation."""
+    reason: str = ""
+    """Why not all that is wanted is in full sets."""
 
 
 @dataclass(frozen=True, slots=True)

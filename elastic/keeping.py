@@ -96,6 +96,18 @@ def place_snapshots(
     return Placement(found, sets) if any(found.values()) else Placement()
 
 
+def shortfall(placement: Placement, num_chunks: int) -> str:
+    """What of `xor:k` cannot be had, and what comes instead; empty if all can."""
+    copied = sum(len(nodes) > 1 for nodes in placement.copies.values())
+    short = [len(workers) for workers in placement.sets if len(workers) <= num_chunks]
+    if not num_chunks or not (copied or short or not placement.sets):
+        return ""
+    told = [f"{sum(short)} parts in smaller sets"] if short else []
+    told += [f"{copied} parts copied whole"] if copied else []
+    told += [] if told else ["nothing is kept elsewhere"]
+    return f"xor:{num_chunks} wants {num_chunks + 1} nodes a set: {', '.join(told)}"
+
+
 def carry(
     old: Assignment,
     snapshots: Mapping[str, Sequence[str]],

@@ -7,7 +7,7 @@ from math import inf
 
 from elastic.commands import AskKeepers, Command, ForgetSnapshots, Protect, StartKeeper
 from elastic.events import KeeperLost, KeeperReady, KeeperTold
-from elastic.keeping import Placement, place_snapshots
+from elastic.keeping import Placement, place_snapshots, shortfall
 from elastic.parity import num_chunks_of
 from elastic.phases import Running
 from elastic.recovery import living
@@ -154,5 +154,6 @@ def _tell(state: CoreState, placement: Placement) -> list[Command]:
     keepers = tuple(
         tuple(state.keepers[node] for node in copies.get(worker, ())) for worker in members
     )
+    reason = shortfall(placement, num_chunks_of(state.policy.snapshot_redundancy))
     sets, num_changes = placement.sets, state.num_set_changes
-    return [Protect(state.generation, members, keepers, sets, num_changes)]
+    return [Protect(state.generation, members, keepers, sets, num_changes, reason)]

@@ -18,6 +18,7 @@ WHERE_AND_HOW = frozenset(
         "eval_samples",
         "checkpoint_every",
         "snapshot_every",
+        "snapshot_redundancy",
         "activation_checkpointing",
         "compile",
         "record_samples",

@@ -74,7 +74,11 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     Raises `UserError`.
     """
     settings = _settings(asked)
-    policy = replace(_policy(asked.workers, num_gpus), snapshot_every=settings.snapshot_every)
+    policy = replace(
+        _policy(asked.workers, num_gpus),
+        snapshot_every=settings.snapshot_every,
+        snapshot_redundancy=settings.snapshot_redundancy,
+    )
     wish = _wish(asked.layout, policy)
     folder = _run_folder(asked)
     faults, leavers = parse_faults(asked.inject)

@@ -16,6 +16,8 @@ from pydantic import (
     model_validator,
 )
 
+from elastic.errors import ElasticError
+from elastic.parity import num_chunks_of
 from pipelines.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -149,7 +151,9 @@ class TrainSettings(Settings):
     `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
     are reduced in float32. `record_samples` names a file that gets the ids that each data
     rank read. Every `snapshot_every` steps what no other worker holds is copied to host memory
-    outside of the workers; 0 is never. With `reshard_after_forward` a block's gathered parameters
+    outside of the workers; 0 is never. What a node has alone is then kept elsewhere, too:
+    `snapshot_redundancy` is `copy`, or `xor:k` for the parity of it and of parts of k other nodes,
+    which costs a k-th of the memory. With `reshard_after_forward` a block's gathered parameters
     are let go of between its forward and its backward. With `sync_each_microbatch` zero=3 reduces
     gradients in every backward, and keeps only their shard; without it whole gradients are
     summed, and reduced in the last. `offload` keeps the shards of parameters and gradients and
@@ -170,6 +174,7 @@ class TrainSettings(Settings):
     eval_samples: PositiveInt = 64
     checkpoint_every: NonNegativeInt = 0
     snapshot_every: NonNegativeInt = 1
+    snapshot_redundancy: str = "copy"
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
     sync_each_microbatch: bool = True
@@ -195,6 +200,14 @@ class TrainSettings(Settings):
                 "schedule=zero_bubble: torch's version sums gradients in dtype=bfloat16: "
                 "set schedule=interleaved_1f1b or dtype=float32"
             )
+        return self
+
+    @model_validator(mode="after")
+    def redundancy_is_known(self) -> TrainSettings:
+        try:
+            num_chunks_of(self.snapshot_redundancy)
+        except ElasticError as error:
+            raise UserError(str(error)) from None
         return self
 
     @property

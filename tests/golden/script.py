@@ -5,7 +5,7 @@ its commands and, after `=`, the phase that it goes to. `#` begins a comment. Wo
 are the reader's own:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
-        [snapshot_every=N]
+        [snapshot_every=N] [snapshot_redundancy=xor:K]
     open [saved STEP gG]                a controller takes the run
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
@@ -14,7 +14,8 @@ are the reader's own:
     steps 3..7 [whole] | paused W... at 7   world rank 0 tells of committed steps; all snapshots
                                         were whole
     keeper ready NODE | keeper lost NODE
-    kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has
+    kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has, and that it has
+                                        the parities of all sets whose member the first is
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
     settled W... at 8
     raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
@@ -31,7 +32,7 @@ from itertools import groupby
 
 from sim.telling import command_in_words, phase_in_words
 
-from elastic.commands import Command, RecordStep
+from elastic.commands import Command, Protect, RecordStep
 from elastic.core import Core
 from elastic.events import (
     Checkpointed,
@@ -61,7 +62,7 @@ from elastic.events import (
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.keeping import Keeper, Slot
+from elastic.keeping import Keeper, ParitySlot, Slot
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
@@ -77,6 +78,7 @@ class Script:
         self._core = Core()
         self._now = 0.0
         self._opening: RunOpened
+        self._sets: tuple[tuple[str, ...], ...] = ()
 
     def play(self, text: str) -> str:
         """The same scenario with the answers that the core gives now."""
@@ -94,6 +96,7 @@ class Script:
         commands: list[Command] = []
         for event in self._events(line.split()):
             commands += self._core.step(self._now, event)
+        self._sets = next((c.sets for c in commands if isinstance(c, Protect)), self._sets)
         now_in = phase_in_words(self._core.state.phase)
         return [*_told(commands), *([f"= {now_in}"] if now_in != phase else [])]
 
@@ -138,7 +141,14 @@ class Script:
         steps = _range(_keywords(words)["at"]) if names else range(0)
         of = self._generation(words)
         slots = tuple(Slot(name, of, step) for name in names for step in steps)
-        return KeeperTold(words[0], self._core.state.generation, slots)
+        parities = tuple(
+            ParitySlot(members, names[0], of, step)
+            for members in self._sets
+            if names and names[0] in members
+            for step in steps
+        )
+        told_in = self._core.state.generation
+        return KeeperTold(words[0], told_in, slots, parities=parities)
 
     def _of_workers(self, kind: str, words: list[str]) -> Iterator[Event]:
         """One event for each worker that the line names."""
@@ -217,7 +227,10 @@ def _opening(told: dict[str, str]) -> RunOpened:
     )
     wish = Wish.parse(told.get("layout", ""), int(largest))
     every = int(told.get("snapshot_every", 0))
-    policy = Policy(int(smallest), int(largest), snapshot_every=every)
+    redundancy = told.get("snapshot_redundancy", "copy")
+    policy = Policy(
+        int(smallest), int(largest), snapshot_every=every, snapshot_redundancy=redundancy
+    )
     return RunOpened(1, policy, wish, job)
 
 

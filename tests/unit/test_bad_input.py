@@ -44,6 +44,8 @@ CASES = {
     "data are missing": (["tiny", "--data", "nowhere/*.txt"], "nowhere"),
     "run name leaves the storage": (["tiny", "--run-name", "../x"], "run-name"),
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
+    "redundancy is unknown": (["tiny", "--set", "snapshot_redundancy=raid6"], "copy, or xor:3"),
+    "parity of nothing": (["tiny", "--set", "snapshot_redundancy=xor:0"], "copy, or xor:3"),
     "steps are negative": (["tiny", "--steps", "-5"], "greater than 0"),
 }
 
