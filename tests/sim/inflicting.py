@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from sim.scenario import policy_of
@@ -135,8 +136,11 @@ def _restart(world: World, worker: SimWorker) -> None:
     if world.scenario.memory_bytes:
         least = 4
     max_workers = world.random.randint(least, max(least, 6))
-    every = world.scenario.policy.snapshot_every
-    policy = policy_of(world.random.randint(1, max_workers), max_workers, every)
+    before = world.scenario.policy
+    policy = replace(
+        policy_of(world.random.randint(1, max_workers), max_workers, before.snapshot_every),
+        snapshot_redundancy=before.snapshot_redundancy,
+    )
     world.timeline.after(0.0, partial(world.restart, policy))
 
 

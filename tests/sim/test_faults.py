@@ -6,13 +6,19 @@ A run that fails tells its seed, its faults and what happened last; keep the see
 from __future__ import annotations
 
 import pytest
-from sim.scenario import drawn, drawn_with_relayouts, drawn_with_snapshots
+from sim.scenario import (
+    drawn,
+    drawn_with_parities,
+    drawn_with_relayouts,
+    drawn_with_snapshots,
+)
 from sim.seeds import KEPT
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 200
+NUM_SEEDS_PARITIES = 150
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -34,6 +40,12 @@ def test_snapshots_are_taken_among_what_is_drawn(first: int) -> None:
         simulate(drawn_with_snapshots(seed))
 
 
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_PARITIES, 50))
+def test_parities_are_kept_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_parities(seed))
+
+
 @pytest.mark.parametrize("seed", KEPT)
 def test_what_was_found_once_is_not_found_again(seed: int) -> None:
     simulate(drawn(seed))
@@ -51,3 +63,10 @@ def test_many_more(first: int) -> None:
 def test_many_more_with_changing_layouts(first: int) -> None:
     for seed in range(first, first + 1000):
         simulate(drawn_with_relayouts(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SEEDS + NUM_SEEDS_SLOW // 4, 1000))
+def test_many_more_with_parities(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn_with_parities(seed))

@@ -23,6 +23,7 @@ from elastic.events import (
     StateReady,
     StepCommitted,
 )
+from elastic.parity import num_whole
 from elastic.parts import my_share
 from elastic.samples import batch_ids, deal
 from elastic.votes import StepRecord, Vote
@@ -182,7 +183,7 @@ class Trainer:
         yield from self.snapshots.wait()
         yield from control.at("vote")
         stepper.gradients_complete = True
-        ballot = (*self._samples(step), control.pause_is_wished, self.snapshots.are_whole)
+        ballot = (*self._samples(step), control.pause_is_wished, self.snapshots.ballot)
         brought = yield from control.meet("vote", self._order, step, ballot)
         by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
         read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
@@ -191,9 +192,9 @@ class Trainer:
         assert voted >= around.newest_vote, "invariant 6: two generations run"
         around.newest_vote = voted
         num_wishes = sum(wished for *_, wished, _ in brought.values())
-        num_whole = sum(whole for *_, whole in brought.values())
-        self.snapshots.note(num_whole, len(brought))
-        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), 0, num_wishes, num_whole)
+        kept = num_whole(round(sum(whole for *_, whole in brought.values())))
+        self.snapshots.note(kept, len(brought))
+        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), 0, num_wishes, kept)
         yield from control.at("read")
         return stepper.vote
 
