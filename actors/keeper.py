@@ -114,7 +114,18 @@ class KeeperServer:
         if version is not None:
             with self._lock:
                 self._taken_bytes += version.num_bytes
+                self._drop_outdated(message["generation"], message["kept_step"])
         tell(connection, is_whole=version is not None)
+
+    def _drop_outdated(self, generation: int, kept_step: int) -> None:
+        """Free the rooms of this generation that nobody fills any more since snapshots go other
+        ways: what is older than what is whole everywhere is of no use."""
+
+        def is_used(of: int, room: Room) -> bool:
+            return of != generation or max(room.steps(), default=kept_step) >= kept_step
+
+        self._rooms = {key: r for key, r in self._rooms.items() if is_used(key[1], r)}
+        self._parities = {key: p for key, p in self._parities.items() if is_used(key[2], p.room)}
 
     def _open(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """The memory of one whole snapshot, for a worker beside this keeper to read."""
@@ -185,6 +196,7 @@ class KeeperServer:
         received_bytes = take_chunk(connection, parity, message)
         with self._lock:
             self._received_bytes += received_bytes
+        tell(connection, is_whole=True)
 
     def _get(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """Give a snapshot, or some of it or of a parity, to a worker elsewhere."""

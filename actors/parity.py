@@ -102,12 +102,11 @@ def send_chunk(
     answer = hear(peer)
     if answer is None:
         return False
-    if not answer["is_wanted"]:
-        return True  # it has come before
-    send_all(peer, version.memory[chunk["begin"] : chunk["end"]])
-    if version.step != named["step"]:
-        return False
-    tell(peer, step=named["step"])
+    if answer["is_wanted"]:  # it has not come before
+        send_all(peer, version.memory[chunk["begin"] : chunk["end"]])
+        if version.step != named["step"]:
+            return False
+        tell(peer, step=named["step"])
     return bool((hear(peer) or {}).get("is_whole"))
 
 
@@ -128,7 +127,6 @@ def take_chunk(connection: socket.socket, parity: ParityRoom, message: Mapping[s
     if hear(connection) != {"step": step}:
         raise ConnectionError("it was written over while it was sent")
     parity.end(worker, step)
-    tell(connection, is_whole=True)
     return int(num_bytes)
 
 

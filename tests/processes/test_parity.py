@@ -164,6 +164,24 @@ def test_a_keeper_begun_anew_gets_all_again_under_the_next_order(children: list[
         mine.end_generation()
 
 
+def test_what_other_sets_had_is_freed_once_something_newer_is_whole(
+    children: list[Child],
+) -> None:
+    keepers = [child.keeper for child in children]
+    snapshots = snapshots_at(order_for(keepers))
+    take(snapshots, 1)
+    smaller = Protect(3, MEMBERS, tuple((k,) for k in keepers), (MEMBERS[:3],), 2)
+    for mine in snapshots:
+        mine.protect(smaller)
+    for step in (2, 3):
+        take(snapshots, step)
+        assert all(mine.are_whole for mine in snapshots)
+        sets = {p.members for answer in told(children).values() for p in answer.parities}
+        assert sets == ({MEMBERS, MEMBERS[:3]} if step == 2 else {MEMBERS[:3]})
+    for mine in snapshots:
+        mine.end_generation()
+
+
 class Chunk:
     """One other keeper's connection that brings a chunk, at the test's own pace."""
 
