@@ -91,7 +91,8 @@ def ballot_of(num_changes: int) -> float:
     """What a rank whose snapshot is whole adds to a vote; `num_changes` is of its order.
 
     Whose set-mates follow another order has no parity with them. So each order in turn counts in
-    another of three digits, and three fit a float64 exactly.
+    another of three digits, which fit a float64 exactly. (Who is three changes behind passes for
+    up to date; each takes the death or the start of a keeper, so that is seconds.)
     """
     return float(1 << num_changes % _NUM_DIGITS * _DIGIT_BITS)
 

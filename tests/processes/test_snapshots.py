@@ -115,13 +115,14 @@ def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
     assert_nothing_is_lost(run, undisturbed)
 
 
-def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Nobody has a copy of what that node had."""
+@pytest.mark.parametrize("layout", ["fsdp=4", pytest.param("pp=2,fsdp=2", marks=pytest.mark.slow)])
+def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome, layout: str) -> None:
+    """Nobody has a copy of what that node had; with stages, parts differ in size."""
     run = run_plainly(
         tmp_path,
         SETTINGS,
         4,
-        layout="fsdp=4",
+        layout=layout,
         snapshot_every=1,
         snapshot_redundancy="xor:3",
         node_of=four_nodes,
@@ -131,6 +132,40 @@ def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome) -> N
     told = run.told("Protect")[0]
     assert told["sets"] == [["w0", "w1", "w2", "w3"]]
     assert [len(keepers) for keepers in told["keepers"]] == [1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
+    """Without a keeper there are smaller sets; with it again, full ones, which a node's loss then
+    needs."""
+    settings = SETTINGS.model_copy(update={"steps": 150})
+
+    def strike(fleet: ProcessFleet) -> None:
+        before = fleet.keeper_pids()
+        os.kill(before["node-1"], signal.SIGKILL)
+        while fleet.keeper_pids().get("node-1", before["node-1"]) == before["node-1"]:
+            time.sleep(0.01)
+        orders = [len(line["sets"][0]) for line in Outcome(None, tmp_path).told("Protect")]
+        while orders[-1] < 4 or len(orders) < 3:
+            time.sleep(0.01)
+            orders = [len(line["sets"][0]) for line in Outcome(None, tmp_path).told("Protect")]
+        time.sleep(0.3)
+        kill_nodes(four_nodes, "node-2")(fleet)
+
+    run = run_plainly(
+        tmp_path,
+        settings,
+        4,
+        layout="fsdp=4",
+        snapshot_every=1,
+        snapshot_redundancy="xor:3",
+        node_of=four_nodes,
+        strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
+    )
+    lost_at = run.told("Relaid")[1]["step"]
+    assert lost_at < 150, "the run was over before the node was lost"
+    assert [len(line["sets"][0]) for line in run.told("Protect")][:3] == [4, 3, 4]
+    assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
 
 
 @pytest.mark.slow
