@@ -144,7 +144,7 @@ def _start_missing(state: CoreState, now: float) -> list[Command]:
 def _tell(state: CoreState, placement: Placement) -> list[Command]:
     """Not before all keepers that start are there, unless one has gone on whom members wait."""
     copies, former = placement.copies, state.protected
-    has_lost = any(set(nodes) - set(copies.get(w, ())) for w, nodes in former.copies.items())
+    has_lost = any(set(nodes) - state.keepers.keys() for nodes in former.copies.values())
     if placement == former or (state.starting_keepers and not has_lost):
         return []
     state.num_set_changes += bool(placement.sets or former.sets)

@@ -20,3 +20,9 @@ KEPT = {
     745: "settled a vote of a history that had been given up",
     1298: "waited for ever for workers that were not to come",
 }
+
+KEPT_PARITIES = {
+    1180: "told of other sets at each keeper that started: three changes within a step",
+    4933: "forgot, as it saved, where the state had been before it was moved",
+}
+"""Likewise, of scenarios with parities."""

@@ -12,7 +12,7 @@ from sim.scenario import (
     drawn_with_relayouts,
     drawn_with_snapshots,
 )
-from sim.seeds import KEPT
+from sim.seeds import KEPT, KEPT_PARITIES
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
@@ -49,6 +49,11 @@ def test_parities_are_kept_among_what_is_drawn(first: int) -> None:
 @pytest.mark.parametrize("seed", KEPT)
 def test_what_was_found_once_is_not_found_again(seed: int) -> None:
     simulate(drawn(seed))
+
+
+@pytest.mark.parametrize("seed", KEPT_PARITIES)
+def test_what_was_found_with_parities_is_not_found_again(seed: int) -> None:
+    simulate(drawn_with_parities(seed))
 
 
 @pytest.mark.slow
