@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from elastic.assignment import Assignment
 from elastic.holdings import any_state, uncovered
-from elastic.keeping import ParitySlot, Placement, Slot, carry, place_snapshots
+from elastic.keeping import (
+    ParitySlot,
+    Placement,
+    Slot,
+    carry,
+    place_snapshots,
+    shortfall,
+)
 from elastic.layout import Layout
 from elastic.parity import (
     ALIGNED_BYTES,
@@ -182,6 +189,22 @@ def test_fewer_domains_make_smaller_sets_and_two_make_copies() -> None:
     placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
     assert placement == place_snapshots(assignment, places, sorted(set(places.values())))
     assert not placement.sets
+
+
+def test_it_is_told_what_of_the_wish_cannot_be_had() -> None:
+    def told(num_nodes: int, per_node: int, num_chunks: int) -> str:
+        assignment, places = even(num_nodes, per_node)
+        keepers = sorted(set(places.values()))
+        return shortfall(place_snapshots(assignment, places, keepers, num_chunks), num_chunks)
+
+    assert told(4, 2, 3) == told(2, 2, 0) == ""
+    wants = "xor:3 wants 4 nodes a set: "
+    assert told(3, 2, 3) == wants + "6 parts in smaller sets"
+    assert told(2, 2, 3) == told(1, 4, 3).replace(
+        "nothing is kept elsewhere", "4 parts copied whole"
+    )
+    assert told(1, 4, 3) == wants + "nothing is kept elsewhere"
+    assert told(5, 1, 3) == wants + "1 parts copied whole"
 
 
 def test_only_ranks_under_the_same_order_count_together() -> None:
