@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from actors.messages import CHUNK_BYTES, hear, receive_into, send_all, tell
 from actors.room import NOT_WHOLE, PEER_TIMEOUT_S, Room, Version
 from elastic.commands import Protect
 from elastic.keeping import Keeper
-from elastic.parity import chunk_size, chunk_within, reads_for
+from elastic.parity import Read, chunk_size, chunk_within, reads_for
 from elastic.relayout import Keepings
 
 
@@ -137,33 +137,42 @@ def make_again(
     sizes: Sequence[int],
     named: Mapping[str, Any],
 ) -> memoryview:
-    """A lost member's snapshot, out of those of the others of its set and their parities; `named`
-    is of which generation and step. Raises OSError."""
+    """A lost member's snapshot, out of those of the others of its set and their parities, from all
+    keepers at once; `named` is of which generation and step. Raises OSError."""
     members = [worker for worker, _ in others]
     lost = members.index(member)
-    made = memoryview(bytearray(sizes[lost]))
-    scratch = memoryview(bytearray(min(CHUNK_BYTES, chunk_size(sizes))))
-    with ExitStack() as stack:
-        peers: dict[int, socket.socket] = {}
-        for index, (_, node) in enumerate(others):
-            if node:
-                address = (keepers[node].host, keepers[node].port)
-                peer = socket.create_connection(address, PEER_TIMEOUT_S)
-                peers[index] = stack.enter_context(peer)
-        for read in reads_for(sizes, lost):
-            peer, of = peers[read.member], members[read.member]
-            which = {"members": members, "at": of} if read.is_parity else {"worker": of}
-            tell(
-                peer, do="get", **named, **which, begin=read.begin, end=read.begin + read.num_bytes
-            )
-            if (hear(peer) or {}).get("num_bytes") != read.num_bytes:
-                raise ConnectionError(f"the keeper of {of} has no such snapshot or parity")
-            for begin in range(0, read.num_bytes, CHUNK_BYTES):
-                window = scratch[: min(CHUNK_BYTES, read.num_bytes - begin)]
-                receive_into(peer, window)
-                into = read.into + begin
-                xor_into(made[into : into + len(window)], window)
+    made, folding = memoryview(bytearray(sizes[lost])), threading.Lock()
+    reads = tuple(reads_for(sizes, lost))
+
+    def fetch(of: int) -> None:
+        keeper = keepers[others[of][1]]
+        with socket.create_connection((keeper.host, keeper.port), PEER_TIMEOUT_S) as peer:
+            for read in reads:
+                if read.member == of:
+                    for into, window in _fetched(peer, read, members, named):
+                        with folding:
+                            xor_into(made[into : into + len(window)], window)
+
+    alive = [index for index, (_, node) in enumerate(others) if node]
+    with ThreadPoolExecutor(len(alive)) as pool:
+        list(pool.map(fetch, alive))
     return made
+
+
+def _fetched(
+    peer: socket.socket, read: Read, members: Sequence[str], named: Mapping[str, Any]
+) -> Iterator[tuple[int, memoryview]]:
+    """What is read, window by window, each with where it is to go."""
+    of, end = members[read.member], read.begin + read.num_bytes
+    which = {"members": members, "at": of} if read.is_parity else {"worker": of}
+    tell(peer, do="get", **named, **which, begin=read.begin, end=end)
+    if (hear(peer) or {}).get("num_bytes") != read.num_bytes:
+        raise ConnectionError(f"the keeper of {of} has no such snapshot or parity")
+    scratch = memoryview(bytearray(min(CHUNK_BYTES, read.num_bytes)))
+    for begin in range(0, read.num_bytes, CHUNK_BYTES):
+        window = scratch[: min(CHUNK_BYTES, read.num_bytes - begin)]
+        receive_into(peer, window)
+        yield read.into + begin, window
 
 
 def xor_into(target: memoryview, source: memoryview) -> None:
