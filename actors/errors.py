@@ -13,6 +13,10 @@ class LeaseLost(RuntimeError):
     """Somebody else drives the run now: nothing more may be written."""
 
 
+class DamagedCheckpoint(Exception):
+    """A file of a checkpoint is not what was written; the message names it."""
+
+
 class ControllerLost(RuntimeError):
     """The controller's process is gone, and with it the run, until it is resumed."""
 

@@ -9,7 +9,16 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Moment = Literal[
-    "compute", "vote", "reading", "apply", "settling", "forming", "relaying", "evaluation"
+    "compute",
+    "vote",
+    "reading",
+    "apply",
+    "settling",
+    "forming",
+    "relaying",
+    "evaluation",
+    "writing",
+    "written",
 ]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
@@ -19,8 +28,9 @@ class Fault:
     """`kill`, `stop` (SIGSTOP), `hang` or `raise`: done by `worker` to itself, once.
 
     At the given moment of `step`, or of any step if it is 0. In `reading` the vote is decided and
-    this worker has not seen it; in `settling` it comes to it after an abort. Forming and
-    re-laying out have no step of their own: there `step` is the first one that the generation
+    this worker has not seen it; in `settling` it comes to it after an abort. In `writing` and
+    `written` its part of that step's checkpoint is about to be, and has become, durable. Forming
+    and re-laying out have no step of their own: there `step` is the first one that the generation
     would train.
     """
 

@@ -5,8 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from actors.errors import Interrupted
+
+
+@dataclass(frozen=True)
+class SaveWish:
+    """That a step after `after_step` be saved, in a generation."""
+
+    generation: int
+    after_step: int
 
 
 class Interruption:
@@ -19,6 +28,7 @@ class Interruption:
     def __init__(self) -> None:
         self.aborted_generation = 0
         self.pause_wished_generation = 0
+        self.save_wish = SaveWish(0, 0)
         self.running_generation = 0
         self.num_signs_of_life = 0
         self._leaving = threading.Lock()
@@ -35,6 +45,11 @@ class Interruption:
     @property
     def pause_is_wished(self) -> bool:
         return self.pause_wished_generation >= self.running_generation
+
+    def save_is_wished(self, saved_step: int) -> bool:
+        """Whether a checkpoint after `saved_step`, the last, is wished for."""
+        wish = self.save_wish
+        return wish.generation >= self.running_generation and wish.after_step >= saved_step
 
     @contextmanager
     def leavable(self) -> Iterator[None]:

@@ -111,8 +111,8 @@ class Drive:
     def request_stop(self, cause: str) -> None:
         self._controller.request_stop.remote(cause)
 
-    def follow(self, each: Callable[[], None]) -> Progress:
-        """Wait for the end, calling `each` twice a second. Raises `ControllerLost`."""
+    def follow(self, each: Callable[[Progress], None]) -> Progress:
+        """Wait for the end, telling `each` twice a second. Raises `ControllerLost`."""
         progress = Progress()
         while progress.outcome is None:
             asked = self._controller.progress.remote(ASK_EVERY_S)
@@ -120,9 +120,9 @@ class Drive:
             while time.monotonic() - began < ANSWER_TIMEOUT_S:
                 if ray.wait([asked], timeout=SHOW_EVERY_S)[0]:
                     break
-                each()
+                each(progress)
             progress = _answer(asked)
-        each()
+        each(progress)
         return progress
 
 

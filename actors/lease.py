@@ -1,87 +1,150 @@
 """Who drives a run: a lease with an epoch, checked before every write that others rely on.
 
-Claiming an epoch is creating its file exclusively, so that of two claimants one loses. The owner
-touches the file; it is stale when the owner is known to be dead, or has not touched it for
-`STALE_S`.
+A claimant writes a file of the next epoch and looks again: if anybody else claims as well, he
+withdraws. So of two at once at most one stays, on any storage where a list shows what was written
+before (a disk, S3). The owner renews his file; it is stale when he is known to be dead, or has not
+renewed it for `STALE_S`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import socket
+import threading
 import time
-from pathlib import Path
+import uuid
 from typing import Any
 
 import psutil
 
 from actors.errors import LeaseLost, RunTaken
+from actors.storage import DiskStorage, Storage
 
-STALE_S = 15.0
+FOLDER = "lease"
+STALE_S, RENEW_EVERY_S = 15.0, 3.0
 
 
 class Lease:
     """The right to write a run's journal and manifests, as long as nobody took a later epoch."""
 
-    def __init__(self, folder: Path, epoch: int) -> None:
-        self._folder = folder
+    def __init__(self, run: Storage, epoch: int, name: str, told: dict[str, Any]) -> None:
+        self._run = run
+        self._name = name
+        self._told = told
+        self._is_lost = False
+        self._let_go = threading.Event()
+        self._writing = threading.Lock()
         self.epoch = epoch
 
     def check(self) -> None:
-        """Raises `LeaseLost` once another controller has claimed the run."""
-        if (self._folder / str(self.epoch + 1)).exists():
-            raise LeaseLost(f"epoch {self.epoch} of {self._folder.parent} is over")
+        """Raises `LeaseLost` once another controller has claimed the run; where to look takes
+        time, that is as of the last renewal."""
+        if isinstance(self._run, DiskStorage):
+            self.look()
+        elif self._is_lost:
+            raise self._lost()
+
+    def look(self) -> None:
+        """Raises `LeaseLost` if another controller has claimed the run, or `OSError`."""
+        self._is_lost = self._is_lost or max(_epochs(self._run), default=0) > self.epoch
+        if self._is_lost:
+            raise self._lost()
 
     def renew(self) -> None:
-        os.utime(self._folder / str(self.epoch))
+        """Say that the owner lives. Raises `LeaseLost`, or `OSError`."""
+        self.look()
+        with self._writing:
+            if not self._let_go.is_set():
+                self._write(**self._told)
+
+    def keep(self) -> None:
+        """Renew it from now on, in a thread of its own: storage may take its time, or fail."""
+        threading.Thread(target=self._serve, name="lease", daemon=True).start()
+
+    def let_go(self) -> None:
+        """Do not renew it any longer."""
+        self._let_go.set()
+
+    def _serve(self) -> None:
+        while not self._let_go.wait(RENEW_EVERY_S):
+            try:
+                self.renew()
+            except LeaseLost:
+                return  # `check` tells it to those who write
+            except OSError:
+                continue  # it runs out if that lasts
 
     def release(self) -> None:
         """Nobody drives the run now: the next claimant need not wait."""
-        (self._folder / str(self.epoch)).write_text(json.dumps({"released": True}))
+        self.let_go()
+        with self._writing:
+            self._write(released=True)
+
+    def withdraw(self) -> None:
+        self._run.remove(self._name)
+
+    def _write(self, **told: object) -> None:
+        self._run.write(self._name, json.dumps({**told, "renewed": time.time()}).encode())
+
+    def _lost(self) -> LeaseLost:
+        return LeaseLost(f"epoch {self.epoch} of {self._run.url} is over")
 
 
-def claim(run_folder: Path, cluster: str = "") -> Lease:
+def claim(run: Storage, cluster: str = "") -> Lease:
     """Take the run. Raises `RunTaken` if somebody drives it.
 
     `cluster` is the address of the Ray cluster on which this happens: others find it by it.
     """
-    folder = run_folder / "lease"
-    folder.mkdir(parents=True, exist_ok=True)
-    newest = _newest(folder)
-    owner = owner_of(run_folder)
+    older = _epochs(run)  # looked at once: nobody slips in between the question and the claim
+    owner = _living(run, older)
     if owner:
         raise RunTaken(
-            f"{run_folder}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
+            f"{run.url}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
             "stop that one, or choose another --run-name"
         )
-    try:
-        with open(folder / str(newest + 1), "x") as out:
-            json.dump({**_myself(), "cluster": cluster}, out)
-    except FileExistsError:
-        raise RunTaken(f"{run_folder}: somebody else has just begun to drive this run") from None
-    if newest:
-        (folder / str(newest)).unlink(missing_ok=True)
-    return Lease(folder, newest + 1)
+    epoch = max(older, default=0) + 1
+    name = f"{FOLDER}/{epoch}-{uuid.uuid4().hex[:8]}"
+    lease = Lease(run, epoch, name, {**_myself(), "cluster": cluster})
+    lease.renew()
+    if sum(len(names) for other, names in _epochs(run).items() if other >= epoch) > 1:
+        lease.withdraw()
+        raise RunTaken(f"{run.url}: somebody else has just begun to drive this run")
+    for names in older.values():
+        for old in names:
+            run.remove(old)
+    return lease
 
 
-def owner_of(run_folder: Path) -> dict[str, Any] | None:
+def owner_of(run: Storage) -> dict[str, Any] | None:
     """Who drives the run now, as he has said himself; None if nobody does."""
-    folder = run_folder / "lease"
-    newest = _newest(folder) if folder.exists() else 0
-    if not newest:
-        return None
-    file = folder / str(newest)
-    owner: dict[str, Any] = json.loads(file.read_text() or "{}")
-    if owner.get("host") == socket.gethostname():
-        is_alive = _is_running(owner["pid"], owner["started"])
-    else:
-        is_alive = time.time() - file.stat().st_mtime <= STALE_S
-    return owner if is_alive and not owner.get("released") else None
+    return _living(run, _epochs(run))
 
 
-def _newest(folder: Path) -> int:
-    return max((int(entry.name) for entry in folder.iterdir()), default=0)
+def _living(run: Storage, epochs: dict[int, list[str]]) -> dict[str, Any] | None:
+    for name in epochs[max(epochs)] if epochs else ():
+        try:
+            owner: dict[str, Any] = json.loads(run.read(name))
+        except FileNotFoundError:
+            continue  # withdrawn meanwhile
+        if owner.get("released"):
+            continue
+        if owner.get("host") == socket.gethostname():
+            is_alive = _is_running(owner["pid"], owner["started"])
+        else:
+            is_alive = time.time() - owner["renewed"] <= STALE_S
+        if is_alive:
+            return owner
+    return None
+
+
+def _epochs(run: Storage) -> dict[int, list[str]]:
+    """The files of the lease by their epoch."""
+    found: dict[int, list[str]] = {}
+    for name in run.files(FOLDER):
+        number = name.rpartition("/")[2].partition("-")[0]
+        if number.isdecimal():  # not the draft of one
+            found.setdefault(int(number), []).append(name)
+    return found
 
 
 def _myself() -> dict[str, object]:

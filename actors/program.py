@@ -6,13 +6,13 @@ import importlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from actors.storage import Storage
 from elastic.assignment import Assignment
 from elastic.layout import Coordinates, Layout
 from elastic.regions import Region
@@ -69,6 +69,14 @@ class Applied:
     skipped: bool
 
 
+@dataclass(frozen=True)
+class WrittenPart:
+    """A file of a checkpoint as it now lies in storage; `checksum` is of its header."""
+
+    num_bytes: int
+    checksum: int
+
+
 class Replica(Protocol):
     """One rank's part of the model and optimizer under one assignment.
 
@@ -122,11 +130,18 @@ class Program(Protocol):
     def initial(self, spec: TensorSpec, region: Region) -> torch.Tensor:
         """A region of a tensor at step 0: a function of (seed, name) alone, on the device."""
 
-    def write_part(self, file: Path, parts: Mapping[str, tuple[Region, torch.Tensor]]) -> None:
-        """Write one worker's regions of a checkpoint to one file (host tensors)."""
+    def write_part(
+        self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, torch.Tensor]]
+    ) -> WrittenPart:
+        """Write one worker's regions of a checkpoint to one file (host tensors). Raises OSError."""
 
-    def read_regions(self, folder: Path, wanted: Mapping[str, Region]) -> dict[str, torch.Tensor]:
-        """Read regions from a whole checkpoint, whatever layout wrote it (host tensors)."""
+    def read_regions(
+        self, checkpoint: Storage, wanted: Mapping[str, Region]
+    ) -> dict[str, torch.Tensor]:
+        """Read regions from a whole checkpoint, whatever layout wrote it (host tensors).
+
+        Raises `DamagedCheckpoint` if it is not what was written, OSError if the storage refuses.
+        """
 
 
 @dataclass(frozen=True)

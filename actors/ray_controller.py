@@ -7,19 +7,19 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 import ray
 
 from actors.asking import LayoutReply, ask_for_layout
-from actors.journal import LineFile
 from actors.lease import claim
+from actors.lines import LineLog, open_lines
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
 from actors.ray_worker import Orphanage
 from actors.shell import Shell
+from actors.storage import open_storage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StopRequested
@@ -66,6 +66,8 @@ class Progress:
     outcome: Stopped | None = None
     undelivered: tuple[str, ...] = ()
     """One line an observer about what it could not deliver."""
+    trouble: str = ""
+    """Why storage does not take the run's lines at present."""
 
 
 class RayObserver:
@@ -98,10 +100,10 @@ class RayController:
         self._orphanage = Orphanage(run.orphan_timeout_s)
         self._progress = Progress()
         self._ended = threading.Event()
-        folder = Path(run.folder)
-        self._lease = claim(folder, ray.get_runtime_context().gcs_address)
-        self._samples = LineFile(folder / "system.jsonl")
-        self._shell = Shell(folder, self._lease, run.leavers)
+        storage = open_storage(run.folder)
+        self._lease = claim(storage, ray.get_runtime_context().gcs_address)
+        self._samples = open_lines(LineLog(storage, "system.jsonl"))
+        self._shell = Shell(storage, self._lease, run.leavers)
         self._fleet = RayFleet(
             run.name,
             run.program,
@@ -130,7 +132,7 @@ class RayController:
         if patience_s:
             self._driver_silence_s = 0.0
         self._ended.wait(patience_s)
-        return self._progress
+        return replace(self._progress, trouble=self._shell.trouble)
 
     @ray.method(concurrency_group="driver")
     def request_stop(self, cause: str) -> None:
@@ -144,6 +146,7 @@ class RayController:
     def _drive(self) -> None:
         try:
             outcome = self._shell.run(self._fleet, self._run.opening)
+            self._samples.close()
             with suppress(OSError):  # a lease that cannot be given back runs out
                 self._lease.release()
         except Exception as error:

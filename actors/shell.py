@@ -8,18 +8,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
-from actors.checkpoints import newest_whole, publish
+from actors.checkpoints import Publisher, find_checkpoints
 from actors.fleet import Fleet
-from actors.journal import LineFile, replay
+from actors.journal import replay
 from actors.lease import Lease
+from actors.lines import LineLog, open_lines
+from actors.storage import Storage
 from actors.watch import Watch
 from elastic.commands import (
     Abort,
     AskKeepers,
     Command,
+    DropCheckpoints,
     ForgetSnapshots,
     Form,
     LayoutAnswered,
@@ -32,6 +33,7 @@ from elastic.commands import (
     Resume,
     RolledBack,
     SaveCheckpoint,
+    SetAside,
     Settle,
     StartKeeper,
     StartStore,
@@ -39,15 +41,17 @@ from elastic.commands import (
     Stopped,
     StopWorker,
     Waited,
+    WishCheckpoint,
 )
 from elastic.core import Core
-from elastic.events import Checkpointed, Event, PartFailed, RunOpened, Woke
-from elastic.wire import command_line, event_line, state_line
+from elastic.events import Event, RunOpened, Woke
+from elastic.wire import FORMAT, command_line, event_line, state_line
 
 SILENT = (RecordStep,)
 """Commands that need no journal line: their event tells the same."""
 
-LEASE_RENEWAL_S = 2.0
+JOURNAL, METRICS = "journal.jsonl", "metrics.jsonl"
+LOOK_EVERY_S = 2.0
 
 
 class Shell:
@@ -55,22 +59,21 @@ class Shell:
 
     def __init__(
         self,
-        run_folder: Path,
+        run: Storage,
         lease: Lease,
         due: tuple[tuple[int, Event], ...] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`due` are events to be posted once their step has committed."""
         self._due = list(due)
-        self._run_folder = run_folder
+        self._run = run
         self._lease = lease
         self._clock = clock
         self._inbox: queue.Queue[Event] = queue.Queue()
-        self._core: Core = replay(run_folder / "journal.jsonl")
-        self._journal = LineFile(run_folder / "journal.jsonl")
-        self._metrics = LineFile(run_folder / "metrics.jsonl")
+        self._core: Core = replay(LineLog(run, JOURNAL))
+        self._journal = open_lines(LineLog(run, JOURNAL))
+        self._metrics = open_lines(LineLog(run, METRICS))
         self._now = 0.0
-        self._lease_renewed = 0.0
         self._listeners: list[queue.Queue[Command]] = []
         self.outcome: Stopped | None = None
         self.opened = threading.Event()
@@ -80,6 +83,11 @@ class Shell:
 
     def post(self, event: Event) -> None:
         self._inbox.put(event)
+
+    @property
+    def trouble(self) -> str:
+        """Why storage does not take the run's lines at present, or empty."""
+        return self._journal.trouble or self._metrics.trouble
 
     @contextmanager
     def listening(self) -> Iterator[queue.Queue[Command]]:
@@ -93,12 +101,15 @@ class Shell:
 
     def run(self, fleet: Fleet, opening: RunOpened) -> Stopped:
         """Open the run and serve it until it has stopped. `opening.saved` is found here."""
-        saved, complaints = newest_whole(self._run_folder)
-        for complaint in complaints:
-            self._journal.write({"time": self._clock(), "warning": complaint, "format": 1})
+        found = find_checkpoints(self._run)
+        for complaint in found.complaints:
+            self._journal.write({"time": self._clock(), "warning": complaint, "format": FORMAT})
         self._fleet = fleet
         watch = Watch(fleet, self.post)
-        self.post(dataclasses.replace(opening, incarnation=self._lease.epoch, saved=saved))
+        self._publisher = Publisher(self._run, self._lease, self.post)
+        self._publisher.order(DropCheckpoints(found.unfinished))
+        self._lease.keep()
+        self.post(dataclasses.replace(opening, incarnation=self._lease.epoch, saved=found.whole))
         self.opened.set()
         try:
             while self.outcome is None:
@@ -109,27 +120,23 @@ class Shell:
             self.ended.set()
             watch.close()
             fleet.close()
+            self._publisher.close()
+            self._lease.let_go()
             self._journal.close()
             self._metrics.close()
         return self.outcome
 
     def _next_event(self) -> Event:
         while True:
-            self._keep_lease()
             deadline = self._core.next_deadline()
             now = max(self._now, self._clock())
             if deadline is not None and deadline <= now and self._inbox.empty():
                 return Woke()
-            patience_s = LEASE_RENEWAL_S if deadline is None else deadline - now
+            patience_s = LOOK_EVERY_S if deadline is None else deadline - now
             try:
-                return self._inbox.get(timeout=min(max(patience_s, 0.0), LEASE_RENEWAL_S))
+                return self._inbox.get(timeout=min(max(patience_s, 0.0), LOOK_EVERY_S))
             except queue.Empty:
-                continue
-
-    def _keep_lease(self) -> None:
-        if self._clock() - self._lease_renewed > LEASE_RENEWAL_S:
-            self._lease.renew()
-            self._lease_renewed = self._clock()
+                self._lease.check()
 
     def _serve(self, event: Event) -> None:
         """One event: decide, make the decision durable, carry it out."""
@@ -162,7 +169,15 @@ class Shell:
                 fleet.send(command.plan.participants, command)
             case Resume():
                 fleet.send((*command.workers, *command.released), command)
-            case Abort() | Settle() | Relayout() | Pause() | Protect() | SaveCheckpoint():
+            case (
+                Abort()
+                | Settle()
+                | Relayout()
+                | Pause()
+                | Protect()
+                | WishCheckpoint()
+                | SaveCheckpoint()
+            ):
                 fleet.send(command.workers, command)
             case StartKeeper():
                 fleet.start_keeper(command.node)
@@ -170,8 +185,8 @@ class Shell:
                 fleet.ask_keepers(command.nodes, command.generation)
             case ForgetSnapshots():
                 fleet.forget_snapshots(command.nodes, command.generation)
-            case PublishCheckpoint():
-                self._publish(command)
+            case PublishCheckpoint() | DropCheckpoints() | SetAside():
+                self._publisher.order(command)
             case RecordStep():
                 self._metrics.write(dataclasses.asdict(command.record))
                 self._post_due(command.record.step)
@@ -184,13 +199,3 @@ class Shell:
         for entry in [entry for entry in self._due if entry[0] <= step]:
             self._due.remove(entry)
             self.post(entry[1])
-
-    def _publish(self, command: PublishCheckpoint) -> None:
-        told: dict[str, Any] = {"step": command.step, "generation": command.generation}
-        try:
-            self._lease.check()
-            folder = publish(self._run_folder, files=command.files, **told)
-        except OSError as error:
-            self.post(PartFailed("", cause=str(error), **told))
-        else:
-            self.post(Checkpointed(path=str(folder), **told))

@@ -6,16 +6,16 @@ import queue
 import socket
 import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from actors.keeper import address_of, put_snapshot
 from actors.messages import hear, tell
 from actors.parity import spreading
 from actors.room import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, Room, Version
+from actors.side_stream import SideStream
 from actors.snapshot_memory import Plan
 from elastic.assignment import Assignment
 from elastic.commands import Protect
@@ -38,10 +38,7 @@ class Taking:
         self._copied = threading.Event()
         self._beginning = threading.Lock()
         self._is_cancelled = self._has_begun = False
-        device = next((t.device for t in self.tensors.values() if t.is_cuda), None)
-        self._stream = torch.cuda.Stream(device) if device else None  # type: ignore[no-untyped-call]
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream = SideStream(self.tensors.values())
 
     def copy_to(self, places: Mapping[str, Tensor]) -> bool:
         """Copy the tensors, unless they may have changed by now."""
@@ -49,11 +46,9 @@ class Taking:
             self._has_begun = not self._is_cancelled
         try:
             if self._has_begun:
-                with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+                with self._stream.copying():
                     for name, place in places.items():
                         place.copy_(self.tensors[name].detach())
-                if self._stream is not None:
-                    self._stream.synchronize()
         finally:
             self._copied.set()
         return self._has_begun

@@ -11,6 +11,7 @@ import torch
 from actors.errors import TornApply
 from actors.faults import Faults
 from actors.interruption import Interruption
+from actors.part_writer import PartWriter
 from actors.program import Groups, Replica
 from actors.snapshots import Snapshots
 from actors.standstill import wait_for
@@ -35,8 +36,10 @@ class Stepper:
         interruption: Interruption,
         faults: Faults,
         snapshots: Snapshots,
+        writer: PartWriter,
     ) -> None:
         self._snapshots = snapshots
+        self._writer = writer
         self._groups = groups
         self._replica = replica
         self._interruption = interruption
@@ -65,6 +68,7 @@ class Stepper:
     def apply(self, vote: Vote) -> StepRecord:
         """Take the decided step. Raises `TornApply` if it breaks half-way."""
         self._snapshots.await_copied()
+        self._writer.await_copied()
         try:
             applied = self._replica.apply(vote.step, vote)
         except BaseException as error:
@@ -100,8 +104,13 @@ class Stepper:
         """
         finite = torch.isfinite(sums)
         whole = finite.all()
-        is_wished = self._interruption.pause_is_wished
-        extra = [1.0, 0.0, float(is_wished), self._snapshots.ballot]
+        told = (
+            self._interruption.pause_is_wished,
+            self._snapshots.ballot,
+            self._interruption.save_is_wished(self._writer.begun_step),
+            self._writer.is_busy,
+        )
+        extra = [1.0, 0.0, *map(float, told)]
         ballot = torch.cat(
             [torch.where(finite, sums, 0.0), torch.tensor(extra, dtype=torch.float64).to(sums)]
         )
@@ -110,7 +119,7 @@ class Stepper:
         wait_for(self._groups.world.allreduce([ballot]))
         self._faults.at("reading", step)
         loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
-        num_contributions, num_nonfinite, num_wishes, kept = (round(c) for c in counts)
+        num_contributions, num_nonfinite, num_wishes, kept, *of_saving = map(round, counts)
         num_kept = num_whole(kept)
         if num_contributions != self._groups.assignment.layout.num_workers or not math.isfinite(
             num_tokens
@@ -126,4 +135,6 @@ class Stepper:
             num_nonfinite=num_nonfinite,
             num_pause_wishes=num_wishes,
             num_snapshots=num_kept,
+            num_save_wishes=of_saving[0],
+            num_writing=of_saving[1],
         )

@@ -6,21 +6,21 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from torch import Tensor
 
-from actors.checkpoints import Part, PartWriter
 from actors.faults import Fault, Faults
 from actors.groups import Formation
 from actors.interruption import Interruption
 from actors.links import measure_links
 from actors.moving import Moved, Parts, move, stage
+from actors.part_writer import Part, PartWriter
 from actors.program import Program, Replica, StateBytes
 from actors.snapshot_memory import read_snapshot
 from actors.snapshots import Snapshots
 from actors.sources import digest_of_sources
 from actors.stepping import Stepper
+from actors.storage import open_storage
 from elastic.assignment import Assignment
 from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import (
@@ -40,6 +40,8 @@ from elastic.shards import region_of
 from elastic.transfers import Transfers, derive
 
 NOTHING_HELD = -1
+READ_AGAIN_S = 1.0
+"""The pause after storage has refused."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class WorkerOptions:
     """What a worker is told at its start and keeps for life."""
 
     run_folder: str
+    """Its URL, or its path."""
     collective_timeout_s: float = 30.0
     checkpoint_every: int = 0
     faults: tuple[Fault, ...] = ()
@@ -84,9 +87,9 @@ class Trainer:
     def __post_init__(self) -> None:
         self.faults = Faults(self.worker, self.options.faults)
         self.specs = self.program.specs()
-        run_folder = Path(self.options.run_folder)
         self.snapshots = Snapshots(self.worker, self.node, self.specs, self.options.snapshot_every)
-        self.writer = PartWriter(self.worker, run_folder, self.program, self.report)
+        run = open_storage(self.options.run_folder)
+        self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
         described = f"{digest_of_sources()} {self.specs}"
         self.digest = hashlib.sha256(described.encode()).hexdigest()
 
@@ -130,6 +133,7 @@ class Trainer:
                 self.interruption,
                 self.faults,
                 self.snapshots,
+                self.writer,
             )
             held = self.replica.state_bytes()
         self.report(
@@ -154,6 +158,7 @@ class Trainer:
         assert self.stepper is not None and self.formation and self.formation.groups
         stepper, world_rank = self.stepper, self.formation.groups.world_rank
         evaluated_step = resume.evaluated_step
+        self.writer.begun_step = min(self.writer.begun_step, resume.step)
         while True:
             if self._evaluation_is_due(stepper.committed_step, evaluated_step):
                 evaluated_step = stepper.committed_step
@@ -166,8 +171,7 @@ class Trainer:
             self.snapshots.take(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
-            every = self.options.checkpoint_every
-            if every and record.step % every == 0:
+            if vote.saves(self.options.checkpoint_every):
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
             if vote.num_pause_wishes:
                 break
@@ -248,10 +252,20 @@ class Trainer:
             by_name = {spec.name: spec for spec in self.specs}
             made = {n: self.program.initial(by_name[n], r) for n, r in regions.items()}
             return made, Moved(), 0
-        read = self.program.read_regions(Path(command.path), regions)
+        read = self._read(command.path, regions)
         placed = {name: tensor.to(self.program.device) for name, tensor in read.items()}
         num_bytes = sum(tensor.nbytes for tensor in placed.values())
         return placed, Moved(bytes_received=num_bytes), num_bytes
+
+    def _read(self, path: str, regions: dict[str, Region]) -> dict[str, Tensor]:
+        """From a checkpoint, as often as its storage needs to let it be read; whoever waits for
+        this worker knows for how long. Raises `DamagedCheckpoint`."""
+        while True:
+            try:
+                return self.program.read_regions(open_storage(path), regions)
+            except OSError:
+                time.sleep(READ_AGAIN_S)
+            self.interruption.check()
 
     def _links(self, command: Relayout) -> tuple[tuple[str, float], ...]:
         """How fast others reach this worker: measured where no state is on its way."""
@@ -303,16 +317,18 @@ class Trainer:
     def _save(
         self, generation: int, step: int, holding: Holding, writers: tuple[str, ...] | None
     ) -> None:
-        """Copy this worker's share to host memory and hand it to the writer."""
+        """Hand this worker's share to the writer, which copies it before the next apply."""
         assignment = holding.assignment
         regions = self._regions(assignment)
         share = my_share(self.specs, assignment, writers or assignment.members, self.worker)
         names = [self.specs[index].name for index in share]
+        # A pass forward may change buffers, and nothing else.
+        buffers = {spec.name for spec in self.specs if spec.kind == "buffer"}
+        held = {n: holding.tensors[n] for n in names}
         tensors = {
-            name: (regions[name], holding.tensors[name].detach().to("cpu", copy=True))
-            for name in names
+            n: (regions[n], t.detach().clone() if n in buffers else t) for n, t in held.items()
         }
-        self.writer.write(Part(step, generation, tensors))
+        self.writer.begin(Part(step, generation, tensors))
 
     def _keep_only(self, generation: int) -> None:
         """The first commit under a generation makes the older holdings stale."""

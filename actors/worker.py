@@ -22,9 +22,9 @@ from typing import assert_never
 import torch
 import torch.distributed as dist
 
-from actors.errors import Interrupted
+from actors.errors import DamagedCheckpoint, Interrupted
 from actors.groups import Formation
-from actors.interruption import Interruption
+from actors.interruption import Interruption, SaveWish
 from actors.program import Factory, Program
 from actors.standstill import Standstill
 from actors.system import keep_freed_memory, peak_bytes
@@ -39,10 +39,13 @@ from elastic.commands import (
     Resume,
     SaveCheckpoint,
     Settle,
+    WishCheckpoint,
 )
-from elastic.events import Event, WorkerRaised, WorkerReady
+from elastic.events import CheckpointDamaged, Event, WorkerRaised, WorkerReady
 
-Order = Abort | Form | Relayout | Resume | Pause | Protect | Settle | SaveCheckpoint
+Order = (
+    Abort | Form | Relayout | Resume | Pause | Protect | Settle | WishCheckpoint | SaveCheckpoint
+)
 
 NO_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA out of memory")
 """In the text also of a mere RuntimeError, as which torch tells it of the host."""
@@ -102,6 +105,8 @@ class Worker:
                 threading.Thread(target=self._break_off, args=(order.generation,)).start()
             case Pause():
                 self._interruption.pause_wished_generation = order.generation
+            case WishCheckpoint():
+                self._interruption.save_wish = SaveWish(order.generation, order.step)
             case Protect():
                 assert self._trainer is not None
                 self._trainer.snapshots.protect(order)
@@ -128,6 +133,10 @@ class Worker:
                 self._obey(order)
             except Interrupted:
                 pass  # the abort that asked for it stands in the queue
+            except DamagedCheckpoint as error:
+                assert isinstance(order, Relayout)
+                told = (self.name, order.generation, order.path, str(error))
+                self._report(CheckpointDamaged(*told))
             except Exception as error:
                 is_collateral = order.generation <= self._interruption.aborted_generation
                 if isinstance(order, Settle) or not is_collateral:
@@ -179,7 +188,7 @@ class Worker:
             case Abort():
                 self._quiesced_generation = order.generation
                 trainer.quiesce(order.generation)
-            case Pause() | Protect():
+            case Pause() | Protect() | WishCheckpoint():
                 raise AssertionError("this never queues")
             case _:
                 assert_never(order)

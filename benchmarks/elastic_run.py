@@ -86,4 +86,4 @@ def elastic_train(
     command = [sys.executable, "-m", "pipelines", "train", recipe, "--run-name", RUN_NAME]
     command += ["--storage", str(storage), "--steps", "1000000", *arguments]
     with running("elastic", command, storage, environment) as program:
-        yield ElasticRun(program, RunFolder(storage / RUN_NAME))
+        yield ElasticRun(program, RunFolder.of(storage, RUN_NAME))

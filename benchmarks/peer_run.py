@@ -15,6 +15,8 @@ from typing import Any
 
 from processes import Program, python, running
 
+from actors.lines import LineLog
+from actors.storage import DiskStorage
 from pipelines.run_folder import Tail
 
 SCRIPTS = Path(__file__).parent / "peers"
@@ -46,7 +48,7 @@ class PeerRun:
     steps: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._tail = Tail(self.folder / "steps.jsonl")
+        self._tail = Tail(LineLog(DiskStorage(self.folder), "steps.jsonl"))
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Read on until the condition holds. Raises `Failed`."""

@@ -1,13 +1,14 @@
 """A run in plain processes, without Ray and MLflow, whose workers may pass for such on two nodes.
 
-plain_run.py STORAGE RECIPE LAYOUT NUM_NODES [key=value ...]
+plain_run.py STORAGE RECIPE LAYOUT NUM_NODES PROGRAM [key=value ...]
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from elastic_run import RUN_NAME, ElasticRun
@@ -16,6 +17,7 @@ from processes import python, running
 from actors.lease import claim
 from actors.process_fleet import ProcessFleet
 from actors.shell import Shell
+from actors.storage import open_storage
 from elastic.layout import Layout
 from pipelines.plan import Asked, make_plan
 from pipelines.run_folder import RunFolder
@@ -25,21 +27,31 @@ NUM_STEPS = 1_000_000
 
 @contextmanager
 def plain_run(
-    storage: Path, recipe: str, layout: str, num_nodes: int, changes: Sequence[str]
+    storage: Path,
+    recipe: str,
+    layout: str,
+    num_nodes: int,
+    changes: Sequence[str],
+    program: str = "",
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[ElasticRun]:
-    """Such a run in a program of its own, until the block ends."""
+    """Such a run in a program of its own, until the block ends.
+
+    `program` is a training program in this folder, if not the usual one.
+    """
     storage.mkdir(parents=True, exist_ok=True)
-    arguments = [str(storage), recipe, layout, str(num_nodes), *changes]
-    with running("plain", python(Path(__file__), *arguments), storage) as program:
-        yield ElasticRun(program, RunFolder(storage / RUN_NAME))
+    arguments = [str(storage), recipe, layout, str(num_nodes), program, *changes]
+    command = python(Path(__file__), *arguments)
+    with running("plain", command, storage, environment or {}) as running_program:
+        yield ElasticRun(running_program, RunFolder.of(storage, RUN_NAME))
 
 
 def main(arguments: Sequence[str]) -> None:
-    storage, recipe, layout, num_nodes, *changes = arguments
+    storage, recipe, layout, num_nodes, program, *changes = arguments
     asked = Asked(
         recipe,
         RUN_NAME,
-        Path(storage),
+        storage,
         workers=str(Layout.parse(layout).num_workers),
         layout=layout,
         steps=NUM_STEPS,
@@ -47,15 +59,15 @@ def main(arguments: Sequence[str]) -> None:
         changes=tuple(changes),
     )
     run = make_plan(asked, num_gpus=0).run
-    Path(run.folder).mkdir(parents=True, exist_ok=True)
-    lease = claim(Path(run.folder))
-    shell = Shell(Path(run.folder), lease)
+    lease = claim(open_storage(run.folder))
+    shell = Shell(open_storage(run.folder), lease)
 
     def node_of(worker: str) -> str:
         """Workers are dealt out in turn, replacements too."""
         return f"node-{int(worker.removeprefix('w')) % int(num_nodes)}"
 
-    fleet = ProcessFleet(run.program, run.options, shell.post, lease.epoch, node_of)
+    factory = replace(run.program, target=program or run.program.target)
+    fleet = ProcessFleet(factory, run.options, shell.post, lease.epoch, node_of)
     shell.run(fleet, run.opening)
 
 

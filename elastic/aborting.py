@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from elastic.commands import Abort, Command, RecordStep, Settle, StopWorker
-from elastic.events import Quiesced, Settled, WorkerRaised
+from elastic.commands import Abort, Command, RecordStep, SetAside, Settle, StopWorker
+from elastic.events import CheckpointDamaged, Quiesced, Settled, WorkerRaised
 from elastic.fitting import Shortage, advice
 from elastic.forming import go_on
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.protecting import is_protected
 from elastic.recovery import living
 from elastic.roster import forget
-from elastic.saving import stop, upload_key
+from elastic.saving import stop
 from elastic.state import CoreState, Held
+from elastic.uploads import break_uploads
 from elastic.votes import StepRecord
 
 
@@ -72,6 +73,18 @@ def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command
     if event.kind in ("memory", "program") and isinstance(state.phase, Aborting):
         state.phase.raised = failure
     return commands
+
+
+def on_damaged(state: CoreState, now: float, event: CheckpointDamaged) -> list[Command]:
+    """Go on from another holding, now and whenever the run is begun again."""
+    damaged = [saved for saved in state.saved if saved.path == event.path]
+    state.saved = [saved for saved in state.saved if saved.path != event.path]
+    commands: list[Command] = [SetAside(saved.step, saved.generation) for saved in damaged]
+    phase = state.phase
+    is_read = isinstance(phase, Relaying) and phase.attempt.path == event.path
+    if not is_read or event.generation != state.generation:
+        return commands
+    return commands + abort(state, now, event.cause)
 
 
 def _reason(state: CoreState, event: WorkerRaised) -> str:
@@ -165,7 +178,7 @@ def _conclude(state: CoreState, now: float, phase: Aborting) -> list[Command]:
     if vote is None or not behind:
         return commands + _go_on(state, now, phase)
     # Whoever settles a step does not write a part of it.
-    state.uploads.pop(upload_key(state.generation, vote.step), None)
+    break_uploads(state, lambda u: (u.step, u.generation) == (vote.step, state.generation))
     phase.settling = vote
     phase.pending = behind
     phase.deadline = phase.patience = now + state.policy.collective_timeout_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from elastic.assignment import Assignment
+from elastic.events import PartFile
 from elastic.keeping import Keeper
 from elastic.transfers import Relayout as RelayoutPlan
 from elastic.votes import StepRecord, Vote
@@ -152,6 +153,15 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
+class WishCheckpoint:
+    """Carry the wish to save into the vote, unless a step after `step` has been saved already."""
+
+    generation: int
+    workers: tuple[str, ...]
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
     """Write this step's state, each its part, at the boundary where all stand.
 
@@ -170,8 +180,22 @@ class PublishCheckpoint:
 
     step: int
     generation: int
-    files: tuple[tuple[str, int], ...]
-    """Name and size of each part."""
+    files: tuple[PartFile, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropCheckpoints:
+    """Remove these from storage: of which step each is, and which generation wrote it."""
+
+    dropped: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SetAside:
+    """Make a damaged checkpoint invisible, without removing what is left of it."""
+
+    step: int
+    generation: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,8 +273,11 @@ Command = (
     | Relayout
     | Resume
     | Pause
+    | WishCheckpoint
     | SaveCheckpoint
     | PublishCheckpoint
+    | DropCheckpoints
+    | SetAside
     | RecordStep
     | Relaid
     | RolledBack

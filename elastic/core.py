@@ -13,6 +13,7 @@ from typing import assert_never
 from elastic import aborting, forming, protecting, roster, running, saving, wishing
 from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
+    CheckpointDamaged,
     Checkpointed,
     Evaluated,
     Event,
@@ -80,11 +81,13 @@ class Core:
                 times += [state.asked_until if state.asked else inf]
             case Running():
                 times += [running.hang_deadline(state, phase), running.growth_deadline(state)]
-                times += [protecting.protect_deadline(state)]
+                times += [protecting.protect_deadline(state), saving.wish_deadline(state)]
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
-            case Forming() | Relaying() | Aborting() | Saving():
+            case Forming() | Relaying() | Aborting():
                 times += [phase.deadline]
+            case Saving():
+                times += [phase.deadline if phase.retry_at is None else phase.retry_at]
             case Stopped():
                 return None
             case _:
@@ -137,7 +140,8 @@ class Core:
         | Settled
         | PartWritten
         | PartFailed
-        | Checkpointed,
+        | Checkpointed
+        | CheckpointDamaged,
     ) -> list[Command]:
         """What workers tell of the generation's work; stale tellings change nothing."""
         state = self.state
@@ -159,11 +163,13 @@ class Core:
             case Settled():
                 return aborting.on_settled(state, now, event)
             case PartWritten():
-                saving.on_part_written(state, event)
+                saving.on_part_written(state, now, event)
             case PartFailed():
                 return saving.on_part_failed(state, now, event)
             case Checkpointed():
-                return saving.on_checkpointed(state, event)
+                return saving.on_checkpointed(state, now, event)
+            case CheckpointDamaged():
+                return aborting.on_damaged(state, now, event)
             case _:
                 assert_never(event)
         return []
@@ -171,7 +177,7 @@ class Core:
     def _open(self, now: float, event: RunOpened) -> list[Command]:
         """Begin, or begin again: nothing of an earlier incarnation lives."""
         old = self.state
-        step = event.saved.step if event.saved else 0
+        step = event.saved[-1].step if event.saved else 0
         is_done = step >= event.job.steps
         self.state = CoreState(
             policy=event.policy,
@@ -184,7 +190,7 @@ class Core:
             committed_step=step if is_done else max(old.committed_step, step),
             evaluated_step=old.evaluated_step,
             next_worker=old.next_worker,
-            saved=event.saved,
+            saved=list(event.saved),
         )
         if is_done:
             self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")
@@ -242,7 +248,7 @@ class Core:
                 return aborting.abort(state, now, "no progress: a worker hangs")
             case Aborting() if now >= phase.deadline:
                 return aborting.on_deadline(state, now)
-            case Saving() if now >= phase.deadline:
+            case Saving() if now >= phase.deadline or phase.retry_at is not None:
                 return saving.on_deadline(state, now)
         return []
 
@@ -252,4 +258,5 @@ class Core:
             commands += forming.go_on(state, now)
         elif isinstance(state.phase, Running):
             commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
+            commands += saving.wish(state, now)
         return commands + roster.start_missing(state, now)

@@ -20,17 +20,26 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class PartFile:
+    """A file of a checkpoint; `checksum` is of its header, which has those of the rest."""
+
+    name: str
+    num_bytes: int
+    checksum: int
+
+
+@dataclass(frozen=True, slots=True)
 class RunOpened:
     """A controller has taken the run; whatever an earlier one drove is gone.
 
-    `saved` is the newest whole checkpoint in storage.
+    `saved` are the whole checkpoints in storage, the oldest first.
     """
 
     incarnation: int
     policy: Policy
     wish: Wish
     job: Job
-    saved: Saved | None = None
+    saved: tuple[Saved, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +241,7 @@ class PartWritten:
     worker: str
     generation: int
     step: int
-    file: str
-    num_bytes: int
+    file: PartFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,8 +255,18 @@ class PartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointDamaged:
+    """A worker has found that a checkpoint is not what was written; `cause` names the file."""
+
+    worker: str
+    generation: int
+    path: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """A checkpoint is whole, verified and visible."""
+    """A checkpoint is whole and visible."""
 
     step: int
     generation: int
@@ -302,6 +320,7 @@ Event = (
     | PartWritten
     | PartFailed
     | Checkpointed
+    | CheckpointDamaged
     | LayoutRequested
     | StopRequested
     | Woke

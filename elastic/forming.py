@@ -24,10 +24,11 @@ from elastic.links import known_job, median_speeds
 from elastic.phases import Aborting, Attempt, Ending, Forming, Relaying, Running, Waiting
 from elastic.protecting import ask_keepers, begin_shelf, shelve
 from elastic.recovery import Source, choose_source, living
-from elastic.saving import end, is_saved
+from elastic.saving import begin_saving, drop_void, end, is_saved
 from elastic.state import CoreState, Held
 from elastic.transfers import Carried
 from elastic.transfers import Relayout as RelayoutPlan
+from elastic.uploads import break_uploads
 from elastic.wishing import withdraw
 
 
@@ -66,12 +67,12 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         commands.append(
             RolledBack(state.generation, source.step, state.committed_step, source.kind)
         )
-        _fall_back(state, source.step)
+        commands += _fall_back(state, source.step)
     # With this order the workers forget whatever they hold under any other assignment.
     state.held = Held(source.old, set(source.holders)) if source.old else None
     state.also_held = None
     if source.old is None:
-        state.uploads.clear()  # of steps that will be redone, and their bits will differ
+        break_uploads(state)  # of steps that will be redone, and their bits will differ
     shelve(state, source.step)
     plan = _plan(state, source, assignment)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
@@ -172,6 +173,7 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
         state.also_held = Held(state.held.assignment, state.held.holders.intersection(members))
     state.held = Held(attempt.assignment, set(members))
     begin_shelf(state, now)
+    begin_saving(state, now)
     spares = state.warm - state.leaving - set(members)
     state.spare_since = now if spares else None
     _note_links(state, phase)
@@ -258,10 +260,11 @@ def _patience_until(state: CoreState) -> float | None:
     return (state.spare_since or phase.since) + policy.growth_settle_s
 
 
-def _fall_back(state: CoreState, step: int) -> None:
+def _fall_back(state: CoreState, step: int) -> list[Command]:
     """All later steps are void."""
     state.history = state.generation
     state.committed_step = step
-    state.uploads.clear()
+    break_uploads(state)
     state.evaluated_step = min(state.evaluated_step, step)
     state.last_vote = None
+    return drop_void(state)

@@ -96,10 +96,11 @@ class Aborting:
 
 @dataclass(slots=True)
 class Saving:
-    """The last checkpoint is being written, under this number."""
+    """The last checkpoint is being written, under this number; tried again at `retry_at`."""
 
     generation: int
     deadline: float
+    retry_at: float | None = None
 
 
 @dataclass(slots=True)

@@ -28,6 +28,17 @@ class Policy:
     growth_settle_s: float = 2.0
     """How long a ready joiner waits for others that are still warming up."""
     save_timeout_s: float = 300.0
+    """How long the last checkpoint may take, with all its tries."""
+    save_backoff_s: float = 5.0
+    """The pause after a checkpoint could not be written; it doubles, up to five minutes."""
+    checkpoint_every_s: float = 0.0
+    """A checkpoint by time, beside those by steps; 0 is never."""
+    keep_last: int = 0
+    """So many newest checkpoints are kept; 0 keeps all."""
+    keep_every: int = 0
+    """Those of each multiple of so many steps are kept as well; 0 is none for that reason."""
+    keep_best: int = 0
+    """So many with the lowest held-out loss are kept as well."""
     snapshot_every: int = 0
     """A snapshot is due at each multiple of so many steps, where one is needed; 0 is never."""
     snapshot_redundancy: str = "copy"

@@ -150,6 +150,5 @@ def _holding(
 
 def _lasting(state: CoreState) -> Iterator[Holding]:
     yield Holding("anybody", Tier.INITIAL, 0, INITIAL_STEP, 0)
-    if state.saved:
-        saved = state.saved
+    for saved in state.saved:
         yield Holding(saved.path, Tier.CHECKPOINT, state.history, saved.step, saved.generation)

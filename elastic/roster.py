@@ -6,6 +6,7 @@ from elastic.commands import Command, StartWorkers, StopWorker
 from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
 from elastic.phases import Ending, Running, Waiting
 from elastic.state import CoreState, Seat
+from elastic.uploads import break_uploads
 
 MAX_BACKOFF_S = 60.0
 MAX_DOUBLINGS = 16
@@ -43,8 +44,7 @@ def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
     state.leaving.discard(worker)
     for held in state.holdings():
         held.holders.discard(worker)
-    for key in [k for k, upload in state.uploads.items() if worker in upload.pending]:
-        del state.uploads[key]
+    break_uploads(state, lambda upload: worker in upload.pending)
 
 
 def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> list[str]:

@@ -9,7 +9,7 @@ from elastic.forming import go_on, next_assignment
 from elastic.infeasible import Infeasible
 from elastic.phases import Ending, Pausing, Running
 from elastic.protecting import drop_older
-from elastic.saving import expect_parts
+from elastic.saving import expect_parts, note_loss
 from elastic.state import CoreState
 from elastic.wishing import changes_layout
 
@@ -29,13 +29,14 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     _progress(state, now)
     if isinstance(state.phase, Running):
         state.phase.num_commits += 1
-    expect_parts(state, record.step)
+    expect_parts(state, now, event.vote)
     return [RecordStep(record), *drop_older(state)]
 
 
 def on_evaluated(state: CoreState, now: float, event: Evaluated) -> None:
     if event.generation == state.generation:
         state.evaluated_step = max(state.evaluated_step, event.step)
+        note_loss(state, event)
         _progress(state, now)
 
 

@@ -1,37 +1,78 @@
-"""Checkpoints: when all parts of one are durable it is published; the last one ends the run."""
+"""Checkpoints: when one is wanted, when it is whole, which are kept; the last one ends the run."""
 
 from __future__ import annotations
 
-from elastic.commands import Command, PublishCheckpoint, SaveCheckpoint, Stopped, StopWorker
-from elastic.events import Checkpointed, PartFailed, PartWritten, Saved
+from math import inf
+
+from elastic.commands import (
+    Command,
+    DropCheckpoints,
+    PublishCheckpoint,
+    SaveCheckpoint,
+    Stopped,
+    StopWorker,
+    WishCheckpoint,
+)
+from elastic.events import Checkpointed, Evaluated, PartFailed, PartWritten, Saved
 from elastic.phases import Ending, Pausing, Running, Saving
 from elastic.phases import Stopped as StoppedPhase
-from elastic.recovery import INITIAL_STEP, living
+from elastic.recovery import living
+from elastic.retention import kept
 from elastic.roster import forget
-from elastic.state import CoreState, Held, Upload
+from elastic.state import CoreState, Held
+from elastic.uploads import break_uploads, open_upload, upload_key
+from elastic.votes import Vote
+
+MAX_BACKOFF_S = 300.0
+MAX_DOUBLINGS = 8
 
 
-def upload_key(generation: int, step: int) -> str:
-    return f"{generation}:{step}"
+def begin_saving(state: CoreState, now: float) -> None:
+    """A generation trains: nobody has told its members of a wish. What was due and has been lost
+    is wanted at once."""
+    state.is_save_wished = False
+    every, every_s = state.job.checkpoint_every, state.policy.checkpoint_every_s
+    if every and state.committed_step // every * every > state.saved_step and not state.uploads:
+        state.save_at = now if state.save_at is None else min(now, state.save_at)
+    elif every_s and state.save_at is None:
+        state.save_at = now + every_s
 
 
-def expect_parts(state: CoreState, step: int) -> None:
-    """Every member writes its part of this step by itself, without being told.
+def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
+    """By this vote every member writes its part of the step by itself, without being told.
 
     Not once the generation is broken off: then nobody knows who still writes.
     """
-    every = state.job.checkpoint_every
-    if every and step % every == 0 and isinstance(state.phase, Running | Pausing):
-        _open_upload(state, state.generation, step, set(state.members()))
+    saves = vote.saves(state.job.checkpoint_every)
+    if not isinstance(state.phase, Running | Pausing):
+        state.broken_uploads += [(vote.step, state.generation)] * saves
+    elif saves:
+        _open(state, now, vote.step)
+    elif vote.is_save_due(state.job.checkpoint_every):
+        state.save_at = now if state.save_at is None else min(now, state.save_at)
 
 
-def on_part_written(state: CoreState, event: PartWritten) -> None:
-    if event.generation == state.generation:
-        expect_parts(state, event.step)  # a part may overtake the report of its step
+def wish(state: CoreState, now: float) -> list[Command]:
+    """Have the members save at the next boundary, if it is time to."""
+    if now < wish_deadline(state):
+        return []
+    state.is_save_wished = True
+    return [WishCheckpoint(state.generation, state.members(), state.committed_step)]
+
+
+def wish_deadline(state: CoreState) -> float:
+    """When to wish for a checkpoint, if at all: one at a time."""
+    if state.save_at is None or state.is_save_wished or state.uploads or state.ending:
+        return inf
+    return state.save_at
+
+
+def on_part_written(state: CoreState, now: float, event: PartWritten) -> None:
+    _expect_early(state, now, event)
     upload = state.uploads.get(upload_key(event.generation, event.step))
     if upload and event.worker in upload.pending:
         upload.pending.discard(event.worker)
-        upload.files[event.file] = event.num_bytes
+        upload.files[event.file.name] = event.file
 
 
 def publish_whole(state: CoreState) -> list[Command]:
@@ -41,33 +82,62 @@ def publish_whole(state: CoreState) -> list[Command]:
         known = upload.step <= state.committed_step
         if known and not upload.pending and not upload.is_published:
             upload.is_published = True
-            files = tuple(sorted(upload.files.items()))
+            files = tuple(upload.files[name] for name in sorted(upload.files))
             commands.append(PublishCheckpoint(upload.step, upload.generation, files))
     return commands
 
 
 def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Command]:
-    state.uploads.pop(upload_key(event.generation, event.step), None)
+    """Try again later; what is whole stays until there is something newer."""
+    _expect_early(state, now, event)
+    key = (event.step, event.generation)
+    if not break_uploads(state, lambda upload: (upload.step, upload.generation) == key):
+        return []  # another part of it has failed before
+    state.num_save_failures += 1
+    num_doublings = min(state.num_save_failures - 1, MAX_DOUBLINGS)
+    retry_at = now + min(state.policy.save_backoff_s * 2**num_doublings, MAX_BACKOFF_S)
+    state.save_at = retry_at
     phase = state.phase
-    is_last = isinstance(phase, Saving) and event.generation == phase.generation
-    if is_last and event.step == state.committed_step:
-        return stop(state, f"the last checkpoint could not be written: {event.cause}")
+    if isinstance(phase, Saving) and event.step == state.committed_step:
+        if retry_at >= phase.deadline:
+            return stop(state, f"the last checkpoint could not be written: {event.cause}")
+        phase.retry_at = retry_at
     return []
 
 
-def on_checkpointed(state: CoreState, event: Checkpointed) -> list[Command]:
-    if state.saved is None or event.step >= state.saved.step:
-        state.saved = Saved(event.step, event.generation, event.path)
-    for key in [k for k, upload in state.uploads.items() if upload.step <= event.step]:
-        del state.uploads[key]
+def on_checkpointed(state: CoreState, now: float, event: Checkpointed) -> list[Command]:
+    saved = Saved(event.step, event.generation, event.path)
+    state.saved = sorted({*state.saved, saved}, key=lambda s: (s.step, s.generation))
+    state.uploads.pop(upload_key(event.generation, event.step), None)
+    break_uploads(state, lambda upload: upload.step <= event.step)
+    state.num_save_failures = 0
+    if event.step > state.committed_step:
+        return drop_void(state)
+    commands = _retain(state)
     if isinstance(state.phase, Saving) and event.step == state.committed_step:
-        return stop(state)
-    return []
+        return [*commands, *stop(state)]
+    return commands
+
+
+def note_loss(state: CoreState, event: Evaluated) -> None:
+    """The held-out loss of a step that is saved, or is being saved."""
+    state.held_out_losses[str(event.step)] = event.loss
+    steps = {s.step for s in state.saved} | {u.step for u in state.uploads.values()}
+    steps.add(state.committed_step)  # its report may come after this
+    losses = state.held_out_losses.items()
+    state.held_out_losses = {step: loss for step, loss in losses if int(step) in steps}
+
+
+def drop_void(state: CoreState) -> list[Command]:
+    """Checkpoints of steps that have been fallen back behind."""
+    void = [saved for saved in state.saved if saved.step > state.committed_step]
+    state.saved = [saved for saved in state.saved if saved.step <= state.committed_step]
+    return _drop(state, void)
 
 
 def is_saved(state: CoreState) -> bool:
     """Whether there is nothing newer than what lasts."""
-    return state.committed_step <= (state.saved.step if state.saved else INITIAL_STEP)
+    return state.committed_step <= state.saved_step
 
 
 def end(state: CoreState, now: float) -> list[Command]:
@@ -85,12 +155,19 @@ def end(state: CoreState, now: float) -> list[Command]:
     commands: list[Command] = []
     if upload_key(state.generation, state.committed_step) not in state.uploads:
         commands = [_order_parts(state, held)]
-    state.enter(Saving(state.generation, now + state.policy.save_timeout_s))
+    phase = state.phase
+    deadline = phase.deadline if isinstance(phase, Saving) else now + state.policy.save_timeout_s
+    state.enter(Saving(state.generation, deadline))
     return commands
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """End writers that are late, if the others have all of the state; else give up."""
+    """Try again what has failed, or end writers that are late, if the others have all of the
+    state; else give up."""
+    phase = state.phase
+    assert isinstance(phase, Saving)
+    if phase.retry_at is not None:
+        return end(state, now) if now >= phase.retry_at else []
     upload = state.uploads.get(upload_key(state.generation, state.committed_step))
     late = sorted(upload.pending) if upload else []
     if not late or not living(state, without=set(late)):
@@ -98,6 +175,7 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
     cause = "it did not write its part in time"
     for worker in late:
         forget(state, now, worker, cause)
+    phase.deadline = now + state.policy.save_timeout_s
     return [*(StopWorker(worker, cause) for worker in late), *end(state, now)]
 
 
@@ -113,14 +191,43 @@ def stop(state: CoreState, shortfall: str = "") -> list[Command]:
     return [Stopped(outcome, state.committed_step, reason, ending.traceback)]
 
 
+def _open(state: CoreState, now: float, step: int) -> None:
+    """All members write this step; whatever was wished for comes with it."""
+    if (step, state.generation) in state.broken_uploads:
+        return
+    open_upload(state, state.generation, step, set(state.members()))
+    every_s = state.policy.checkpoint_every_s
+    state.save_at = now + every_s if every_s else None
+    state.is_save_wished = False
+
+
+def _expect_early(state: CoreState, now: float, event: PartWritten | PartFailed) -> None:
+    """What becomes of a part may overtake the report of its step."""
+    is_early = event.generation == state.generation and event.step > state.committed_step
+    if is_early and isinstance(state.phase, Running | Pausing):
+        _open(state, now, event.step)
+
+
 def _order_parts(state: CoreState, held: Held) -> SaveCheckpoint:
     """Parts of a broken attempt at this step may still arrive: a new number tells them apart."""
     state.generation += 1
     step, workers = state.committed_step, tuple(sorted(held.holders))
-    _open_upload(state, state.generation, step, held.holders)
+    open_upload(state, state.generation, step, held.holders)
     return SaveCheckpoint(state.generation, workers, step, held.assignment.generation)
 
 
-def _open_upload(state: CoreState, generation: int, step: int, writers: set[str]) -> None:
-    key = upload_key(generation, step)
-    state.uploads.setdefault(key, Upload(step, generation, set(writers)))
+def _retain(state: CoreState) -> list[Command]:
+    """Of one step the latest is kept."""
+    losses = {int(step): loss for step, loss in state.held_out_losses.items()}
+    steps = kept([saved.step for saved in state.saved], losses, state.policy)
+    latest = {saved.step: saved for saved in state.saved if saved.step in steps}
+    dropped = [saved for saved in state.saved if latest.get(saved.step) != saved]
+    state.saved = list(latest.values())
+    return _drop(state, dropped)
+
+
+def _drop(state: CoreState, dropped: list[Saved]) -> list[Command]:
+    """With what is left of uploads that broke."""
+    keys = [*((saved.step, saved.generation) for saved in dropped), *state.broken_uploads]
+    state.broken_uploads = []
+    return [DropCheckpoints(tuple(sorted(keys)))] if keys else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
-from elastic.events import Saved
+from elastic.events import PartFile, Saved
 from elastic.keeping import Keeper, ParitySlot, Placement, Slot
 from elastic.layout import Layout
 from elastic.phases import Ending, Phase, Waiting, may_follow
@@ -56,7 +56,7 @@ class Upload:
     step: int
     generation: int
     pending: set[str]
-    files: dict[str, int] = field(default_factory=dict)
+    files: dict[str, PartFile] = field(default_factory=dict)
     is_published: bool = False
 
 
@@ -132,8 +132,18 @@ class CoreState:
     """What they have said, by node."""
     parities: dict[str, tuple[ParitySlot, ...]] = field(default_factory=dict)
     """Likewise."""
-    saved: Saved | None = None
+    saved: list[Saved] = field(default_factory=list)
+    """The whole checkpoints, the oldest first."""
     uploads: dict[str, Upload] = field(default_factory=dict)
+    broken_uploads: list[tuple[int, int]] = field(default_factory=list)
+    """Step and generation of those that will never be whole, and lie in storage."""
+    held_out_losses: dict[str, float] = field(default_factory=dict)
+    """By step, as far as they say which checkpoint is the best."""
+    save_at: float | None = None
+    """When a checkpoint is wanted that no multiple of steps brings."""
+    is_save_wished: bool = False
+    """Whether the members of this generation have been told so."""
+    num_save_failures: int = 0
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; the table of transitions must allow it."""
@@ -163,6 +173,11 @@ class CoreState:
         staying = self.warm - self.leaving
         memories = [m for w in staying if (m := self.seats[w].memory_bytes) is not None]
         return min(memories, default=None)
+
+    @property
+    def saved_step(self) -> int:
+        """Of the newest whole checkpoint; 0, the initial state's, if there is none."""
+        return self.saved[-1].step if self.saved else 0
 
     def members(self) -> tuple[str, ...]:
         """Who trains, or last did."""

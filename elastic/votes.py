@@ -22,6 +22,18 @@ class Vote:
     num_pause_wishes: int = 0
     num_snapshots: int = 0
     """So many ranks have the newest snapshot that was due whole at every keeper."""
+    num_save_wishes: int = 0
+    num_writing: int = 0
+    """So many ranks still write their part of an earlier checkpoint."""
+
+    def is_save_due(self, every: int) -> bool:
+        """Whether the state after this step is to be saved: by `every` (steps, 0 for never), or
+        because it is wished for."""
+        return (bool(every) and self.step % every == 0) or self.num_save_wishes > 0
+
+    def saves(self, every: int) -> bool:
+        """Whether all ranks save it: it is due, and nobody is busy with another."""
+        return self.is_save_due(every) and not self.num_writing
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ from elastic.errors import ElasticError
 from elastic.events import Event
 from elastic.state import CoreState
 
-FORMAT = 1
-"""The journal's format; a reader refuses a newer one."""
+FORMAT = 2
+"""The journal's format; a reader refuses any other."""
 
 
 class UnreadableJournal(ElasticError):

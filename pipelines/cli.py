@@ -1,10 +1,10 @@
-"""The command line: `elastic` train, sweep, relayout, prepare, plan."""
+"""The command line: `elastic` train, sweep, relayout, export, prepare, plan."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.console import Console
 from pipelines.data import find_corpus, find_tokenizer, prepare
 from pipelines.drive import drive
 from pipelines.errors import UserError
+from pipelines.hugging_face.export import export
 from pipelines.plan import Asked
 from pipelines.relayout import relayout
 from pipelines.sweep import SweepAsked, sweep
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 
 USER_ERROR = 2
+STORAGE_HELP = "The folder that holds runs, or its URL, e.g. s3://bucket/runs."
 TABLE_WIDTH = 110
 """Of what is written to a file; a terminal has its own."""
 
@@ -44,7 +46,7 @@ def train(
     run_name: Annotated[
         str | None, typer.Option(help="The run's name; the same name again resumes it.")
     ] = None,
-    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     workers: Annotated[
         str | None, typer.Option(metavar="MIN:MAX", help="How many workers; MAX alone is 1:MAX.")
     ] = None,
@@ -107,7 +109,7 @@ def sweep_command(
     start_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="Give a layout up that has not begun by then.")
     ] = 600.0,
-    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     data: Annotated[
         str | None, typer.Option(help="A folder, file or glob of text, or 'random'.")
     ] = None,
@@ -128,10 +130,32 @@ def relayout_command(
     layout: Annotated[
         str, typer.Option(help="The layout wished for from now on, e.g. dp=2,fsdp=2.")
     ],
-    storage: Annotated[Path, typer.Option(help="The folder that holds runs.")] = Path("runs"),
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
     """Change the layout of RUN at its next step boundary; nothing is redone."""
     typer.echo(relayout(run, layout, storage))
+
+
+@app.command(name="export")
+def export_command(
+    run: Annotated[str, typer.Argument(help="The name of a run that has a checkpoint.")],
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
+    format_: Annotated[
+        Literal["hf"], typer.Option("--format", help="hf: a folder that `transformers` loads.")
+    ] = "hf",
+    out: Annotated[
+        Path | None, typer.Option(help="The new folder; default: the run's name and '-hf'.")
+    ] = None,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Which checkpoint; default: the newest.")
+    ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"] | None,
+        typer.Option(help="Of the parameters; default: as the run keeps them."),
+    ] = None,
+) -> None:
+    """Write a checkpoint of RUN to a folder that other tools load."""
+    typer.echo(export(run, storage, out, step, dtype))
 
 
 @app.command(name="prepare")

@@ -15,11 +15,12 @@ from actors.errors import ControllerLost, RunTaken
 from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
 from actors.ray_controller import Progress
 from pipelines.errors import UserError
+from pipelines.follow import Follower
 from pipelines.plan import Asked, Plan, make_plan, store_recipe
-from pipelines.run_folder import Tail
 from pipelines.view.display import Display
 
 NAMESPACE = "elastic"
+LAST_LINES_S = 30.0
 
 
 class Interrupts:
@@ -46,7 +47,7 @@ def drive(asked: Asked, console: Console) -> int:
     plan = make_plan(asked, torch.cuda.device_count())
     interrupts = Interrupts()
     console.print(
-        f"run {plan.folder.name}: {plan.folder.path}  ·  MLflow: {plan.tracking_uri}",
+        f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}",
         soft_wrap=True,
         highlight=False,
     )
@@ -95,18 +96,20 @@ def _follow(plan: Plan, console: Console, interrupts: Interrupts, detach: bool) 
     drive_ = Drive(plan.run)
     if detach:
         return 0
-    journal, metrics = Tail(plan.folder.journal), Tail(plan.folder.metrics)
+    follower = Follower(plan.folder)
     with Display(console, plan.folder.name, since=started) as display:
 
-        def show() -> None:
+        def show(progress: Progress) -> None:
             if interrupts.number and not interrupts.told:
                 interrupts.told = True
                 name = signal.Signals(interrupts.number).name
                 drive_.request_stop(f"{name} at the driver")
-            display.update(time.time(), journal.drain(), metrics.drain())
+            trouble = progress.trouble or follower.trouble
+            display.update(time.time(), *follower.take(), trouble=trouble)
 
         progress = drive_.follow(show)
-        show()
+        follower.finish(LAST_LINES_S)
+        show(progress)
     console.print(display.summary(time.time()), highlight=False, soft_wrap=True)
     _tell_ending(progress)
     assert progress.outcome is not None

@@ -14,6 +14,7 @@ from typing import Any
 
 from actors.program import Factory
 from actors.ray_controller import Run
+from actors.storage import is_remote
 from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
@@ -23,11 +24,12 @@ from elastic.policy import Policy
 from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
 from pipelines.errors import LayoutRefused, UserError
+from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.inject import parse_faults
 from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
 from pipelines.recipes import load
-from pipelines.run_folder import RunFolder, default_tracking_uri
+from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
 
@@ -41,7 +43,7 @@ class Asked:
 
     recipe: str
     run_name: str | None = None
-    storage: Path = Path("runs")
+    storage: str = "runs"
     workers: str | None = None
     layout: str | None = None
     steps: int | None = None
@@ -78,14 +80,21 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         _policy(asked.workers, num_gpus),
         snapshot_every=settings.snapshot_every,
         snapshot_redundancy=settings.snapshot_redundancy,
+        checkpoint_every_s=settings.checkpoint_s,
+        keep_last=settings.keep_last,
+        keep_every=settings.keep_every,
+        keep_best=settings.keep_best,
     )
     wish = _wish(asked.layout, policy)
     folder = _run_folder(asked)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
-        samples = folder.path.resolve() / "samples.jsonl"
-        settings = settings.model_copy(update={"record_samples": samples})
-    factory = _program(settings, asked.data_cache or asked.storage / "data")
+        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(Path(settings.init_from).expanduser().resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
+    factory = _program(settings, asked.data_cache or _data_cache(asked.storage))
     program = TrainingProgram(**factory.kwargs, device="cpu")
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
@@ -95,13 +104,13 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     tracking_uri = asked.tracking_uri or default_tracking_uri(asked.storage)
     run = Run(
         name=folder.name,
-        folder=str(folder.path.resolve()),
+        folder=folder.url,
         opening=RunOpened(0, policy, wish, job),
         program=factory,
         options=WorkerOptions(
-            run_folder=str(folder.path.resolve()),
+            run_folder=folder.url,
             collective_timeout_s=policy.collective_timeout_s,
-            checkpoint_every=settings.checkpoint_every,
+            checkpoint_every=settings.checkpoint_steps,
             faults=faults,
             snapshot_every=settings.snapshot_every,
         ),
@@ -111,6 +120,20 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         detached=asked.detach,
     )
     return Plan(run, folder, settings, policy.max_workers, tracking_uri, recipe)
+
+
+def _samples_file(folder: RunFolder) -> Path:
+    if folder.path is None:
+        raise UserError(
+            f"--record-samples: workers append to one file, which {folder.storage} cannot; name a "
+            "folder as --storage"
+        )
+    return folder.path / "samples.jsonl"
+
+
+def _data_cache(storage: str) -> Path:
+    """Where text is prepared: in the storage, or here, if that is none of this machine."""
+    return Path("data") if is_remote(storage) else Path(storage) / "data"
 
 
 def _program(settings: TrainSettings, data_cache: Path) -> Factory:
@@ -149,7 +172,7 @@ def _recipe(
 
 def _tracker(folder: RunFolder, tracking_uri: str, experiment: str) -> Factory:
     kwargs = {
-        "run_folder": str(folder.path.resolve()),
+        "run_folder": folder.url,
         "tracking_uri": tracking_uri,
         "experiment": experiment,
     }
@@ -215,14 +238,17 @@ def _run_folder(asked: Asked) -> RunFolder:
             f"--run-name {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter "
             "or digit"
         )
-    return RunFolder(asked.storage / name)
+    return RunFolder.of(asked.storage, name)
 
 
 def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings) -> None:
     """A stored run of that name may not compute something else."""
-    if not folder.recipe.exists():
+    try:
+        stored = folder.recipe()
+    except OSError as error:
+        raise UserError(f"--storage {folder.storage}: cannot be read ({error})") from None
+    if stored is None:
         return
-    stored = json.loads(folder.recipe.read_text())
     differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
     differing += [
         f"{key}: {stored[key]} -> {recipe[key]}"
@@ -237,7 +263,9 @@ def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: Tra
 
 
 def _refuse_unwritable(folder: RunFolder) -> None:
-    path = folder.path.resolve()
+    path = folder.path
+    if path is None:
+        return  # a probe would cost as much as `store_recipe` does
     nearest = next(place for place in (path, *path.parents) if place.exists())
     if not nearest.is_dir():
         raise _unwritable(folder, f"{nearest} is no folder")
@@ -249,18 +277,13 @@ def store_recipe(plan: Plan) -> None:
     """Make the run's folder and write `recipe.json`. Raises `UserError`."""
     folder = plan.folder
     try:
-        folder.path.mkdir(parents=True, exist_ok=True)
-        partial = folder.recipe.with_suffix(".partial")
-        partial.write_text(json.dumps(plan.recipe, indent=1))
-        os.replace(partial, folder.recipe)
+        folder.files.write(RECIPE, json.dumps(plan.recipe, indent=1).encode())
     except OSError as error:
-        raise _unwritable(folder, error.strerror) from None
+        raise _unwritable(folder, error.strerror or str(error)) from None
 
 
 def _unwritable(folder: RunFolder, why: str | None) -> UserError:
-    return UserError(
-        f"--storage {folder.storage}: cannot be written ({why}); name a folder that can"
-    )
+    return UserError(f"--storage {folder.storage}: cannot be written ({why}); name one that can")
 
 
 def _num_bytes(specs: Iterable[TensorSpec]) -> int:
@@ -283,7 +306,7 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         expert_state_bytes=_num_bytes(experts),
         expert_param_bytes=_num_bytes(spec for spec in experts if spec.kind == "parameter"),
         steps=settings.steps,
-        checkpoint_every=settings.checkpoint_every,
+        checkpoint_every=settings.checkpoint_steps,
         limits=replace(shape.limits, one_stage=one_stage),
         layer_costs=tuple(layer.cost for layer in shape.layers),
         activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,

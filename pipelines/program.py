@@ -9,13 +9,16 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from actors.program import Groups
+from actors.program import Groups, WrittenPart
+from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
+from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
-from pipelines.training.checkpoint import read_regions, write_part
+from pipelines.training.checkpoint import read_regions
 from pipelines.training.language_model import LanguageModelWorkload, open_samples
 from pipelines.training.mlp import MlpWorkload
+from pipelines.training.part_file import write_part
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
 from pipelines.training.warm_up import warm_up
@@ -27,7 +30,7 @@ class TrainingProgram:
 
     `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, if
     they are not synthetic; `device` is the GPU if there is one, unless told.
-    Raises `UserError` for data that cannot be used.
+    Raises `UserError` for data, or a model to begin from, that cannot be used.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class TrainingProgram:
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.steps = self.settings.steps
         self.eval_every = self.settings.eval_every
+        self.pretrained = open_pretrained(self.settings)
         self.workload = make_workload(self.settings, data_folder)
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -53,15 +57,19 @@ class TrainingProgram:
 
     def initial(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of a tensor at step 0, on the device."""
+        if self.pretrained and spec.kind == "parameter":
+            return self.pretrained.read(spec, region).to(self.device)
         return initial_value(self.workload, self.settings, spec, region).to(self.device)
 
-    def write_part(self, file: Path, parts: Mapping[str, tuple[Region, Tensor]]) -> None:
-        """Write one worker's regions of a checkpoint; see `pipelines.training.checkpoint`."""
-        write_part(file, parts)
+    def write_part(
+        self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, Tensor]]
+    ) -> WrittenPart:
+        """Write one worker's regions of a checkpoint; see `pipelines.training.part_file`."""
+        return write_part(checkpoint, name, parts)
 
-    def read_regions(self, folder: Path, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+    def read_regions(self, checkpoint: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
         """Read regions from a checkpoint; see `pipelines.training.checkpoint`."""
-        return read_regions(folder, wanted)
+        return read_regions(checkpoint, wanted)
 
 
 def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Workload:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from actors.asking import LayoutReply
@@ -14,19 +13,19 @@ from elastic.planning import Wish
 from pipelines.drive import NAMESPACE
 from pipelines.errors import UserError
 from pipelines.plan import parse_layout
-from pipelines.run_folder import RunFolder, Tail
+from pipelines.run_folder import RunFolder, Tail, find_run
 from pipelines.view.wording import duration
 
 PATIENCE_S = 120.0
 
 
-def relayout(run_name: str, layout: str, storage: Path) -> str:
+def relayout(run_name: str, layout: str, storage: str) -> str:
     """Have the run change its layout at the next step boundary; return one line about it.
 
     Raises `UserError` if there is no such run, it does not run, or refuses the layout.
     """
     wish = parse_layout(layout)
-    folder = RunFolder(storage / run_name)
+    folder = find_run(run_name, storage)
     owner = _owner(folder)
     try:
         reply = _ask(folder, owner, wish)
@@ -35,7 +34,7 @@ def relayout(run_name: str, layout: str, storage: Path) -> str:
     except ControllerLost as error:
         raise UserError(
             f"run '{run_name}': the controller did not answer ({error}); whether it still runs, "
-            f"{folder.journal} tells"
+            f"{folder.journal.url} tells"
         ) from None
     return f"run {run_name}: {_in_words(reply, folder, wish)}"
 
@@ -58,13 +57,7 @@ def _ask(folder: RunFolder, owner: dict[str, Any], wish: Wish) -> LayoutReply:
 
 def _owner(folder: RunFolder) -> dict[str, Any]:
     """Who drives the run, from its lease."""
-    if not folder.recipe.exists():
-        there = sorted(path.parent.name for path in folder.storage.glob("*/recipe.json"))
-        raise UserError(
-            f"there is no run '{folder.name}' in {folder.storage}; there are: "
-            f"{', '.join(there) or 'none'} (another folder: --storage)"
-        )
-    owner = owner_of(folder.path)
+    owner = owner_of(folder.files)
     if owner is None:
         raise _not_running(folder)
     return owner
@@ -93,7 +86,7 @@ def _in_words(reply: LayoutReply, folder: RunFolder, wish: Wish) -> str:
     if told is None:
         raise UserError(
             f"run '{folder.name}' has not answered for {duration(PATIENCE_S)}: what it does, "
-            f"{folder.journal} tells"
+            f"{folder.journal.url} tells"
         )
     if reply.relaid is not None and reply.layout:
         return _change(told.present, reply.layout, reply.relaid)

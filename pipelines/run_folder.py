@@ -6,71 +6,119 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import urlsplit
+
+from actors.lines import LineLog
+from actors.storage import DiskStorage, Storage, open_storage
+from pipelines.errors import UserError
+
+RECIPE, TRACKING, TIMELINE = "recipe.json", "tracking.json", "timeline.png"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """`<storage>/<run name>/`, as DESIGN section 9 lays it out."""
+    """`<storage>/<run name>/`, as DESIGN section 9 lays it out, on a disk or an object store."""
 
-    path: Path
+    files: Storage
+
+    @classmethod
+    def of(cls, storage: str | Path, run_name: str) -> RunFolder:
+        """Raises `UserError` for a storage that cannot be."""
+        return cls(named_storage(storage).at(run_name))
 
     @property
     def name(self) -> str:
-        return self.path.name
+        return self.path.name if self.path else Path(urlsplit(self.url).path).name
 
     @property
-    def storage(self) -> Path:
-        return self.path.parent
+    def url(self) -> str:
+        return self.files.url
 
     @property
-    def journal(self) -> Path:
-        return self.path / "journal.jsonl"
+    def storage(self) -> str:
+        """The folder, or URL, that holds runs."""
+        if self.path:
+            return str(self.path.parent)
+        parts = urlsplit(self.url)
+        return parts._replace(path=str(PurePosixPath(parts.path).parent)).geturl()
 
     @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
+    def path(self) -> Path | None:
+        """If it lies on a disk."""
+        return self.files.path if isinstance(self.files, DiskStorage) else None
 
     @property
-    def system(self) -> Path:
+    def journal(self) -> LineLog:
+        return LineLog(self.files, "journal.jsonl")
+
+    @property
+    def metrics(self) -> LineLog:
+        return LineLog(self.files, "metrics.jsonl")
+
+    @property
+    def system(self) -> LineLog:
         """One line a worker's sample of its device and host."""
-        return self.path / "system.jsonl"
+        return LineLog(self.files, "system.jsonl")
 
-    @property
-    def recipe(self) -> Path:
-        """All settings of the run, as nested JSON."""
-        return self.path / "recipe.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def tracking(self) -> Path:
-        """How far the run has been delivered to which tracking store."""
-        return self.path / "tracking.json"
-
-    @property
-    def timeline(self) -> Path:
-        return self.path / "timeline.png"
+    def recipe(self) -> dict[str, Any] | None:
+        """All settings of the run, as nested JSON; None before it has begun."""
+        return read_json(self.files, RECIPE)
 
 
-def default_tracking_uri(storage: Path) -> str:
-    """The MLflow store of those who name none: a SQLite file inside the storage folder."""
-    return f"sqlite:///{storage.resolve() / 'mlflow.db'}"
+def named_storage(storage: str | Path) -> Storage:
+    """What `--storage` names. Raises `UserError`."""
+    try:
+        return open_storage(str(storage))
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"--storage {storage}: {error}; name a folder, or a URL such as s3://bucket/folder"
+        ) from None
+
+
+def find_run(name: str, storage: str | Path) -> RunFolder:
+    """The folder of a run that has been begun; raises `UserError` if there is none."""
+    folder = RunFolder.of(storage, name)
+    try:
+        if folder.recipe() is not None:
+            return folder
+        place = named_storage(storage)
+        there = [name for name in place.folders() if place.at(name).size(RECIPE) is not None]
+    except OSError as error:
+        raise UserError(f"--storage {storage}: cannot be read ({error})") from None
+    raise UserError(
+        f"there is no run '{name}' in {storage}; there are: {', '.join(there) or 'none'} "
+        "(another folder: --storage)"
+    )
+
+
+def read_json(files: Storage, name: str) -> dict[str, Any] | None:
+    try:
+        told: dict[str, Any] = json.loads(files.read(name))
+    except FileNotFoundError:
+        return None
+    return told
+
+
+def default_tracking_uri(storage: str | Path) -> str:
+    """The MLflow store of those who name none: a SQLite file inside the storage folder, or, if
+    that is none of this machine, here."""
+    place = named_storage(storage)
+    folder = place.path if isinstance(place, DiskStorage) else Path.cwd()
+    return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 class Tail:
-    """Follows a JSON Lines file that others append to.
+    """Follows a log of JSON lines that others append to.
 
     `offset` (bytes) is the end of the last line given out; a Tail made with it goes on there.
     A last line without its newline is not yet there, and neither is a missing file. A whole
     line that is no JSON object (its writer died half-way) is left out and counted.
     """
 
-    def __init__(self, path: Path, offset: int = 0) -> None:
-        self.path = path
+    def __init__(self, log: LineLog, offset: int = 0) -> None:
+        self.log = log
         self.offset = offset
         self.num_torn = 0
 
@@ -97,16 +145,12 @@ class Tail:
         return chain.from_iterable(self.blocks())
 
     def _whole_lines(self, size_bytes: int) -> bytes:
-        if not self.path.exists():
-            return b""
-        with self.path.open("rb") as file:
-            while True:
-                file.seek(self.offset)
-                block = file.read(size_bytes)
-                end = block.rfind(b"\n") + 1
-                if end or len(block) < size_bytes:
-                    return block[:end]
-                size_bytes *= 2
+        while True:
+            block = self.log.read(self.offset, size_bytes)
+            end = block.rfind(b"\n") + 1
+            if end or len(block) < size_bytes:
+                return block[:end]
+            size_bytes *= 2
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -24,6 +24,9 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A part of a whole, from 0 to below 1."""
 
 
+Minutes = Annotated[str, Field(pattern=r"^\d*\.?\d+min$")]
+"""A time, such as `15min`."""
+
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 """The order of a pipeline's passes."""
 
@@ -150,14 +153,18 @@ class TrainSettings(Settings):
 
     `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
     are reduced in float32. `record_samples` names a file that gets the ids that each data
-    rank read. Every `snapshot_every` steps what no other worker holds is copied to host memory
-    outside of the workers; 0 is never. What a node has alone is then kept elsewhere, too:
-    `snapshot_redundancy` is `copy`, or `xor:k` for the parity of it and of parts of k other nodes,
-    which costs a k-th of the memory. With `reshard_after_forward` a block's gathered parameters
-    are let go of between its forward and its backward. With `sync_each_microbatch` zero=3 reduces
-    gradients in every backward, and keeps only their shard; without it whole gradients are
-    summed, and reduced in the last. `offload` keeps the shards of parameters and gradients and
-    the optimizer's state in host memory, where the optimizer then steps.
+    rank read. `checkpoint_every` is in steps, or a time such as `15min`; 0 is never. Kept are the
+    newest `keep_last` checkpoints (0: all), those of each multiple of `keep_every` steps, and the
+    `keep_best` with the lowest held-out loss. Every `snapshot_every` steps what no other worker
+    holds is copied to host memory outside of the workers; 0 is never. What a node has alone is
+    then kept elsewhere, too: `snapshot_redundancy` is `copy`, or `xor:k` for the parity of it and
+    of parts of k other nodes, which costs a k-th of the memory. With `reshard_after_forward` a
+    block's gathered parameters are let go of between its forward and its backward. With
+    `sync_each_microbatch` zero=3 reduces gradients in every backward, and keeps only their shard;
+    without it whole gradients are summed, and reduced in the last. `offload` keeps the shards of
+    parameters and gradients and the optimizer's state in host memory, where the optimizer then
+    steps. `init_from` is a folder as `transformers` saves models: step 0 has its parameters (see
+    docs/export.md).
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -166,13 +173,17 @@ class TrainSettings(Settings):
     data: DataSettings = DataSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: NonNegativeInt = 0
+    init_from: str | None = None
     batch: PositiveInt = 24
     microbatch: PositiveInt = 1
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     steps: PositiveInt = 100
     eval_every: NonNegativeInt = 0
     eval_samples: PositiveInt = 64
-    checkpoint_every: NonNegativeInt = 0
+    checkpoint_every: NonNegativeInt | Minutes = 0
+    keep_last: NonNegativeInt = 3
+    keep_every: NonNegativeInt = 0
+    keep_best: NonNegativeInt = 1
     snapshot_every: NonNegativeInt = 1
     snapshot_redundancy: str = "copy"
     schedule: ScheduleName = "1f1b"
@@ -209,6 +220,17 @@ class TrainSettings(Settings):
         except ElasticError as error:
             raise UserError(str(error)) from None
         return self
+
+    @property
+    def checkpoint_steps(self) -> int:
+        """A checkpoint after each multiple of so many; 0 if they come by time, or never."""
+        return self.checkpoint_every if isinstance(self.checkpoint_every, int) else 0
+
+    @property
+    def checkpoint_s(self) -> float:
+        """A checkpoint after so many seconds; 0 if they come by steps, or never."""
+        every = self.checkpoint_every
+        return 0.0 if isinstance(every, int) else 60.0 * float(every.removesuffix("min"))
 
     @property
     def num_microbatches(self) -> int:

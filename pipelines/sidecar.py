@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from actors.storage import open_storage
 from pipelines.run_folder import RunFolder
 from pipelines.tracking import Tracker
 
 
 def tracker(run_folder: str, tracking_uri: str, experiment: str) -> Tracker:
     """The MLflow tracker of one run."""
-    return Tracker(RunFolder(Path(run_folder)), tracking_uri, experiment)
+    return Tracker(RunFolder(open_storage(run_folder)), tracking_uri, experiment)

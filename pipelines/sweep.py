@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -14,9 +13,11 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from actors.checkpoints import FOLDER as CHECKPOINTS
 from actors.errors import ControllerLost
 from actors.launch import Drive, close_cluster, end_actors
 from actors.ray_controller import Run
+from actors.storage import is_remote
 from elastic.errors import ElasticError
 from elastic.layout import Layout
 from pipelines.drive import Interrupts, open_cluster
@@ -38,7 +39,7 @@ class SweepAsked:
 
     recipe: str
     layouts: str
-    storage: Path = Path("runs")
+    storage: str = "runs"
     steps: int = 10
     data: str | None = None
     changes: tuple[str, ...] = ()
@@ -68,7 +69,9 @@ def sweep(asked: SweepAsked, console: Console) -> int:
         raise UserError(f"--steps {asked.steps}: at least 2, since the first is not counted")
     layouts = parse_layouts(asked.layouts)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = asked.storage / "sweeps" / stamp
+    if is_remote(asked.storage):
+        raise UserError(f"--storage {asked.storage}: a sweep is kept on a disk; name a folder")
+    folder = Path(asked.storage) / "sweeps" / stamp
     num_gpus = torch.cuda.device_count()
     trials = [_trial(asked, folder, layout, num_gpus) for layout in layouts]
     console.print(f"sweep {stamp}: {folder}", soft_wrap=True, highlight=False)
@@ -108,7 +111,7 @@ def _trial(asked: SweepAsked, folder: Path, layout: Layout, num_gpus: int) -> Tr
     run = Asked(
         recipe=asked.recipe,
         run_name=str(layout).replace("=", "").replace(",", "-"),
-        storage=folder,
+        storage=str(folder),
         workers=f"{layout.num_workers}:{layout.num_workers}",
         layout=str(layout),
         steps=asked.steps,
@@ -116,7 +119,7 @@ def _trial(asked: SweepAsked, folder: Path, layout: Layout, num_gpus: int) -> Tr
         changes=(*UNDISTURBED, *asked.changes),
         tracking_uri=default_tracking_uri(asked.storage),
         experiment=EXPERIMENT,
-        data_cache=asked.storage / "data",
+        data_cache=Path(asked.storage) / "data",
     )
     try:
         return Trial(layout, make_plan(run, num_gpus))
@@ -167,7 +170,7 @@ def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrup
         trial.row = refused(trial.layout, patience.refusal)
     else:
         trial.row = measure(trial.layout, plan.folder, broken)
-    shutil.rmtree(plan.folder.checkpoints, ignore_errors=True)
+    plan.folder.files.remove(CHECKPOINTS)
 
 
 class Patience:
@@ -217,7 +220,7 @@ def _follow(run: Run, interrupts: Interrupts, patience: Patience) -> str:
         elif patience.is_over():
             drive.request_stop(patience.refusal)
 
-    outcome = drive.follow(look).outcome
+    outcome = drive.follow(lambda progress: look()).outcome
     return outcome.reason if outcome else ""
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from actors.lines import LineLog
 from elastic.commands import Command, RecordStep, Resume, RolledBack, Stopped
 from elastic.events import Event, RunOpened, WorkerLost, WorkerReady
 from elastic.planning import Job, Wish
@@ -24,7 +25,7 @@ class WrittenRun:
 
     def __init__(self, path: Path, now: float = MIDNIGHT) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        self.folder = RunFolder(path)
+        self.folder = RunFolder.of(path.parent, path.name)
         self.now = now
         self.generation = 0
         self.step = 0
@@ -83,6 +84,7 @@ class WrittenRun:
         self.tell(Stopped(outcome, self.step, reason))
 
 
-def append(path: Path, row: dict[str, Any]) -> None:
-    with path.open("a") as file:
+def append(log: LineLog, row: dict[str, Any]) -> None:
+    Path(log.url).parent.mkdir(exist_ok=True)
+    with open(log.url, "a") as file:
         file.write(json.dumps(row) + "\n")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from uuid import uuid4
 
+from actors.storage import Storage
+from pipelines.run_folder import TRACKING, read_json
 from pipelines.tracking.attempts import without_credentials
 
 
@@ -28,20 +29,19 @@ class Delivered:
     num_happenings: int = 0
 
     @classmethod
-    def load(cls, path: Path, uri: str, experiment: str) -> Delivered:
+    def load(cls, files: Storage, uri: str, experiment: str) -> Delivered:
         """Go on where an earlier process left off; another store or experiment begins anew."""
         uri = without_credentials(uri)
-        if path.exists():
-            found = cls(**json.loads(path.read_text()))
+        told = read_json(files, TRACKING)
+        if told is not None:
+            found = cls(**told)
             if (found.uri, found.experiment) == (uri, experiment):
                 return found
         return cls(uri, experiment, key=uuid4().hex)
 
-    def save(self, path: Path) -> None:
+    def save(self, files: Storage) -> None:
         """Replace the file in one go: it is whole, or the one before."""
-        draft = path.with_suffix(".draft")
-        draft.write_text(json.dumps(asdict(self), indent=1))
-        draft.replace(path)
+        files.write(TRACKING, json.dumps(asdict(self), indent=1).encode())
 
     def successor(self) -> Delivered:
         """For when the run is gone from the store: everything again, to a run of the next key."""

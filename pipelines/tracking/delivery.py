@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -14,7 +12,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH
 
-from pipelines.run_folder import RunFolder, Tail
+from actors.lines import LineLog
+from pipelines.run_folder import TIMELINE, RunFolder, Tail
 from pipelines.tracking.delivered import Delivered
 from pipelines.tracking.report import tags, write_files
 from pipelines.tracking.rows import happening_metrics, params, step_metrics, system_metrics
@@ -35,10 +34,18 @@ class Delivery:
         self._folder = folder
         self._uri = uri
         self._clock = clock
-        self._delivered = Delivered.load(folder.tracking, uri, experiment)
+        self._experiment = experiment
+        self._known: Delivered | None = None
         self._client: MlflowClient | None = None
         self._is_open = self._has_ended = False
         self._start_ms = 0
+
+    @property
+    def _delivered(self) -> Delivered:
+        """What storage says of it; that is asked when it is needed, since it may not answer."""
+        if self._known is None:
+            self._known = Delivered.load(self._folder.files, self._uri, self._experiment)
+        return self._known
 
     def rows(self, history: History, until: float) -> None:
         """Deliver lines until there are no more or the clock shows `until`."""
@@ -52,7 +59,7 @@ class Delivery:
         """How many lines the store has not got yet."""
         offsets = (self._delivered.metrics_offset, self._delivered.system_offset)
         files = (self._folder.metrics, self._folder.system)
-        return sum(_num_lines(path, offset) for path, offset in zip(files, offsets, strict=True))
+        return sum(_num_lines(log, o) for log, o in zip(files, offsets, strict=True))
 
     def report(self, history: History) -> None:
         """Renew what is shown beside the metrics: tags, note and files."""
@@ -61,7 +68,7 @@ class Delivery:
         with TemporaryDirectory(prefix="elastic-report-") as name:
             write_files(history, self._folder, Path(name))
             client.log_artifacts(run_id, name)
-            shutil.copyfile(Path(name) / self._folder.timeline.name, self._folder.timeline)
+            self._folder.files.write(TIMELINE, (Path(name) / TIMELINE).read_bytes())
 
     def end(self, history: History) -> None:
         """Close the run in the store, as it ended."""
@@ -83,7 +90,7 @@ class Delivery:
         if not self._is_open:
             start_ms = int(history.membership.sessions[0].start * 1000)
             opened = open_run(self._client, self._folder, self._delivered, start_ms)
-            run, self._delivered = opened
+            run, self._known = opened
             self._start_ms = run.info.start_time
             if not self._has_ended and run.info.status != "RUNNING":
                 self._client.update_run(run.info.run_id, status="RUNNING")
@@ -97,9 +104,10 @@ class Delivery:
 
     def _settings(self, client: MlflowClient, run: Run) -> None:
         """Params that are not there yet; those that a resume has changed go into tags."""
-        if not self._folder.recipe.exists():
+        recipe = self._folder.recipe()
+        if recipe is None:
             return
-        wanted = params(json.loads(self._folder.recipe.read_text()))
+        wanted = params(recipe)
         known = run.data.params
         missing = [Param(name, value) for name, value in wanted.items() if name not in known]
         for first in range(0, len(missing), MAX_PARAMS_TAGS_PER_BATCH):
@@ -122,12 +130,12 @@ class Delivery:
     def _blocks(
         self,
         client: MlflowClient,
-        path: Path,
+        log: LineLog,
         offset_name: str,
         to_metrics: Callable[[Mapping[str, Any]], Iterable[Metric]],
         until: float,
     ) -> None:
-        tail = Tail(path, getattr(self._delivered, offset_name))
+        tail = Tail(log, getattr(self._delivered, offset_name))
         for rows in tail.blocks(BLOCK_BYTES):
             _log_metrics(client, self._run_id(), (m for row in rows for m in to_metrics(row)))
             self._advance(offset_name, tail.offset)
@@ -136,7 +144,7 @@ class Delivery:
 
     def _advance(self, name: str, value: int) -> None:
         setattr(self._delivered, name, value)
-        self._delivered.save(self._folder.tracking)
+        self._delivered.save(self._folder.files)
 
 
 def _log_metrics(client: MlflowClient, run_id: str, metrics: Iterable[Metric]) -> None:
@@ -151,9 +159,5 @@ def _log_tags(client: MlflowClient, run_id: str, told: Mapping[str, str]) -> Non
         client.log_batch(run_id, tags=entities[first : first + MAX_PARAMS_TAGS_PER_BATCH])
 
 
-def _num_lines(path: Path, offset: int) -> int:
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        file.seek(offset)
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+def _num_lines(log: LineLog, offset: int) -> int:
+    return sum(block.count(b"\n") for block in log.blocks(offset))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from mlflow.utils.mlflow_tags import MLFLOW_LOGGED_ARTIFACTS, MLFLOW_RUN_NOTE
 
-from pipelines.run_folder import RunFolder
+from pipelines.run_folder import RECIPE, TIMELINE, RunFolder
 from pipelines.view.history import History
 from pipelines.view.membership import Happening
 from pipelines.view.timeline import render
@@ -62,10 +61,12 @@ def events_table(history: History) -> dict[str, list[Any]]:
 def write_files(history: History, folder: RunFolder, target: Path) -> None:
     """Put everything that is shown as a file into `target`: copies, since the originals grow."""
     (target / EVENTS_FILE).write_text(json.dumps(events_table(history)))
-    render(history, folder.name, target / "timeline.png")
-    for original in (folder.journal, folder.recipe):
-        if original.exists():
-            shutil.copyfile(original, target / original.name)
+    render(history, folder.name, target / TIMELINE)
+    with open(target / folder.journal.name, "wb") as copy:
+        copy.writelines(folder.journal.blocks())
+    recipe = folder.recipe()
+    if recipe is not None:
+        (target / RECIPE).write_text(json.dumps(recipe, indent=1))
 
 
 def _event(happening: Happening) -> list[Any]:

@@ -58,14 +58,14 @@ def open_run(
     """
     run = None
     if delivered.run_id is None:
-        delivered.save(folder.tracking)
+        delivered.save(folder.files)
     else:
         run = _active_run(client, delivered.run_id)
         delivered = delivered if run else delivered.successor()
     if run is None:
         run = _find_run(client, delivered) or _create_run(client, folder, delivered, start_ms)
         delivered.run_id = run.info.run_id
-        delivered.save(folder.tracking)
+        delivered.save(folder.files)
     return run, delivered
 
 
@@ -120,8 +120,8 @@ def _experiment_id(client: MlflowClient, folder: RunFolder, delivered: Delivered
 
 
 def _storage_of(uri: str, folder: RunFolder) -> Path | None:
-    """The storage folder whose own store this is: one of those that the run's folder lies in."""
-    storages = folder.path.resolve().parents
+    """The folder whose own store this is: one of those that the run's folder lies in, or here."""
+    storages = folder.path.resolve().parents if folder.path else (Path.cwd(),)
     return next((path for path in storages if default_tracking_uri(path) == uri), None)
 
 

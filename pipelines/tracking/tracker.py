@@ -40,13 +40,13 @@ class Tracker:
         self._clock = clock
         self._journal, self._metrics = Tail(folder.journal), Tail(folder.metrics)
         self._delivery = Delivery(folder, self.uri, experiment, clock)
-        self._rows, self._reports = Attempts(clock), Attempts(clock)
+        self._reads, self._rows, self._reports = (Attempts(clock) for _ in range(3))
         self._next_report = clock() + FIRST_REPORT_S
 
     @property
     def trouble(self) -> str:
         """Why the store gets nothing at present, in one line, or empty."""
-        return self._rows.failure or self._reports.failure
+        return self._reads.failure or self._rows.failure or self._reports.failure
 
     def poll(self) -> None:
         """Deliver what has come since, if the store lets us; blocks for seconds at most."""
@@ -59,12 +59,12 @@ class Tracker:
         `patience_s` is how long to keep trying; one more request may be under way then.
         """
         deadline = self._clock() + patience_s
-        for attempts in (self._rows, self._reports):
+        for attempts in (self._reads, self._rows, self._reports):
             attempts.forgive()
             attempts.longest_pause_s = 1.0
-        self._follow()
+        self._attempt(self._reads, self._follow)
         is_ended = False
-        while self.history.membership.sessions:
+        while self.history.membership.sessions or self._reads.failure:
             is_ended = is_ended or (self._try_rows(deadline) and self._try_end())
             if is_ended and self._try_report():
                 return None
@@ -78,7 +78,8 @@ class Tracker:
 
     def _try_rows(self, until: float) -> bool:
         """Whether the store has all lines that are there; nothing is tried before the first."""
-        self._follow()
+        if not self._attempt(self._reads, self._follow):
+            return False
         if not self.history.membership.sessions:
             return False
         is_done = self._attempt(self._rows, lambda: self._delivery.rows(self.history, until))
@@ -102,10 +103,11 @@ class Tracker:
         return is_done
 
     def _shortfall(self, is_ended: bool) -> str:
-        num_waiting = self._delivery.num_waiting()
-        missing = [counted(num_waiting, "line")] if num_waiting else []
+        missing = ["lines that cannot be read"] if self._reads.failure else []
+        num_waiting = 0 if missing else self._delivery.num_waiting()
+        missing += [counted(num_waiting, "line")] if num_waiting else []
         missing += [] if is_ended else ["the run's end"]
-        where, folder = without_credentials(self.uri), self._folder.path
+        where, folder = without_credentials(self.uri), self._folder.url
         return (
             f"MLflow at {where} still lacks {', '.join([*missing, 'the last report'])} of this run"
             f" ({self.trouble or 'no time was left'}); all of it is kept in {folder}:"

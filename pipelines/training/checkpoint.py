@@ -1,112 +1,96 @@
-"""Checkpoint parts: tensors in safetensors, the index of each file in its JSON header.
+"""Reading a checkpoint: any regions out of the parts that any layout has written.
 
-The files are in the format of the Hugging Face storage of `torch.distributed.checkpoint` (DCP),
-whose reader and plans are used here, so `dcp.load` reads them as well. Nothing here reads or
-writes a pickle, or talks to another process.
+Nothing here reads or writes a pickle, or talks to another process.
 """
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterable, Mapping
-from math import prod
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, HuggingFaceStorageReader, LoadPlan
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from actors.checkpoints import MANIFEST
+from actors.checkpoints import read_manifest
+from actors.storage import Storage
 from elastic.regions import Region
 from pipelines.errors import UserError
+from pipelines.training.part_file import PartFile, Piece
 
-OFFSETS = "DCP_SHARDING_INFO"
-"""The header field in which DCP's Hugging Face storage keeps where each tensor begins."""
+NUM_READERS = 4
+"""Files that are read at a time: an object store answers each request late, but many at once."""
 
 
-def write_part(file: Path, parts: Mapping[str, tuple[Region, Tensor]]) -> None:
-    """Write one worker's regions to one file and flush it to the disk.
+class Checkpoint:
+    """A checkpoint in a folder, opened: it is known which files have which pieces.
 
-    Raises `OSError` if the disk refuses, `ValueError` if a tensor has not its region's shape.
+    All methods raise `DamagedCheckpoint` if it is not what was written, `OSError` if the storage
+    refuses.
     """
-    for name, (region, tensor) in parts.items():
-        if tuple(tensor.shape) != region.shape:
-            raise ValueError(f"{name}: a tensor of {tuple(tensor.shape)} for {region}")
-    offsets = {name: {"saved_offsets": region.offsets} for name, (region, _) in parts.items()}
-    tensors = {name: tensor.detach().contiguous() for name, (_, tensor) in parts.items()}
-    try:
-        save_file(tensors, file, metadata={"format": "pt", OFFSETS: json.dumps(offsets)})
-    except SafetensorError as error:
-        raise OSError(f"{file}: cannot be written ({error})") from error
-    with file.open("rb") as written:
-        os.fsync(written.fileno())
 
+    def __init__(self, storage: Storage) -> None:
+        self._url = storage.url
+        listed = read_manifest(storage).files
+        with ThreadPoolExecutor(NUM_READERS) as readers:
+            opened = [
+                readers.submit(PartFile, storage, f.name, f.num_bytes, f.checksum) for f in listed
+            ]
+            files = [file.result() for file in opened]
+        self._pieces: dict[str, list[tuple[PartFile, Piece]]] = {}
+        for file in files:
+            for name, piece in file.pieces.items():
+                self._pieces.setdefault(name, []).append((file, piece))
 
-def read_regions(folder: Path, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
-    """Read regions from a whole checkpoint, whatever layout wrote it: of each file only the
-    slices that overlap.
-
-    Raises `UserError` if the checkpoint is damaged or does not hold all of them.
-    """
-    try:
-        reader = HuggingFaceStorageReader(str(folder))
-        reader.fs = _Listed(json.loads((folder / MANIFEST).read_text())["files"])
-        metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, is_coordinator=True)
-        items: list[ReadItem] = []
+    def read(self, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+        """Regions, whatever layout wrote them: of each file only the blocks that overlap, and each
+        checked. Raises `UserError` if it is a checkpoint of something else."""
+        reads: dict[PartFile, list[tuple[str, Region, Tensor]]] = {}
         regions: dict[str, Tensor] = {}
         for name, region in wanted.items():
-            stored = metadata.state_dict_metadata.get(name)
-            if not isinstance(stored, TensorStorageMetadata):
-                raise UserError(f"{folder}: holds no {name}: the checkpoint of another model")
-            regions[name] = torch.empty(region.shape, dtype=stored.properties.dtype)
-            items += _reads(folder, name, region, stored)
-        reader.read_data(LoadPlan(items), _IntoRegions(regions)).wait()
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise UserError(f"{folder}: cannot be read as a checkpoint ({error})") from error
-    return regions
+            pieces = self._pieces.get(name)
+            if pieces is None:
+                raise UserError(f"{self._url}: holds no {name}: the checkpoint of another model")
+            regions[name] = torch.empty(region.shape, dtype=pieces[0][1].dtype)
+            num_found = 0
+            for file, box, place in _overlaps(pieces, region):
+                num_found += box.num_elements
+                reads.setdefault(file, []).append((name, box, regions[name][place]))
+            if num_found != region.num_elements:
+                raise UserError(
+                    f"{self._url}: holds {num_found} of {region.num_elements} elements of {name} "
+                    f"at {region.offsets}: parts are missing or doubled"
+                )
+        if len(reads) > 1:
+            with ThreadPoolExecutor(NUM_READERS) as readers:
+                list(readers.map(_copy_all, reads.items()))
+        else:  # each thread would have memory of its own
+            list(map(_copy_all, reads.items()))
+        return regions
 
 
-class _Listed(FileSystem):
-    """A folder in which nothing is seen but the files that its manifest names: a worker that
-    died may have left half a part."""
-
-    def __init__(self, files: Iterable[str]) -> None:
-        self.files = list(files)
-
-    def ls(self, path: str | os.PathLike[str]) -> list[str]:
-        return [str(Path(path) / name) for name in self.files]
+def read_regions(storage: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+    """Read regions from the checkpoint in a folder; see `Checkpoint`."""
+    return Checkpoint(storage).read(wanted)
 
 
-class _IntoRegions(DefaultLoadPlanner):
-    """Tells the reader where each read goes: into its tensor's region."""
+def _overlaps(
+    pieces: list[tuple[PartFile, Piece]], region: Region
+) -> Iterator[tuple[PartFile, Region, tuple[slice, ...]]]:
+    """The files that have some of a region, the box within their piece, and where it belongs."""
+    for file, piece in pieces:
+        common = piece.region.intersection(region)
+        if common is not None:
+            box = Region(_from(piece.region, common), common.shape)
+            corner = zip(_from(region, common), common.shape, strict=True)
+            yield file, box, tuple(slice(first, first + length) for first, length in corner)
 
-    def __init__(self, regions: dict[str, Tensor]) -> None:
-        super().__init__()
-        self.state_dict = regions
 
-    def lookup_tensor(self, index: object) -> Tensor:
-        return self.state_dict[index.fqn]
+def _from(outer: Region, inner: Region) -> tuple[int, ...]:
+    return tuple(i - o for i, o in zip(inner.offsets, outer.offsets, strict=True))
 
 
-def _reads(
-    folder: Path, name: str, region: Region, stored: TensorStorageMetadata
-) -> list[ReadItem]:
-    if not region.num_elements:
-        return []
-    chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.shape))
-    items = create_read_items_for_chunk_list(name, stored, [chunk])
-    num_found = sum(prod(item.lengths) for item in items)
-    if num_found != region.num_elements:
-        raise UserError(
-            f"{folder}: holds {num_found} of {region.num_elements} elements of {name} at "
-            f"{region.offsets}: parts are missing or doubled"
-        )
-    return items
+def _copy_all(read: tuple[PartFile, list[tuple[str, Region, Tensor]]]) -> None:
+    file, boxes = read
+    for name, box, target in sorted(boxes, key=lambda b: file.pieces[b[0]].begin):
+        file.copy(name, box, target)
+    file.let_go()

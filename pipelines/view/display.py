@@ -55,6 +55,7 @@ class Display:
         self._drawn_at = self._lined_at = float("-inf")
         self._lined_state = (0, "", 0)
         self._live: Live | None = None
+        self._trouble = ""
         if console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, auto_refresh=False)
 
@@ -77,10 +78,17 @@ class Display:
         now: float,
         journal: Iterable[dict[str, Any]] = (),
         metrics: Iterable[dict[str, Any]] = (),
+        trouble: str = "",
     ) -> None:
-        """Take new lines in, and show what they change if it is time to."""
+        """Take new lines in, and show what they change if it is time to.
+
+        `trouble` is why the run's storage does not answer at present, or empty.
+        """
         self.history.take(journal, metrics)
+        was_well, self._trouble = not self._trouble, trouble
         if self._live is None:
+            if was_well == bool(trouble):
+                self._print(now, self._storage() if trouble else "storage answers again")
             self._print_news()
             self._print_progress(now)
         elif now - self._drawn_at >= REDRAW_S or self.history.membership.outcome:
@@ -141,6 +149,11 @@ class Display:
             told = f"{quantity(progress.tokens_per_s)} tokens/s, {progress.steps_per_s:.3g} steps/s"
             yield "speed", Text(told)
         yield "world", Text(self._world())
+        if self._trouble:
+            yield "storage", Text(self._storage(), style="red")
+
+    def _storage(self) -> str:
+        return f"storage does not answer, training goes on: {shortened(self._trouble, 200)}"
 
     def _losses(self) -> list[float]:
         return [point.mean for point in self.history.progress.curve.points if not point.void]

@@ -84,6 +84,7 @@ class Membership:
     """How long the newest recovery took: from the first sign of trouble to `Resume`."""
     _leaving: dict[str, str] = field(default_factory=dict)
     _gone: set[str] = field(default_factory=set)
+    _failed_checkpoint: tuple[str, int] = ("", 0)
     _trouble_since: float | None = None
     _has_resumed: bool = False
 
@@ -94,6 +95,8 @@ class Membership:
             self._open(line)
         self._stay_awake(line["time"])
         self.phase = PHASES.get(name) or self.phase
+        if "warning" in line:
+            self._note(line, "failed checkpoint", line["warning"], cause=line["warning"])
         match name:
             case "WorkerReady":
                 self._welcome(line)
@@ -205,8 +208,9 @@ class Membership:
                 step = line["step"]
                 self._note(line, "checkpoint", f"checkpoint of step {step}", f"step {step}")
             case "PartFailed":
-                text = f"checkpoint of step {line['step']} failed: {line['cause']}"
-                self._note(line, "failed checkpoint", text, cause=line["cause"])
+                self._fail_checkpoint(line, f"checkpoint of step {line['step']} failed")
+            case "CheckpointDamaged":
+                self._fail_checkpoint(line, "a damaged checkpoint is passed over")
             case "Evaluated":
                 text = f"held-out loss {line['loss']:.4f} at step {line['step']}"
                 self._note(line, "evaluated", text, value=line["loss"])
@@ -243,6 +247,14 @@ class Membership:
         self._note(line, "stopped", text, self.outcome, cause=reason)
         self._stretch(line["time"], 0, training=False)
         self.members = ()
+
+    def _fail_checkpoint(self, line: dict[str, Any], text: str) -> None:
+        """Once, though each worker may tell of it."""
+        about = (text, line["generation"])
+        if about != self._failed_checkpoint:
+            cause = line["cause"]
+            self._note(line, "failed checkpoint", f"{text}: {cause}", cause=cause)
+        self._failed_checkpoint = about
 
     def _note(
         self,

@@ -6,18 +6,20 @@ are the reader's own:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
         [snapshot_every=N] [snapshot_redundancy=xor:K]
-    open [saved STEP gG]                a controller takes the run
+    open [saved STEP gG ...]            a controller takes the run
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
     lost W... CAUSE: | suspected W... | leaving W... | draining NODE
     formed W... | moved W...            groups are formed; the state is in place
-    steps 3..7 [whole] | paused W... at 7   world rank 0 tells of committed steps; all snapshots
-                                        were whole
+    steps 3..7 [whole] [wished] [busy]  world rank 0 tells of committed steps; all snapshots were
+                                        whole; a checkpoint was wished for; a part was still written
+    paused W... at 7
     keeper ready NODE | keeper lost NODE
     kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has, and that it has
                                         the parities of all sets whose member the first is
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
     settled W... at 8
+    damaged W 4 [gG]                    a worker found a flipped bit in that checkpoint
     raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
     relayout LAYOUT                     a person wishes for another layout
     stop | wake                         `wake` is at the core's own deadline
@@ -28,6 +30,7 @@ What workers tell bears the present generation, unless `gG` says another.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 
 from sim.telling import command_in_words, phase_in_words
@@ -35,6 +38,7 @@ from sim.telling import command_in_words, phase_in_words
 from elastic.commands import Command, Protect, RecordStep
 from elastic.core import Core
 from elastic.events import (
+    CheckpointDamaged,
     Checkpointed,
     Event,
     GroupFormed,
@@ -44,6 +48,7 @@ from elastic.events import (
     LayoutRequested,
     NodeDraining,
     PartFailed,
+    PartFile,
     PartWritten,
     Paused,
     Quiesced,
@@ -129,12 +134,20 @@ class Script:
                 yield StopRequested("SIGTERM")
             case "steps":
                 yield from self._steps(rest)
-            case "checkpointed":
-                generation = self._generation(rest)
-                step = int(rest[0])
-                yield Checkpointed(step, generation, f"step-{step}-g{generation}")
+            case "checkpointed" | "damaged":
+                yield from self._of_checkpoint(rest)
             case _:
                 yield from self._of_workers(kind, rest)
+
+    def _of_checkpoint(self, words: list[str]) -> Iterator[Event]:
+        """It is whole; or, if workers are named, these have found it damaged."""
+        step, generation = int(words[-2 if words[-1][0] == "g" else -1]), self._generation(words)
+        path = f"step-{step}-g{generation}"
+        names = [word for word in words if word[0] == "w"]
+        if not names:
+            yield Checkpointed(step, generation, path)
+        for name in names:
+            yield CheckpointDamaged(name, self._core.state.generation, path, "a flipped bit")
 
     def _kept(self, words: list[str]) -> KeeperTold:
         names = [word for word in words[1:] if word[0] == "w" and word[1:].isdigit()]
@@ -182,7 +195,7 @@ class Script:
                 case "raised":
                     yield WorkerRaised(name, generation, cause, f"{cause} trouble", "traceback")
                 case "written":
-                    yield PartWritten(name, generation, step, f"part-{name}", 100)
+                    yield PartWritten(name, generation, step, PartFile(f"part-{name}", 100, 1))
                 case "failed":
                     yield PartFailed(name, generation, step, "no space left")
                 case _:
@@ -193,7 +206,12 @@ class Script:
         for step in _range(words[0]):
             self._now += 0.5
             record = self._record(step)
-            vote = _vote(step, record.world_size if "whole" in words else 0)
+            vote = replace(
+                _vote(step),
+                num_snapshots=record.world_size * ("whole" in words),
+                num_save_wishes=record.world_size * ("wished" in words),
+                num_writing=record.world_size * ("busy" in words),
+            )
             yield StepCommitted(generation, record, vote)
 
     def _quiesced(self, name: str, generation: int, step: int, words: list[str]) -> Quiesced:
@@ -237,13 +255,13 @@ def _opening(told: dict[str, str]) -> RunOpened:
 def _with_saved(opening: RunOpened, words: list[str]) -> RunOpened:
     if not words:
         return opening
-    step, generation = int(words[1]), int(words[2][1:])
-    saved = Saved(step, generation, f"step-{step}-g{generation}")
+    pairs = zip(words[1::2], words[2::2], strict=True)
+    saved = tuple(Saved(int(s), int(g[1:]), f"step-{s}-{g}") for s, g in pairs)
     return RunOpened(2, opening.policy, opening.wish, opening.job, saved)
 
 
-def _vote(step: int, num_snapshots: int = 0) -> Vote:
-    return Vote(step, 128.0, 64, 4.0, 2, num_snapshots=num_snapshots)
+def _vote(step: int) -> Vote:
+    return Vote(step, 128.0, 64, 4.0, 2)
 
 
 def _keywords(words: list[str]) -> dict[str, str]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from actors.faults import Fault
 from actors.lease import claim
+from actors.lines import LineLog
 from actors.process_fleet import NODE, ProcessFleet
 from actors.program import Factory
 from actors.shell import Shell
+from actors.storage import Storage, open_storage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StepCommitted, StopRequested, WorkerLost
@@ -32,16 +34,19 @@ class Outcome:
     """What a run has left behind."""
 
     stopped: Stopped
-    folder: Path
-    pids: dict[str, int] = field(default_factory=dict)
+    run: Storage
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.run.url)
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        return read(self.folder / "metrics.jsonl")
+        return list(LineLog(self.run, "metrics.jsonl").lines())
 
     @property
     def journal(self) -> list[dict[str, Any]]:
-        return read(self.folder / "journal.jsonl")
+        return list(LineLog(self.run, "journal.jsonl").lines())
 
     def losses(self) -> dict[int, float]:
         """By step; a step's last line counts."""
@@ -57,7 +62,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def run_plainly(
-    folder: Path,
+    folder: Path | str,
     settings: TrainSettings,
     workers: int,
     *,
@@ -71,13 +76,14 @@ def run_plainly(
     environment: dict[str, str] | None = None,
     node_of: Callable[[str], str] = lambda worker: NODE,
     strikes: Sequence[Strike] = (),
+    hear: Callable[[Event], None] = lambda event: None,
     **policy: float | str,
 ) -> Outcome:
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
 
-    Each of the `strikes` is done once all snapshots of a generation are whole, one a generation.
+    `hear` is called with each event. Each of the `strikes` is done once all snapshots of a
+    generation are whole, one a generation.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     kwargs = {"settings": settings.model_dump(mode="json")}
     made = TrainingProgram(**kwargs, device="cpu")
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
@@ -92,18 +98,17 @@ def run_plainly(
         }
     )
     job = job_of(settings, made)
-    lease = claim(folder)
-    shell = Shell(folder, lease, due)
+    run = open_storage(str(folder))
+    shell = Shell(run, lease := claim(run), due)
     options = WorkerOptions(
         str(folder),
         rules.collective_timeout_s,
-        settings.checkpoint_every,
+        settings.checkpoint_steps,
         faults,
         rules.snapshot_every,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
-    due_strikes: list[Callable[[], None]] = []
-    post = _striking(post, due_strikes)
+    post = _striking(_heard(post, hear), due_strikes := [])
     factory = Factory(program, kwargs, environment or {})
     fleet = ProcessFleet(factory, options, post, lease.epoch, node_of)
     due_strikes += [partial(strike, fleet) for strike in strikes]
@@ -115,7 +120,7 @@ def run_plainly(
     finally:
         guard.cancel()
     lease.release()
-    return Outcome(stopped, folder)
+    return Outcome(stopped, run)
 
 
 def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
@@ -126,7 +131,7 @@ def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
         state_bytes=sum(spec.num_bytes for spec in specs),
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
-        checkpoint_every=settings.checkpoint_every,
+        checkpoint_every=settings.checkpoint_steps,
         limits=shape.limits,
         layer_costs=tuple(layer.cost for layer in shape.layers),
     )
@@ -144,6 +149,14 @@ def _stopping(post: Callable[[Event], None], num_losses: int) -> Callable[[Event
                 post(StopRequested("enough"))
 
     return note
+
+
+def _heard(post: Callable[[Event], None], hear: Callable[[Event], None]) -> Callable[[Event], None]:
+    def both(event: Event) -> None:
+        post(event)
+        hear(event)
+
+    return both
 
 
 def _striking(

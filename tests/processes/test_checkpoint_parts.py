@@ -16,13 +16,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from actors.checkpoints import publish
+from actors.checkpoints import find_checkpoints, folder_of, publish
+from actors.errors import DamagedCheckpoint
+from actors.storage import DiskStorage
+from elastic.events import PartFile
 from elastic.layout import Layout
 from elastic.regions import Region
 from elastic.shards import region_of, sharding_of
 from elastic.specs import TensorSpec
 from pipelines.errors import UserError
-from pipelines.training.checkpoint import read_regions, write_part
+from pipelines.training import part_file
+from pipelines.training.checkpoint import read_regions
+from pipelines.training.part_file import write_part
 
 SPECS = (
     TensorSpec("layers.0.weight", (7, 3), "float32", layer=0, fsdp_dim=0, layer_costs=(1,)),
@@ -52,8 +57,7 @@ def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def write_checkpoint(run_folder: Path, layout: Layout) -> Path:
     """A whole checkpoint, each region written by its first holder."""
     whole = whole_tensors()
-    folder = run_folder / "checkpoints" / "step-00000003-g2"
-    folder.mkdir(parents=True)
+    run = DiskStorage(run_folder)
     files = []
     for rank in range(layout.num_workers):
         place = layout.coordinates(rank)
@@ -62,10 +66,10 @@ def write_checkpoint(run_folder: Path, layout: Layout) -> Path:
             if sharding_of(spec, layout).first_holder(rank) == rank:
                 region = region_of(spec, layout, place)
                 parts[spec.name] = (region, cut(whole[spec.name], region))
-        file = folder / f"part-w{rank}.safetensors"
-        write_part(file, parts)
-        files.append((file.name, file.stat().st_size))
-    return publish(run_folder, 3, 2, files)
+        name = f"part-w{rank}.safetensors"
+        written = write_part(run.at(folder_of(3, 2)), name, parts)
+        files.append(PartFile(name, written.num_bytes, written.checksum))
+    return Path(publish(run, 3, 2, files))
 
 
 @settings(max_examples=25, deadline=None)
@@ -75,7 +79,7 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path_factory, written, wanted
     rank = data.draw(st.integers(0, wanted.num_workers - 1))
     place = wanted.coordinates(rank)
     regions = {spec.name: region_of(spec, wanted, place) for spec in SPECS}
-    read = read_regions(folder, regions)
+    read = read_regions(DiskStorage(folder), regions)
     whole = whole_tensors()
     for spec in SPECS:
         expected = cut(whole[spec.name], regions[spec.name])
@@ -85,7 +89,7 @@ def test_any_layout_reads_what_any_other_wrote(tmp_path_factory, written, wanted
 
 def test_only_the_tensors_asked_for_are_read(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout(fsdp=2))
-    read = read_regions(folder, {"layers.0.weight": Region((2, 1), (3, 2))})
+    read = read_regions(DiskStorage(folder), {"layers.0.weight": Region((2, 1), (3, 2))})
     expected = cut(whole_tensors()["layers.0.weight"], Region((2, 1), (3, 2)))
     assert list(read) == ["layers.0.weight"]
     assert torch.equal(read["layers.0.weight"], expected)
@@ -119,7 +123,9 @@ def test_no_pickle_in_the_folder_is_ever_opened(tmp_path) -> None:
     poison = pickle.dumps(Malicious(mark))
     for name in (".metadata", "__0_0.distcp", "part-w9.safetensors", "model.pt"):
         (folder / name).write_bytes(poison)
-    read = read_regions(folder, {spec.name: Region.whole(spec.shape) for spec in SPECS})
+    read = read_regions(
+        DiskStorage(folder), {spec.name: Region.whole(spec.shape) for spec in SPECS}
+    )
     assert torch.equal(read["half"], whole_tensors()["half"])
     assert not mark.exists()
     pickle.loads(poison)
@@ -130,7 +136,7 @@ def test_no_pickle_in_the_folder_is_ever_opened(tmp_path) -> None:
 def test_what_is_not_there_is_the_users_error(tmp_path, name) -> None:
     folder = write_checkpoint(tmp_path, Layout())
     with pytest.raises(UserError, match=name):
-        read_regions(folder, {name: Region((0, 0), (8, 3))})
+        read_regions(DiskStorage(folder), {name: Region((0, 0), (8, 3))})
 
 
 def test_a_missing_part_is_told(tmp_path) -> None:
@@ -139,28 +145,67 @@ def test_a_missing_part_is_told(tmp_path) -> None:
     del manifest["files"]["part-w1.safetensors"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match="parts are missing"):
-        read_regions(folder, {"layers.0.weight": Region((0, 0), (7, 3))})
+        read_regions(DiskStorage(folder), {"layers.0.weight": Region((0, 0), (7, 3))})
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 100])
-def test_a_part_cut_short_is_the_users_error(tmp_path, num_bytes) -> None:
+def test_a_part_cut_short_is_told(tmp_path, num_bytes) -> None:
     folder = write_checkpoint(tmp_path, Layout())
     file = folder / "part-w0.safetensors"
     file.write_bytes(file.read_bytes()[:num_bytes])
-    with pytest.raises(UserError, match="step-00000003-g2"):
-        read_regions(folder, {"norm.weight": Region((0,), (2,))})
+    with pytest.raises(DamagedCheckpoint, match="step-00000003-g2/part-w0"):
+        read_regions(DiskStorage(folder), {"norm.weight": Region((0,), (2,))})
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path) -> None:
-    with pytest.raises(UserError, match="manifest"):
-        read_regions(tmp_path, {})
+    with pytest.raises(DamagedCheckpoint, match="manifest"):
+        read_regions(DiskStorage(tmp_path), {})
 
 
 def test_a_tensor_that_is_not_its_region_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="norm"):
-        write_part(tmp_path / "p.safetensors", {"norm": (Region((0,), (2,)), torch.zeros(3))})
+        parts = {"norm": (Region((0,), (2,)), torch.zeros(3))}
+        write_part(DiskStorage(tmp_path), "p.safetensors", parts)
 
 
 def test_a_disk_that_refuses_is_an_os_error(tmp_path) -> None:
-    with pytest.raises(OSError, match="nowhere"):
-        write_part(tmp_path / "nowhere" / "p.safetensors", {})
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match="file"):
+        write_part(DiskStorage(tmp_path / "file"), "p.safetensors", {})
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@settings(max_examples=150, deadline=None)
+def test_a_flipped_bit_anywhere_is_told_of_its_file(small_blocks, place: float, bit: int) -> None:
+    """Also one that changes no tensor, in the padding of the header."""
+    folder, content = small_blocks
+    file = folder / "part-w1.safetensors"
+    changed = bytearray(content)
+    changed[int(place * len(content))] ^= 1 << bit
+    file.write_bytes(changed)
+    regions = {spec.name: Region.whole(spec.shape) for spec in SPECS}
+    with pytest.raises(DamagedCheckpoint, match=r"part-w1\.safetensors: "):
+        read_regions(DiskStorage(folder), regions)
+    file.write_bytes(content)
+    whole = whole_tensors()
+    read = read_regions(DiskStorage(folder), regions)
+    assert all(torch.equal(read[name], whole[name]) for name in whole)
+
+
+@pytest.fixture(scope="module")
+def small_blocks(tmp_path_factory) -> tuple[Path, bytes]:
+    """A checkpoint of two parts, the second's content, in blocks of 16 bytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(part_file, "BLOCK_BYTES", 16)
+        folder = write_checkpoint(tmp_path_factory.mktemp("run"), Layout(fsdp=2))
+    return folder, (folder / "part-w1.safetensors").read_bytes()
+
+
+def test_other_formats_are_refused_with_a_reason(tmp_path) -> None:
+    folder = write_checkpoint(tmp_path, Layout())
+    manifest = folder / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
+    with pytest.raises(DamagedCheckpoint, match="format_version 3, and this reads 2"):
+        read_regions(DiskStorage(folder), {})
+    found = find_checkpoints(DiskStorage(tmp_path))
+    assert not found.whole and "format_version 3" in found.complaints[0]

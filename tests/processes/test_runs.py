@@ -16,6 +16,7 @@ from expected import expected
 from harness import Outcome, run_plainly
 
 from actors.faults import Fault
+from actors.storage import DiskStorage
 from elastic.events import LayoutRequested, WorkerLeaving
 from elastic.planning import Wish
 from elastic.regions import Region
@@ -62,7 +63,7 @@ def final_weights(run: Outcome) -> dict[str, torch.Tensor]:
     program = TrainingProgram(SETTINGS.model_dump(mode="json"), device="cpu")
     parameters = [spec for spec in program.specs() if spec.kind == "parameter"]
     return program.read_regions(
-        checkpoint, {spec.name: Region.whole(spec.shape) for spec in parameters}
+        DiskStorage(checkpoint), {spec.name: Region.whole(spec.shape) for spec in parameters}
     )
 
 

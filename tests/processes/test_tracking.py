@@ -32,10 +32,10 @@ from pipelines.tracking.store import KEY_TAG, connect, prepare_process
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A default store without a run: MLflow takes seconds to make one."""
-    folder = RunFolder(tmp_path_factory.mktemp("template") / "run")
+    folder = RunFolder.of(tmp_path_factory.mktemp("template"), "run")
     prepare_process()
     connect(default_tracking_uri(folder.storage), folder)
-    return folder.storage / "mlflow.db"
+    return Path(folder.storage) / "mlflow.db"
 
 
 @pytest.fixture
@@ -56,9 +56,15 @@ def history_of(client: MlflowClient, run: Run, name: str) -> list[tuple[int, flo
     return sorted((m.step, m.value) for m in client.get_metric_history(run.info.run_id, name))
 
 
+def store_recipe(run: WrittenRun, recipe: dict[str, object]) -> None:
+    run.folder.files.write("recipe.json", json.dumps(recipe).encode())
+
+
 def eventful(path: Path) -> WrittenRun:
     run = WrittenRun(path)
-    run.folder.recipe.write_text(json.dumps({"model": {"dim": 64}, "steps": 12, "betas": [0.9]}))
+    (run.folder.path / "recipe.json").write_text(
+        json.dumps({"model": {"dim": 64}, "steps": 12, "betas": [0.9]})
+    )
     run.start(4, steps=12)
     for number in range(8):
         run.commit(loss=None if number == 3 else 5.0 - number)
@@ -115,7 +121,9 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(storage: Path) -> None:
     assert first.info.status == "KILLED"
 
     run.now += 3600
-    run.folder.recipe.write_text(json.dumps({"model": {"dim": 64}, "steps": 20, "seed": 1}))
+    (run.folder.path / "recipe.json").write_text(
+        json.dumps({"model": {"dim": 64}, "steps": 20, "seed": 1})
+    )
     run.start(2, steps=20)
     tracker = Tracker(run.folder)
     tracker.poll()
@@ -139,8 +147,8 @@ def test_lost_offsets_double_nothing(storage: Path) -> None:
     client, before = only_run(tracker.uri)
     names = sorted(before.data.metrics)
     histories = [history_of(client, before, name) for name in names]
-    known = Delivered.load(run.folder.tracking, tracker.uri, "elastic")
-    Delivered(known.uri, known.experiment, known.key).save(run.folder.tracking)
+    known = Delivered.load(run.folder.files, tracker.uri, "elastic")
+    Delivered(known.uri, known.experiment, known.key).save(run.folder.files)
     Tracker(run.folder).poll()
     client, after = only_run(tracker.uri)
     assert after.info.run_id == before.info.run_id
@@ -165,7 +173,7 @@ def test_a_creation_that_was_answered_too_late_leaves_no_second_run(storage: Pat
     tracker = Tracker(run.folder)
     tracker.poll()
     client, row = only_run(tracker.uri)
-    key = Delivered.load(run.folder.tracking, tracker.uri, "elastic").key
+    key = Delivered.load(run.folder.files, tracker.uri, "elastic").key
     client.create_run(row.info.experiment_id, tags={KEY_TAG: key})
     run.stop()
     assert tracker.finish(patience_s=20) is None
@@ -192,7 +200,9 @@ def test_secrets_of_a_url_are_not_written_down(tmp_path: Path) -> None:
     tracker = Tracker(run.folder, f"http://me:hunter2@127.0.0.1:{free_port()}")
     missing = tracker.finish(patience_s=0)
     assert missing is not None
-    assert "hunter2" not in missing + run.folder.tracking.read_text() + tracker.trouble
+    assert (
+        "hunter2" not in missing + run.folder.files.read("tracking.json").decode() + tracker.trouble
+    )
     assert "20 lines" in missing
     assert "\n" not in missing
 
@@ -298,7 +308,7 @@ def test_a_server_that_is_killed_slow_and_back_misses_and_doubles_nothing(
     assert len(losses) == 11 + 300
     assert losses[-300:] == [(11 + number, float(number)) for number in range(300)]
     stamps = [m.timestamp for m in client.get_metric_history(row.info.run_id, "loss")]
-    written = [json.loads(line) for line in run.folder.metrics.read_text().splitlines()]
+    written = [json.loads(line) for line in run.folder.metrics.read().decode().splitlines()]
     expected = [int(line["time"] * 1000) for line in written if line["loss"] is not None]
     assert sorted(stamps) == sorted(expected)
     assert "timeline.png" in {file.path for file in client.list_artifacts(row.info.run_id)}
@@ -306,8 +316,8 @@ def test_a_server_that_is_killed_slow_and_back_misses_and_doubles_nothing(
 
 def poll_until_delivered(tracker: Tracker, run: WrittenRun) -> None:
     deadline = time.monotonic() + 120
-    size = run.folder.metrics.stat().st_size
-    while json.loads(run.folder.tracking.read_text())["metrics_offset"] < size:
+    size = len(run.folder.metrics.read())
+    while json.loads(run.folder.files.read("tracking.json"))["metrics_offset"] < size:
         assert time.monotonic() < deadline, tracker.trouble
         tracker.poll()
         time.sleep(0.1)

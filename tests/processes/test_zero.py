@@ -20,6 +20,7 @@ from torch.multiprocessing import start_processes
 
 from actors.faults import Fault
 from actors.program import StateBytes
+from actors.storage import DiskStorage
 from elastic.footprint import Footprint
 from elastic.layout import Layout
 from elastic.regions import Region
@@ -256,7 +257,7 @@ def test_a_kill_in_apply_changes_nothing(zero: int, tmp_path: Path) -> None:
     assert [line["grad_norm"] for line in run.metrics] == pytest.approx(norms, rel=1e-9)
     [checkpoint] = (run.folder / "checkpoints").glob("step-*")
     regions = {name: Region.whole(tuple(weight.shape)) for name, weight in weights.items()}
-    for name, weight in program_of(settings).read_regions(checkpoint, regions).items():
+    for name, weight in program_of(settings).read_regions(DiskStorage(checkpoint), regions).items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
 
 

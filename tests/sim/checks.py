@@ -129,7 +129,7 @@ class Checks:
         self, outcome: RunStopped, num_steps: int, records: Records, storage: Storage
     ) -> None:
         """The steps are 1..n, each once in the history that survived, and that is saved."""
-        newest = storage.newest()
+        newest = next(reversed(storage.whole()), None)
         if newest is None or newest.step < outcome.step:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
             return

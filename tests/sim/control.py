@@ -68,10 +68,16 @@ class Control:
         self.aborted_generation = 0
         self.running_generation = 0
         self.pause_wished_generation = 0
+        self.save_wish = (0, 0)
+        """In which generation, after which step."""
 
     @property
     def pause_is_wished(self) -> bool:
         return self.pause_wished_generation >= self.running_generation
+
+    def save_is_wished(self, saved_step: int) -> bool:
+        generation, after_step = self.save_wish
+        return generation >= self.running_generation and after_step >= saved_step
 
     def report(self, event: Event) -> None:
         self.around.report(self.name, event)

@@ -124,6 +124,12 @@ def draw_node_faults(random: Random) -> list[Fault]:
     return [_draw_fault(random, action) for action in actions]
 
 
+def draw_storage_faults(random: Random) -> list[Fault]:
+    """One to five faults of the storage, and of those who would go back to it."""
+    actions = ("damage a checkpoint", "fill the disk", "fill the disk", "kill two", "restart")
+    return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 5))]
+
+
 def _draw_fault(random: Random, action: str) -> Fault:
     moment, num_passages = random.choice(MOMENTS)
     only_world_rank_0 = random.random() < 0.25

@@ -120,6 +120,12 @@ def _fill_the_disk(world: World, worker: SimWorker) -> None:
     worker.control.disk_full = True
 
 
+def _damage(world: World, worker: SimWorker) -> None:
+    """A bit flips in the newest checkpoint."""
+    for saved in world.storage.whole()[-1:]:
+        world.storage.damaged.add(saved.path)
+
+
 def _flap(world: World, worker: SimWorker) -> None:
     """Killed, and its replacements die as they start."""
     world.num_flaps = world.random.randint(1, 4)
@@ -162,6 +168,7 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "kill the keeper": _kill_keeper,
     "lose the store": _lose_the_store,
     "fill the disk": _fill_the_disk,
+    "damage a checkpoint": _damage,
     "flap": _flap,
     "stop": _stop,
     "restart": _restart,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from random import Random
 
-from sim.faults import Fault, draw_faults, draw_node_faults, draw_relayouts
+from sim.faults import Fault, draw_faults, draw_node_faults, draw_relayouts, draw_storage_faults
 
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
@@ -45,6 +45,7 @@ def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Po
         first_step_timeout_s=5.0,
         growth_settle_s=0.5,
         save_timeout_s=6.0,
+        save_backoff_s=0.5,
         restart_backoff_s=0.5,
         snapshot_every=snapshot_every,
         keeper_timeout_s=0.5,
@@ -123,6 +124,23 @@ def drawn_with_parities(seed: int) -> Scenario:
         max_workers=most,
         snapshot_redundancy=random.choice(("xor:2", "xor:3", "xor:5")),
     )
+    return scenario
+
+
+def drawn_with_storage_faults(seed: int) -> Scenario:
+    """The scenario of a seed, with checkpoints by steps and by time, of which some are dropped, and
+    storage that fills up or flips bits."""
+    scenario = drawn(seed)
+    random = Random(f"storage/{seed}")
+    scenario.job = replace(scenario.job, checkpoint_every=random.choice((0, 1, 2, 3)))
+    scenario.policy = replace(
+        scenario.policy,
+        checkpoint_every_s=random.choice((0.0, 0.2, 1.0)),
+        keep_last=random.choice((0, 1, 2)),
+        keep_every=random.choice((0, 4)),
+        keep_best=random.choice((0, 1)),
+    )
+    scenario.faults = [*scenario.faults, *draw_storage_faults(random)]
     return scenario
 
 

@@ -7,20 +7,21 @@ from typing import NamedTuple
 
 from sim.lineage import SPECS, Lineage, cut, places
 
-from elastic.commands import PublishCheckpoint
-from elastic.events import Saved
+from elastic.commands import DropCheckpoints, PublishCheckpoint, SetAside
+from elastic.events import PartFile, Saved
 from elastic.regions import Region
 
 
-class PartFile(NamedTuple):
+class Written(NamedTuple):
     """What one worker has written: regions with their values."""
 
     lineage: Lineage
     tensors: dict[int, tuple[Region, list[int]]]
 
-    @property
-    def num_bytes(self) -> int:
-        return 8 * sum(len(values) for _, values in self.tensors.values())
+    def named(self, name: str) -> PartFile:
+        """What is told of it."""
+        num_bytes = 8 * sum(len(values) for _, values in self.tensors.values())
+        return PartFile(name, num_bytes, checksum=sum(self.tensors))
 
 
 @dataclass(frozen=True)
@@ -38,23 +39,24 @@ class Storage:
     """Outlives every worker and every controller."""
 
     def __init__(self) -> None:
-        self.parts: dict[tuple[int, int], dict[str, PartFile]] = {}
+        self.parts: dict[tuple[int, int], dict[str, Written]] = {}
         self.visible: dict[str, Checkpoint] = {}
+        self.damaged: set[str] = set()
         self._saved: list[Saved] = []
 
-    def write(self, step: int, generation: int, file: str, part: PartFile) -> None:
+    def write(self, step: int, generation: int, file: str, part: Written) -> None:
         self.parts.setdefault((step, generation), {})[file] = part
 
     def publish(self, command: PublishCheckpoint) -> Saved:
-        """Raises OSError if a part is not there in the size that was told.
+        """Raises OSError if a part is not there as it was told.
 
         Asserts that it is whole (invariant 11): each element once, all of the same steps.
         """
         files = self.parts.get((command.step, command.generation), {})
-        for name, num_bytes in command.files:
-            if name not in files or files[name].num_bytes != num_bytes:
-                raise OSError(f"{name} is not there in its full size")
-        parts = [files[name] for name, _ in command.files]
+        for told in command.files:
+            if told.name not in files or files[told.name].named(told.name) != told:
+                raise OSError(f"{told.name} is not there in its full size")
+        parts = [files[told.name] for told in command.files]
         checkpoint = _whole(command.step, parts)
         path = f"step-{command.step}-g{command.generation}"
         saved = Saved(command.step, command.generation, path)
@@ -62,12 +64,27 @@ class Storage:
         self._saved.append(saved)
         return saved
 
-    def newest(self) -> Saved | None:
-        """What a controller that begins anew finds."""
-        return max(self._saved, key=lambda saved: (saved.step, saved.generation), default=None)
+    def drop(self, command: DropCheckpoints) -> None:
+        """Asserts that something newer, or nothing, was whole."""
+        newest = self.whole()[-1:]
+        for step, generation in command.dropped:
+            self.parts.pop((step, generation), None)
+            for saved in [s for s in self._saved if (s.step, s.generation) == (step, generation)]:
+                self._saved.remove(saved)
+                del self.visible[saved.path]
+        assert not newest or newest[0] in self._saved, "the newest whole checkpoint is dropped"
+
+    def set_aside(self, command: SetAside) -> None:
+        for saved in [s for s in self._saved if s.step == command.step]:
+            if saved.generation == command.generation:
+                self._saved.remove(saved)
+
+    def whole(self) -> tuple[Saved, ...]:
+        """What a controller that begins anew finds, the oldest first."""
+        return tuple(sorted(self._saved, key=lambda saved: (saved.step, saved.generation)))
 
 
-def _whole(step: int, parts: list[PartFile]) -> Checkpoint:
+def _whole(step: int, parts: list[Written]) -> Checkpoint:
     lineages = {part.lineage.generations for part in parts}
     assert len(lineages) == 1, f"invariant 11: parts of {len(lineages)} histories"
     lineage = parts[0].lineage

@@ -8,6 +8,7 @@ from elastic.commands import (
     Abort,
     AskKeepers,
     Command,
+    DropCheckpoints,
     ForgetSnapshots,
     Form,
     LayoutAnswered,
@@ -20,6 +21,7 @@ from elastic.commands import (
     Resume,
     RolledBack,
     SaveCheckpoint,
+    SetAside,
     Settle,
     StartKeeper,
     StartStore,
@@ -27,6 +29,7 @@ from elastic.commands import (
     Stopped,
     StopWorker,
     Waited,
+    WishCheckpoint,
 )
 from elastic.events import Event, Quiesced, RunOpened, Settled, StateReady, StepCommitted
 from elastic.phases import Aborting, Phase, Waiting
@@ -71,11 +74,17 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             released = f", released {_names(command.released)}" if command.released else ""
             where = f"{command.layout} {_names(command.workers)}"
             return f"g{command.generation} from step {command.step}: {where}{released}"
+        case WishCheckpoint():
+            return f"g{command.generation} {_names(command.workers)} after step {command.step}"
+        case DropCheckpoints():
+            return _names(f"{step}-g{generation}" for step, generation in command.dropped)
+        case SetAside():
+            return f"{command.step}-g{command.generation}"
         case SaveCheckpoint():
             parts = f"parts of g{command.held_generation} as g{command.generation}"
             return f"step {command.step} {_names(command.workers)}, {parts}"
         case PublishCheckpoint():
-            files = _names(name for name, _ in command.files)
+            files = _names(file.name for file in command.files)
             return f"step {command.step} g{command.generation} {files}"
         case RecordStep():
             return f"{command.record.step}"

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from sim.checks import Checks, newest_covered
 from sim.lineage import Lineage, Part, regions_under
-from sim.storage import PartFile, Storage
+from sim.storage import Storage, Written
 
 from elastic.assignment import Assignment
 from elastic.commands import PublishCheckpoint, RecordStep, Resume, RolledBack
@@ -35,8 +35,8 @@ def apply(part: Part, step: int, generation: int) -> None:
         pass
 
 
-def file_of(part: Part) -> PartFile:
-    return PartFile(part.lineage, {i: (part.regions[i], part.pieces[i]) for i in part.regions})
+def file_of(part: Part) -> Written:
+    return Written(part.lineage, {i: (part.regions[i], part.pieces[i]) for i in part.regions})
 
 
 def record(step: int) -> RecordStep:
@@ -77,7 +77,7 @@ def test_a_checkpoint_with_a_hole_is_seen() -> None:
     half = file_of(part_of("w0", 1))
     storage.write(1, 1, "part-w0", half)
     with pytest.raises(AssertionError, match="invariant 11"):
-        storage.publish(PublishCheckpoint(1, 1, (("part-w0", half.num_bytes),)))
+        storage.publish(PublishCheckpoint(1, 1, (half.named("part-w0"),)))
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from sim.scenario import (
     drawn_with_parities,
     drawn_with_relayouts,
     drawn_with_snapshots,
+    drawn_with_storage_faults,
 )
 from sim.seeds import KEPT, KEPT_PARITIES
 from sim.simulation import simulate
@@ -19,6 +20,7 @@ NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 200
 NUM_SEEDS_PARITIES = 150
+NUM_SEEDS_STORAGE = 200
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -44,6 +46,12 @@ def test_snapshots_are_taken_among_what_is_drawn(first: int) -> None:
 def test_parities_are_kept_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_parities(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_STORAGE, 50))
+def test_checkpoints_are_written_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_storage_faults(seed))
 
 
 @pytest.mark.parametrize("seed", KEPT)

@@ -9,12 +9,13 @@ from sim.control import Control, Raised
 from sim.lineage import SPECS, Part
 from sim.moving import Moving, from_checkpoint
 from sim.snapshots import Snapshots
-from sim.storage import PartFile
+from sim.storage import Written
 from sim.timeline import Body, GroupBroken
 from sim.writer import PartWriter
 
 from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import (
+    CheckpointDamaged,
     Evaluated,
     GroupFormed,
     Paused,
@@ -81,6 +82,10 @@ class Trainer:
         yield from control.at("relaying")
         if command.source in ("live", "snapshot"):
             part = yield from self._move()
+        elif command.path in self._around.storage.damaged:
+            told = (control.name, command.generation, command.path, "a flipped bit")
+            control.report(CheckpointDamaged(*told))
+            return
         else:
             checkpoint = self._around.storage.visible.get(command.path)
             assert command.source == "initial" or checkpoint, f"nothing is at {command.path!r}"
@@ -103,6 +108,7 @@ class Trainer:
         stepper = self.stepper
         assert stepper.committed_step == resume.step, "invariant 8: resumed from another step"
         evaluated_step = resume.evaluated_step
+        self._writer.begun_step = min(self._writer.begun_step, resume.step)
         while True:
             if self._evaluation_is_due(stepper.committed_step, evaluated_step):
                 evaluated_step = stepper.committed_step
@@ -117,7 +123,7 @@ class Trainer:
                 control.report(StepCommitted(generation, record, vote))
             self.snapshots.take(self.holdings[generation], self._around.snapshot_every)
             yield from control.at("reported")
-            if job.checkpoint_every and record.step % job.checkpoint_every == 0:
+            if vote.saves(job.checkpoint_every):
                 self._save(generation, record.step, self.holdings[generation], None)
             if vote.num_pause_wishes:
                 break
@@ -183,7 +189,9 @@ class Trainer:
         yield from self.snapshots.wait()
         yield from control.at("vote")
         stepper.gradients_complete = True
-        ballot = (*self._samples(step), control.pause_is_wished, self.snapshots.ballot)
+        saves, writes = control.save_is_wished(self._writer.begun_step), self._writer.is_busy
+        flags = (control.pause_is_wished, self.snapshots.ballot, saves, writes)
+        ballot = (*self._samples(step), flags)
         brought = yield from control.meet("vote", self._order, step, ballot)
         by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
         read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
@@ -191,10 +199,10 @@ class Trainer:
         voted = (self._order.generation, step)
         assert voted >= around.newest_vote, "invariant 6: two generations run"
         around.newest_vote = voted
-        num_wishes = sum(wished for *_, wished, _ in brought.values())
-        kept = num_whole(round(sum(whole for *_, whole in brought.values())))
-        self.snapshots.note(kept, len(brought))
-        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), 0, num_wishes, kept)
+        counts = [sum(flag) for flag in zip(*(told for *_, told in brought.values()), strict=True)]
+        counts[1] = num_whole(round(counts[1]))
+        self.snapshots.note(counts[1], len(brought))
+        stepper.vote = Vote(step, 1.0, 1, 1.0, len(brought), 0, *counts)
         yield from control.at("read")
         return stepper.vote
 
@@ -225,7 +233,7 @@ class Trainer:
             SPECS, part.assignment, writers or part.assignment.members, self._control.name
         )
         tensors = {i: (part.regions[i], list(part.pieces[i])) for i in share}
-        self._writer.write(step, generation, PartFile(part.lineage, tensors))
+        self._writer.write(step, generation, Written(part.lineage, tensors))
 
     @property
     def _batch(self) -> int:

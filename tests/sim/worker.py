@@ -19,10 +19,13 @@ from elastic.commands import (
     Resume,
     SaveCheckpoint,
     Settle,
+    WishCheckpoint,
 )
 from elastic.events import WorkerRaised, WorkerReady
 
-Order = Abort | Form | Relayout | Resume | Pause | Protect | Settle | SaveCheckpoint
+Order = (
+    Abort | Form | Relayout | Resume | Pause | Protect | Settle | WishCheckpoint | SaveCheckpoint
+)
 
 
 class SimWorker:
@@ -46,6 +49,9 @@ class SimWorker:
             return
         if isinstance(order, Pause):
             control.pause_wished_generation = order.generation
+            return
+        if isinstance(order, WishCheckpoint):
+            control.save_wish = (order.generation, order.step)
             return
         if isinstance(order, Protect):
             self._trainer.snapshots.obey(order)

@@ -23,6 +23,7 @@ from elastic.commands import (
     Abort,
     AskKeepers,
     Command,
+    DropCheckpoints,
     ForgetSnapshots,
     Form,
     Pause,
@@ -31,12 +32,14 @@ from elastic.commands import (
     Relayout,
     Resume,
     SaveCheckpoint,
+    SetAside,
     Settle,
     StartKeeper,
     StartStore,
     StartWorkers,
     Stopped,
     StopWorker,
+    WishCheckpoint,
 )
 from elastic.core import Core
 from elastic.events import (
@@ -128,7 +131,7 @@ class World:
             snapshot_every=policy.snapshot_every,
         )
         self.shell = SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
-        saved = self.storage.newest()
+        saved = self.storage.whole()
         wish = replace(scenario.wish, max_workers=policy.max_workers)
         self.shell.post(RunOpened(self._incarnation, policy, wish, scenario.job, saved))
 
@@ -217,7 +220,15 @@ class World:
                 self._send(command.plan.participants, command)
             case Resume():
                 self._send((*command.workers, *command.released), command)
-            case Abort() | Settle() | Relayout() | Pause() | Protect() | SaveCheckpoint():
+            case (
+                Abort()
+                | Settle()
+                | Relayout()
+                | Pause()
+                | Protect()
+                | WishCheckpoint()
+                | SaveCheckpoint()
+            ):
                 self._send(command.workers, command)
             case StartKeeper():
                 start = partial(self._keep, self.shell, command.node)
@@ -226,8 +237,8 @@ class World:
                 for node in command.nodes:
                     reach = partial(self._reach_keeper, node, command)
                     self.timeline.after(self._latency_s(), reach)
-            case PublishCheckpoint():
-                self._publish(command)
+            case PublishCheckpoint() | DropCheckpoints() | SetAside():
+                self._store(command)
 
     def _send(self, names: tuple[str, ...], order: Order) -> None:
         for name in names:
@@ -239,6 +250,14 @@ class World:
     def _hand(self, worker: SimWorker, order: Order) -> None:
         if worker.name in self.workers:
             worker.take(order)
+
+    def _store(self, command: PublishCheckpoint | DropCheckpoints | SetAside) -> None:
+        if isinstance(command, DropCheckpoints):
+            self.storage.drop(command)
+        elif isinstance(command, SetAside):
+            self.storage.set_aside(command)
+        else:
+            self._publish(command)
 
     def _publish(self, command: PublishCheckpoint) -> None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 
 from sim.control import Control
-from sim.storage import PartFile
+from sim.storage import Written
 from sim.timeline import Block, Body, Thread
 
 from elastic.events import PartFailed, PartWritten
@@ -16,13 +16,20 @@ class PartWriter:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._parts: deque[tuple[int, int, PartFile]] = deque()
+        self._parts: deque[tuple[int, int, Written]] = deque()
+        self.begun_step = 0
+        self._writes = False
         self.thread = Thread(control.around.timeline, self._serve())
 
-    def write(self, step: int, generation: int, part: PartFile) -> None:
+    def write(self, step: int, generation: int, part: Written) -> None:
+        self.begun_step = step
         self._parts.append((step, generation, part))
         if self.thread.waiting_on == "parts":
             self.thread.wake(None, 0.0)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._parts) or self._writes
 
     def _serve(self) -> Body:
         control = self._control
@@ -31,6 +38,7 @@ class PartWriter:
             while not self._parts:
                 yield Block("parts")
             step, generation, part = self._parts.popleft()
+            self._writes = True
             yield around.draw(0.01, 0.1)
             around.at(name, "writing")
             if self.thread.ended:
@@ -41,4 +49,5 @@ class PartWriter:
                 control.report(PartFailed(name, generation, step, "no space left"))
             else:
                 around.storage.write(step, generation, file, part)
-                control.report(PartWritten(name, generation, step, file, part.num_bytes))
+                control.report(PartWritten(name, generation, step, part.named(file)))
+            self._writes = False

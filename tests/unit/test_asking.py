@@ -11,6 +11,7 @@ from pathlib import Path
 from actors.asking import LayoutReply, ask_for_layout
 from actors.lease import claim
 from actors.shell import Shell
+from actors.storage import DiskStorage
 from actors.worker import Order
 from elastic.events import RunOpened, StopRequested, StoreReady, WorkerLost, WorkerReady
 from elastic.planning import Job, Wish
@@ -43,8 +44,9 @@ class EmptyFleet:
 
 def shell_of(folder: Path) -> tuple[Shell, threading.Thread]:
     """A shell, and the thread that is to drive it."""
-    lease = claim(folder)
-    shell = Shell(folder, lease)
+    run = DiskStorage(folder)
+    lease = claim(run)
+    shell = Shell(run, lease)
     wish = Wish.parse("dp=2", max_workers=2)
     opening = RunOpened(0, Policy(2, 2), wish, Job(8, steps=10))
     return shell, threading.Thread(target=shell.run, args=(EmptyFleet(), opening))
@@ -65,7 +67,8 @@ def driven(folder: Path) -> Iterator[Shell]:
 def test_who_asks_before_the_run_is_opened_is_answered_by_this_session(tmp_path: Path) -> None:
     with driven(tmp_path):
         pass  # the journal now tells of a session that has stopped
-    (tmp_path / "lease" / "1").write_text('{"released": true}')
+    [file] = (tmp_path / "lease").iterdir()
+    file.write_text('{"released": true}')
     shell, thread = shell_of(tmp_path)
     replies: list[LayoutReply] = []
     asking = threading.Thread(

@@ -56,7 +56,7 @@ def test_begun_again_with_fewer_steps_than_are_saved_there_is_nothing_to_do() ->
     core = Core()
     core.state.committed_step = 25
     saved = Saved(20, 1, "step-20-g1")
-    commands = core.step(0.0, RunOpened(2, Policy(), Wish(), Job(8, steps=15), saved))
+    commands = core.step(0.0, RunOpened(2, Policy(), Wish(), Job(8, steps=15), (saved,)))
     assert commands == [Stopped("completed", 20, "step 20 is saved: nothing to do")]
 
 

@@ -10,6 +10,7 @@ from sim.telling import command_in_words, phase_in_words
 
 from elastic.core import Core
 from elastic.events import (
+    CheckpointDamaged,
     Checkpointed,
     Evaluated,
     Event,
@@ -17,6 +18,7 @@ from elastic.events import (
     LayoutRequested,
     NodeDraining,
     PartFailed,
+    PartFile,
     PartWritten,
     Paused,
     Progressed,
@@ -75,7 +77,7 @@ def helpful_event(random: Random, core: Core) -> Event:
     parts = [(u, w) for u in state.uploads.values() for w in sorted(u.pending)]
     if isinstance(phase, Saving) and parts:
         upload, worker = random.choice(parts)
-        return PartWritten(worker, upload.generation, upload.step, f"part-{worker}", 1)
+        return PartWritten(worker, upload.generation, upload.step, PartFile(f"part-{worker}", 1, 1))
     if not state.store_port:
         return StoreReady("host", 1)
     if starting:
@@ -101,7 +103,7 @@ def any_event(random: Random, core: Core) -> Event:
         Paused(worker, generation, step),
         Quiesced(worker, generation, step, vote, complete, torn, (record,)),
         Settled(worker, generation, record),
-        PartWritten(worker, generation, step, f"part-{worker}", 1),
+        PartWritten(worker, generation, step, PartFile(f"part-{worker}", 1, 1)),
         WorkerLost(worker, "killed"),
         WorkerLost(worker, "killed"),
         WorkerSuspected(worker, "silent"),
@@ -110,6 +112,7 @@ def any_event(random: Random, core: Core) -> Event:
         WorkerRaised(worker, generation, kind, "trouble"),
         Checkpointed(step, generation, f"step-{step}-g{generation}"),
         PartFailed(worker, generation, step, "no space left"),
+        CheckpointDamaged(worker, generation, f"step-{step}-g{generation}", "a flipped bit"),
         Progressed(generation),
         Evaluated(generation, step, 1.0),
         LayoutRequested("request", Wish.parse(random.choice(LAYOUTS))),
@@ -121,7 +124,7 @@ def any_event(random: Random, core: Core) -> Event:
     return random.choice(events)
 
 
-def opening(random: Random, incarnation: int, saved: Saved | None) -> RunOpened:
+def opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOpened:
     max_workers = random.randint(1, 5)
     layout = random.choice(("", f"fsdp={max_workers}", "dp=2,fsdp=2", "tp=2"))
     policy = Policy(random.randint(1, max_workers), max_workers, max_attempts=1000)
@@ -145,7 +148,7 @@ def check(core: Core) -> None:
 def test_nothing_that_is_told_breaks_it(first: int) -> None:
     for seed in range(first, first + 50):
         random, core, now = Random(f"any/{seed}"), Core(), 0.0
-        core.step(now, opening(random, 1, None))
+        core.step(now, opening(random, 1, ()))
         trace = [f"seed {seed}"]
         for _ in range(NUM_EVENTS):
             draw = helpful_event if random.random() < 0.85 else any_event
@@ -155,7 +158,7 @@ def test_nothing_that_is_told_breaks_it(first: int) -> None:
             if isinstance(event, Woke) and deadline is not None:
                 now = max(now, deadline)
             if isinstance(core.state.phase, Stopped):
-                event = opening(random, core.state.incarnation + 1, core.state.saved)
+                event = opening(random, core.state.incarnation + 1, tuple(core.state.saved))
             before, generation = phase_in_words(core.state.phase), core.state.generation
             commands = core.step(now, event)
             said = "; ".join(map(command_in_words, commands))

@@ -19,6 +19,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from actors.checkpoints import publish
 from actors.launch import exit_code
+from actors.storage import DiskStorage
 from actors.system import sample
 from elastic.commands import Command, Stopped
 from elastic.events import Event
@@ -34,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 FILES = ROOT / "docs" / "files.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-NUM_OPTIONS = {"train": 12, "sweep": 6, "relayout": 2, "prepare": 3, "plan": 2}
+NUM_OPTIONS = {"train": 12, "sweep": 6, "relayout": 2, "export": 5, "prepare": 3, "plan": 2}
 """Frozen: an option more is a decision, to be made with what it is worth to whom."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -206,15 +207,14 @@ def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """The keys of each file that is described, as the code writes them."""
     yield "metrics", [field.name for field in fields(StepRecord)]
     yield "system", list(sample("w0", psutil.Process()))
-    folder = tmp_path / "checkpoints" / "step-00000001-g1"
-    folder.mkdir(parents=True)
+    published = publish(DiskStorage(tmp_path), 1, 1, ())
     yield (
         "manifest",
-        list(yaml.safe_load((publish(tmp_path, 1, 1, ()) / "manifest.json").read_text())),
+        list(yaml.safe_load((Path(published) / "manifest.json").read_text())),
     )
-    plan = make_plan(Asked("tiny", "run", tmp_path, data="random"), num_gpus=0)
+    plan = make_plan(Asked("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
     store_recipe(plan)
-    yield "recipe", list(yaml.safe_load(plan.folder.recipe.read_text()))
+    yield "recipe", list(plan.folder.recipe() or {})
 
 
 def test_files_have_the_fields_that_are_told(tmp_path: Path) -> None:

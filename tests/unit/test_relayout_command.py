@@ -19,13 +19,13 @@ from pipelines.cli import main
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
     monkeypatch.setattr(sys, "argv", sys.argv)
     written = WrittenRun(tmp_path / "first")
-    written.folder.recipe.write_text("{}")
+    (tmp_path / "first" / "recipe.json").write_text("{}")
     written.start(4)
     return written
 
 
 def refused(capsys: pytest.CaptureFixture[str], run: WrittenRun, *arguments: str) -> str:
-    sys.argv = ["elastic", "relayout", *arguments, "--storage", str(run.folder.storage)]
+    sys.argv = ["elastic", "relayout", *arguments, "--storage", run.folder.storage]
     with pytest.raises(SystemExit) as ended:
         main()
     told = capsys.readouterr()
@@ -41,7 +41,7 @@ def drive(run: WrittenRun, **owner: object) -> None:
     lease.mkdir()
     started = psutil.Process().create_time()
     body = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, **owner}
-    (lease / "1").write_text(json.dumps(body))
+    (lease / "1-0").write_text(json.dumps(body))
 
 
 def test_a_run_that_is_not_there(run: WrittenRun, capsys) -> None:

@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from written_runs import WrittenRun, append
 
+from actors.lines import LineLog
+from actors.storage import DiskStorage
 from elastic.commands import StopWorker
 from elastic.events import Checkpointed, Evaluated, NodeDraining, WorkerLeaving
 from pipelines.run_folder import Tail
@@ -33,7 +35,7 @@ def test_a_tail_gives_every_line_once_wherever_writes_are_cut(
         for start, end in pairwise(edges):
             with path.open("ab") as file:
                 file.write(data[start:end])
-            tail = Tail(path, offset)
+            tail = Tail(LineLog(DiskStorage(path.parent), path.name), offset)
             seen += [row for block in tail.blocks(max_bytes) for row in block]
             offset = tail.offset
     assert seen == rows
@@ -41,12 +43,13 @@ def test_a_tail_gives_every_line_once_wherever_writes_are_cut(
 
 
 def test_a_tail_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> None:
-    tail = Tail(tmp_path / "later.jsonl")
+    path = tmp_path / "later.jsonl"
+    tail = Tail(LineLog(DiskStorage(tmp_path), path.name))
     assert tail.read() == []
-    tail.path.write_text('{"step": 1}\n{"step": 2')
+    path.write_text('{"step": 1}\n{"step": 2')
     assert tail.read() == [{"step": 1}]
     assert tail.read() == []
-    with tail.path.open("a") as file:
+    with path.open("a") as file:
         file.write("}\n")
     assert tail.read() == [{"step": 2}]
 
@@ -54,7 +57,7 @@ def test_a_tail_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> 
 def test_a_torn_line_is_left_out_and_counted(tmp_path: Path) -> None:
     path = tmp_path / "torn.jsonl"
     path.write_text('{"step": 1}\n{"ste{"step": 2}\n[3]\n{"step": 4}\n')
-    tail = Tail(path)
+    tail = Tail(LineLog(DiskStorage(tmp_path), path.name))
     assert list(tail.drain()) == [{"step": 1}, {"step": 4}]
     assert tail.num_torn == 2
 

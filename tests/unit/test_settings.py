@@ -120,6 +120,7 @@ def test_the_fields_that_may_not_change_on_resume_are_these() -> None:
         "data",
         "optimizer",
         "seed",
+        "init_from",
         "batch",
         "microbatch",
         "dtype",

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from written_runs import append
 
 from elastic.layout import Layout
 from pipelines.errors import UserError
@@ -18,12 +19,6 @@ from pipelines.sweep import SweepAsked, parse_layouts, sweep
 from pipelines.view.sweep_table import ON_DEVICE, ON_HOST, Row, measure, refused, show, write
 
 TP2 = Layout(tp=2)
-
-
-def append(path: Path, line: dict[str, object]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(line) + "\n")
 
 
 def sampled(folder: RunFolder, worker: str, time: float, **sizes: int | None) -> None:
@@ -40,7 +35,7 @@ def stopped(folder: RunFolder, outcome: str, reason: str = "") -> None:
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     """Three steps of two workers, the second of which holds more."""
-    folder = RunFolder(tmp_path / "tp2")
+    folder = RunFolder.of(tmp_path, "tp2")
     append(folder.journal, {"time": 2.0, "command": "Form", "reason": "it fits"})
     state = [
         {"param_bytes": 4, "grad_bytes": 5, "optimizer_bytes": 9},
@@ -68,12 +63,12 @@ def test_a_malformed_list_is_refused_in_one_line(text: str) -> None:
 
 def test_one_step_is_not_enough(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--steps 1"):
-        sweep(SweepAsked("tiny", "tp=1", tmp_path, steps=1), Console(file=io.StringIO()))
+        sweep(SweepAsked("tiny", "tp=1", str(tmp_path), steps=1), Console(file=io.StringIO()))
 
 
 def test_a_sweep_without_a_feasible_layout_starts_nothing(tmp_path: Path) -> None:
     told = io.StringIO()
-    asked = SweepAsked("tiny", "tp=8; dp=99", tmp_path, data="random")
+    asked = SweepAsked("tiny", "tp=8; dp=99", str(tmp_path), data="random")
     assert sweep(asked, Console(file=told, width=110)) == 1
     assert "tp=8: not feasible: tp=8 does not divide 2" in told.getvalue()
     assert "dp=99: not feasible" in told.getvalue()

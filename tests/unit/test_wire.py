@@ -19,6 +19,7 @@ from elastic.phases import Phase, Stopped
 from elastic.state import CoreState
 from elastic.transfers import Relayout
 from elastic.wire import (
+    FORMAT,
     UnreadableJournal,
     command_line,
     decode,
@@ -98,7 +99,7 @@ def test_an_event_line_is_read_back(kind: type) -> None:
     def check(event: Event) -> None:
         line = through_json(event_line(12.5, event, CoreState(generation=7)))
         assert replayed(line) == event
-        assert (line["event"], line["time"], line["format"]) == (kind.__name__, 12.5, 1)
+        assert (line["event"], line["time"], line["format"]) == (kind.__name__, 12.5, FORMAT)
         assert line["generation"] == getattr(event, "generation", 7)
 
     check()
@@ -136,8 +137,8 @@ def test_the_whole_state_is_read_back_in_every_phase(kind: type) -> None:
 
 def test_a_journal_of_another_format_is_refused() -> None:
     line = event_line(0.0, Woke(), CoreState())
-    with pytest.raises(UnreadableJournal, match="format 2"):
-        replayed({**line, "format": 2})
+    with pytest.raises(UnreadableJournal, match="format 1"):
+        replayed({**line, "format": 1})
     with pytest.raises(UnreadableJournal, match="WorkerVanished"):
         replayed({**line, "event": "WorkerVanished"})
 

@@ -1,0 +1,121 @@
+"""Export: a checkpoint, whatever layout wrote it, becomes a folder that `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from pathlib import Path
+
+import torch
+
+from pipelines.errors import UserError
+from pipelines.hugging_face.configuration import CONFIG, config_of
+from pipelines.hugging_face.names import their_tensors
+from pipelines.hugging_face.pretrained import INDEX, ONE_FILE
+from pipelines.hugging_face.shards import deal, write_shard
+from pipelines.hugging_face.source import Source, open_source
+from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
+from pipelines.settings import TransformerSettings
+from pipelines.training.state import stored_dtype
+
+SHARD_BYTES = 10**9
+WINDOW_BYTES = 1 << 27
+
+
+def export(
+    run_name: str,
+    storage: str | Path,
+    out: Path | None = None,
+    step: int | None = None,
+    dtype: str | None = None,
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    window_bytes: int = WINDOW_BYTES,
+) -> str:
+    """Write the parameters of a run's checkpoint to the folder `out`; return one line about it.
+
+    `step` is the newest, `dtype` the one that the run keeps, if they are None. Memory is that of a
+    few windows, files are of about `shard_bytes`. Raises `UserError`.
+    """
+    out = Path(out or f"{run_name}-hf").expanduser().resolve()
+    _refuse_taken(out)
+    source = open_source(run_name, storage, step)
+    model = source.settings.model
+    if not isinstance(model, TransformerSettings):
+        raise UserError(
+            f"run '{run_name}' trains model.kind={model.kind}: `transformers` has no such model, "
+            "only transformers are exported"
+        )
+    kept = getattr(torch, dtype) if dtype else stored_dtype(source.settings)
+    vocabulary = vocabulary_of(source.settings.data, source.data_folder)
+    name_of_dtype, seq_len = str(kept).removeprefix("torch."), source.settings.data.seq_len
+    config = config_of(model, name_of_dtype, seq_len, vocabulary.separator)
+    with _draft_of(out) as draft:
+        (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        write_vocabulary(draft, vocabulary, seq_len)
+        num_bytes = _write_parameters(draft, model, kept, source, shard_bytes, window_bytes)
+    [architecture] = config["architectures"]
+    line = (
+        f"{out}: run {run_name} at step {source.step} as {architecture}, "
+        f"{num_bytes / 1e6:,.1f} MB of {name_of_dtype}"
+    )
+    return line + (f"; no tokenizer: {vocabulary.lacking}" if vocabulary.lacking else "")
+
+
+def _write_parameters(
+    folder: Path,
+    model: TransformerSettings,
+    dtype: torch.dtype,
+    source: Source,
+    shard_bytes: int,
+    window_bytes: int,
+) -> int:
+    """One file, or several and their index; returns how many bytes of tensors there are."""
+    shards = deal(their_tensors(model), dtype.itemsize, shard_bytes)
+    num_bytes, files = 0, {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        name = name if len(shards) > 1 else ONE_FILE
+        write_shard(folder / name, tensors, dtype, source.read, window_bytes)
+        files |= dict.fromkeys((tensor.name for tensor in tensors), name)
+        num_bytes += sum(dtype.itemsize * prod(tensor.shape) for tensor in tensors)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    return num_bytes
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise UserError(f"--out {out}: is there already; remove it, or name another folder")
+
+
+@contextmanager
+def _draft_of(out: Path) -> Iterator[Path]:
+    """A folder beside `out` that is renamed to it when whole, and removed if that fails."""
+    draft = out.with_name(f"{out.name}.partial-{os.getpid()}")
+    try:
+        draft.mkdir(parents=True)
+        yield draft
+        for path in (*draft.iterdir(), draft):
+            _flush(path)
+        os.rename(draft, out)
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: cannot be written ({error.strerror}); name a folder that can"
+        ) from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)  # after the rename there is none
+
+
+def _flush(path: Path) -> None:
+    """To the disk, a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

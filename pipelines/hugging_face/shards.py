@@ -1,0 +1,122 @@
+"""Safetensors files written from regions that are read a window at a time, whatever their size."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from elastic.regions import Region
+from pipelines.hugging_face.names import Shape, Whole
+
+Read = Callable[[Mapping[str, Region]], Mapping[str, Tensor]]
+"""Regions of our tensors by name, to what they hold."""
+
+DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
+ALIGNMENT_BYTES = 8
+
+Window = list[tuple[Whole, Region]]
+"""Which regions of which tensors are read at once."""
+
+
+def deal(tensors: Sequence[Whole], itemsize: int, shard_bytes: int) -> list[list[Whole]]:
+    """Tensors in order to as few files as hold `shard_bytes` each; a larger one is alone in its."""
+    shards: list[list[Whole]] = []
+    room = 0
+    for tensor in tensors:
+        num_bytes = itemsize * prod(tensor.shape)
+        if num_bytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= num_bytes
+    return shards
+
+
+def write_shard(
+    file: Path, tensors: Sequence[Whole], dtype: torch.dtype, read: Read, window_bytes: int
+) -> None:
+    """Write one file; memory holds a window and what it is made of.
+
+    The format is that of safetensors: the length of the header in 8 bytes, the header as JSON,
+    then the bytes of each tensor in the header's order. Raises `OSError`.
+    """
+    header, offset = {}, 0
+    for tensor in tensors:
+        end = offset + dtype.itemsize * prod(tensor.shape)
+        header[tensor.name] = {
+            "dtype": DTYPES[dtype],
+            "shape": tensor.shape,
+            "data_offsets": (offset, end),
+        }
+        offset = end
+    told = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    told += b" " * (-len(told) % ALIGNMENT_BYTES)
+    with file.open("wb") as out:
+        out.write(len(told).to_bytes(8, "little") + told)
+        for window in _windows(tensors, window_bytes // dtype.itemsize):
+            _write_window(out, window, dtype, read)
+
+
+def _write_window(out: BinaryIO, window: Window, dtype: torch.dtype, read: Read) -> None:
+    for piece in _read_window(window, read):
+        out.write(piece.to(dtype).contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _windows(tensors: Sequence[Whole], max_elements: int) -> Iterator[Window]:
+    """All elements in order: small tensors together, large ones cut into slabs of rows. No two
+    slabs of one tensor meet in a window."""
+    window: Window = []
+    room = max_elements
+    for tensor in tensors:
+        for slab in _slabs(tensor.shape, max_elements):
+            if window and slab.num_elements > room:
+                yield window
+                window, room = [], max_elements
+            window.append((tensor, slab))
+            room -= slab.num_elements
+    yield window
+
+
+def _slabs(shape: Shape, max_elements: int) -> Iterator[Region]:
+    num_rows, *rest = shape
+    height = max(1, max_elements // prod(rest))
+    for first in range(0, num_rows, height):
+        length = min(height, num_rows - first)
+        yield Region((first, *(0 for _ in rest)), (length, *rest))
+
+
+def _read_window(window: Window, read: Read) -> Iterator[Tensor]:
+    wanted = {}
+    for tensor, slab in window:
+        for part in tensor.parts:
+            if hit := part.region.intersection(slab):
+                wanted[part.name] = _seen_from(part.region, hit)
+    found = dict(read(wanted))
+    for tensor, slab in window:
+        pieces = []
+        for part in tensor.parts:
+            if hit := part.region.intersection(slab):
+                pieces.append((_seen_from(slab, hit), found.pop(part.name)))
+        yield _put_together(slab.shape, pieces)
+
+
+def _put_together(shape: Shape, pieces: list[tuple[Region, Tensor]]) -> Tensor:
+    if len(pieces) == 1:
+        return pieces[0][1]
+    whole = torch.empty(shape, dtype=pieces[0][1].dtype)
+    for (offsets, lengths), piece in pieces:
+        ends = zip(offsets, lengths, strict=True)
+        whole[tuple(slice(first, first + length) for first, length in ends)] = piece
+    return whole
+
+
+def _seen_from(outer: Region, inner: Region) -> Region:
+    """A region inside of another, by its offsets from where that begins."""
+    offsets = tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
+    return Region(offsets, inner.shape)

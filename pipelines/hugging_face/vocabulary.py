@@ -1,0 +1,93 @@
+"""The tokenizer of a run as `transformers` loads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from pipelines.data.index import Index, read_index
+from pipelines.data.tokens import SEPARATORS, ByteTokenizer, find_tokenizer
+from pipelines.errors import UserError
+from pipelines.settings import DataSettings
+
+
+class Vocabulary(NamedTuple):
+    """The token that parts documents, and the tokenizer; None, and why, if they are not known."""
+
+    separator: int | None
+    tokenizer: Tokenizer | None
+    lacking: str = ""
+
+
+def vocabulary_of(data: DataSettings, folder: Path | None) -> Vocabulary:
+    """Of the run that was trained on the prepared data in `folder`, None for random tokens."""
+    if folder is None:
+        return Vocabulary(None, None, "the data are random")
+    try:
+        index = read_index(folder)
+    except UserError as error:
+        return Vocabulary(None, None, str(error))
+    if index.tokenizer == ByteTokenizer.name:
+        return Vocabulary(index.separator, _with_separator(_byte_tokenizer(), index.separator))
+    try:
+        tokenizer = _file_tokenizer(data, index)
+    except UserError as error:
+        return Vocabulary(index.separator, None, str(error))
+    return Vocabulary(index.separator, tokenizer)
+
+
+def write_vocabulary(folder: Path, vocabulary: Vocabulary, seq_len: int) -> None:
+    """`tokenizer.json` and `tokenizer_config.json`, if the tokenizer is known."""
+    tokenizer, separator = vocabulary.tokenizer, vocabulary.separator
+    if tokenizer is None:
+        return
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": tokenizer.id_to_token(separator),
+        "model_max_length": seq_len,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _file_tokenizer(data: DataSettings, index: Index) -> Tokenizer:
+    """As the text was prepared with it: without truncation, padding or tokens around a text."""
+    found = find_tokenizer(data.tokenizer, data.separator)
+    if found.name != index.tokenizer:
+        raise UserError(f"the data were prepared with another than data.tokenizer={data.tokenizer}")
+    tokenizer = tokenizers.Tokenizer.from_file(str(Path(data.tokenizer).expanduser()))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.post_processor = None
+    return _with_separator(tokenizer, index.separator)
+
+
+def _byte_tokenizer() -> Tokenizer:
+    """The bytes of UTF-8 as tokens 0..255: a vocabulary of single bytes, and nothing merged."""
+    tokenizer = Tokenizer(models.BPE(vocab=_byte_symbols(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _byte_symbols() -> dict[str, int]:
+    """The character that `tokenizers` writes for each byte (Radford et al., GPT-2, 2019): its
+    own if that is visible, else one from 256 on."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    symbols = {chr(byte): byte for byte in visible}
+    return symbols | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
+def _with_separator(tokenizer: Tokenizer, separator: int) -> Tokenizer:
+    """With a token for the separator, if the text was prepared with an id beyond the vocabulary."""
+    if tokenizer.id_to_token(separator) is None:
+        tokenizer.add_special_tokens([SEPARATORS[0]])
+    if tokenizer.id_to_token(separator) is None:
+        raise UserError(f"no token can be added to the tokenizer as number {separator}")
+    return tokenizer

@@ -1,0 +1,201 @@
+"""One file of a checkpoint: safetensors, with checksums in its header, read in verified blocks.
+
+The layout is that of the Hugging Face storage of `torch.distributed.checkpoint` (DCP), which reads
+these files as well. The header's checksum stands in the manifest, those of the data in the header.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil, prod
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from actors.errors import DamagedCheckpoint
+from actors.program import WrittenPart
+from actors.storage import Storage
+from elastic.regions import Region
+
+OFFSETS, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+"""The header fields in which DCP's Hugging Face storage keeps where each tensor begins."""
+BLOCK_BYTES = 1 << 22
+"""What has a checksum of its own: a reader takes whole blocks, and few more than it needs."""
+WINDOW_BYTES = 1 << 26
+"""What is read at a time at most, but for a single row."""
+MAX_HEADER_BYTES = 100_000_000
+"""As safetensors itself limits it."""
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor's region in a file, and where its bytes begin behind the header."""
+
+    region: Region
+    dtype: torch.dtype
+    begin: int
+
+
+def write_part(
+    storage: Storage, name: str, parts: Mapping[str, tuple[Region, Tensor]]
+) -> WrittenPart:
+    """Write one worker's regions (host tensors) to one file; durable when it returns.
+
+    Raises `OSError` if the storage refuses, `ValueError` if a tensor has not its region's shape.
+    """
+    for key, (region, tensor) in parts.items():
+        if tuple(tensor.shape) != region.shape:
+            raise ValueError(f"{key}: a tensor of {tuple(tensor.shape)} for {region}")
+    # The widest elements first keeps all of them aligned; the format wants no gaps.
+    order = sorted(parts, key=lambda key: (-parts[key][1].itemsize, key))
+    memories = [_bytes_of(parts[key][1]) for key in order]
+    fields: dict[str, object] = {
+        "__metadata__": {
+            "format": "pt",
+            OFFSETS: json.dumps({k: {SAVED_OFFSETS: r.offsets} for k, (r, _) in parts.items()}),
+            "block_bytes": str(BLOCK_BYTES),
+            "crc32": json.dumps(_checksums(memories)),
+        }
+    }
+    end = 0
+    for key, memory in zip(order, memories, strict=True):
+        region, tensor = parts[key]
+        begin, end = end, end + len(memory)
+        entry = {"dtype": DTYPES[tensor.dtype], "shape": region.shape, "data_offsets": [begin, end]}
+        fields[key] = entry
+    header = json.dumps(fields).encode()
+    header += b" " * (-len(header) % 8)
+    with storage.writing(name) as out:
+        out.write(struct.pack("<Q", len(header)) + header)
+        for memory in memories:
+            out.write(memory)
+    return WrittenPart(8 + len(header) + end, crc32(header))
+
+
+class PartFile:
+    """One file to be read. Raises `DamagedCheckpoint` wherever it is not what was written,
+    `OSError` if the storage does not let it be read."""
+
+    def __init__(self, storage: Storage, name: str, num_bytes: int, checksum: int) -> None:
+        self._storage = storage
+        self._name = name
+        self.let_go()
+        (length,) = struct.unpack("<Q", self._read(0, 8))
+        if length > min(num_bytes, MAX_HEADER_BYTES):
+            raise self._damaged("its header has an impossible length")
+        header = self._read(8, length)
+        if crc32(header) != checksum:
+            raise self._damaged("its header has another checksum than the manifest says")
+        fields = json.loads(bytes(header))
+        about = fields.pop("__metadata__")
+        self._block_bytes = int(about["block_bytes"])
+        self._checksums: list[int] = json.loads(about["crc32"])
+        self._begin, self._end = 8 + length, num_bytes
+        offsets = json.loads(about[OFFSETS])
+        self.pieces = {
+            key: Piece(
+                Region(tuple(offsets[key][SAVED_OFFSETS]), tuple(field["shape"])),
+                BY_NAME[field["dtype"]],
+                field["data_offsets"][0],
+            )
+            for key, field in fields.items()
+        }
+
+    def copy(self, key: str, box: Region, target: Tensor) -> None:
+        """Copy a box of a piece, its offsets counted within the piece, to a tensor of its shape."""
+        piece = self.pieces[key]
+        if not box.shape:
+            target.copy_(torch.frombuffer(bytearray(self._rows(piece, 0, 1)), dtype=piece.dtype)[0])
+            return
+        shape, itemsize = piece.region.shape, piece.dtype.itemsize
+        num_rows = max(1, WINDOW_BYTES // (prod(shape[1:]) * itemsize))
+        cuts = [*range(0, box.shape[0], num_rows), box.shape[0]]
+        inner = [slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True)]
+        inner[-1] = slice(inner[-1].start * itemsize, inner[-1].stop * itemsize)
+        for first, last in pairwise(cuts):
+            memory = self._rows(piece, box.offsets[0] + first, last - first)
+            *sizes, width = last - first, *shape[1:]
+            rows = np.frombuffer(memory, np.uint8).reshape(*sizes, width * itemsize)
+            place = target[first:last].view(torch.uint8).numpy()
+            place[...] = rows[(slice(None), *inner[1:])]
+
+    def let_go(self) -> None:
+        """Keep nothing of what was read in memory."""
+        self._first = self._last = 0
+        self._held = memoryview(b"")
+
+    def _rows(self, piece: Piece, first: int, num_rows: int) -> memoryview:
+        row_bytes = prod(piece.region.shape[1:]) * piece.dtype.itemsize
+        begin = piece.begin + first * row_bytes
+        return self._verified(begin, begin + num_rows * row_bytes)
+
+    def _verified(self, begin: int, end: int) -> memoryview:
+        """Bytes behind the header, out of whole blocks whose checksums are right."""
+        size = self._block_bytes
+        first, last = begin // size, ceil(end / size)
+        if not self._first <= first <= last <= self._last:
+            start = self._begin + first * size
+            held = self._read(start, min(last * size, self._end - self._begin) - first * size)
+            for index, block in enumerate(_cut(held, size), first):
+                if crc32(block) != self._checksums[index]:
+                    place = f"bytes {self._begin + index * size} and on"
+                    raise self._damaged(f"{place} have another checksum than when written")
+            self._first, self._last, self._held = first, last, held
+        offset = begin - self._first * size
+        return self._held[offset : offset + end - begin]
+
+    def _read(self, offset: int, num_bytes: int) -> memoryview:
+        try:
+            found = self._storage.read(self._name, offset, num_bytes)
+        except FileNotFoundError:
+            raise self._damaged("it is not there") from None
+        if len(found) != num_bytes:
+            raise self._damaged("it is cut short")
+        return memoryview(found)
+
+    def _damaged(self, how: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"{self._storage.at(self._name).url}: {how}")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _cut(memory: memoryview, size: int) -> Iterator[memoryview]:
+    return (memory[first : first + size] for first in range(0, len(memory), size))
+
+
+def _checksums(memories: list[memoryview]) -> list[int]:
+    """Of each block of what these are one after the other."""
+    found, filled = [0], 0
+    for memory in memories:
+        begin = 0
+        while begin < len(memory):
+            if filled == BLOCK_BYTES:
+                found.append(0)
+                filled = 0
+            piece = memory[begin : begin + BLOCK_BYTES - filled]
+            found[-1] = crc32(piece, found[-1])
+            begin, filled = begin + len(piece), filled + len(piece)
+    return found if filled else []

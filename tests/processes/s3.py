@@ -1,0 +1,124 @@
+"""A real S3 server on loopback (moto's), behind a door that can be shut and opened again.
+
+The server keeps what it has in memory; so that an outage loses nothing, it is the door that goes.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+SERVER = """
+import sys, threading
+from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+ThreadedMotoServer(ip_address="127.0.0.1", port=int(sys.argv[1]), verbose=False).start()
+sys.stdin.read()
+"""
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
+START_TIMEOUT_S = 60.0
+
+
+class Door:
+    """Forwards connections to a port, unless it is shut."""
+
+    def __init__(self, target: int) -> None:
+        self._target = target
+        self.port = free_port()
+        self._listener: socket.socket | None = None
+        self._open_ones: set[socket.socket] = set()
+
+    @property
+    def url(self) -> str:
+        """Of a bucket behind it."""
+        endpoint = f"http://127.0.0.1:{self.port}"
+        return f"s3://bucket/runs?endpoint_override={endpoint}&region=us-east-1"
+
+    def open(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self.port), reuse_port=True)
+        threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
+
+    def shut(self) -> None:
+        """Nobody gets in any more, and who is in is thrown out."""
+        assert self._listener is not None
+        for sock in (self._listener, *self._open_ones):
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._open_ones.clear()
+
+    def _serve(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                incoming, _ = listener.accept()
+            except OSError:
+                return  # it has been shut
+            outgoing = socket.create_connection(("127.0.0.1", self._target))
+            self._open_ones |= {incoming, outgoing}
+            threading.Thread(target=self._forward, args=(incoming, outgoing), daemon=True).start()
+
+    def _forward(self, *pair: socket.socket) -> None:
+        try:
+            while True:
+                for sock in select.select(pair, [], [])[0]:
+                    data = sock.recv(1 << 16)
+                    if not data:
+                        return
+                    pair[1 - pair.index(sock)].sendall(data)
+        except OSError:
+            return  # one of the two has hung up, or the door has been shut
+        finally:
+            self._open_ones -= set(pair)
+            for sock in pair:
+                sock.close()
+
+
+@contextmanager
+def s3_server() -> Iterator[Door]:
+    """Its door, open, with an empty bucket behind; ends the server at the end."""
+    port = free_port()
+    environment = {**os.environ, **CREDENTIALS}
+    server = subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(port)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
+    door = Door(port)
+    try:
+        _await(port, server)
+        bucket = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
+        urllib.request.urlopen(bucket).close()
+        door.open()
+        yield door
+        door.shut()
+    finally:
+        server.send_signal(signal.SIGKILL)
+        server.wait()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+    return port
+
+
+def _await(port: int, server: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1.0).close()
+            return
+        except OSError:
+            assert server.poll() is None, "the server ended"
+            assert time.monotonic() < deadline, "the server does not listen"
+            time.sleep(0.1)

@@ -1,0 +1,175 @@
+"""Checkpoints in real storage that breaks: damaged files, full disks, an S3 server that goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from threading import Timer
+
+import pytest
+from checks import assert_nothing_redone
+from harness import Outcome, run_plainly
+from s3 import CREDENTIALS, Door, s3_server
+
+from actors.faults import Fault
+from elastic.events import Event, PartFailed, StepCommitted
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+NUM_STEPS = 48
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "dtype": "float64",
+        "steps": NUM_STEPS,
+        "checkpoint_every": 8,
+    }
+)
+
+
+def until_step(step: int):
+    return SETTINGS.model_copy(update={"steps": step})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+
+
+def assert_same_losses(run: Outcome, undisturbed: Outcome) -> None:
+    assert run.stopped.outcome == "completed", run.stopped
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+    assert list(run.losses()) == list(range(1, NUM_STEPS + 1))
+
+
+def saved_steps(run: Outcome) -> list[int]:
+    manifests = run.run.files("checkpoints")
+    return [json.loads(run.run.read(n))["step"] for n in sorted(manifests) if "manifest.json" in n]
+
+
+def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Of 8, 16, 24 and 30 the newest has a flipped bit, the one before is cut short."""
+    first = run_plainly(tmp_path, until_step(30), 2, layout="fsdp=2")
+    assert saved_steps(first) == [8, 16, 24, 30]
+    flipped, cut = (
+        next((tmp_path / "checkpoints").glob(f"step-*{n}-*/part-w1*")) for n in (30, 24)
+    )
+    content = bytearray(flipped.read_bytes())
+    content[len(content) * 2 // 3] ^= 16
+    flipped.write_bytes(content)
+    cut.write_bytes(cut.read_bytes()[:-1])
+    run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3")
+    assert_same_losses(run, undisturbed)
+    assert str(flipped) in run.told("CheckpointDamaged")[0]["cause"]
+    assert any(str(cut) in line.get("warning", "") for line in run.journal)
+    assert run.told("RolledBack")[0]["step"] == 16
+    assert not (flipped.parent / "manifest.json").exists(), "it is never tried again"
+
+
+@pytest.mark.parametrize("moment", ["writing", "written"])
+def test_who_dies_over_a_part_leaves_nothing_visible(
+    tmp_path: Path, undisturbed: Outcome, moment: str
+) -> None:
+    """The checkpoint that was due is made again by those that are left."""
+    fault = Fault("kill", "w1", 16, moment)
+    run = run_plainly(tmp_path, SETTINGS, 2, layout="dp=2", faults=(fault,), keep_last=0)
+    assert_same_losses(run, undisturbed)
+    assert_nothing_redone(run)
+    steps = [line["step"] for line in run.told("Checkpointed")]
+    assert 16 not in steps and min(s for s in steps if s > 16) < 24
+    assert saved_steps(run) == steps
+    folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert len(folders) == len(steps), "what was left of the other is removed"
+
+
+def test_the_newest_the_multiples_and_the_best_are_kept(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    run = run_plainly(tmp_path, SETTINGS, 2, keep_last=2, keep_every=16)
+    assert_same_losses(run, undisturbed)
+    assert saved_steps(run) == [16, 32, 40, 48]
+
+
+def test_checkpoints_by_time(tmp_path: Path, undisturbed: Outcome) -> None:
+    settings = SETTINGS.model_copy(update={"checkpoint_every": 0})
+    run = run_plainly(tmp_path, settings, 2, layout="fsdp=2", checkpoint_every_s=0.2)
+    assert_same_losses(run, undisturbed)
+    times = [line["time"] for line in run.told("WishCheckpoint")]
+    assert len(times) >= 2 and all(b - a >= 0.2 for a, b in pairwise(times))
+    assert [line["step"] for line in run.told("Checkpointed")] == saved_steps(run)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 6 MB, of which a checkpoint takes 2.4."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], check=True)
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
+def test_a_full_disk_stops_no_training(small_disk: Path, undisturbed: Outcome) -> None:
+    """Two checkpoints fit; a fifth of a second after the third has failed there is more space."""
+
+    def grow() -> None:
+        subprocess.run(["mount", "-o", "remount,size=60m", small_disk], check=True)
+
+    timers: list[Timer] = []
+
+    def hear(event: Event) -> None:
+        if isinstance(event, PartFailed) and not timers:
+            timers.append(Timer(0.2, grow))
+            timers[0].start()
+
+    run = run_plainly(
+        small_disk, SETTINGS, 2, layout="fsdp=2", hear=hear, save_backoff_s=0.1, keep_last=0
+    )
+    assert_same_losses(run, undisturbed)
+    assert_nothing_redone(run)
+    assert "No space left" in run.told("PartFailed")[0]["cause"]
+    steps = saved_steps(run)
+    assert steps[:2] == [8, 16] and steps[-1] == NUM_STEPS
+    assert steps == [line["step"] for line in run.told("Checkpointed")]
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with s3_server() as opened:
+        yield opened
+
+
+def test_on_s3_through_an_outage_and_on_under_another_layout(
+    door: Door, undisturbed: Outcome
+) -> None:
+    """The server is gone from step 20 on, until the last checkpoint could not be written."""
+
+    def hear(event: Event) -> None:
+        if isinstance(event, StepCommitted) and event.record.step == 20:
+            door.shut()
+        elif isinstance(event, PartFailed) and event.step == 30:
+            door.open()
+
+    first = run_plainly(
+        door.url,
+        until_step(30),
+        2,
+        layout="fsdp=2",
+        hear=hear,
+        environment=CREDENTIALS,
+        save_backoff_s=0.1,
+    )
+    assert first.stopped.outcome == "completed", first.stopped
+    assert_nothing_redone(first)
+    assert saved_steps(first)[-1] == 30
+    second = run_plainly(door.url, SETTINGS, 3, layout="dp=3", environment=CREDENTIALS)
+    assert_same_losses(second, undisturbed)
+    assert second.told("Relaid")[-1]["source"] == "checkpoint"
+    assert [line["step"] for line in second.metrics] == list(range(1, NUM_STEPS + 1))

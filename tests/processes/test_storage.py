@@ -1,0 +1,166 @@
+"""Storage by URL: a folder and a real S3 server keep the same promises."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from s3 import CREDENTIALS, Door, s3_server
+
+from actors.errors import LeaseLost, RunTaken
+from actors.lease import claim, owner_of
+from actors.lines import LineLog, open_lines, segments
+from actors.storage import Storage, is_remote, open_storage
+
+
+@pytest.fixture(scope="module")
+def door() -> Iterator[Door]:
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
+        with s3_server() as opened:
+            yield opened
+
+
+@pytest.fixture(params=["disk", "s3"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path, door: Door) -> Storage:
+    if request.param == "disk":
+        return open_storage(str(tmp_path))
+    return open_storage(door.url).at(tmp_path.name)
+
+
+def test_files_are_whole_and_found_by_name(storage: Storage) -> None:
+    assert storage.files() == {} and storage.folders() == []
+    storage.write("a/b/c", b"0123456789")
+    storage.write("a/d", b"")
+    assert storage.files() == {"a/b/c": 10, "a/d": 0}
+    assert storage.at("a").files() == {"b/c": 10, "d": 0}
+    assert storage.files("a/b") == {"a/b/c": 10}
+    assert storage.folders() == ["a"] and storage.at("a").folders() == ["b"]
+    assert open_storage(storage.at("a").url).read("b/c") == b"0123456789"
+    assert storage.read("a/b/c", 3) == b"3456789"
+    assert storage.read("a/b/c", 3, 4) == b"3456"
+    assert storage.read("a/b/c", 20) == b""
+    storage.write("a/b/c", b"new")
+    assert (storage.read("a/b/c"), storage.size("a/b/c")) == (b"new", 3)
+
+
+def test_what_is_not_there(storage: Storage) -> None:
+    assert storage.size("none") is None
+    with pytest.raises(FileNotFoundError):
+        storage.read("none")
+    storage.remove("none")
+
+
+def test_files_and_folders_are_removed(storage: Storage) -> None:
+    for name in ("a/b/c", "a/b/d", "a/e", "f"):
+        storage.write(name, b"x")
+    storage.remove("a/b")
+    storage.remove("f")
+    assert storage.files() == {"a/e": 1}
+
+
+def test_what_breaks_while_it_is_written_is_never_seen(storage: Storage) -> None:
+    storage.write("kept", b"old")
+    for name in ("kept", "new"):
+        with pytest.raises(RuntimeError, match="broke"), storage.writing(f"{name}-file") as out:
+            out.write(b"half")
+            raise RuntimeError("it broke")
+    assert storage.files() == {"kept": 3}
+
+
+def test_a_log_reads_back_as_one(storage: Storage) -> None:
+    """Two writers after each other; 2,000 lines of 1 KB make several segments on S3."""
+    log = LineLog(storage, "log.jsonl")
+    assert not log.exists() and list(log.lines()) == []
+    for first in (0, 1000):
+        lines = open_lines(log)
+        for number in range(first, first + 1000):
+            lines.write({"number": number, "filler": "x" * 1000})
+            if number == 700:
+                until(log.exists)
+        lines.make_durable()
+        lines.close()
+        assert not lines.trouble
+    assert log.exists()
+    assert [line["number"] for line in log.lines()] == list(range(2000))
+    whole = log.read()
+    assert log.read(1234, 2_000_000) == whole[1234:2_001_234]
+    if is_remote(storage.url):
+        assert len(segments(log)) == 2 and len(whole) > 2e6
+
+
+def test_lines_wait_until_storage_takes_them(door: Door, tmp_path: Path) -> None:
+    log = LineLog(open_storage(door.url).at(tmp_path.name), "log.jsonl")
+    lines = open_lines(log)
+    lines.write({"number": 1})
+    until(log.exists)
+    door.shut()
+    lines.write({"number": 2})
+    until(lambda: bool(lines.trouble))
+    door.open()
+    lines.write({"number": 3})
+    lines.close()
+    assert not lines.trouble
+    assert [line["number"] for line in log.lines()] == [1, 2, 3]
+
+
+def test_one_of_many_who_claim_at_once_has_the_run_at_most(storage: Storage) -> None:
+    claimed, barrier = [], threading.Barrier(6)
+
+    def try_it() -> None:
+        barrier.wait()
+        with suppress(RunTaken):  # as most must
+            claimed.append(claim(storage))
+
+    threads = [threading.Thread(target=try_it) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) <= 1
+    if claimed:
+        assert owner_of(storage) is not None
+        with pytest.raises(RunTaken, match="drives this run"):
+            claim(storage)
+
+
+def test_a_lease_that_was_given_back_or_ran_out_is_taken_over(storage: Storage) -> None:
+    first = claim(storage)
+    first.renew()
+    first.release()
+    assert owner_of(storage) is None
+    second = claim(storage)
+    assert second.epoch == first.epoch + 1
+    with pytest.raises(LeaseLost):
+        first.look()
+    [name] = storage.files("lease")
+    gone = {**json.loads(storage.read(name)), "host": "elsewhere", "renewed": 0.0}
+    storage.write(name, json.dumps(gone).encode())
+    assert claim(storage).epoch == second.epoch + 1
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("url", "complaint"),
+    [
+        ("s3://key:secret@bucket/x", "environment"),
+        ("s3://", "bucket"),
+        ("s3://bucket/x?regoin=eu", "regoin"),
+        ("ftp://host/x", "ftp"),
+    ],
+)
+def test_urls_that_cannot_be_are_refused(url: str, complaint: str) -> None:
+    with pytest.raises(ValueError, match=complaint):
+        open_storage(url)
