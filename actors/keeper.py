@@ -1,7 +1,7 @@
 """A keeper: keeps snapshots of workers in a process that no training can break; runs without Ray.
 
 Workers beside it get the memory itself, through a socket of that machine, and write and read there.
-It copies to other keepers, and gives to workers elsewhere, over TCP.
+It copies to other keepers, or keeps parities with them, and gives to workers elsewhere, over TCP.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from actors.messages import hear, receive_into, send_all, tell
-from actors.room import NOT_WHOLE, NUM_VERSIONS, Room, Version
+from actors.parity import ParityRoom, send_chunk, take_chunk
+from actors.room import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, Room, Version
 from elastic.events import KeeperReady, KeeperTold
-from elastic.keeping import Keeper, Slot
+from elastic.keeping import Keeper, ParitySlot, Slot
 
 BACKLOG = 128
-PEER_TIMEOUT_S = 30.0
-"""A keeper elsewhere that is silent for so long has no copy."""
 
 
 class KeeperServer:
@@ -31,6 +30,7 @@ class KeeperServer:
 
     def __init__(self, node: str, rack: str, host: str) -> None:
         self._rooms: dict[tuple[str, int], Room] = {}
+        self._parities: dict[tuple[tuple[str, ...], str, int], ParityRoom] = {}
         self._lock = threading.Lock()
         self._taken_bytes = self._received_bytes = 0
         beside = socket.socket(socket.AF_UNIX)
@@ -46,22 +46,23 @@ class KeeperServer:
     def told(self, generation: int) -> KeeperTold:
         """Which whole snapshots there are, as an answer to who asks in a generation."""
         with self._lock:
-            rooms = sorted(self._rooms.items())
+            rooms, parities = sorted(self._rooms.items()), sorted(self._parities.items())
+        all_rooms = [room for _, room in rooms] + [parity.room for _, parity in parities]
         return KeeperTold(
             self.keeper.node,
             generation,
             tuple(Slot(w, g, step) for (w, g), room in rooms for step in room.steps()),
             self._taken_bytes,
             self._received_bytes,
-            sum(NUM_VERSIONS * room.num_bytes for _, room in rooms),
+            sum(NUM_VERSIONS * room.num_bytes for room in all_rooms),
+            tuple(ParitySlot(*key, step) for key, p in parities for step in p.room.steps()),
         )
 
     def forget(self, generation: int) -> None:
         """Free what was taken before this generation."""
         with self._lock:
-            old = [key for key in self._rooms if key[1] < generation]
-            for key in old:
-                del self._rooms[key]
+            self._rooms = {key: r for key, r in self._rooms.items() if key[1] >= generation}
+            self._parities = {key: p for key, p in self._parities.items() if key[2] >= generation}
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -76,6 +77,8 @@ class KeeperServer:
             "taken": self._note_taken,
             "copy": self._copy,
             "put": self._put,
+            "spread": self._spread,
+            "fold": self._fold,
             "get": self._get,
         }
         with connection, suppress(OSError):
@@ -83,9 +86,14 @@ class KeeperServer:
                 doings[message["do"]](connection, message)
 
     def _whole(self, message: dict[str, Any]) -> Version | None:
-        """The snapshot that a message names, if it is whole here."""
+        """The snapshot that a message names, or the parity, if it is whole here."""
+        generation = message["generation"]
         with self._lock:
-            room = self._rooms.get((message["worker"], message["generation"]))
+            if "members" in message and "worker" not in message:
+                parity = self._parities.get((tuple(message["members"]), message["at"], generation))
+                room = parity.room if parity else None
+            else:
+                room = self._rooms.get((message["worker"], generation))
         return room.of(message["step"]) if room else None
 
     def _make_room(self, message: dict[str, Any]) -> Room:
@@ -106,7 +114,18 @@ class KeeperServer:
         if version is not None:
             with self._lock:
                 self._taken_bytes += version.num_bytes
+                self._drop_outdated(message["generation"], message["kept_step"])
         tell(connection, is_whole=version is not None)
+
+    def _drop_outdated(self, generation: int, kept_step: int) -> None:
+        """Free the rooms of this generation that nobody fills any more since snapshots go other
+        ways: what is older than what is whole everywhere is of no use."""
+
+        def is_used(of: int, room: Room) -> bool:
+            return of != generation or max(room.steps(), default=kept_step) >= kept_step
+
+        self._rooms = {key: r for key, r in self._rooms.items() if is_used(key[1], r)}
+        self._parities = {key: p for key, p in self._parities.items() if is_used(key[2], p.room)}
 
     def _open(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """The memory of one whole snapshot, for a worker beside this keeper to read."""
@@ -152,15 +171,43 @@ class KeeperServer:
             self._received_bytes += version.num_bytes
         tell(connection, is_whole=True)
 
+    def _spread(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """Send a snapshot's chunks to the others of its set; tells whether all have got theirs."""
+        version = self._whole(message)
+        if version is None:
+            tell(connection, is_whole=False)
+            return
+        num_taken = 0
+        for chunk in message["chunks"]:
+            address = (chunk["host"], chunk["port"])
+            with suppress(OSError), socket.create_connection(address, PEER_TIMEOUT_S) as peer:
+                num_taken += send_chunk(peer, version, message, chunk)
+        tell(connection, is_whole=num_taken == len(message["chunks"]))
+
+    def _fold(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        """Take a chunk of another member's snapshot into the parity."""
+        members, at, num_bytes = tuple(message["members"]), message["at"], message["parity_bytes"]
+        key = (members, at, message["generation"])
+        with self._lock:
+            if key not in self._parities or self._parities[key].num_bytes != num_bytes:
+                others = [member for member in members if member != at]
+                self._parities[key] = ParityRoom(others, num_bytes)
+            parity = self._parities[key]
+        received_bytes = take_chunk(connection, parity, message)
+        with self._lock:
+            self._received_bytes += received_bytes
+        tell(connection, is_whole=True)
+
     def _get(self, connection: socket.socket, message: dict[str, Any]) -> None:
-        """Give a snapshot to a worker elsewhere."""
+        """Give a snapshot, or some of it or of a parity, to a worker elsewhere."""
         version = self._whole(message)
         if version is None:
             tell(connection, num_bytes=NOT_WHOLE)
             return
+        memory = version.memory[message.get("begin", 0) : message.get("end")]
         connection.settimeout(PEER_TIMEOUT_S)
-        tell(connection, num_bytes=version.num_bytes)
-        send_all(connection, version.memory)
+        tell(connection, num_bytes=len(memory))
+        send_all(connection, memory)
 
 
 def host_keeper(pipe: Connection, node: str, rack: str, host: str) -> None:

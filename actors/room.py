@@ -20,6 +20,8 @@ NOT_WHOLE = -1
 NOTHING = -2
 """No step at all, where one might be kept."""
 NUM_VERSIONS = 2
+PEER_TIMEOUT_S = 30.0
+"""A keeper elsewhere that is silent for so long has no copy."""
 
 
 class Version:

@@ -10,9 +10,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from actors.keeper import PEER_TIMEOUT_S, address_of
+from actors.keeper import address_of
 from actors.messages import hear, receive_into, tell
-from actors.room import NOT_WHOLE, Version
+from actors.parity import make_again
+from actors.room import NOT_WHOLE, PEER_TIMEOUT_S, Version
 from elastic.assignment import Assignment
 from elastic.keeping import Keeper
 from elastic.relayout import Carried
@@ -54,22 +55,39 @@ class Plan:
         return found
 
 
+def sizes_of(
+    specs: Sequence[TensorSpec], assignment: Assignment, members: Sequence[str]
+) -> list[int]:
+    """How many bytes a snapshot of each of these members has."""
+    return [Plan.of(specs, assignment, member).num_bytes for member in members]
+
+
 def read_snapshot(
     part: Carried,
-    keeper: Keeper,
+    keepers: Mapping[str, Keeper],
     node: str,
     specs: Sequence[TensorSpec],
     old: Assignment,
     step: int,
 ) -> dict[str, Tensor]:
     """An old member's part out of its snapshot: in place where the keeper is beside this worker,
-    else over the network. Raises ConnectionError if it is not there any more."""
+    else over the network; or made again of those of others. `keepers` are by node.
+
+    Raises ConnectionError if it is not there any more.
+    """
     plan = Plan.of(specs, old, part.member)
-    asked = {"worker": part.member, "generation": old.generation, "step": step}
+    named = {"generation": old.generation, "step": step}
+    asked = {"worker": part.member, **named}
     try:
-        memory = _opened(keeper, asked) if keeper.node == node else _fetched(keeper, asked)
+        if part.others:
+            sizes = sizes_of(specs, old, [worker for worker, _ in part.others])
+            memory = make_again(part.member, part.others, keepers, sizes, named)
+        elif part.keeper == node:
+            memory = _opened(keepers[part.keeper], asked)
+        else:
+            memory = _fetched(keepers[part.keeper], asked)
     except OSError as error:
-        raise ConnectionError(f"the keeper on {keeper.node}: {error}") from error
+        raise ConnectionError(f"the keeper on {', '.join(part.nodes)}: {error}") from error
     if len(memory) != plan.num_bytes:
         raise ConnectionError(f"{part.member}'s snapshot has {len(memory)} bytes")
     return plan.tensors(memory)

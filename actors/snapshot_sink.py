@@ -5,15 +5,16 @@ from __future__ import annotations
 import queue
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from actors.keeper import PEER_TIMEOUT_S, address_of, put_snapshot
+from actors.keeper import address_of, put_snapshot
 from actors.messages import hear, tell
-from actors.room import NOT_WHOLE, NUM_VERSIONS, Room, Version
+from actors.parity import spreading
+from actors.room import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, Room, Version
 from actors.side_stream import SideStream
 from actors.snapshot_memory import Plan
 from elastic.assignment import Assignment
@@ -62,10 +63,14 @@ class Taking:
 
 class Sink:
     """Brings one snapshot after the other in a thread of its own, to the keeper beside this worker
-    through memory, and by that one to the others."""
+    through memory, and by that one, whole or in chunks, to the others."""
 
-    def __init__(self, order: Protect, worker: str, node: str, plan: Plan) -> None:
+    def __init__(
+        self, order: Protect, worker: str, node: str, plan: Plan, set_sizes: Sequence[int]
+    ) -> None:
+        """`set_sizes` are of the parts of the worker's set, none if it is in no set."""
         self.order = order
+        self._parity = spreading(order, worker, set_sizes) if set_sizes else None
         self.keepers: tuple[Keeper, ...] = order.keepers[order.workers.index(worker)]
         self._worker = worker
         self._plan = plan
@@ -110,6 +115,8 @@ class Sink:
             return False
         version.step = taking.step
         is_taken = self._beside is None or self._asked("taken", taking)
+        if is_taken and self._parity:
+            is_taken = self._asked("spread", taking, **self._parity)
         return is_taken and all([self._pass_on(k, taking, version) for k in self._others])  # noqa: C419 (each is to have it)
 
     def _make_room(self) -> Room:

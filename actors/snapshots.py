@@ -12,10 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor
 
 from actors.room import NOTHING
-from actors.snapshot_memory import Plan
+from actors.snapshot_memory import Plan, sizes_of
 from actors.snapshot_sink import Sink, Taking
 from elastic.assignment import Assignment
 from elastic.commands import Protect
+from elastic.parity import ballot_of
 from elastic.specs import TensorSpec
 
 LOOK_EVERY_S = 0.02
@@ -45,6 +46,11 @@ class Snapshots:
         taking = self._under_way
         return taking is not None and taking.is_whole and taking.step == self._due_step
 
+    @property
+    def ballot(self) -> float:
+        """What this worker adds to a vote; `elastic.parity.num_whole` reads the sum."""
+        return ballot_of(self._sink.order.num_changes) if self._sink and self.are_whole else 0.0
+
     def note_vote(self, num_whole: int, num_members: int) -> None:
         """What is whole everywhere is kept until something newer is."""
         if num_whole == num_members:
@@ -59,7 +65,9 @@ class Snapshots:
         if self._sink is None or self._sink.order is not order:
             self._leave_sink()
             plan = Plan.of(self._specs, assignment, self._worker)
-            self._sink = Sink(order, self._worker, self._node, plan)
+            mates = next((workers for workers in order.sets if self._worker in workers), ())
+            sizes = sizes_of(self._specs, assignment, mates)
+            self._sink = Sink(order, self._worker, self._node, plan, sizes)
         elif self._under_way and not self._under_way.done.is_set():
             return
         if not self._sink.keepers:

@@ -15,6 +15,7 @@ from actors.part_writer import PartWriter
 from actors.program import Groups, Replica
 from actors.snapshots import Snapshots
 from actors.standstill import wait_for
+from elastic.parity import num_whole
 from elastic.votes import StepRecord, Vote
 
 NUM_KEPT_RECORDS = 64
@@ -109,7 +110,7 @@ class Stepper:
         whole = finite.all()
         told = (
             self._interruption.pause_is_wished,
-            self._snapshots.are_whole,
+            self._snapshots.ballot,
             self._interruption.save_is_wished(self._writer.begun_step),
             self._writer.is_busy,
         )
@@ -125,7 +126,8 @@ class Stepper:
         num_workers = self._groups.assignment.layout.num_workers
         if not all(map(math.isfinite, (num_tokens, *counts))) or round(counts[0]) != num_workers:
             raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
-        num_contributions, num_nonfinite, num_wishes, num_kept, *of_saving = map(round, counts)
+        num_contributions, num_nonfinite, num_wishes, kept, *of_saving = map(round, counts)
+        num_kept = num_whole(kept)
         self._snapshots.note_vote(num_kept, num_contributions)
         if not (math.isfinite(loss_sum) and math.isfinite(sq_grad_norm)):
             # What each rank added was finite: it is the sum that overflows, the same on all.

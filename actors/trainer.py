@@ -297,7 +297,7 @@ class Trainer:
         for part in plan.carried:
             if part.carrier == self.worker:
                 parts[old.world_rank(part.member)] = read_snapshot(
-                    part, keepers[part.keeper], self.node, self.specs, old, plan.step
+                    part, keepers, self.node, self.specs, old, plan.step
                 )
         return parts
 

@@ -1,5 +1,6 @@
-"""What snapshots cost: a step of byte_lm with them against one without, on one node and on two, and
-what comes of them: recovery against that from a live replica and from a checkpoint.
+"""What snapshots cost: a step of byte_lm with them against one without, on one node, on two, and on
+four with parity, and what comes of them: recovery against that from a live replica and from a
+checkpoint.
 
 Runs in plain processes, so that neither Ray nor MLflow hides anything. How steps are compared:
 `turns.py`; how recoveries are timed: `recovery.py`.
@@ -22,6 +23,10 @@ from turns import START_TIMEOUT_S, WARM_UP_STEPS, Side, take_turns
 LAYOUT = "fsdp=4"
 NUM_WORKERS = 4
 NUM_VERSIONS = 2
+COPY = "copy"
+PARITY_OF = 3
+KINDS = ((1, COPY), (2, COPY), (PARITY_OF + 1, f"xor:{PARITY_OF}"))
+"""On how many nodes, and how what a node has alone is kept elsewhere."""
 TMPFS = "/dev/shm"
 QUIET = ("eval_every=0", "checkpoint_every=0")
 
@@ -31,6 +36,7 @@ class Cost:
     """Steps with snapshots and without, in pairs of blocks; what the keepers have counted."""
 
     num_nodes: int
+    redundancy: str
     state_bytes: int
     tokens: int
     pairs_s: list[tuple[float, float]]
@@ -38,6 +44,17 @@ class Cost:
     taken_bytes: int
     received_bytes: int
     memory_bytes: int
+
+    @property
+    def where(self) -> str:
+        nodes = "one node" if self.num_nodes == 1 else f"{self.num_nodes} nodes"
+        return nodes if self.redundancy == COPY else f"{nodes}, {self.redundancy}"
+
+    @property
+    def memory_formula(self) -> float:
+        """In states: the versions of the part, and of its copy or of a k-th for its parity."""
+        elsewhere = 0.0 if self.num_nodes == 1 else 1.0
+        return NUM_VERSIONS * (1 + elsewhere / (1 if self.redundancy == COPY else PARITY_OF))
 
     @property
     def ratios(self) -> list[float]:
@@ -54,14 +71,13 @@ class Cost:
         return max(least - found, found - (least + 1), 0.0) / least
 
 
-def measure_cost(num_nodes: int, num_blocks: int, num_steps: int) -> Cost:
+def measure_cost(num_nodes: int, redundancy: str, num_blocks: int, num_steps: int) -> Cost:
+    changes = (*QUIET, "snapshot_every=1", f"snapshot_redundancy={redundancy}")
     with (
         TemporaryDirectory(prefix="snapshot-") as name,
-        plain_run(
-            Path(name) / "with", "byte_lm", LAYOUT, num_nodes, (*QUIET, "snapshot_every=1")
-        ) as ours,
+        plain_run(Path(name) / "with", "byte_lm", LAYOUT, num_nodes, changes) as ours,
     ):
-        wait_until_whole(ours, num_nodes)
+        wait_until_whole(ours, num_nodes, redundancy)
         frozen = ours.program.freeze()
         with plain_run(
             Path(name) / "without", "byte_lm", LAYOUT, num_nodes, (*QUIET, "snapshot_every=0")
@@ -74,23 +90,29 @@ def measure_cost(num_nodes: int, num_blocks: int, num_steps: int) -> Cost:
             pairs_s = take_turns(sides, num_blocks, num_steps)
         for process in sides[0].frozen:
             process.resume()
-        return count(ours, num_nodes, pairs_s)
+        return count(ours, num_nodes, redundancy, pairs_s)
 
 
-def wait_until_whole(run: ElasticRun, num_nodes: int) -> None:
+def wait_until_whole(run: ElasticRun, num_nodes: int, redundancy: str = COPY) -> None:
     """Until each worker's snapshot is whole wherever it is to lie."""
 
     def whole() -> bool:
         told = [line for line in run.told("Protect") if line["generation"] == generation]
-        copies = min((len(keepers) for keepers in told[-1]["keepers"]), default=0) if told else 0
+        if not told:
+            return False
+        copies = min(len(keepers) for keepers in told[-1]["keepers"])
+        sets = [len(workers) for workers in told[-1]["sets"]]
+        is_placed = copies == min(num_nodes, 2) if redundancy == COPY else sets == [NUM_WORKERS]
         votes = [line["vote"] for line in run.told("StepCommitted")[-1:]]
-        return copies == min(num_nodes, 2) and votes[0]["num_snapshots"] == NUM_WORKERS
+        return is_placed and votes[0]["num_snapshots"] == NUM_WORKERS
 
     generation = run.wait_for_world(NUM_WORKERS, WARM_UP_STEPS, START_TIMEOUT_S)
     run.wait_until(whole, START_TIMEOUT_S, "whole snapshots")
 
 
-def count(run: ElasticRun, num_nodes: int, pairs_s: list[tuple[float, float]]) -> Cost:
+def count(
+    run: ElasticRun, num_nodes: int, redundancy: str, pairs_s: list[tuple[float, float]]
+) -> Cost:
     """What the keepers tell when a worker is killed at the end."""
     kill_ours(run, 0)
     told = {line["node"]: line for line in run.told("KeeperTold")}
@@ -99,6 +121,7 @@ def count(run: ElasticRun, num_nodes: int, pairs_s: list[tuple[float, float]]) -
     first_generation = [s for s in whole if s["generation"] == whole[0]["generation"]]
     return Cost(
         num_nodes,
+        redundancy,
         opened["job"]["state_bytes"],
         steps[0]["record"]["tokens"],
         pairs_s,
@@ -136,6 +159,7 @@ def show_costs(costs: list[Cost]) -> None:
         rows.append(
             [
                 str(cost.num_nodes),
+                cost.redundancy if cost.num_nodes > 1 else "",
                 f"{cost.state_bytes / 1e6:.1f}",
                 f"{cost.tokens:,}",
                 f"{median(a for a, _ in cost.pairs_s):.3f}",
@@ -147,24 +171,20 @@ def show_costs(costs: list[Cost]) -> None:
                 f"{cost.memory_bytes / cost.state_bytes:.2f}",
             ]
         )
-    columns = ("nodes", "state MB", "tokens a step", "step s with", "without", "ratio")
+    columns = ("nodes", "elsewhere", "state MB", "tokens a step", "step s with", "without", "ratio")
     columns += ("snapshots", "copied / state", "sent / state", "memory / state")
     show_table(f"byte_lm, {LAYOUT}, a snapshot every step", columns, rows)
 
 
 def musts_of(cost: Cost) -> list[Must]:
     low, _ = bootstrap_interval(cost.ratios)
-    where = "one node" if cost.num_nodes == 1 else f"{cost.num_nodes} nodes"
-    copies = min(cost.num_nodes, 2)
-    formula = NUM_VERSIONS * copies
+    where, memory = cost.where, cost.memory_bytes / cost.state_bytes / cost.memory_formula
     found = [
         Must(f"{where}, low end of the ratio's interval", low, 1.05, ""),
         Must(f"{where}, bytes copied, off", cost.error(cost.taken_bytes), 0.01, ""),
-        Must(
-            f"{where}, memory / formula", cost.memory_bytes / cost.state_bytes / formula, 1.01, ""
-        ),
+        Must(f"{where}, memory / formula", memory, 1.01, ""),
     ]
-    if copies > 1:
+    if cost.num_nodes > 1:
         sent = cost.error(cost.received_bytes)
         found.append(Must(f"{where}, bytes sent, off", sent, 0.01, ""))
     return found
@@ -177,9 +197,9 @@ def main() -> int:
     arguments.add_argument("--kills", type=int, default=5, help="of each kind of recovery")
     options = arguments.parse_args()
     costs = []
-    for num_nodes in (1, 2):
-        console.print(f"measuring steps on {num_nodes} node(s) ...")
-        costs.append(measure_cost(num_nodes, options.blocks, options.steps))
+    for num_nodes, redundancy in KINDS:
+        console.print(f"measuring steps on {num_nodes} node(s), {redundancy} ...")
+        costs.append(measure_cost(num_nodes, redundancy, options.blocks, options.steps))
     show_costs(costs)
     kinds = {
         "snapshot": (LAYOUT, (*QUIET, "snapshot_every=1")),

@@ -43,7 +43,9 @@ def phases(transitions: Mapping[type, object]) -> str:
 def policy() -> str:
     """One row a number of the policy: its default and what it is for."""
     told = dict(_told_fields(Policy))
-    rows = [f"| `{f.name}` | {f.default:g} | {told.get(f.name, '')} |" for f in fields(Policy)]
+    defaults = {f.name: f.default for f in fields(Policy)}
+    shown = {n: d if isinstance(d, str) else f"{d:g}" for n, d in defaults.items()}
+    rows = [f"| `{name}` | {value} | {told.get(name, '')} |" for name, value in shown.items()]
     return "\n".join(["| number | default | meaning |", "|---|---|---|", *rows])
 
 

@@ -39,6 +39,12 @@ class Protect:
     workers: tuple[str, ...]
     keepers: tuple[tuple[Keeper, ...], ...]
     """In the order of `workers`."""
+    sets: tuple[tuple[str, ...], ...] = ()
+    """Workers whose first keepers have the parity of the others' parts."""
+    num_changes: int = 0
+    """How often the sets have changed in this generation."""
+    reason: str = ""
+    """Why not all that is wanted is in full sets."""
 
 
 @dataclass(frozen=True, slots=True)

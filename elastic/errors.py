@@ -15,3 +15,7 @@ class InvalidSpec(ElasticError):
 
 class InvalidRelayout(ElasticError):
     """A re-layout that nobody can carry out: its holders do not have what is needed."""
+
+
+class InvalidRedundancy(ElasticError):
+    """Neither `copy` nor `xor:` and a number."""

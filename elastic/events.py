@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from elastic.keeping import Keeper, Slot
+from elastic.keeping import Keeper, ParitySlot, Slot
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
@@ -130,6 +130,7 @@ class KeeperTold:
     taken_bytes: int = 0
     received_bytes: int = 0
     memory_bytes: int = 0
+    parities: tuple[ParitySlot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         plan,
         state.store_host,
         state.store_port,
-        tuple(state.keepers[node] for node in sorted({part.keeper for part in plan.carried})),
+        tuple(state.keepers[n] for n in sorted({n for part in plan.carried for n in part.nodes})),
         proposal.reason,
         proposal.refusals,
     )
@@ -94,8 +94,9 @@ def try_form(state: CoreState, now: float) -> list[Command]:
 
 def _plan(state: CoreState, source: Source, assignment: Assignment) -> RelayoutPlan:
     carried: tuple[Carried, ...] = ()
-    if source.old and source.snapshots:
-        carried = carry(source.old, source.snapshots, assignment, state.staying())
+    if source.old:
+        staying = state.staying()
+        carried = carry(source.old, source.snapshots, assignment, staying, source.remade)
     holders = tuple(sorted(source.holders))
     return RelayoutPlan(state.history, source.step, source.old, assignment, holders, carried)
 

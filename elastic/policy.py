@@ -41,6 +41,9 @@ class Policy:
     """So many with the lowest held-out loss are kept as well."""
     snapshot_every: int = 0
     """A snapshot is due at each multiple of so many steps, where one is needed; 0 is never."""
+    snapshot_redundancy: str = "copy"
+    """How what a node has alone is kept elsewhere: `copy`, or `xor:k` for the parity of k others,
+    at 1/k of the memory."""
     keeper_timeout_s: float = 10.0
     """How long the keepers get to say what they have."""
     max_skipped: int = 20

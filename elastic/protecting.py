@@ -7,7 +7,8 @@ from math import inf
 
 from elastic.commands import AskKeepers, Command, ForgetSnapshots, Protect, StartKeeper
 from elastic.events import KeeperLost, KeeperReady, KeeperTold
-from elastic.keeping import place_snapshots
+from elastic.keeping import Placement, place_snapshots, shortfall
+from elastic.parity import num_chunks_of
 from elastic.phases import Running
 from elastic.recovery import living
 from elastic.state import CoreState, Shelf
@@ -28,6 +29,7 @@ def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | Ke
             state.starting_keepers.discard(event.node)
             state.keepers.pop(event.node, None)
             state.slots.pop(event.node, None)
+            state.parities.pop(event.node, None)
             state.asked.discard(event.node)
             state.num_keeper_losses += 1
             num_doublings = min(state.num_keeper_losses - 1, MAX_DOUBLINGS)
@@ -38,6 +40,7 @@ def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | Ke
             if event.generation == state.generation and event.node in state.asked:
                 state.asked.discard(event.node)
                 state.slots[event.node] = event.slots
+                state.parities[event.node] = event.parities
 
 
 def ask_keepers(state: CoreState, now: float) -> list[Command]:
@@ -47,6 +50,7 @@ def ask_keepers(state: CoreState, now: float) -> list[Command]:
         return []
     state.are_asked = True
     state.slots.clear()
+    state.parities.clear()
     state.asked = set(state.keepers)
     state.asked_until = now + state.policy.keeper_timeout_s
     return [AskKeepers(state.generation, tuple(sorted(state.keepers)))]
@@ -61,7 +65,11 @@ def stop_asking(state: CoreState, now: float) -> None:
 def is_protected(state: CoreState) -> bool:
     """Whether by the latest vote all parts are whole at keepers."""
     vote = state.last_vote
-    return bool(state.protected) and vote is not None and vote.num_snapshots == len(state.members())
+    return (
+        bool(state.protected.copies)
+        and vote is not None
+        and vote.num_snapshots == len(state.members())
+    )
 
 
 def shelve(state: CoreState, step: int) -> None:
@@ -69,7 +77,7 @@ def shelve(state: CoreState, step: int) -> None:
     state.shelves = [shelf for shelf in state.shelves if shelf.is_used]
     for shelf in state.shelves:
         shelf.newest_step = step if shelf.newest_step is None else min(step, shelf.newest_step)
-    state.protected = {}
+    state.protected, state.num_set_changes = Placement(), 0
 
 
 def begin_shelf(state: CoreState, now: float) -> None:
@@ -110,11 +118,14 @@ def protect(state: CoreState, now: float) -> list[Command]:
     assignment = state.held.assignment
     topology = {worker: seat.place for worker, seat in state.seats.items()}
     there = {topology[worker].node: topology[worker] for worker in sorted(state.warm)}
-    wanted = place_snapshots(assignment, topology, sorted(there.values()))
-    state.wanted_keepers = {node for copies in wanted.values() for node in copies}
+    num_chunks = num_chunks_of(state.policy.snapshot_redundancy)
+    wanted = place_snapshots(assignment, topology, sorted(there.values()), num_chunks)
+    state.wanted_keepers = {node for copies in wanted.copies.values() for node in copies}
     commands = _start_missing(state, now)
     present = [keeper.place for node, keeper in state.keepers.items() if node in there]
-    return commands + _tell(state, place_snapshots(assignment, topology, sorted(present)))
+    return commands + _tell(
+        state, place_snapshots(assignment, topology, sorted(present), num_chunks)
+    )
 
 
 def _start_missing(state: CoreState, now: float) -> list[Command]:
@@ -130,15 +141,19 @@ def _start_missing(state: CoreState, now: float) -> list[Command]:
     return [StartKeeper(node) for node in missing]
 
 
-def _tell(state: CoreState, placement: dict[str, tuple[str, ...]]) -> list[Command]:
+def _tell(state: CoreState, placement: Placement) -> list[Command]:
     """Not before all keepers that start are there, unless one has gone on whom members wait."""
-    has_lost = any(set(nodes) - set(placement.get(w, ())) for w, nodes in state.protected.items())
-    if placement == state.protected or (state.starting_keepers and not has_lost):
+    copies, former = placement.copies, state.protected
+    has_lost = any(set(nodes) - state.keepers.keys() for nodes in former.copies.values())
+    if placement == former or (state.starting_keepers and not has_lost):
         return []
+    state.num_set_changes += bool(placement.sets or former.sets)
     state.protected = placement
     state.shelves[-1].is_used = True
     members = state.members()
     keepers = tuple(
-        tuple(state.keepers[node] for node in placement.get(worker, ())) for worker in members
+        tuple(state.keepers[node] for node in copies.get(worker, ())) for worker in members
     )
-    return [Protect(state.generation, members, keepers)]
+    reason = shortfall(placement, num_chunks_of(state.policy.snapshot_redundancy))
+    sets, num_changes = placement.sets, state.num_set_changes
+    return [Protect(state.generation, members, keepers, sets, num_changes, reason)]

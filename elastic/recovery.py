@@ -6,15 +6,19 @@ have, what is saved, and that the initial state can always be made again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
 from elastic.holdings import Choice, Holding, Tier, any_state, choose, uncovered
 from elastic.infeasible import Infeasible
+from elastic.keeping import ParitySlot, Slot
+from elastic.relayout import Keepings
 from elastic.state import CoreState, Held
 
 INITIAL_STEP = 0
+PARITY = ""
+"""The holder of what is remade; a node's name is not empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +26,8 @@ class Source:
     """Where the next generation's state comes from: `live`, `snapshot`, `checkpoint` or `initial`.
 
     `old` is told of the first two: `holders` are living members that have their parts,
-    `snapshots` the nodes at whose keepers those of others are. `path` is told of a checkpoint.
+    `snapshots` the nodes at whose keepers those of others are, `remade` of what the rest is made
+    again. `path` is told of a checkpoint.
     """
 
     kind: str
@@ -30,6 +35,7 @@ class Source:
     old: Assignment | None = None
     holders: frozenset[str] = frozenset()
     snapshots: dict[str, list[str]] = field(default_factory=dict)
+    remade: dict[str, Keepings] = field(default_factory=dict)
     path: str = ""
 
 
@@ -72,10 +78,37 @@ def _out_of_snapshots(state: CoreState, choice: Choice) -> Source:
     }
     alive = frozenset(member[h] for h in choice.holdings if h.tier is Tier.LIVE)
     snapshots: dict[str, list[str]] = {}
+    remade: dict[str, Keepings] = {}
+    brought_back = bring_back(state.slots, state.parities)
     for holding in choice.holdings:
-        if member[holding] not in alive:
-            snapshots.setdefault(member[holding], []).append(holding.holder)
-    return Source("snapshot", choice.step, old, alive, snapshots)
+        worker = member[holding]
+        if worker in alive:
+            continue
+        if holding.holder == PARITY:
+            remade[worker] = brought_back[Slot(worker, generation, choice.step)]
+        else:
+            snapshots.setdefault(worker, []).append(holding.holder)
+    return Source("snapshot", choice.step, old, alive, snapshots, remade)
+
+
+def bring_back(
+    slots: Mapping[str, Sequence[Slot]], parities: Mapping[str, Sequence[ParitySlot]]
+) -> dict[Slot, Keepings]:
+    """The snapshots that no keeper has, but that can be made again: all but one of a set have
+    theirs, and the parity of the others beside it. By node, what keepers have."""
+    nodes: dict[tuple[tuple[str, ...], int, int], dict[str, str]] = {}
+    known = {slot for node in slots for slot in slots[node]}
+    for node in sorted(parities):
+        for parity in parities[node]:
+            if Slot(parity.member, parity.generation, parity.step) in slots.get(node, ()):
+                key = (parity.members, parity.generation, parity.step)
+                nodes.setdefault(key, {})[parity.member] = node
+    found: dict[Slot, Keepings] = {}
+    for (members, generation, step), there in nodes.items():
+        lost = [Slot(w, generation, step) for w in members if w not in there]
+        if len(lost) == 1 and lost[0] not in known:
+            found[lost[0]] = tuple((worker, there.get(worker, "")) for worker in members)
+    return found
 
 
 def _standing(state: CoreState) -> Iterator[Holding]:
@@ -88,21 +121,23 @@ def _standing(state: CoreState) -> Iterator[Holding]:
 
 
 def _kept(state: CoreState) -> Iterator[Holding]:
-    """What the keepers have said that they have, as far as it is of this history."""
+    """What the keepers have said that they have, or that they can make again between them, as far
+    as it is of this history."""
     shelves = {shelf.assignment.generation: shelf for shelf in state.shelves}
     ranks = {
         generation: {worker: rank for rank, worker in enumerate(shelf.assignment.members)}
         for generation, shelf in shelves.items()
     }
-    for node in sorted(state.slots):
-        for slot in state.slots[node]:
+    brought_back = {PARITY: tuple(bring_back(state.slots, state.parities))}
+    for holder, slots in (*sorted(state.slots.items()), *brought_back.items()):
+        for slot in slots:
             rank = ranks.get(slot.generation, {}).get(slot.worker)
             if rank is None:
                 continue
             shelf = shelves[slot.generation]
             newest_step = shelf.newest_step
             if slot.step <= (state.committed_step if newest_step is None else newest_step):
-                yield _holding(state, shelf.assignment, rank, node, Tier.SNAPSHOT, slot.step)
+                yield _holding(state, shelf.assignment, rank, holder, Tier.SNAPSHOT, slot.step)
 
 
 def _holding(

@@ -7,14 +7,25 @@ from dataclasses import dataclass
 from elastic.assignment import Assignment
 from elastic.errors import InvalidRelayout
 
+Keepings = tuple[tuple[str, str], ...]
+"""A set's members in order, each with the node where its part and its keeper's parity are; where
+the member is lost the node is empty."""
+
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """An old member's part, which `carrier` reads from its snapshot at a node's keeper."""
+    """An old member's part, which `carrier` reads from its snapshot at a node's keeper, or makes
+    again of what `others` keep."""
 
     member: str
     carrier: str
     keeper: str
+    others: Keepings = ()
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """Those whose keepers are read."""
+        return tuple(node for _, node in self.others if node) or (self.keeper,)
 
 
 @dataclass(frozen=True, slots=True)

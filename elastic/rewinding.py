@@ -9,6 +9,7 @@ of it (invariant 5).
 from __future__ import annotations
 
 from elastic.events import Saved
+from elastic.keeping import Placement
 from elastic.samples import batch_number
 from elastic.state import CoreState, Rewind, Void
 from elastic.uploads import break_uploads
@@ -41,7 +42,7 @@ def distrust(state: CoreState, limit: int) -> None:
     """What is saved or kept of steps beyond `limit`, or is being so, is void from now on."""
     for shelf in state.shelves:
         shelf.newest_step = limit if shelf.newest_step is None else min(limit, shelf.newest_step)
-    state.protected = {}
+    state.protected = Placement()
     state.voids = (*state.voids, Void(limit, state.generation + 1))
     state.litter += [(one.step, one.generation) for one in state.saved if one.step > limit]
     state.saved = saved_up_to(state, limit)

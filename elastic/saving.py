@@ -155,7 +155,8 @@ def end(state: CoreState, now: float) -> list[Command]:
     held = living(state)
     if held is None:
         return stop(state, "the state is not covered by living workers: nothing to save")
-    state.held, state.also_held = held, None
+    others = [other for other in state.holdings() if other is not held]
+    state.held, state.also_held = held, next(iter(others), None)
     commands: list[Command] = []
     if upload_key(state.generation, state.committed_step) not in state.uploads:
         commands = [_order_parts(state, held)]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
 from elastic.events import PartFile, Saved
-from elastic.keeping import Keeper, Slot
+from elastic.keeping import Keeper, ParitySlot, Placement, Slot
 from elastic.layout import Layout
 from elastic.phases import Ending, Phase, Waiting, may_follow
 from elastic.planning import Job, Wish
@@ -131,8 +131,10 @@ class CoreState:
     """By node."""
     starting_keepers: set[str] = field(default_factory=set)
     shelves: list[Shelf] = field(default_factory=list)
-    protected: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    protected: Placement = field(default_factory=Placement)
     """Where the members were last told to bring their snapshots."""
+    num_set_changes: int = 0
+    """How often the sets in it have changed in this generation."""
     protect_at: float | None = None
     """When that is to be worked out anew, if at all."""
     wanted_keepers: set[str] | None = None
@@ -146,6 +148,8 @@ class CoreState:
     asked_until: float = 0.0
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     """What they have said, by node."""
+    parities: dict[str, tuple[ParitySlot, ...]] = field(default_factory=dict)
+    """Likewise."""
     saved: list[Saved] = field(default_factory=list)
     """The whole checkpoints, the oldest first."""
     uploads: dict[str, Upload] = field(default_factory=dict)

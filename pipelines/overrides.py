@@ -21,6 +21,7 @@ WHERE_AND_HOW = frozenset(
         "keep_every",
         "keep_best",
         "snapshot_every",
+        "snapshot_redundancy",
         "max_skipped",
         "spike_factor",
         "spike_window",

@@ -17,6 +17,8 @@ from pydantic import (
     model_validator,
 )
 
+from elastic.errors import ElasticError
+from elastic.parity import num_chunks_of
 from pipelines.errors import UserError
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -165,13 +167,15 @@ class TrainSettings(Settings):
     rank read. `checkpoint_every` is in steps, or a time such as `15min`; 0 is never. Kept are the
     newest `keep_last` checkpoints (0: all), those of each multiple of `keep_every` steps, and the
     `keep_best` with the lowest held-out loss. Every `snapshot_every` steps what no other worker
-    holds is copied to host memory outside of the workers; 0 is never. With
-    `reshard_after_forward` a block's gathered parameters are let go of between its forward and
-    its backward. With `sync_each_microbatch` zero=3 reduces gradients in every backward, and keeps
-    only their shard; without it whole gradients are summed, and reduced in the last. `offload`
-    keeps the shards of parameters and gradients and the optimizer's state in host memory, where
-    the optimizer then steps. `init_from` is a folder as `transformers` saves models: step 0 has
-    its parameters (see docs/export.md).
+    holds is copied to host memory outside of the workers; 0 is never. What a node has alone is
+    then kept elsewhere, too: `snapshot_redundancy` is `copy`, or `xor:k` for the parity of it and
+    of parts of k other nodes, which costs a k-th of the memory. With `reshard_after_forward` a
+    block's gathered parameters are let go of between its forward and its backward. With
+    `sync_each_microbatch` zero=3 reduces gradients in every backward, and keeps only their shard;
+    without it whole gradients are summed, and reduced in the last. `offload` keeps the shards of
+    parameters and gradients and the optimizer's state in host memory, where the optimizer then
+    steps. `init_from` is a folder as `transformers` saves models: step 0 has its parameters (see
+    docs/export.md).
 
     A step with a loss or gradient that is not finite is skipped; so many in a row as `max_skipped`
     (0: never) end the run. A loss over `spike_factor` (0: never) times the median of the latest
@@ -198,6 +202,7 @@ class TrainSettings(Settings):
     keep_every: NonNegativeInt = 0
     keep_best: NonNegativeInt = 1
     snapshot_every: NonNegativeInt = 1
+    snapshot_redundancy: str = "copy"
     max_skipped: NonNegativeInt = 20
     spike_factor: SpikeFactor = 0.0
     spike_window: PositiveInt = 32
@@ -228,6 +233,14 @@ class TrainSettings(Settings):
                 "schedule=zero_bubble: torch's version sums gradients in dtype=bfloat16: "
                 "set schedule=interleaved_1f1b or dtype=float32"
             )
+        return self
+
+    @model_validator(mode="after")
+    def redundancy_is_known(self) -> TrainSettings:
+        try:
+            num_chunks_of(self.snapshot_redundancy)
+        except ElasticError as error:
+            raise UserError(str(error)) from None
         return self
 
     @property

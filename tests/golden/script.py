@@ -5,8 +5,8 @@ its commands and, after `=`, the phase that it goes to. `#` begins a comment. Wo
 are the reader's own:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
-        [snapshot_every=N] [max_skipped=N] [spike_factor=F] [spike_window=N] [audit_every=N]
-        [audit_rewind=1]
+        [snapshot_every=N] [snapshot_redundancy=xor:K] [max_skipped=N] [spike_factor=F]
+        [spike_window=N] [audit_every=N] [audit_rewind=1]
     open [saved STEP gG ...]            a controller takes the run
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
@@ -18,7 +18,8 @@ are the reader's own:
     paused W... at 7
     audited 10 [W... | W...]            replicas were compared; who differs from whom
     keeper ready NODE | keeper lost NODE
-    kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has
+    kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has, and that it has
+                                        the parities of all sets whose member the first is
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
     settled W... at 8
     damaged W 4 [gG]                    a worker found a flipped bit in that checkpoint
@@ -37,7 +38,7 @@ from itertools import groupby
 
 from sim.telling import command_in_words, phase_in_words
 
-from elastic.commands import Command, RecordStep
+from elastic.commands import Command, Protect, RecordStep
 from elastic.core import Core
 from elastic.events import (
     Audited,
@@ -70,7 +71,7 @@ from elastic.events import (
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.keeping import Keeper, Slot
+from elastic.keeping import Keeper, ParitySlot, Slot
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
@@ -86,6 +87,7 @@ class Script:
         self._core = Core()
         self._now = 0.0
         self._opening: RunOpened
+        self._sets: tuple[tuple[str, ...], ...] = ()
 
     def play(self, text: str) -> str:
         """The same scenario with the answers that the core gives now."""
@@ -103,6 +105,7 @@ class Script:
         commands: list[Command] = []
         for event in self._events(line.split()):
             commands += self._core.step(self._now, event)
+        self._sets = next((c.sets for c in commands if isinstance(c, Protect)), self._sets)
         now_in = phase_in_words(self._core.state.phase)
         return [*_told(commands), *([f"= {now_in}"] if now_in != phase else [])]
 
@@ -157,7 +160,14 @@ class Script:
         steps = _range(_keywords(words)["at"]) if names else range(0)
         of = self._generation(words)
         slots = tuple(Slot(name, of, step) for name in names for step in steps)
-        return KeeperTold(words[0], self._core.state.generation, slots)
+        parities = tuple(
+            ParitySlot(members, names[0], of, step)
+            for members in self._sets
+            if names and names[0] in members
+            for step in steps
+        )
+        told_in = self._core.state.generation
+        return KeeperTold(words[0], told_in, slots, parities=parities)
 
     def _audited(self, words: list[str]) -> Audited:
         groups = tuple(tuple(group.split()) for group in " ".join(words[1:]).split(" | ") if group)
@@ -251,6 +261,7 @@ def _opening(told: dict[str, str]) -> RunOpened:
         int(smallest),
         int(largest),
         snapshot_every=every,
+        snapshot_redundancy=told.get("snapshot_redundancy", "copy"),
         max_skipped=int(told.get("max_skipped", 0)),
         spike_factor=float(told.get("spike_factor", 0)),
         spike_window=int(told.get("spike_window", 4)),

@@ -77,7 +77,7 @@ def run_plainly(
     node_of: Callable[[str], str] = lambda worker: NODE,
     strikes: Sequence[Strike] = (),
     hear: Callable[[Event], None] = lambda event: None,
-    **policy: float,
+    **policy: float | str,
 ) -> Outcome:
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
 

@@ -43,6 +43,7 @@ class Child:
 
     def __init__(self, node: str) -> None:
         context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["actors.keeper"])
         self.pipe: Connection
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
@@ -89,7 +90,8 @@ def never() -> None:
 
 def assert_has(keeper: Keeper, step: int, node: str) -> None:
     """Whether it is read in place or over the network is by the reader's node."""
-    found = read_snapshot(Carried("w0", "w1", ""), keeper, node, SPECS, ASSIGNMENT, step)
+    carried, keepers = Carried("w0", "w1", keeper.node), {keeper.node: keeper}
+    found = read_snapshot(carried, keepers, node, SPECS, ASSIGNMENT, step)
     for name, tensor in part(step).items():
         assert torch.equal(found[name], tensor), name
 

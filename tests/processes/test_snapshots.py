@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -40,16 +43,40 @@ def kill(*workers: str) -> Callable[[ProcessFleet], None]:
     return strike
 
 
-def kill_node(node: str) -> Callable[[ProcessFleet], None]:
-    """All workers that pass for such on it, and its keeper."""
+def four_nodes(worker: str) -> str:
+    """One each, replacements too."""
+    return f"node-{int(worker[1:]) % 4}"
+
+
+def kill_nodes(node_of: Callable[[str], str], *nodes: str) -> Callable[[ProcessFleet], None]:
+    """All workers that pass for such on them, and their keepers."""
 
     def strike(fleet: ProcessFleet) -> None:
         for worker, pid in fleet.pids().items():
-            if two_nodes(worker) == node:
+            if node_of(worker) in nodes:
                 os.kill(pid, signal.SIGKILL)
-        os.kill(fleet.keeper_pids()[node], signal.SIGKILL)
+        for node in nodes:
+            os.kill(fleet.keeper_pids()[node], signal.SIGKILL)
 
     return strike
+
+
+def set_sizes(folder: Path) -> list[int]:
+    """How many members the largest set has had in each `Protect` of a run that goes on."""
+    lines = (folder / "journal.jsonl").read_text().split("\n")[:-1]
+    told = [line for line in map(json.loads, lines) if line.get("command") == "Protect"]
+    return [max(map(len, line["sets"]), default=0) for line in told]
+
+
+def once_saved(folder: Path, strike: Callable[[ProcessFleet], None]) -> Callable[..., None]:
+    """The same as soon as there is a checkpoint."""
+
+    def wait(fleet: ProcessFleet) -> None:
+        while not list(folder.glob("checkpoints/*/manifest.json")):
+            time.sleep(0.01)
+        strike(fleet)
+
+    return lambda fleet: threading.Thread(target=wait, args=(fleet,), daemon=True).start()
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +118,78 @@ def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
         layout="fsdp=4",
         snapshot_every=1,
         node_of=two_nodes,
-        strikes=[kill_node("node-1")],
+        strikes=[kill_nodes(two_nodes, "node-1")],
     )
     assert_nothing_is_lost(run, undisturbed)
+
+
+@pytest.mark.parametrize("layout", ["fsdp=4", pytest.param("pp=2,fsdp=2", marks=pytest.mark.slow)])
+def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome, layout: str) -> None:
+    """Nobody has a copy of what that node had; with stages, parts differ in size."""
+    run = run_plainly(
+        tmp_path,
+        SETTINGS,
+        4,
+        layout=layout,
+        snapshot_every=1,
+        snapshot_redundancy="xor:3",
+        node_of=four_nodes,
+        strikes=[kill_nodes(four_nodes, "node-2")],
+    )
+    assert_nothing_is_lost(run, undisturbed)
+    told = run.told("Protect")[0]
+    assert told["sets"] == [["w0", "w1", "w2", "w3"]]
+    assert [len(keepers) for keepers in told["keepers"]] == [1, 1, 1, 1]
+
+
+@pytest.mark.slow
+def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
+    """Without a keeper there are smaller sets; with it again, full ones, which a node's loss then
+    needs."""
+    settings = SETTINGS.model_copy(update={"steps": 150})
+
+    def strike(fleet: ProcessFleet) -> None:
+        before = fleet.keeper_pids()
+        os.kill(before["node-1"], signal.SIGKILL)
+        while fleet.keeper_pids().get("node-1", before["node-1"]) == before["node-1"]:
+            time.sleep(0.01)
+        while set_sizes(tmp_path)[:3] != [4, 3, 4]:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        kill_nodes(four_nodes, "node-2")(fleet)
+
+    run = run_plainly(
+        tmp_path,
+        settings,
+        4,
+        layout="fsdp=4",
+        snapshot_every=1,
+        snapshot_redundancy="xor:3",
+        node_of=four_nodes,
+        strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
+    )
+    lost_at = run.told("Relaid")[1]["step"]
+    assert lost_at < 150, "the run was over before the node was lost"
+    assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
+
+
+@pytest.mark.slow
+def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -> None:
+    """It is told, and the run goes on from its checkpoint."""
+    run = run_plainly(
+        tmp_path,
+        SETTINGS.model_copy(update={"checkpoint_every": 5}),
+        4,
+        layout="fsdp=4",
+        snapshot_every=1,
+        snapshot_redundancy="xor:3",
+        node_of=four_nodes,
+        strikes=[once_saved(tmp_path, kill_nodes(four_nodes, "node-2", "node-3"))],
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+    relaid = run.told("Relaid")[1]
+    assert (relaid["source"], relaid["step"] % 5) == ("checkpoint", 0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sim.scenario import Scenario, drawn, drawn_with_bad_numbers, drawn_with_relayouts
+from sim.scenario import (
+    Scenario,
+    drawn,
+    drawn_with_bad_numbers,
+    drawn_with_parities,
+    drawn_with_relayouts,
+)
 from sim.shell import replay
 from sim.simulation import simulate
 
@@ -36,7 +42,9 @@ def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "command" in line]
 
 
-@pytest.mark.parametrize("draw", [drawn, drawn_with_relayouts, drawn_with_bad_numbers])
+@pytest.mark.parametrize(
+    "draw", [drawn, drawn_with_relayouts, drawn_with_bad_numbers, drawn_with_parities]
+)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_replay_says_the_same_and_stands_where_the_run_stood(
     seed: int, draw: Callable[[int], Scenario]

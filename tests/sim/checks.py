@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
 from itertools import count
 from random import Random
 
-from sim.lineage import SPECS, Part, places
+from sim.lineage import SPECS, Part, places, regions_under
 from sim.shell import Records
 from sim.storage import Storage
 
@@ -44,6 +44,7 @@ from elastic.events import (
     StepCommitted,
     WorkerRaised,
 )
+from elastic.keeping import ParitySlot
 from elastic.layout import AXES
 from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Stopped, Waiting
 from elastic.planning import Wish
@@ -79,6 +80,7 @@ class Checks:
         self._parts = parts
         self._snapshots = snapshots
         self._kept: dict[str, list[Part]] = {}
+        self._parities: dict[str, tuple[ParitySlot, ...]] = {}
         self._generation_of: dict[int, int] = {}
         self._well_at = 0.0
         self._generation = 0
@@ -104,8 +106,10 @@ class Checks:
             self._kept.clear()  # the keepers have ended with the job
         if isinstance(event, KeeperTold) and event.generation == state.generation:
             self._kept[event.node] = list(self._snapshots(event))
+            self._parities[event.node] = event.parities
         if isinstance(event, KeeperLost):
             self._kept.pop(event.node, None)
+            self._parities.pop(event.node, None)
         for command in commands:
             match command:
                 case Form():
@@ -218,10 +222,30 @@ class Checks:
         if self._has_rewound:  # spares may still have what has been undone
             held = [(w, part) for w, part in held if self._stands(part, command.from_step)]
         known = [part for w, part in held if (w, part.assignment.generation) in self._ready]
-        told = (part for parts in self._kept.values() for part in parts)
-        kept = [part for part in told if self._stands(part, command.from_step)]
+        told = [part for parts in self._kept.values() for part in parts]
+        kept = [p for p in (*told, *self._remade()) if self._stands(p, command.from_step)]
         covered = newest_covered([*known, *kept])
         assert covered <= command.step, f"rolled back from step {covered}, which is held"
+
+    def _remade(self) -> Iterator[Part]:
+        """What parities bring back: all but one of a set are where their parities are."""
+        holders: dict[tuple[object, ...], dict[str, Part]] = {}
+        for node, slots in self._parities.items():
+            for slot in slots:
+                key = (slot.members, slot.generation, slot.step)
+                for part in self._kept.get(node, []):
+                    is_same_step = part.lineage.step == slot.step
+                    is_same = part.assignment.generation == slot.generation and is_same_step
+                    if is_same and part.regions == regions_under(part.assignment, slot.member):
+                        holders.setdefault(key, {})[slot.member] = part
+        for (members, *_), parts in holders.items():
+            assert isinstance(members, tuple)
+            lost = [member for member in members if member not in parts]
+            if len(lost) == 1:
+                other = next(iter(parts.values()))
+                regions = regions_under(other.assignment, lost[0])
+                pieces = {i: other.lineage.values(i, region) for i, region in regions.items()}
+                yield Part(other.assignment, other.lineage, regions, pieces)
 
     def _stands(self, part: Part, newest_step: int) -> bool:
         told = tuple(self._generation_of.get(step + 1) for step in range(part.lineage.step))

@@ -7,13 +7,14 @@ from typing import Any
 
 from sim.keeper import SimKeeper
 from sim.lineage import SPECS, Lineage, Part, cut, places, regions_under
+from sim.parity import made_again
 from sim.storage import Checkpoint
 from sim.timeline import GroupBroken
 
 from elastic.assignment import Assignment
 from elastic.regions import Region
+from elastic.transfers import Carried, Transfers, derive
 from elastic.transfers import Relayout as RelayoutPlan
-from elastic.transfers import Transfers, derive
 
 Shipment = list[tuple[int, Region, list[int]]]
 """What goes from one worker to another: tensor, region, values."""
@@ -40,10 +41,9 @@ class Moving:
             parts[plan.old.world_rank(worker)] = held
         for part in plan.carried:
             if part.carrier == worker:
-                if part.keeper not in keepers:
+                if not keepers.keys() >= set(part.nodes):
                     raise GroupBroken("a keeper is gone")
-                snapshot = keepers[part.keeper].read(part.member, plan.old.generation, plan.step)
-                parts[plan.old.world_rank(part.member)] = snapshot
+                parts[plan.old.world_rank(part.member)] = _read(part, plan.old, plan.step, keepers)
         return cls(plan, derive(SPECS, plan, worker), parts)
 
     @property
@@ -95,6 +95,21 @@ def from_checkpoint(checkpoint: Checkpoint | None, assignment: Assignment, worke
         return Part(assignment, lineage, regions, pieces)
     pieces = {i: checkpoint.read(i, region) for i, region in regions.items()}
     return Part(assignment, checkpoint.lineage, regions, pieces)
+
+
+def _read(part: Carried, old: Assignment, step: int, keepers: dict[str, SimKeeper]) -> Part:
+    if not part.others:
+        return keepers[part.keeper].read(part.member, old.generation, step)
+    members = tuple(worker for worker, _ in part.others)
+    parts: dict[str, Part] = {}
+    parities: dict[str, list[int]] = {}
+    for worker, node in part.others:
+        if node:
+            parts[worker] = keepers[node].read(worker, old.generation, step)
+            parity = keepers[node].parity(members, worker, old.generation).whole
+            assert step in parity, "invariant 3: a parity is not there"
+            parities[worker] = parity[step]
+    return made_again(part.member, parts, parities, members, old)
 
 
 def _fill(piece: list[int], whole: Region, part: Region, values: list[int]) -> None:

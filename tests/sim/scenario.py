@@ -118,6 +118,22 @@ def drawn_with_snapshots(seed: int) -> Scenario:
     return scenario
 
 
+def drawn_with_parities(seed: int) -> Scenario:
+    """The same on several nodes, whose parts are coded in sets."""
+    scenario = drawn_with_snapshots(seed)
+    random = Random(f"parities/{seed}")
+    most = random.choice((3, 4, 4, 5, 6, 6))
+    scenario.layout, scenario.memory_bytes = f"fsdp={most}", None
+    scenario.workers_per_node = random.choice((1, 1, 2)) if most == 6 else 1
+    scenario.policy = replace(
+        scenario.policy,
+        min_workers=random.randint(1, most),
+        max_workers=most,
+        snapshot_redundancy=random.choice(("xor:2", "xor:3", "xor:5")),
+    )
+    return scenario
+
+
 def drawn_with_storage_faults(seed: int) -> Scenario:
     """The scenario of a seed, with checkpoints by steps and by time, of which some are dropped, and
     storage that fills up or flips bits."""

@@ -24,3 +24,9 @@ KEPT = {
 KEPT_WITH_BAD_NUMBERS = {
     12488: "waited, about to end, for workers that such a run does not start",
 }
+
+KEPT_PARITIES = {
+    1180: "told of other sets at each keeper that started: three changes within a step",
+    4933: "forgot, as it saved, where the state had been before it was moved",
+}
+"""Likewise, of scenarios with parities."""

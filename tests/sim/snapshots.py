@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from copy import deepcopy
 
 from sim.control import Control
 from sim.keeper import SimKeeper
 from sim.lineage import Part
+from sim.parity import chunk_of
 from sim.timeline import Body
 
 from elastic.commands import Protect
 from elastic.keeping import Keeper
+from elastic.parity import ballot_of
 
 PATIENCE_S = 1.0
 
@@ -21,6 +24,7 @@ class Snapshots:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._order: Protect | None = None
+        self._taken_for: Protect | None = None
         self._part: Part | None = None
         self._safe_step = -1
         self._pending = 0
@@ -37,10 +41,16 @@ class Snapshots:
     def are_whole(self) -> bool:
         return self._part is not None and not self._pending and not self._missed
 
+    @property
+    def ballot(self) -> float:
+        whole = self._taken_for if self.are_whole else None
+        return ballot_of(whole.num_changes) if whole else 0.0
+
     def note(self, num_whole: int, num_members: int) -> None:
         """What a vote has told: that step is kept until another is whole everywhere."""
         if self._part and num_whole == num_members:
             self._safe_step = self._part.lineage.step
+            self._check_parities(self._safe_step)
 
     def take(self, part: Part, every: int) -> None:
         """Begin one if it is due: it arrives at one keeper after the other."""
@@ -53,11 +63,12 @@ class Snapshots:
         if not keepers or step % every:
             return
         self._part, self._taken_for = part, order
-        self._pending, self._missed = len(keepers), 0
+        mates = dict(self._mates(order))
+        self._pending, self._missed = len(keepers) + len(mates), 0
         copy, training, delay_s = deepcopy(part), self._control.training, 0.0
         for number, keeper in enumerate(keepers):
-            there = around.keepers.get(keeper.node)
-            if there is None or there.keeper != keeper:
+            there = self._living(keeper)
+            if there is None:
                 self._pending -= 1
                 self._missed += 1
                 continue
@@ -77,6 +88,9 @@ class Snapshots:
                     self._missed += 1
 
             around.timeline.after(delay_s, arrive)
+        for mate, keeper in mates.items():
+            self._spread(order, copy, part, keepers[0], mate, keeper, delay_s)
+            delay_s += around.draw(0.002, 0.02)
 
     def wait(self) -> Body:
         """Before a vote, for what is under way; where a keeper is gone, for another one."""
@@ -85,3 +99,69 @@ class Snapshots:
             yield from self._control.work(0.003)
             if self._missed and self._order is not self._taken_for:
                 self.take(self._part, 1)
+
+    def _mates(self, order: Protect) -> Iterator[tuple[str, Keeper]]:
+        """The others of the worker's set, each with its keeper."""
+        for members in order.sets:
+            if self._control.name in members:
+                for member in members:
+                    if member != self._control.name:
+                        yield member, order.keepers[order.workers.index(member)][0]
+
+    def _living(self, keeper: Keeper) -> SimKeeper | None:
+        there = self._control.around.keepers.get(keeper.node)
+        return there if there and there.keeper == keeper else None
+
+    def _spread(
+        self,
+        order: Protect,
+        copy: Part,
+        part: Part,
+        own: Keeper,
+        mate: str,
+        keeper: Keeper,
+        delay_s: float,
+    ) -> None:
+        """The worker's keeper sends a chunk to a mate's, whether or not the worker still lives;
+        if either keeper dies meanwhile, half of it has come."""
+        around, name = self._control.around, self._control.name
+        [members] = [workers for workers in order.sets if name in workers]
+        generation, step = copy.assignment.generation, copy.lineage.step
+        kept_step = self._safe_step
+
+        def note(is_taken: bool) -> None:
+            if self._part is part and order is self._taken_for:
+                self._pending -= 1
+                self._missed += not is_taken
+
+        def begin() -> None:
+            here, there = self._living(own), self._living(keeper)
+            if not here or not there or not here.has(name, copy):
+                note(is_taken=False)
+            elif there.parity(members, mate, generation).begin(name, step, kept_step):
+                around.timeline.after(around.draw(0.001, 0.02), end)
+            else:
+                note(is_taken=False)
+
+        def end() -> None:
+            here, there = self._living(own), self._living(keeper)
+            if not here or not there:
+                note(is_taken=False)
+                return
+            parity = there.parity(members, mate, generation)
+            note(parity.end(name, step, chunk_of(copy, members, name, mate)))
+
+        around.timeline.after(delay_s + 0.0001, begin)
+
+    def _check_parities(self, step: int) -> None:
+        """What a vote has told is so: all of the set is there, unless a keeper has died since."""
+        order, name = self._taken_for, self._control.name
+        assert order
+        for members in order.sets:
+            keepers = {m: self._living(order.keepers[order.workers.index(m)][0]) for m in members}
+            if name not in members or not all(keepers.values()):
+                continue
+            for member, keeper in keepers.items():
+                assert keeper
+                parity = keeper.parity(members, member, order.generation)
+                assert step in parity.whole, f"counted as whole: {member}'s keeper lacks a parity"

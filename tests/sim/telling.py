@@ -34,6 +34,7 @@ from elastic.commands import (
 )
 from elastic.events import Event, Quiesced, RunOpened, Settled, StateReady, StepCommitted
 from elastic.phases import Aborting, Phase, Waiting
+from elastic.relayout import Carried
 
 
 def command_in_words(command: Command) -> str:
@@ -50,11 +51,7 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartKeeper():
             return command.node
         case Protect():
-            told = [
-                f"{w}@{'+'.join(k.node for k in ks)}"
-                for w, ks in zip(command.workers, command.keepers, strict=True)
-            ]
-            return f"g{command.generation} {_names(told)}"
+            return _of_protect(command)
         case AskKeepers() | ForgetSnapshots():
             return f"g{command.generation} {_names(command.nodes)}"
         case StopWorker():
@@ -120,14 +117,27 @@ def _of_saving(
             return f"step {command.step} g{command.generation} {files}"
 
 
+def _of_protect(command: Protect) -> str:
+    pairs = zip(command.workers, command.keepers, strict=True)
+    told = [f"{worker}@{'+'.join(k.node for k in keepers)}" for worker, keepers in pairs]
+    sets = "".join(f", parity of {_names(workers)}" for workers in command.sets)
+    reason = f": {command.reason}" if command.reason else ""
+    return f"g{command.generation} {_names(told)}{sets}{reason}"
+
+
 def _of_form(form: Form) -> str:
     assignment, plan = form.assignment, form.plan
     spares = f", spares {_names(assignment.spares)}" if assignment.spares else ""
     old = f", g{plan.old.generation} is held by {_names(plan.holders)}" if plan.old else ""
     where = f"{assignment.layout} {_names(assignment.members)}"
-    carried = [f"{part.member}@{part.keeper}->{part.carrier}" for part in plan.carried]
+    carried = [f"{p.member}@{_where(p)}->{p.carrier}" for p in plan.carried]
     snapshots = f", snapshots {_names(carried)}" if carried else ""
     return f"g{form.generation} for step {plan.step}: {where}{spares}{old}{snapshots}"
+
+
+def _where(part: Carried) -> str:
+    """At which keeper it is; what is made again, of what which of them have."""
+    return f"({'^'.join(part.nodes)})" if part.others else part.keeper
 
 
 def event_in_words(event: Event) -> str:

@@ -9,16 +9,18 @@ import pytest
 from sim.scenario import (
     drawn,
     drawn_with_bad_numbers,
+    drawn_with_parities,
     drawn_with_relayouts,
     drawn_with_snapshots,
     drawn_with_storage_faults,
 )
-from sim.seeds import KEPT, KEPT_WITH_BAD_NUMBERS
+from sim.seeds import KEPT, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 200
+NUM_SEEDS_PARITIES = 150
 NUM_SEEDS_STORAGE = 200
 NUM_SEEDS_NUMBERS = 200
 NUM_SEEDS_SLOW = 12_000
@@ -40,6 +42,12 @@ def test_layouts_change_among_what_is_drawn(first: int) -> None:
 def test_snapshots_are_taken_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_snapshots(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_PARITIES, 50))
+def test_parities_are_kept_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_parities(seed))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_STORAGE, 50))
@@ -64,6 +72,11 @@ def test_what_was_found_among_bad_numbers_is_not_found_again(seed: int) -> None:
     simulate(drawn_with_bad_numbers(seed))
 
 
+@pytest.mark.parametrize("seed", KEPT_PARITIES)
+def test_what_was_found_with_parities_is_not_found_again(seed: int) -> None:
+    simulate(drawn_with_parities(seed))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SEEDS + NUM_SEEDS_SLOW, 1000))
 def test_many_more(first: int) -> None:
@@ -83,3 +96,10 @@ def test_many_more_with_changing_layouts(first: int) -> None:
 def test_many_more_with_bad_numbers(first: int) -> None:
     for seed in range(first, first + 1000):
         simulate(drawn_with_bad_numbers(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS, NUM_SEEDS + NUM_SEEDS_SLOW // 4, 1000))
+def test_many_more_with_parities(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn_with_parities(seed))

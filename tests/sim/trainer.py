@@ -26,6 +26,7 @@ from elastic.events import (
     StateReady,
     StepCommitted,
 )
+from elastic.parity import num_whole
 from elastic.parts import my_share
 from elastic.samples import batch_ids, deal
 from elastic.votes import StepRecord, Vote
@@ -198,7 +199,7 @@ class Trainer:
         loss, control.next_loss = control.next_loss, 1.0
         is_bad, control.num_nans = control.num_nans > 0, max(0, control.num_nans - 1)
         saves, writes = control.save_is_wished(self._writer.begun_step), self._writer.is_busy
-        flags = (is_bad, control.pause_is_wished, self.snapshots.are_whole, saves, writes)
+        flags = (is_bad, control.pause_is_wished, self.snapshots.ballot, saves, writes)
         ballot = (*self._samples(step), loss, flags)
         brought = yield from control.meet("vote", self._order, step, ballot)
         by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
@@ -210,6 +211,7 @@ class Trainer:
         assert voted >= around.newest_vote, "invariant 6: two generations run"
         around.newest_vote = voted
         counts = [sum(flag) for flag in zip(*(told for *_, told in brought.values()), strict=True)]
+        counts[2] = num_whole(round(counts[2]))
         self.snapshots.note(counts[2], len(brought))
         loss_sum, n = sum(loss for *_, loss, _ in brought.values()), len(brought)
         stepper.vote = Vote(step, loss_sum, n, 1.0, n, *counts)

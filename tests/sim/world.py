@@ -298,7 +298,9 @@ class World:
         if isinstance(command, ForgetSnapshots):
             keeper.forget(command.generation)
         else:
-            self.post_soon(KeeperTold(node, command.generation, keeper.told()), within_s=0.005)
+            slots, parities = keeper.told(), keeper.told_parities()
+            told = KeeperTold(node, command.generation, slots, parities=parities)
+            self.post_soon(told, within_s=0.005)
 
     def lose_keeper(self, node: str) -> None:
         """Its process is gone, and all that it kept."""

@@ -49,6 +49,8 @@ CASES = {
     ),
     "no spike": (["tiny", "--set", "spike_factor=0.5"], "more than 1"),
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
+    "redundancy is unknown": (["tiny", "--set", "snapshot_redundancy=raid6"], "copy, or xor:3"),
+    "parity of nothing": (["tiny", "--set", "snapshot_redundancy=xor:0"], "copy, or xor:3"),
     "steps are negative": (["tiny", "--steps", "-5"], "greater than 0"),
 }
 

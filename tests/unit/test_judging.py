@@ -19,6 +19,7 @@ from elastic.events import (
     StoreReady,
     WorkerReady,
 )
+from elastic.keeping import Placement
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.rewinding import distrust
@@ -222,7 +223,7 @@ def test_snapshots_of_what_is_distrusted_protect_nobody() -> None:
     assert core.state.held
     state, assignment = core.state, core.state.held.assignment
     state.shelves = [Shelf(assignment, newest) for newest in (2, 9, None)]
-    state.protected = {"w0": ("node",)}
+    state.protected = Placement({"w0": ("node",)})
     distrust(state, 5)
     assert [shelf.newest_step for shelf in state.shelves] == [2, 5, 5]
-    assert state.protected == {}
+    assert not state.protected.copies

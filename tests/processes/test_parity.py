@@ -1,0 +1,252 @@
+"""Parities at real keepers: what comes together, what is made again, and what does not count."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from test_keeper import HOST, Child, never
+
+from actors.keeper import KeeperServer
+from actors.messages import hear, tell
+from actors.snapshot_memory import read_snapshot, sizes_of
+from actors.snapshots import Snapshots
+from elastic.assignment import Assignment
+from elastic.commands import Protect
+from elastic.events import KeeperTold
+from elastic.keeping import Keeper
+from elastic.layout import Layout
+from elastic.parity import chunk_size
+from elastic.recovery import bring_back
+from elastic.relayout import Carried
+from elastic.specs import TensorSpec
+
+NUM_NODES = 4
+SPECS = (
+    TensorSpec("large", (6_000_001,), fsdp_dim=0),
+    TensorSpec("uneven", (5, 3), dtype="float64", fsdp_dim=0),
+    TensorSpec("scalar", (), dtype="int64"),
+    TensorSpec("running", (5,), kind="buffer"),
+)
+"""Parts of 6 MB, more than any socket's buffers take, and not all of one size."""
+MEMBERS = tuple(f"w{rank}" for rank in range(NUM_NODES))
+ASSIGNMENT = Assignment(3, Layout(fsdp=NUM_NODES), MEMBERS)
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started = [Child(f"n{number}") for number in range(NUM_NODES)]
+    yield started
+    for child in started:
+        child.end()
+
+
+def part(rank: int, step: int) -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    size = [1_500_001, 1_500_001, 1_500_001, 1_499_998][rank]
+    rows = [2, 2, 1, 0][rank]
+    return {
+        "large": torch.rand(size, generator=made),
+        "uneven": torch.rand(rows, 3, dtype=torch.float64, generator=made),
+        "scalar": torch.tensor(step),
+        "running": torch.rand(5, generator=made),
+    }
+
+
+def order_for(keepers: list[Keeper], num_changes: int = 1) -> Protect:
+    return Protect(3, MEMBERS, tuple((k,) for k in keepers), (MEMBERS,), num_changes)
+
+
+def snapshots_at(order: Protect) -> list[Snapshots]:
+    """One worker's on each node."""
+    found = []
+    for rank, worker in enumerate(MEMBERS):
+        found.append(Snapshots(worker, f"n{rank}", SPECS, every=1))
+        found[-1].protect(order)
+    return found
+
+
+def take(snapshots: list[Snapshots], step: int) -> None:
+    """All of them at once, and the vote after."""
+    for rank, mine in enumerate(snapshots):
+        mine.take(step, ASSIGNMENT, part(rank, step))
+    for mine in snapshots:
+        mine.await_whole(never)
+    num = sum(mine.are_whole for mine in snapshots)
+    for mine in snapshots:
+        mine.note_vote(num, NUM_NODES)
+
+
+def told(children: list[Child]) -> dict[str, KeeperTold]:
+    """What those keepers that live tell."""
+    found = {}
+    for child in children:
+        if child.process.is_alive():
+            child.pipe.send((True, 3))
+            answer = child.pipe.recv()
+            found[answer.node] = answer
+    return found
+
+
+def made_again(children: list[Child], lost: int, step: int) -> dict[str, torch.Tensor]:
+    answers = told(children)
+    back = bring_back(
+        {node: answer.slots for node, answer in answers.items()},
+        {node: answer.parities for node, answer in answers.items()},
+    )
+    [others] = [o for s, o in back.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
+    keepers = {child.keeper.node: child.keeper for child in children}
+    carried = Carried(MEMBERS[lost], "w9", "", others)
+    return read_snapshot(carried, keepers, "n9", SPECS, ASSIGNMENT, step)
+
+
+@pytest.mark.parametrize("lost", range(NUM_NODES))
+def test_what_a_node_had_is_made_again_bit_for_bit(children: list[Child], lost: int) -> None:
+    snapshots = snapshots_at(order_for([child.keeper for child in children]))
+    for step in (1, 2, 3):
+        take(snapshots, step)
+        assert all(mine.are_whole for mine in snapshots)
+    sizes = sizes_of(SPECS, ASSIGNMENT, MEMBERS)
+    answers = told(children)
+    assert sum(answer.received_bytes for answer in answers.values()) == 3 * sum(sizes)
+    kept_bytes = sum(answer.memory_bytes for answer in answers.values())
+    assert kept_bytes == 2 * (sum(sizes) + NUM_NODES * chunk_size(sizes))
+    assert chunk_size(sizes) <= max(sizes) / (NUM_NODES - 1) + 64
+    children[lost].end()
+    for step in (2, 3):
+        found = made_again(children, lost, step)
+        for name, tensor in part(lost, step).items():
+            assert torch.equal(found[name], tensor), name
+    for mine in snapshots:
+        mine.end_generation()
+
+
+def test_without_one_contribution_nothing_is_whole_and_what_was_is_kept(
+    children: list[Child],
+) -> None:
+    """One worker takes none of step 2: the others' parities of it lack its chunks."""
+    snapshots = snapshots_at(order_for([child.keeper for child in children]))
+    take(snapshots, 1)
+    take(snapshots[:3], 2)
+    take(snapshots[:3], 3)
+    for answer in told(children).values():
+        assert 1 in {slot.step for slot in answer.parities}
+        if answer.node != "n3":
+            assert {slot.step for slot in answer.parities} == {1}
+    children[1].end()
+    assert torch.equal(made_again(children, 1, 1)["large"], part(1, 1)["large"])
+    for mine in snapshots:
+        mine.end_generation()
+
+
+def test_a_keeper_begun_anew_gets_all_again_under_the_next_order(children: list[Child]) -> None:
+    keepers = [child.keeper for child in children]
+    snapshots = snapshots_at(order_for(keepers))
+    take(snapshots, 1)
+    children[2].end()
+    children[2] = Child("n2")
+    keepers[2] = children[2].keeper
+    order = order_for(keepers, num_changes=2)
+    for rank, mine in enumerate(snapshots):
+        mine.take(2, ASSIGNMENT, part(rank, 2))
+    threading.Timer(0.3, lambda: [mine.protect(order) for mine in snapshots]).start()
+    for mine in snapshots:
+        mine.await_whole(never)
+    assert all(mine.are_whole for mine in snapshots)
+    children[0].end()
+    for name, tensor in part(0, 2).items():
+        assert torch.equal(made_again(children, 0, 2)[name], tensor), name
+    for mine in snapshots:
+        mine.end_generation()
+
+
+def test_what_other_sets_had_is_freed_once_something_newer_is_whole(
+    children: list[Child],
+) -> None:
+    keepers = [child.keeper for child in children]
+    snapshots = snapshots_at(order_for(keepers))
+    take(snapshots, 1)
+    smaller = Protect(3, MEMBERS, tuple((k,) for k in keepers), (MEMBERS[:3],), 2)
+    for mine in snapshots:
+        mine.protect(smaller)
+    for step in (2, 3):
+        take(snapshots, step)
+        assert all(mine.are_whole for mine in snapshots)
+        sets = {p.members for answer in told(children).values() for p in answer.parities}
+        assert sets == ({MEMBERS, MEMBERS[:3]} if step == 2 else {MEMBERS[:3]})
+    for mine in snapshots:
+        mine.end_generation()
+
+
+class Chunk:
+    """One other keeper's connection that brings a chunk, at the test's own pace."""
+
+    def __init__(self, server: KeeperServer, worker: str, step: int, body: bytes) -> None:
+        self.step, self.body = step, body
+        self.socket = socket.create_connection((server.keeper.host, server.keeper.port))
+        about = {"generation": 3, "kept_step": -2, "members": ["w0", "w1", "w2"], "at": "w0"}
+        sizes = {"parity_bytes": len(body), "num_bytes": len(body)}
+        tell(self.socket, do="fold", worker=worker, step=step, **about, **sizes)
+        self.answer = hear(self.socket)
+
+    def send(self, num_bytes: int | None = None) -> None:
+        self.socket.sendall(self.body[:num_bytes])
+
+    def finish(self) -> bool:
+        tell(self.socket, step=self.step)
+        return bool((hear(self.socket) or {}).get("is_whole"))
+
+
+ONES, TWOS = bytes([1]) * 5_000_000, bytes([2]) * 5_000_000
+
+
+def parities_of(server: KeeperServer) -> list[int]:
+    return [parity.step for parity in server.told(3).parities]
+
+
+def test_a_chunk_that_breaks_off_spoils_its_step_alone() -> None:
+    server = KeeperServer("n0", "", HOST)
+    torn, other = Chunk(server, "w1", 5, ONES), Chunk(server, "w2", 5, TWOS)
+    torn.send(4_500_000)
+    torn.socket.close()
+    other.send()
+    assert other.finish()
+    assert Chunk(server, "w1", 5, ONES).answer is None, "it would be folded in twice"
+    assert parities_of(server) == []
+    for worker, body in (("w1", ONES), ("w2", TWOS)):
+        chunk = Chunk(server, worker, 6, body)
+        chunk.send()
+        assert chunk.finish()
+    assert parities_of(server) == [6]
+
+
+def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
+    server = KeeperServer("n0", "", HOST)
+    for worker, body in (("w1", ONES), ("w2", TWOS)):
+        chunk = Chunk(server, worker, 5, body)
+        chunk.send()
+        assert chunk.finish()
+        assert Chunk(server, worker, 5, body).answer == {"is_wanted": False}
+    with socket.create_connection((server.keeper.host, server.keeper.port)) as reader:
+        about = {"generation": 3, "step": 5, "members": ["w0", "w1", "w2"], "at": "w0"}
+        tell(reader, do="get", **about, begin=10, end=1010)
+        assert hear(reader) == {"num_bytes": 1000}
+        assert np.all(np.frombuffer(reader.recv(1000, socket.MSG_WAITALL), np.uint8) == 3)
+
+
+def test_a_slow_chunk_of_an_older_step_does_not_reach_the_newer() -> None:
+    server = KeeperServer("n0", "", HOST)
+    slow = Chunk(server, "w1", 5, ONES)
+    slow.send(1000)
+    newer = [Chunk(server, "w1", 6, ONES), Chunk(server, "w2", 6, TWOS)]
+    for chunk in newer:
+        chunk.send()
+        assert chunk.finish()
+    with pytest.raises(OSError):
+        for _ in range(100):
+            slow.send()
+    assert parities_of(server) == [6]

@@ -1,0 +1,214 @@
+"""Sets, chunks and parities against brute force: any one part lost is made again, bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+from geometry_strategies import layouts, profile
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.assignment import Assignment
+from elastic.holdings import any_state, uncovered
+from elastic.keeping import (
+    ParitySlot,
+    Placement,
+    Slot,
+    carry,
+    place_snapshots,
+    shortfall,
+)
+from elastic.layout import Layout
+from elastic.parity import (
+    ALIGNED_BYTES,
+    ballot_of,
+    chunk_size,
+    chunk_within,
+    make_sets,
+    num_whole,
+    reads_for,
+)
+from elastic.recovery import bring_back
+from elastic.seating import Place
+
+piles = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 6), max_size=8)
+
+
+def folded(parts: list[bytes], keeper: int) -> bytes:
+    """The parity at a member's keeper, byte by byte."""
+    parity = bytearray(chunk_size([len(part) for part in parts]))
+    for member in range(len(parts)):
+        if member != keeper:
+            chunk = chunk_within([len(part) for part in parts], member, keeper)
+            for place, byte in enumerate(parts[member][chunk.start : chunk.stop]):
+                parity[place] ^= byte
+    return bytes(parity)
+
+
+@profile(100)
+@given(st.lists(st.binary(min_size=1, max_size=900), min_size=2, max_size=6), st.data())
+def test_any_one_part_is_made_again_of_the_others(parts: list[bytes], data: st.DataObject) -> None:
+    sizes = [len(part) for part in parts]
+    lost = data.draw(st.sampled_from(range(len(parts))))
+    made = bytearray(sizes[lost])
+    for read in reads_for(sizes, lost):
+        assert read.member != lost
+        held = folded(parts, read.member) if read.is_parity else parts[read.member]
+        found = held[read.begin : read.begin + read.num_bytes]
+        assert len(found) == read.num_bytes
+        for place, byte in enumerate(found):
+            made[read.into + place] ^= byte
+    assert bytes(made) == parts[lost]
+
+
+@profile(100)
+@given(st.lists(st.integers(0, 10**9), min_size=2, max_size=9))
+def test_each_byte_is_sent_once_and_a_parity_is_a_kth_of_the_largest_part(sizes: list[int]) -> None:
+    members = range(len(sizes))
+    for member in members:
+        chunks = sorted(
+            (chunk_within(sizes, member, keeper) for keeper in members if keeper != member),
+            key=lambda chunk: chunk.start,
+        )
+        assert chunks[0].start == 0
+        assert chunks[-1].stop == sizes[member]
+        assert all(a.stop == b.start for a, b in pairwise(chunks))
+    num_chunks = len(sizes) - 1
+    assert chunk_size(sizes) * num_chunks - max(sizes) < num_chunks * ALIGNED_BYTES
+
+
+@profile(150)
+@given(piles, st.integers(1, 5), st.randoms(use_true_random=False))
+def test_sets_are_of_different_domains_and_take_whom_they_can(
+    counts: dict[str, int], num_chunks: int, random: object
+) -> None:
+    by_domain = {d: [f"{d}{i}" for i in range(n)] for d, n in counts.items()}
+    sets = make_sets(by_domain, num_chunks)
+    used = Counter(worker for workers in sets for worker in workers)
+    assert all(count == 1 for count in used.values())
+    for workers in sets:
+        assert len({worker[0] for worker in workers}) == len(workers)
+        assert 3 <= len(workers) <= num_chunks + 1
+    left = {d for d, workers in by_domain.items() if set(workers) - set(used)}
+    assert len(left) < 3 or num_chunks < 2
+    again = make_sets(dict(reversed(by_domain.items())), num_chunks)
+    assert again == sets, "invariant 2: the order of arrival decides"
+
+
+def even(num_nodes: int, per_node: int) -> tuple[Assignment, dict[str, Place]]:
+    """`fsdp` over all workers, dealt out to the nodes in turn."""
+    members = tuple(f"w{rank}" for rank in range(num_nodes * per_node))
+    places = {w: Place(f"n{rank % num_nodes}") for rank, w in enumerate(members)}
+    return Assignment(3, Layout(fsdp=len(members)), members), places
+
+
+def kept(
+    assignment: Assignment, placement: Placement, places: dict[str, Place], step: int, dead: str
+) -> tuple[dict[str, tuple[Slot, ...]], dict[str, tuple[ParitySlot, ...]]]:
+    """What the keepers tell once one node is gone."""
+    slots: dict[str, tuple[Slot, ...]] = {}
+    parities: dict[str, tuple[ParitySlot, ...]] = {}
+    for worker, nodes in placement.copies.items():
+        for node in set(nodes) - {dead}:
+            slots[node] = (*slots.get(node, ()), Slot(worker, assignment.generation, step))
+    for members in placement.sets:
+        for member in members:
+            node = places[member].node
+            if node != dead:
+                slot = ParitySlot(members, member, assignment.generation, step)
+                parities[node] = (*parities.get(node, ()), slot)
+    return slots, parities
+
+
+@profile(100)
+@given(layouts(12), st.integers(2, 6), st.integers(1, 5), st.integers(0, 3), st.data())
+def test_the_loss_of_any_node_leaves_the_state_covered(
+    layout: Layout, num_nodes: int, num_chunks: int, num_racks: int, data: st.DataObject
+) -> None:
+    members = tuple(f"w{rank}" for rank in range(layout.num_workers))
+    node = st.integers(0, num_nodes - 1)
+    numbers = [data.draw(node) for _ in members]
+    places = {
+        worker: Place(f"n{number}", f"r{number % num_racks}" if num_racks else "")
+        for worker, number in zip(members, numbers, strict=True)
+    }
+    keepers = sorted(set(places.values()))
+    assignment = Assignment(3, layout, members)
+    placement = place_snapshots(assignment, places, keepers, num_chunks)
+    if len(keepers) < 2 or not placement.copies:
+        return
+    dead = data.draw(st.sampled_from(keepers)).node
+    slots, parities = kept(assignment, placement, places, 7, dead)
+    back = bring_back(slots, parities)
+    there = {slot.worker for held in slots.values() for slot in held} | {s.worker for s in back}
+    ranks = [rank for rank, worker in enumerate(members) if worker in there]
+    assert uncovered(any_state(layout), layout, ranks) is None
+    alive = {worker: place for worker, place in places.items() if place.node != dead}
+    if alive:
+        rest = tuple(sorted(alive))
+        new = Assignment(4, Layout(dp=len(rest)), rest)
+        remade = {slot.worker: others for slot, others in back.items()}
+        for part in carry(assignment, {}, new, alive, remade):
+            assert part.carrier in alive
+            assert dead not in part.nodes
+
+
+def test_a_set_loses_one_worker_a_node_and_costs_a_kth() -> None:
+    assignment, places = even(num_nodes=4, per_node=3)
+    placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
+    assert len(placement.sets) == 3
+    assert {len(workers) for workers in placement.sets} == {4}
+    assert all(nodes == (places[w].node,) for w, nodes in placement.copies.items())
+
+
+def test_two_losses_in_a_set_are_too_many() -> None:
+    assignment, places = even(num_nodes=4, per_node=1)
+    placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
+    slots, parities = kept(assignment, placement, places, 7, "n0")
+    assert [slot.worker for slot in bring_back(slots, parities)] == ["w0"]
+    for told in (slots, parities):
+        told.pop("n1")
+    assert not bring_back(slots, parities)
+
+
+def test_a_parity_of_another_step_is_of_no_use() -> None:
+    assignment, places = even(num_nodes=4, per_node=1)
+    placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
+    slots, parities = kept(assignment, placement, places, 7, "n0")
+    _, older = kept(assignment, placement, places, 6, "n0")
+    assert not bring_back(slots, parities | {"n2": older["n2"]})
+
+
+def test_fewer_domains_make_smaller_sets_and_two_make_copies() -> None:
+    for num_nodes, num_members in ((3, 3), (4, 4), (6, 4)):
+        assignment, places = even(num_nodes, per_node=1)
+        placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
+        assert len(placement.sets[0]) == num_members
+    assignment, places = even(num_nodes=2, per_node=2)
+    placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
+    assert placement == place_snapshots(assignment, places, sorted(set(places.values())))
+    assert not placement.sets
+
+
+def test_it_is_told_what_of_the_wish_cannot_be_had() -> None:
+    def told(num_nodes: int, per_node: int, num_chunks: int) -> str:
+        assignment, places = even(num_nodes, per_node)
+        keepers = sorted(set(places.values()))
+        return shortfall(place_snapshots(assignment, places, keepers, num_chunks), num_chunks)
+
+    assert told(4, 2, 3) == told(2, 2, 0) == ""
+    wants = "xor:3 wants 4 nodes a set: "
+    assert told(3, 2, 3) == wants + "6 parts in smaller sets"
+    assert told(2, 2, 3) == told(1, 4, 3).replace(
+        "nothing is kept elsewhere", "4 parts copied whole"
+    )
+    assert told(1, 4, 3) == wants + "nothing is kept elsewhere"
+    assert told(5, 1, 3) == wants + "1 parts copied whole"
+
+
+def test_only_ranks_under_the_same_order_count_together() -> None:
+    assert num_whole(round(sum(ballot_of(1) for _ in range(10_000)))) == 10_000
+    mixed = sum([*(ballot_of(1) for _ in range(7)), *(ballot_of(2) for _ in range(3))])
+    assert num_whole(round(mixed)) == 7
+    assert num_whole(0) == 0

@@ -1,0 +1,77 @@
+"""A whole node of a real Ray cluster is lost, and what it alone had comes out of parities."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+
+import psutil
+import pytest
+from command_line import ROOT, Command
+from ray.cluster_utils import Cluster
+from test_model_axes import arguments
+from test_ray_snapshots import are_protected, assert_nothing_is_lost
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+NUM_NODES = 4
+NUM_STEPS = 120
+
+
+@contextmanager
+def on_nodes(storage: Path, *train: str) -> Iterator[Command]:
+    """`elastic train` on a cluster of so many nodes of one processor each."""
+    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})
+    for _ in range(NUM_NODES - 1):
+        cluster.add_node(num_cpus=1)
+    command = [sys.executable, "-m", "pipelines", "train", *train, "--run-name", "run"]
+    process = subprocess.Popen(
+        [*command, "--storage", str(storage)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "RAY_ADDRESS": cluster.address},
+        cwd=ROOT,
+    )
+    try:
+        yield Command(process, storage / "run", folder)
+    finally:
+        process.kill()
+        process.communicate()
+        cluster.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def node_of(pid: int) -> list[psutil.Process]:
+    """The raylet under which a process runs, and all that runs under it."""
+    raylet = psutil.Process(pid).parent()
+    assert raylet is not None
+    return [*raylet.children(recursive=True), raylet]
+
+
+def is_needed(processes: list[psutil.Process]) -> bool:
+    """Whether the run itself hangs on that node."""
+    names = {process.name().removeprefix("ray::") for process in processes}
+    return bool(names & {"RayController", "RayStore"})
+
+
+def test_a_whole_node(tmp_path: Path) -> None:
+    train = arguments("tiny", "fsdp=4", "2:4", NUM_STEPS)
+    with on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
+        command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
+        [told] = command.lines("Protect")
+        assert [len(workers) for workers in told["sets"]] == [NUM_NODES]
+        assert {len(keepers) for keepers in told["keepers"]} == {1}
+        nodes = (node_of(line["pid"]) for line in command.lines("WorkerReady"))
+        for process in next(node for node in nodes if not is_needed(node)):
+            process.send_signal(signal.SIGKILL)
+        code, output = command.finish()
+        assert code == 0, output
+        assert_nothing_is_lost(command, NUM_STEPS)
