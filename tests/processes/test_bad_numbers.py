@@ -13,9 +13,10 @@ from expected import expected
 from harness import Outcome, run_plainly
 from spoilers import SPOILT_BATCH, SPOILT_STEP
 
-from actors.checkpoints import newest_whole
+from actors.checkpoints import find_checkpoints
 from actors.faults import Fault
 from actors.launch import exit_code
+from actors.storage import open_storage
 from elastic.events import LayoutRequested
 from elastic.layout import Layout
 from elastic.planning import Wish
@@ -47,7 +48,7 @@ def weights_at(run: Outcome, step: int) -> dict[str, torch.Tensor]:
     [path] = {line["path"] for line in run.told("Checkpointed") if line["step"] == step}
     program = TrainingProgram(SETTINGS.model_dump(mode="json"), device="cpu")
     wanted = {s.name: Region.whole(s.shape) for s in program.specs() if s.kind == "parameter"}
-    return program.read_regions(Path(path), wanted)
+    return program.read_regions(open_storage(path), wanted)
 
 
 def assert_same(run: Outcome, losses: list[float], weights: dict[str, torch.Tensor]) -> None:
@@ -248,7 +249,7 @@ def test_two_replicas_and_nothing_to_go_back_to_end_the_run(tmp_path: Path) -> N
     assert exit_code(run.stopped, 0) == 1
     assert "w0 and w1 hold different bits" in run.stopped.reason
     assert "set checkpoint_every" in run.stopped.reason
-    assert newest_whole(run.folder)[0].step == 8
+    assert find_checkpoints(run.run).whole[-1].step == 8
     # A person has looked, and begins it again.
     again = run_plainly(tmp_path, settings, 2, layout="dp=2", audit_every=4)
     assert again.stopped.outcome == "completed"
