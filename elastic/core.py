@@ -10,11 +10,12 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import assert_never
 
-from elastic import aborting, forming, protecting, roster, running, saving, wishing
+from elastic import aborting, forming, protecting, restarting, roster, running, saving, wishing
 from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
     CheckpointDamaged,
     Checkpointed,
+    ControllerRestarted,
     Evaluated,
     Event,
     GroupFormed,
@@ -100,6 +101,8 @@ class Core:
         match event:
             case RunOpened():
                 return self._open(now, event)
+            case ControllerRestarted():
+                return restarting.on_restarted(state, now, event)
             case StoreReady():
                 state.store_host, state.store_port = event.host, event.port
             case StoreLost():

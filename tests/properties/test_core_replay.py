@@ -7,7 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sim.scenario import Scenario, drawn, drawn_with_relayouts
+from sim.scenario import (
+    Scenario,
+    drawn,
+    drawn_with_controller_restarts,
+    drawn_with_relayouts,
+)
 from sim.shell import replay
 from sim.simulation import simulate
 
@@ -36,7 +41,7 @@ def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "command" in line]
 
 
-@pytest.mark.parametrize("draw", [drawn, drawn_with_relayouts])
+@pytest.mark.parametrize("draw", [drawn, drawn_with_relayouts, drawn_with_controller_restarts])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_replay_says_the_same_and_stands_where_the_run_stood(
     seed: int, draw: Callable[[int], Scenario]
@@ -46,7 +51,7 @@ def test_a_replay_says_the_same_and_stands_where_the_run_stood(
     assert texts
     lines = [json.loads(text) for text in texts]
     final = encode(world.shell.core.state)
-    assert encode(replay(texts).state) == final
+    assert encode(replay(texts).core.state) == final
     begins = [0, *(i for i, line in enumerate(lines) if "CoreState" in line)]
     for begin in begins:
         core = Core(replayed(lines[begin])) if begin else Core()
@@ -69,4 +74,4 @@ def test_a_journal_cut_anywhere_gives_the_state_of_that_moment() -> None:
         if told is not None and not isinstance(told, CoreState):
             core.step(now, told)
         if i % 25 == 0:
-            assert encode(replay(texts[: i + 1]).state) == encode(core.state)
+            assert encode(replay(texts[: i + 1]).core.state) == encode(core.state)

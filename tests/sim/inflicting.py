@@ -146,6 +146,11 @@ def _restart(world: World, worker: SimWorker) -> None:
     world.timeline.after(0.0, partial(world.restart, policy))
 
 
+def _restart_controller(world: World, worker: SimWorker) -> None:
+    """It alone dies, and comes back."""
+    world.timeline.after(0.0, world.kill_controller)
+
+
 _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "kill": _kill,
     "kill two": _kill_two,
@@ -168,4 +173,5 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "flap": _flap,
     "stop": _stop,
     "restart": _restart,
+    "restart the controller": _restart_controller,
 }

@@ -14,10 +14,10 @@ from sim.keeper import SimKeeper
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.scenario import Scenario, bound_s
-from sim.shell import Records, SimShell, replay
+from sim.shell import Death, Records, SimShell, replay
 from sim.storage import Storage
 from sim.timeline import Channel, Timeline
-from sim.worker import Order, SimWorker
+from sim.worker import SimWorker
 
 from elastic.commands import (
     Abort,
@@ -26,6 +26,7 @@ from elastic.commands import (
     DropCheckpoints,
     ForgetSnapshots,
     Form,
+    Order,
     Pause,
     Protect,
     PublishCheckpoint,
@@ -44,12 +45,14 @@ from elastic.commands import (
 from elastic.core import Core
 from elastic.events import (
     Checkpointed,
+    ControllerRestarted,
     Event,
     KeeperLost,
     KeeperReady,
     KeeperTold,
     PartFailed,
     RunOpened,
+    StoreLost,
     StoreReady,
     WorkerLost,
     WorkerReady,
@@ -57,6 +60,7 @@ from elastic.events import (
 )
 from elastic.keeping import Keeper
 from elastic.policy import Policy
+from elastic.wire import command_line
 
 HORIZON_S = 900.0
 
@@ -74,6 +78,8 @@ class Link:
     next_delay_s: float = 0.0
     next_order_delay_s: float = 0.0
     cut: bool = False
+    loses_older: bool = False
+    """What a controller that has died had sent is not delivered any more."""
 
 
 class World:
@@ -93,7 +99,7 @@ class World:
         self._num_slow_starters = scenario.num_slow_starters
         self._num_started = 0
         self._num_stores = self._num_keepers = 0
-        restarts = any(fault.action == "restart" for fault in self.faults)
+        restarts = any("restart" in fault.action for fault in self.faults)
         self.records = Records([] if keep_journal or restarts else None)
         self.checks = Checks(
             self.random, bound_s(scenario.policy), self._parts_of, self._snapshots_of
@@ -128,9 +134,10 @@ class World:
             policy.collective_timeout_s,
             self._report,
             self._pass_moment,
+            self._incarnation,
             snapshot_every=policy.snapshot_every,
         )
-        self.shell = SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
+        self.shell = self._shell(core)
         saved = self.storage.whole()
         wish = replace(scenario.wish, max_workers=policy.max_workers)
         self.shell.post(RunOpened(self._incarnation, policy, wish, scenario.job, saved))
@@ -142,7 +149,84 @@ class World:
             self.links[worker.name].cut = True
             worker.die()
         self.workers.clear()
-        self.open(replay(self.records.journal or []), policy)
+        self.open(replay(self.records.journal or []).core, policy)
+
+    def kill_controller(self) -> None:
+        """It dies amid its next event or at once, and is back a little later."""
+        absence_s = self.random.uniform(0.3, 4.0)
+        dead = self.shell
+
+        def come_back() -> None:
+            if self.shell is dead:
+                self._reattach()
+
+        def die() -> None:
+            self.checks.note_fault(self.timeline.now + absence_s)
+            for link in self.links.values():
+                link.loses_older = self.random.random() < 0.5
+            self.timeline.after(absence_s, come_back)
+
+        if self.random.random() < 0.5:
+            lines, commands = self.random.randint(0, 5), self.random.randint(0, 4)
+            dead.die_at_next_event(Death(lines, commands, die))
+        elif dead.outcome is None:
+            dead.close()
+            die()
+
+    def _shell(self, core: Core) -> SimShell:
+        return SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
+
+    def _reattach(self) -> None:
+        """As `actors/shell.py` and `actors/ray_fleet.py` do."""
+        self._incarnation += 1
+        self.around.incarnation = self._incarnation
+        before = replay(self.records.journal or [])
+        state = before.core.state
+        for command in before.untold():
+            self.records.write(command_line(before.now, command, state))
+        there = {(told.record.generation, told.record.step) for told in self.records.metrics}
+        for told in before.records:
+            if (told.record.generation, told.record.step) not in there:
+                self.records.metrics.append(told)
+        self.shell = self._shell(before.core)
+        if before.stopped:
+            self.shell.outcome = before.stopped
+            self.shell.close()
+            return
+        committed_step = state.committed_step
+        self.shell.post(ControllerRestarted(self._incarnation, before.now))
+        self._find_what_lives(set(state.seats), set(state.warm), committed_step)
+        for command in before.again():
+            self._carry_out(command)
+
+    def _find_what_lives(self, seats: set[str], warm: set[str], committed_step: int) -> None:
+        state = self.shell.core.state
+        if self.around.store_port:
+            self.shell.post(StoreReady("host", self.around.store_port))
+        elif state.store_port:
+            self.shell.post(StoreLost("it died while nobody looked"))
+        else:
+            self._carry_out(StartStore())
+        for node in sorted(state.keepers.keys() | state.starting_keepers):
+            if node in self.around.keepers:
+                self.shell.post(KeeperReady(self.around.keepers[node].keeper))
+            elif node in state.keepers:
+                self.shell.post(KeeperLost(node, "it died while nobody looked"))
+            else:
+                self._carry_out(StartKeeper(node))
+        for worker in [w for name, w in self.workers.items() if name not in seats]:
+            self.kill(worker, "nobody knows it")
+        for name in sorted(seats):
+            worker = self.workers.get(name)
+            if worker:
+                meet = partial(worker.meet, self._incarnation, committed_step)
+                self.links[name].down.send(self._latency_s(), meet)
+                if worker.control.frozen:
+                    self.suspect_later(worker)
+            elif name in warm:
+                self.post_soon(WorkerLost(name, "it died while nobody looked"))
+            else:
+                self._start(name)
 
     def post_soon(self, event: Event, within_s: float = 0.02) -> None:
         """Tell the controller, if it is still the same by then."""
@@ -188,9 +272,9 @@ class World:
             self.checks.note_fault(self.timeline.now)
             self._inflict(self, fault.action, worker)
 
-    def _report(self, name: str, event: Event) -> None:
+    def _report(self, name: str, incarnation: int, event: Event) -> None:
         """A worker's words are under way; they arrive in order, or are lost with it."""
-        link, shell = self.links[name], self.shell
+        link = self.links[name]
         if link.lose_next and getattr(event, "generation", 0):  # one who starts is never unheard
             link.lose_next = False
             return
@@ -199,8 +283,8 @@ class World:
         def arrive() -> None:
             if extra_s:
                 self.checks.note_fault(self.timeline.now)
-            if not link.cut:
-                shell.post(event)
+            if not link.cut and incarnation == self._incarnation:
+                self.shell.post(event)
 
         link.up.send(self._latency_s() + extra_s, arrive)
 
@@ -245,11 +329,13 @@ class World:
             worker, link = self.workers.get(name), self.links.get(name)
             if worker and link:
                 extra_s, link.next_order_delay_s = link.next_order_delay_s, 0.0
-                link.down.send(self._latency_s() + extra_s, partial(self._hand, worker, order))
+                hand = partial(self._hand, worker, self._incarnation, order)
+                link.down.send(self._latency_s() + extra_s, hand)
 
-    def _hand(self, worker: SimWorker, order: Order) -> None:
-        if worker.name in self.workers:
-            worker.take(order)
+    def _hand(self, worker: SimWorker, incarnation: int, order: Order) -> None:
+        is_lost = self.shell.is_closed or incarnation < self._incarnation
+        if worker.name in self.workers and not (is_lost and self.links[worker.name].loses_older):
+            worker.take(incarnation, order)
 
     def _store(self, command: PublishCheckpoint | DropCheckpoints | SetAside) -> None:
         if isinstance(command, DropCheckpoints):
