@@ -3,7 +3,8 @@
 A claimant writes a file of the next epoch and looks again: if anybody else claims as well, he
 withdraws. So of two at once at most one stays, on any storage where a list shows what was written
 before (a disk, S3). The owner renews his file; it is stale when he is known to be dead, or has not
-renewed it for `STALE_S`.
+renewed it for `STALE_S`. An actor that Ray has restarted is the heir of its own dead process: it
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -27,7 +29,9 @@ STALE_S, RENEW_EVERY_S = 15.0, 3.0
 class Lease:
     """The right to write a run's journal and manifests, as long as nobody took a later epoch."""
 
-    def __init__(self, run: Storage, epoch: int, name: str, told: dict[str, Any]) -> None:
+    def __init__(
+        self, run: Storage, epoch: int, name: str, told: dict[str, Any], since: int
+    ) -> None:
         self._run = run
         self._name = name
         self._told = told
@@ -35,6 +39,8 @@ class Lease:
         self._let_go = threading.Event()
         self._writing = threading.Lock()
         self.epoch = epoch
+        self.since = since
+        """From this epoch on nobody but this owner, or the same actor before, has had the run."""
 
     def check(self) -> None:
         """Raises `LeaseLost` once another controller has claimed the run; where to look takes
@@ -78,7 +84,7 @@ class Lease:
         """Nobody drives the run now: the next claimant need not wait."""
         self.let_go()
         with self._writing:
-            self._write(released=True)
+            self._write(**self._told, released=True)
 
     def withdraw(self) -> None:
         self._run.remove(self._name)
@@ -90,13 +96,16 @@ class Lease:
         return LeaseLost(f"epoch {self.epoch} of {self._run.url} is over")
 
 
-def claim(run: Storage, cluster: str = "") -> Lease:
+def claim(run: Storage, cluster: str = "", actor: str = "") -> Lease:
     """Take the run. Raises `RunTaken` if somebody drives it.
 
-    `cluster` is the address of the Ray cluster on which this happens: others find it by it.
+    `cluster` is the address of the Ray cluster on which this happens: others find it by it. `actor`
+    stays the same over an actor's restarts.
     """
     older = _epochs(run)  # looked at once: nobody slips in between the question and the claim
-    owner = _living(run, older)
+    newest = _newest(run, older)
+    mine = [told for told in newest if actor and told.get("actor") == actor]
+    owner = None if mine else _living(newest)
     if owner:
         raise RunTaken(
             f"{run.url}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
@@ -104,7 +113,9 @@ def claim(run: Storage, cluster: str = "") -> Lease:
         )
     epoch = max(older, default=0) + 1
     name = f"{FOLDER}/{epoch}-{uuid.uuid4().hex[:8]}"
-    lease = Lease(run, epoch, name, {**_myself(), "cluster": cluster})
+    since = mine[0]["since"] if mine else epoch
+    told = {**_myself(), "cluster": cluster, "actor": actor, "since": since}
+    lease = Lease(run, epoch, name, told, since)
     lease.renew()
     if sum(len(names) for other, names in _epochs(run).items() if other >= epoch) > 1:
         lease.withdraw()
@@ -117,15 +128,20 @@ def claim(run: Storage, cluster: str = "") -> Lease:
 
 def owner_of(run: Storage) -> dict[str, Any] | None:
     """Who drives the run now, as he has said himself; None if nobody does."""
-    return _living(run, _epochs(run))
+    return _living(_newest(run, _epochs(run)))
 
 
-def _living(run: Storage, epochs: dict[int, list[str]]) -> dict[str, Any] | None:
+def _newest(run: Storage, epochs: dict[int, list[str]]) -> list[dict[str, Any]]:
+    """What those of the last epoch have said of themselves."""
+    told: list[dict[str, Any]] = []
     for name in epochs[max(epochs)] if epochs else ():
-        try:
-            owner: dict[str, Any] = json.loads(run.read(name))
-        except FileNotFoundError:
-            continue  # withdrawn meanwhile
+        with suppress(FileNotFoundError):  # withdrawn meanwhile
+            told.append(json.loads(run.read(name)))
+    return told
+
+
+def _living(owners: list[dict[str, Any]]) -> dict[str, Any] | None:
+    for owner in owners:
         if owner.get("released"):
             continue
         if owner.get("host") == socket.gethostname():

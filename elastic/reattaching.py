@@ -18,13 +18,19 @@ class Outbox:
     def __init__(self, incarnation: int) -> None:
         """`incarnation` is of the controller that it tells."""
         self.incarnation = incarnation
+        self._generation = 0
         self._told: deque[Event] = deque(maxlen=NUM_KEPT_EVENTS)
 
     def add(self, event: Event) -> None:
         self._told.append(event)
 
-    def begin_generation(self) -> None:
-        """Whoever orders to form knows what was told before, but perhaps not of parts written."""
+    def note(self, incarnation: int, order: Order) -> None:
+        """An order is about to be taken. Whoever wants a generation formed knows what was told
+        before, but perhaps not of parts written."""
+        is_new = incarnation >= self.incarnation and order.generation > self._generation
+        if not isinstance(order, Form) or not is_new:
+            return
+        self._generation = order.generation
         parts = [event for event in self._told if isinstance(event, PartWritten | PartFailed)]
         self._told = deque(parts[-NUM_KEPT_PARTS:], NUM_KEPT_EVENTS)
 

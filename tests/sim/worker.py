@@ -56,10 +56,9 @@ class SimWorker:
         if control.frozen:
             self._unread.append(partial(self.take, incarnation, order))
             return
+        control.outbox.note(incarnation, order)
         if not self._intake.takes(incarnation, order):
             return
-        if isinstance(order, Form):
-            control.outbox.begin_generation()
         if isinstance(order, Pause):
             control.pause_wished_generation = order.generation
             return

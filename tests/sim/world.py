@@ -60,6 +60,7 @@ from elastic.events import (
 )
 from elastic.keeping import Keeper
 from elastic.policy import Policy
+from elastic.replaying import Replay
 from elastic.wire import command_line
 
 HORIZON_S = 900.0
@@ -149,7 +150,7 @@ class World:
             self.links[worker.name].cut = True
             worker.die()
         self.workers.clear()
-        self.open(replay(self.records.journal or []).core, policy)
+        self.open(self._replay().core, policy)
 
     def kill_controller(self) -> None:
         """It dies amid its next event or at once, and is back a little later."""
@@ -176,18 +177,23 @@ class World:
     def _shell(self, core: Core) -> SimShell:
         return SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
 
-    def _reattach(self) -> None:
-        """As `actors/shell.py` and `actors/ray_fleet.py` do."""
-        self._incarnation += 1
-        self.around.incarnation = self._incarnation
+    def _replay(self) -> Replay:
+        """The journal replayed, and the lines that are lacking added."""
         before = replay(self.records.journal or [])
-        state = before.core.state
         for command in before.untold():
-            self.records.write(command_line(before.now, command, state))
+            self.records.write(command_line(before.now, command, before.core.state))
         there = {(told.record.generation, told.record.step) for told in self.records.metrics}
         for told in before.records:
             if (told.record.generation, told.record.step) not in there:
                 self.records.metrics.append(told)
+        return before
+
+    def _reattach(self) -> None:
+        """As `actors/shell.py` and `actors/ray_fleet.py` do."""
+        self._incarnation += 1
+        self.around.incarnation = self._incarnation
+        before = self._replay()
+        state = before.core.state
         self.shell = self._shell(before.core)
         if before.stopped:
             self.shell.outcome = before.stopped
