@@ -17,6 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.program import Factory
+from actors.ray_survivors import find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope
@@ -174,7 +175,9 @@ class RayFleet:
 
     def newest_generation(self) -> int:
         """See `Survivors`; who has only begun to start may not answer in time."""
-        asked = [a.newest_generation.remote() for a in self._survivors("").values()]
+        asked = [a.newest_generation.remote() for a in find_actors(self._run_name).values()]
+        if not asked:
+            return 0
         answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
         generations = [0]
         for answer in answered:
@@ -187,8 +190,8 @@ class RayFleet:
         self._attach_store(state)
         self._attach_keepers(state)
         with self._lock:
-            self._agents.update(_by_node(self._survivors("agent")))
-        workers = self._survivors("")
+            self._agents.update(newest_by_node(find_actors(self._run_name, "agent")))
+        workers = find_actors(self._run_name)
         for worker in sorted(workers.keys() - state.seats.keys()):
             ray.kill(workers[worker])
         for worker in sorted(state.seats):
@@ -202,17 +205,17 @@ class RayFleet:
 
     def observer(self, number: int) -> Any:
         """The observer of this number that an earlier controller has started, or None."""
-        there = self._survivors("observer")
+        there = find_actors(self._run_name, "observer")
         return next((there[name] for name in there if name.split("-")[1] == str(number)), None)
 
     def clear_away(self) -> None:
         """See `Survivors`."""
         for kind in ("", "store", "keeper", "agent"):
-            for actor in self._survivors(kind).values():
+            for actor in find_actors(self._run_name, kind).values():
                 ray.kill(actor)
 
     def _attach_store(self, state: CoreState) -> None:
-        stores = _newest_last(self._survivors("store"))
+        stores = newest_last(find_actors(self._run_name, "store"))
         for store in stores[:-1]:
             ray.kill(store)
         if stores:
@@ -223,25 +226,13 @@ class RayFleet:
             self.start_store()
 
     def _attach_keepers(self, state: CoreState) -> None:
-        there = _by_node(self._survivors("keeper"))
+        there = newest_by_node(find_actors(self._run_name, "keeper"))
         for node, keeper in sorted(there.items()):
             self._take_keeper(node, keeper)
         for node in sorted(state.keepers.keys() - there.keys()):
             self._post(KeeperLost(node, GONE))
         for node in sorted(state.starting_keepers - there.keys()):
             self.start_keeper(node)
-
-    def _survivors(self, kind: str) -> dict[str, Any]:
-        """The run's actors of a kind by their names, those of workers if it is empty."""
-        found: dict[str, Any] = {}
-        for full_name in ray.util.list_named_actors():
-            run_name, _, name = full_name.rpartition(":")
-            own, dash, _ = name.partition("-")
-            if run_name != self._run_name or name == "controller" or (own if dash else "") != kind:
-                continue
-            with suppress(ValueError):  # it has ended meanwhile
-                found[name] = ray.get_actor(full_name)
-        return found
 
     def close(self) -> None:
         """End all actors of the run and wait until Ray has seen the last of them gone."""
@@ -363,17 +354,6 @@ class RayFleet:
                 self._agents[node] = agent
         if self._closed.is_set():
             self._end_agents()
-
-
-def _newest_last(actors: dict[str, Any]) -> list[Any]:
-    """By the time in their names."""
-    return [actors[name] for name in sorted(actors, key=lambda n: int(n.rpartition("-")[2]))]
-
-
-def _by_node(actors: dict[str, Any]) -> dict[str, Any]:
-    """Keepers or agents, by the node in their names; the newest of each."""
-    newest = sorted(actors, key=lambda name: int(name.rpartition("-")[2]))
-    return {name.split("-")[2]: actors[name] for name in newest}
 
 
 def _cause(error: BaseException | None) -> str:

@@ -201,8 +201,8 @@ class Shell:
         self._lease.check()
         self._journal.write(event_line(self._now, event, self._core.state))
         told = [command for command in commands if not isinstance(command, SILENT)]
-        for command in told:
-            self._tell(self._now, command)
+        for line in told:
+            self._tell(self._now, line)
         if told:
             self._journal.make_durable()
         for command in commands:

@@ -7,6 +7,7 @@ are the reader's own:
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
         [snapshot_every=N]
     open [saved STEP gG ...]            a controller takes the run
+    restarted after SECONDS             the controller had died alone; the core is woken at once
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
     lost W... CAUSE: | suspected W... | leaving W... | draining NODE
@@ -39,6 +40,7 @@ from elastic.core import Core
 from elastic.events import (
     CheckpointDamaged,
     Checkpointed,
+    ControllerRestarted,
     Event,
     GroupFormed,
     KeeperLost,
@@ -112,6 +114,10 @@ class Script:
                 deadline = self._core.next_deadline()
                 assert deadline is not None, "the core does not want to be woken"
                 self._now = max(self._now, deadline)
+                yield Woke()
+            case "restarted":
+                stopped_at, self._now = self._now, self._now + float(rest[1])
+                yield ControllerRestarted(self._core.state.incarnation + 1, stopped_at)
                 yield Woke()
             case "open":
                 yield _with_saved(self._opening, rest)

@@ -20,3 +20,9 @@ KEPT = {
     745: "settled a vote of a history that had been given up",
     1298: "waited for ever for workers that were not to come",
 }
+
+KEPT_CONTROLLER = {
+    515: "dropped the checkpoint that it had just published",
+    4421: "added a line of metrics after that of the same step done again",
+}
+"""The same, of scenarios in which the controller dies."""

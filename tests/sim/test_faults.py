@@ -8,17 +8,19 @@ from __future__ import annotations
 import pytest
 from sim.scenario import (
     drawn,
+    drawn_with_controller_restarts,
     drawn_with_relayouts,
     drawn_with_snapshots,
     drawn_with_storage_faults,
 )
-from sim.seeds import KEPT
+from sim.seeds import KEPT, KEPT_CONTROLLER
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 200
 NUM_SEEDS_STORAGE = 200
+NUM_SEEDS_CONTROLLER = 400
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -46,9 +48,20 @@ def test_checkpoints_are_written_among_what_is_drawn(first: int) -> None:
         simulate(drawn_with_storage_faults(seed))
 
 
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_CONTROLLER, 50))
+def test_controllers_die_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_controller_restarts(seed))
+
+
 @pytest.mark.parametrize("seed", KEPT)
 def test_what_was_found_once_is_not_found_again(seed: int) -> None:
     simulate(drawn(seed))
+
+
+@pytest.mark.parametrize("seed", KEPT_CONTROLLER)
+def test_what_a_restart_has_shown_once_is_not_shown_again(seed: int) -> None:
+    simulate(drawn_with_controller_restarts(seed))
 
 
 @pytest.mark.slow
@@ -63,3 +76,10 @@ def test_many_more(first: int) -> None:
 def test_many_more_with_changing_layouts(first: int) -> None:
     for seed in range(first, first + 1000):
         simulate(drawn_with_relayouts(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS_CONTROLLER, NUM_SEEDS_SLOW // 2, 1000))
+def test_many_more_with_controllers_that_die(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn_with_controller_restarts(seed))
