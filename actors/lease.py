@@ -24,6 +24,7 @@ from actors.storage import DiskStorage, Storage
 
 FOLDER = "lease"
 STALE_S, RENEW_EVERY_S = 15.0, 3.0
+KNOCK_TIMEOUT_S = 1.0
 
 
 class Lease:
@@ -105,7 +106,7 @@ def claim(run: Storage, cluster: str = "", actor: str = "") -> Lease:
     older = _epochs(run)  # looked at once: nobody slips in between the question and the claim
     newest = _newest(run, older)
     mine = [told for told in newest if actor and told.get("actor") == actor]
-    owner = None if mine else _living(newest)
+    owner = None if mine else _living(newest, cluster)
     if owner:
         raise RunTaken(
             f"{run.url}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
@@ -140,17 +141,33 @@ def _newest(run: Storage, epochs: dict[int, list[str]]) -> list[dict[str, Any]]:
     return told
 
 
-def _living(owners: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _living(owners: list[dict[str, Any]], cluster: str = "") -> dict[str, Any] | None:
+    """Who of them lives, or may come back; asked from a Ray cluster or from outside."""
     for owner in owners:
         if owner.get("released"):
             continue
+        is_fresh = time.time() - owner["renewed"] <= STALE_S
         if owner.get("host") == socket.gethostname():
-            is_alive = _is_running(owner["pid"], owner["started"])
+            is_running = _is_running(owner["pid"], owner["started"])
+            is_alive = is_running or (is_fresh and _may_come_back(owner, cluster))
         else:
-            is_alive = time.time() - owner["renewed"] <= STALE_S
+            is_alive = is_fresh
         if is_alive:
             return owner
     return None
+
+
+def _may_come_back(owner: dict[str, Any], cluster: str) -> bool:
+    """Whether a cluster lives that may restart this actor. On one's own cluster one knows: it has
+    a name there."""
+    host, _, port = owner.get("cluster", "").rpartition(":")
+    if not owner.get("actor") or owner["cluster"] == cluster or not port.isdecimal():
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _epochs(run: Storage) -> dict[int, list[str]]:

@@ -19,7 +19,7 @@ from actors.program import Factory
 from actors.ray_fleet import RayFleet
 from actors.ray_worker import Orphanage, end_process
 from actors.shell import Shell
-from actors.storage import open_storage
+from actors.storage import Storage, open_storage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StopRequested
@@ -30,6 +30,8 @@ OBSERVER_PATIENCE_S = 30.0
 ATTEND_EVERY_S = 1.0
 POLL_EVERY_S = 5.0
 END_PATIENCE_S = 5.0
+STORAGE_PATIENCE_S = 45.0
+"""Less than the driver's for a controller that does not come back."""
 NICENESS = 10
 
 
@@ -102,10 +104,7 @@ class RayController:
         self._orphanage = Orphanage(run.orphan_timeout_s, self._end)
         self._progress = Progress()
         self._ended = threading.Event()
-        storage = open_storage(run.folder)
-        self._lease = claim(storage, self._me.gcs_address, self._me.get_actor_id())
-        self._samples = open_lines(LineLog(storage, "system.jsonl"))
-        self._shell = Shell(storage, self._lease, run.leavers)
+        self._take_run(open_storage(run.folder))
         self._fleet = RayFleet(
             run.name,
             run.program,
@@ -118,6 +117,22 @@ class RayController:
         self._observers = [self._observe(i, f) for i, f in enumerate(run.observers)]
         threading.Thread(target=self._drive, name="controller", daemon=True).start()
         threading.Thread(target=self._attend, name="attendance", daemon=True).start()
+
+    def _take_run(self, storage: Storage) -> None:
+        """Whoever comes back has a run to go on with, and insists where storage does not answer."""
+        deadline = time.monotonic()
+        if self._me.was_current_actor_reconstructed:
+            deadline += STORAGE_PATIENCE_S
+        while True:
+            try:
+                self._lease = claim(storage, self._me.gcs_address, self._me.get_actor_id())
+                self._samples = open_lines(LineLog(storage, "system.jsonl"))
+                self._shell = Shell(storage, self._lease, self._run.leavers)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
 
     @ray.method(concurrency_group="reports")
     def report(self, incarnation: int, event: Event) -> None:

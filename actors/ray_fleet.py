@@ -110,12 +110,12 @@ class RayFleet:
                 self._incarnation,
                 self._orphan_timeout_s,
             )
-            self._seat(worker, actor)
+            self._seat(worker, _Seat(actor))
 
-    def _seat(self, worker: str, actor: Any) -> None:
+    def _seat(self, worker: str, seat: _Seat) -> None:
         with self._lock:
-            self._seats[worker] = _Seat(actor)
-        life = actor.live.remote()
+            self._seats[worker] = seat
+        actor, life = seat.actor, seat.actor.live.remote()
         self._when_done(actor.start.remote(), partial(self._worker_started, worker))
         self._when_done(life, partial(self._worker_lost, worker))
 
@@ -197,7 +197,8 @@ class RayFleet:
         for worker in sorted(state.seats):
             if worker in workers:
                 workers[worker].meet.remote(self._incarnation, state.committed_step)
-                self._seat(worker, workers[worker])
+                seat = state.seats[worker]  # one that stands still cannot say where it is
+                self._seat(worker, _Seat(workers[worker], seat.node, seat.pid, time.monotonic()))
             elif worker in state.warm:
                 self._post(WorkerLost(worker, GONE))
             else:

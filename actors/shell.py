@@ -104,7 +104,7 @@ class Shell:
         it until it has stopped. `opening.saved` is found here."""
         self._fleet = fleet
         self._complete_lines()
-        watch = Watch(fleet, self.post)
+        watch = Watch(fleet, self.post, self._core.state.generation)
         self._publisher = Publisher(self._run, self._lease, self.post)
         self._lease.keep()
         if survivors and self._goes_on(survivors):

@@ -115,7 +115,9 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
     folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
     monkeypatch.setenv("RAY_TMPDIR", folder)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "temp_dir": folder})
+    made = Path(folder, "ray")
+    made.mkdir()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "temp_dir": str(made)})
     yield Ground(cluster.address, folder)
     cluster.shutdown()
     for process in processes_of(folder):

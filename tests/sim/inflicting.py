@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+from sim.returning import kill_controller
 from sim.scenario import policy_of
 from sim.worker import SimWorker
 from sim.world import World
@@ -148,7 +149,7 @@ def _restart(world: World, worker: SimWorker) -> None:
 
 def _restart_controller(world: World, worker: SimWorker) -> None:
     """It alone dies, and comes back."""
-    world.timeline.after(0.0, world.kill_controller)
+    world.timeline.after(0.0, partial(kill_controller, world))
 
 
 _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {

@@ -150,3 +150,15 @@ def replay(lines: Iterable[str]) -> Replay:
     for text in lines:
         replay.take(json.loads(text))
     return replay
+
+
+def replay_whole(records: Records) -> Replay:
+    """The journal replayed, and the lines added that a controller was about to write."""
+    before = replay(records.journal or [])
+    for command in before.untold():
+        records.write(command_line(before.now, command, before.core.state))
+    there = {(told.record.generation, told.record.step) for told in records.metrics}
+    for told in before.records:
+        if (told.record.generation, told.record.step) not in there:
+            records.metrics.append(told)
+    return before

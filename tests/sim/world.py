@@ -14,7 +14,7 @@ from sim.keeper import SimKeeper
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.scenario import Scenario, bound_s
-from sim.shell import Death, Records, SimShell, replay
+from sim.shell import Records, SimShell, replay_whole
 from sim.storage import Storage
 from sim.timeline import Channel, Timeline
 from sim.worker import SimWorker
@@ -45,14 +45,12 @@ from elastic.commands import (
 from elastic.core import Core
 from elastic.events import (
     Checkpointed,
-    ControllerRestarted,
     Event,
     KeeperLost,
     KeeperReady,
     KeeperTold,
     PartFailed,
     RunOpened,
-    StoreLost,
     StoreReady,
     WorkerLost,
     WorkerReady,
@@ -60,8 +58,6 @@ from elastic.events import (
 )
 from elastic.keeping import Keeper
 from elastic.policy import Policy
-from elastic.replaying import Replay
-from elastic.wire import command_line
 
 HORIZON_S = 900.0
 
@@ -100,12 +96,13 @@ class World:
         self._num_slow_starters = scenario.num_slow_starters
         self._num_started = 0
         self._num_stores = self._num_keepers = 0
+        self._published = Channel(self.timeline)
         restarts = any("restart" in fault.action for fault in self.faults)
         self.records = Records([] if keep_journal or restarts else None)
         self.checks = Checks(
             self.random, bound_s(scenario.policy), self._parts_of, self._snapshots_of
         )
-        self._incarnation = 0
+        self.incarnation = 0
         self.open(Core(), scenario.policy)
 
     def run(self) -> Stopped:
@@ -124,7 +121,7 @@ class World:
     def open(self, core: Core, policy: Policy) -> None:
         """A controller takes the run."""
         scenario = self.scenario
-        self._incarnation += 1
+        self.incarnation += 1
         self.around = Surroundings(
             self.timeline,
             self.random,
@@ -135,13 +132,13 @@ class World:
             policy.collective_timeout_s,
             self._report,
             self._pass_moment,
-            self._incarnation,
+            self.incarnation,
             snapshot_every=policy.snapshot_every,
         )
-        self.shell = self._shell(core)
+        self.shell = self.shell_of(core)
         saved = self.storage.whole()
         wish = replace(scenario.wish, max_workers=policy.max_workers)
-        self.shell.post(RunOpened(self._incarnation, policy, wish, scenario.job, saved))
+        self.shell.post(RunOpened(self.incarnation, policy, wish, scenario.job, saved))
 
     def restart(self, policy: Policy) -> None:
         """Everything but the storage dies, and the run is begun anew from its journal."""
@@ -150,89 +147,10 @@ class World:
             self.links[worker.name].cut = True
             worker.die()
         self.workers.clear()
-        self.open(self._replay().core, policy)
+        self.open(replay_whole(self.records).core, policy)
 
-    def kill_controller(self) -> None:
-        """It dies amid its next event or at once, and is back a little later."""
-        absence_s = self.random.uniform(0.3, 4.0)
-        dead = self.shell
-
-        def come_back() -> None:
-            if self.shell is dead:
-                self._reattach()
-
-        def die() -> None:
-            self.checks.note_fault(self.timeline.now + absence_s)
-            for link in self.links.values():
-                link.loses_older = self.random.random() < 0.5
-            self.timeline.after(absence_s, come_back)
-
-        if self.random.random() < 0.5:
-            lines, commands = self.random.randint(0, 5), self.random.randint(0, 4)
-            dead.die_at_next_event(Death(lines, commands, die))
-        elif dead.outcome is None:
-            dead.close()
-            die()
-
-    def _shell(self, core: Core) -> SimShell:
-        return SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
-
-    def _replay(self) -> Replay:
-        """The journal replayed, and the lines that are lacking added."""
-        before = replay(self.records.journal or [])
-        for command in before.untold():
-            self.records.write(command_line(before.now, command, before.core.state))
-        there = {(told.record.generation, told.record.step) for told in self.records.metrics}
-        for told in before.records:
-            if (told.record.generation, told.record.step) not in there:
-                self.records.metrics.append(told)
-        return before
-
-    def _reattach(self) -> None:
-        """As `actors/shell.py` and `actors/ray_fleet.py` do."""
-        self._incarnation += 1
-        self.around.incarnation = self._incarnation
-        before = self._replay()
-        state = before.core.state
-        self.shell = self._shell(before.core)
-        if before.stopped:
-            self.shell.outcome = before.stopped
-            self.shell.close()
-            return
-        committed_step = state.committed_step
-        self.shell.post(ControllerRestarted(self._incarnation, before.now))
-        self._find_what_lives(set(state.seats), set(state.warm), committed_step)
-        for command in before.again():
-            self._carry_out(command)
-
-    def _find_what_lives(self, seats: set[str], warm: set[str], committed_step: int) -> None:
-        state = self.shell.core.state
-        if self.around.store_port:
-            self.shell.post(StoreReady("host", self.around.store_port))
-        elif state.store_port:
-            self.shell.post(StoreLost("it died while nobody looked"))
-        else:
-            self._carry_out(StartStore())
-        for node in sorted(state.keepers.keys() | state.starting_keepers):
-            if node in self.around.keepers:
-                self.shell.post(KeeperReady(self.around.keepers[node].keeper))
-            elif node in state.keepers:
-                self.shell.post(KeeperLost(node, "it died while nobody looked"))
-            else:
-                self._carry_out(StartKeeper(node))
-        for worker in [w for name, w in self.workers.items() if name not in seats]:
-            self.kill(worker, "nobody knows it")
-        for name in sorted(seats):
-            worker = self.workers.get(name)
-            if worker:
-                meet = partial(worker.meet, self._incarnation, committed_step)
-                self.links[name].down.send(self._latency_s(), meet)
-                if worker.control.frozen:
-                    self.suspect_later(worker)
-            elif name in warm:
-                self.post_soon(WorkerLost(name, "it died while nobody looked"))
-            else:
-                self._start(name)
+    def shell_of(self, core: Core) -> SimShell:
+        return SimShell(self.timeline, core, self.records, self.carry_out, self.checks.after)
 
     def post_soon(self, event: Event, within_s: float = 0.02) -> None:
         """Tell the controller, if it is still the same by then."""
@@ -289,23 +207,23 @@ class World:
         def arrive() -> None:
             if extra_s:
                 self.checks.note_fault(self.timeline.now)
-            if not link.cut and incarnation == self._incarnation:
+            if not link.cut and incarnation == self.incarnation:
                 self.shell.post(event)
 
-        link.up.send(self._latency_s() + extra_s, arrive)
+        link.up.send(self.latency_s() + extra_s, arrive)
 
-    def _carry_out(self, command: Command) -> None:
+    def carry_out(self, command: Command) -> None:
         match command:
             case StartStore():
                 listens = partial(self._store_listens, self.shell)
                 self.timeline.after(self.random.uniform(0.02, 0.2), listens)
             case StartWorkers():
                 for name in command.workers:
-                    self._start(name)
+                    self.start_worker(name)
             case StopWorker():
                 worker = self.workers.get(command.worker)
                 if worker:
-                    self.timeline.after(self._latency_s(), partial(self.kill, worker, "stopped"))
+                    self.timeline.after(self.latency_s(), partial(self.kill, worker, "stopped"))
             case Form():
                 self._send(command.plan.participants, command)
             case Resume():
@@ -326,7 +244,7 @@ class World:
             case AskKeepers() | ForgetSnapshots():
                 for node in command.nodes:
                     reach = partial(self._reach_keeper, node, command)
-                    self.timeline.after(self._latency_s(), reach)
+                    self.timeline.after(self.latency_s(), reach)
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._store(command)
 
@@ -335,11 +253,11 @@ class World:
             worker, link = self.workers.get(name), self.links.get(name)
             if worker and link:
                 extra_s, link.next_order_delay_s = link.next_order_delay_s, 0.0
-                hand = partial(self._hand, worker, self._incarnation, order)
-                link.down.send(self._latency_s() + extra_s, hand)
+                hand = partial(self._hand, worker, self.incarnation, order)
+                link.down.send(self.latency_s() + extra_s, hand)
 
     def _hand(self, worker: SimWorker, incarnation: int, order: Order) -> None:
-        is_lost = self.shell.is_closed or incarnation < self._incarnation
+        is_lost = self.shell.is_closed or incarnation < self.incarnation
         if worker.name in self.workers and not (is_lost and self.links[worker.name].loses_older):
             worker.take(incarnation, order)
 
@@ -359,7 +277,8 @@ class World:
         else:
             # It is visible at once; that the controller hears of it may take its time.
             told = Checkpointed(saved.step, saved.generation, saved.path)
-            self.post_soon(told, within_s=self.random.choice((0.001, 0.03, 0.3)))
+            delay_s = self.random.uniform(0.0, self.random.choice((0.001, 0.03, 0.3)))
+            self._published.send(delay_s, partial(self.shell.post, told))
 
     def _store_listens(self, starter: SimShell) -> None:
         if starter is not self.shell:
@@ -393,7 +312,7 @@ class World:
         if self.around.keepers.pop(node, None):
             self.post_soon(KeeperLost(node, "killed"))
 
-    def _start(self, name: str) -> None:
+    def start_worker(self, name: str) -> None:
         node = f"n{self._num_started // self.scenario.workers_per_node}"
         self._num_started += 1
         warm_up_s = self.random.uniform(0.4, 1.5)
@@ -409,5 +328,5 @@ class World:
             self.checks.note_fault(self.timeline.now)
             self.timeline.after(warm_up_s / 2, partial(self.kill, worker, "dies at each start"))
 
-    def _latency_s(self) -> float:
+    def latency_s(self) -> float:
         return self.random.uniform(0.0005, 0.005)
