@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.program import Factory
-from actors.ray_survivors import find_actors, newest_by_node, newest_last
+from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
 from actors.trainer import WorkerOptions
 from actors.worker import Envelope
@@ -192,8 +192,7 @@ class RayFleet:
         with self._lock:
             self._agents.update(newest_by_node(find_actors(self._run_name, "agent")))
         workers = find_actors(self._run_name)
-        for worker in sorted(workers.keys() - state.seats.keys()):
-            ray.kill(workers[worker])
+        end_and_wait(self._run_name, workers.keys() - state.seats.keys())
         for worker in sorted(state.seats):
             if worker in workers:
                 workers[worker].meet.remote(self._incarnation, state.committed_step)
@@ -211,9 +210,8 @@ class RayFleet:
 
     def clear_away(self) -> None:
         """See `Survivors`."""
-        for kind in ("", "store", "keeper", "agent"):
-            for actor in find_actors(self._run_name, kind).values():
-                ray.kill(actor)
+        kinds = ("", "store", "keeper", "agent")
+        end_and_wait(self._run_name, (n for k in kinds for n in find_actors(self._run_name, k)))
 
     def _attach_store(self, state: CoreState) -> None:
         stores = newest_last(find_actors(self._run_name, "store"))

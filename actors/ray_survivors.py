@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
 import ray
 
+END_TIMEOUT_S = 10.0
 KINDS = ("store", "keeper", "agent", "observer")
 """Beside workers and the controller; their names begin so, and end with a time or an epoch."""
 
@@ -21,6 +24,17 @@ def find_actors(run_name: str, kind: str = "") -> dict[str, Any]:
             with suppress(ValueError):  # it has ended meanwhile
                 found[name] = ray.get_actor(full_name)
     return found
+
+
+def end_and_wait(run_name: str, names: Iterable[str]) -> None:
+    """End these, and wait until their names may be taken again."""
+    left = {f"{run_name}:{name}" for name in names}
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for name in left:
+        with suppress(ValueError):  # it has ended meanwhile
+            ray.kill(ray.get_actor(name))
+    while left & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def newest_last(actors: dict[str, Any]) -> list[Any]:

@@ -61,6 +61,19 @@ def test_killed_twice_while_training(tmp_path: Path) -> None:
     assert output.count("controller restarted") == 2
 
 
+def test_killed_while_workers_start(tmp_path: Path) -> None:
+    """Those that have been started are not started twice."""
+    with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 40)) as command:
+        command.wait_until(lambda: command.lines("StartWorkers"), "the start of workers")
+        command.kill_controller()
+        code, output = command.finish()
+        assert code == 0, output
+        assert_undisturbed(command, 40)
+        assert len(command.lines("ControllerRestarted")) == 1
+        assert len(command.lines("StartWorkers")) == 1
+        assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
+
+
 @pytest.mark.parametrize(
     ("moment", "line", "next_line"),
     [("forming", "Form", "Relayout"), ("re-laying-out", "Relayout", "Resume")],
