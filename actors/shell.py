@@ -74,6 +74,8 @@ class Shell:
         self._journal = open_lines(LineLog(run, JOURNAL))
         self._metrics = open_lines(LineLog(run, METRICS))
         self._now = self._before.now
+        self._ahead: set[tuple[int, int]] = set()
+        """Generation and step of lines of metrics that the journal does not account for."""
         self._listeners: list[queue.Queue[Command]] = []
         self.outcome: Stopped | None = None
         self.opened = threading.Event()
@@ -166,16 +168,17 @@ class Shell:
         return DropCheckpoints(tuple(there))
 
     def _complete_lines(self) -> None:
-        """Whoever wrote last may have died between an event's line and those that follow it."""
+        """Whoever wrote last may have died between an event's line and those that follow it. On an
+        object store the metrics may also be ahead of the journal."""
         for command in self._before.untold():
             self._tell(self._before.now, command)
-        if not self._before.records:
-            return
         lines = LineLog(self._run, METRICS).lines()
         there = {(line["generation"], line["step"]) for line in lines}
         for told in self._before.records:
             if (told.record.generation, told.record.step) not in there:
                 self._metrics.write(dataclasses.asdict(told.record))
+        known = self._core.state.committed_step
+        self._ahead = {(generation, step) for generation, step in there if step > known}
 
     def _tell(self, now: float, command: Command) -> None:
         self._journal.write(command_line(now, command, self._core.state))
@@ -242,8 +245,10 @@ class Shell:
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._publisher.order(command)
             case RecordStep():
-                self._metrics.write(dataclasses.asdict(command.record))
-                self._post_due(command.record.step)
+                record = command.record
+                if (record.generation, record.step) not in self._ahead:
+                    self._metrics.write(dataclasses.asdict(record))
+                self._post_due(record.step)
             case Stopped():
                 self.outcome = command
             case Relaid() | RolledBack() | Waited() | LayoutAnswered():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -72,6 +73,19 @@ def test_killed_while_workers_start(tmp_path: Path) -> None:
         assert len(command.lines("ControllerRestarted")) == 1
         assert len(command.lines("StartWorkers")) == 1
         assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
+
+
+def test_killed_together_with_a_worker(tmp_path: Path) -> None:
+    """Nobody is there to notice the loss; the others wait for it in a collective."""
+    with elastic_train(tmp_path, *arguments("tiny", "dp=3", "1:3", NUM_STEPS)) as command:
+        command.wait_for_step(10)
+        os.kill(command.pid_of("w0"), signal.SIGKILL)
+        command.kill_controller()
+        code, output = command.finish()
+        assert code == 0, output
+        assert_undisturbed(command, NUM_STEPS)
+        assert [line["worker"] for line in command.lines("WorkerLost")] == ["w0"]
+        assert {"w1", "w2"} <= set(command.lines("Resume")[1]["workers"])
 
 
 @pytest.mark.parametrize(

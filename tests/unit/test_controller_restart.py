@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -167,6 +168,16 @@ def test_lines_that_were_not_written_are_written(tmp_path: Path) -> None:
     assert told.count("Resume") == 1
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    drive(tmp_path, Crew())
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_step_that_only_the_metrics_tell_of_is_not_told_twice(tmp_path: Path) -> None:
+    """An object store may have got the metrics, and not yet the journal."""
+    with pytest.raises(Died):
+        drive(tmp_path, Crew(dies_at=Resume))
+    record = dataclasses.asdict(committed(1, generation=1).record)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     drive(tmp_path, Crew())
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
 
