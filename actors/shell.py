@@ -44,6 +44,7 @@ from elastic.commands import (
     WishCheckpoint,
 )
 from elastic.events import ControllerRestarted, Event, RunOpened, Woke, WorkerReady
+from elastic.votes import StepRecord
 from elastic.wire import FORMAT, command_line, event_line, state_line
 
 SILENT = (RecordStep,)
@@ -245,16 +246,16 @@ class Shell:
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._publisher.order(command)
             case RecordStep():
-                record = command.record
-                if (record.generation, record.step) not in self._ahead:
-                    self._metrics.write(dataclasses.asdict(record))
-                self._post_due(record.step)
+                self._record(command.record)
             case Stopped():
                 self.outcome = command
             case Relaid() | RolledBack() | Waited() | LayoutAnswered():
                 pass  # telling it was all there was to do
 
-    def _post_due(self, step: int) -> None:
-        for entry in [entry for entry in self._due if entry[0] <= step]:
+    def _record(self, record: StepRecord) -> None:
+        """A step's line, and what was to be told once it has committed."""
+        if (record.generation, record.step) not in self._ahead:
+            self._metrics.write(dataclasses.asdict(record))
+        for entry in [entry for entry in self._due if entry[0] <= record.step]:
             self._due.remove(entry)
             self.post(entry[1])
