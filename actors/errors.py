@@ -21,6 +21,10 @@ class ControllerLost(RuntimeError):
     """The controller's process is gone, and with it the run, until it is resumed."""
 
 
+class ControllerAway(RuntimeError):
+    """The controller's process is gone, and Ray is about to start it again."""
+
+
 class RunNotDriven(RuntimeError):
     """Nobody drives the run now: there is nobody to ask."""
 

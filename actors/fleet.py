@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from actors.worker import Order
+from elastic.commands import Order
+from elastic.state import CoreState
 
 
 class Fleet(Protocol):
@@ -38,3 +39,17 @@ class Fleet(Protocol):
 
     def close(self) -> None:
         """End every process; return when none is left (invariant 12)."""
+
+
+class Survivors(Protocol):
+    """What a controller that died has left alive, and the fleet of the next one can find."""
+
+    def newest_generation(self) -> int:
+        """Of all orders that workers have taken; those that do not answer do not count."""
+
+    def attach(self, state: CoreState) -> None:
+        """Take over what lives of that which should be there; what has gone is told as lost, what
+        has never come is started. Workers tell once more what may not have been heard."""
+
+    def clear_away(self) -> None:
+        """End all of it."""

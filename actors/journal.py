@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 from actors.lines import LineLog
-from elastic.core import Core
-from elastic.state import CoreState
-from elastic.wire import replayed
+from elastic.replaying import Replay
 
 
-def replay(journal: LineLog) -> Core:
-    """The core as the journal leaves it (invariant 10).
+def replay(journal: LineLog) -> Replay:
+    """What the journal leaves behind (invariant 10).
 
-    Begins at the newest full state and takes the events after it; `time` is clamped so that it
-    never goes back. Raises `UnreadableJournal` for a line of another format.
+    Raises `UnreadableJournal` for a line of another format.
     """
-    core, now = Core(), 0.0
+    replay = Replay()
     for line in journal.lines():
-        told = replayed(line)
-        now = max(now, line["time"])
-        if isinstance(told, CoreState):
-            core = Core(told)
-        elif told is not None:
-            core.step(now, told)
-    return core
+        replay.take(line)
+    return replay

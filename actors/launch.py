@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.asking import LayoutReply
-from actors.errors import ControllerLost, RunNotDriven, RunTaken
+from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
 from actors.ray_private import end_log_monitor, hush_driver, take_token
 from elastic.commands import Stopped
@@ -20,6 +20,10 @@ SHOW_EVERY_S = 0.5
 ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 KNOCK_TIMEOUT_S = 2.0
+RESTART_PATIENCE_S = 60.0
+_TAKEN = (
+    "{}: a controller on this cluster drives this run; stop that one, or choose another --run-name"
+)
 
 
 def join_or_start_cluster(
@@ -101,19 +105,28 @@ class Drive:
         name = _controller_name(run.name)
         if name in ray.util.list_named_actors():
             _clear_away(name)
-        self._controller = (
-            ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController)
-            .options(name=name, lifetime="detached", num_cpus=0, enable_task_events=False)
-            .remote(run)
+        kind = ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController).options(
+            name=name,
+            lifetime="detached",
+            max_restarts=-1,
+            num_cpus=0,
+            enable_task_events=False,
         )
-        _answer(self._controller.progress.remote(0.0))
+        try:
+            self._controller = kind.remote(run)
+        except ValueError:  # the name has just been taken
+            raise RunTaken(_TAKEN.format(run.name)) from None
+        self._stop_cause = ""
+        _insist(lambda: self._controller.progress.remote(0.0))
 
     def request_stop(self, cause: str) -> None:
+        self._stop_cause = cause
         self._controller.request_stop.remote(cause)
 
     def follow(self, each: Callable[[Progress], None]) -> Progress:
-        """Wait for the end, telling `each` twice a second. Raises `ControllerLost`."""
-        progress = Progress()
+        """Wait for the end, telling `each` twice a second, also while the controller has died and
+        is not back yet. Raises `ControllerLost`."""
+        progress, heard = Progress(), time.monotonic()
         while progress.outcome is None:
             asked = self._controller.progress.remote(ASK_EVERY_S)
             began = time.monotonic()
@@ -121,7 +134,14 @@ class Drive:
                 if ray.wait([asked], timeout=SHOW_EVERY_S)[0]:
                     break
                 each(progress)
-            progress = _answer(asked)
+            try:
+                progress, heard = _answer(asked), time.monotonic()
+            except ControllerAway as error:
+                if time.monotonic() - heard > RESTART_PATIENCE_S:
+                    raise ControllerLost(str(error)) from None
+                time.sleep(SHOW_EVERY_S)
+                if self._stop_cause:  # it may have died before it heard
+                    self.request_stop(self._stop_cause)
         each(progress)
         return progress
 
@@ -129,14 +149,15 @@ class Drive:
 def ask_for_layout(run_name: str, wish: Wish, patience_s: float) -> LayoutReply:
     """Ask the controller of a run on this cluster for another layout, from any process.
 
-    Raises `RunNotDriven` or `ControllerLost`.
+    Raises `RunNotDriven` or `ControllerLost`. Whatever it may have missed it is asked again.
     """
     try:
         controller = ray.get_actor(_controller_name(run_name))
     except ValueError:
         raise RunNotDriven(run_name) from None
-    asked = controller.ask_for_layout.remote(wish, patience_s)
-    reply: LayoutReply = _answer(asked, patience_s + ANSWER_TIMEOUT_S)
+    reply: LayoutReply = _insist(
+        lambda: controller.ask_for_layout.remote(wish, patience_s), patience_s + ANSWER_TIMEOUT_S
+    )
     return reply
 
 
@@ -146,14 +167,33 @@ def _controller_name(run_name: str) -> str:
 
 def _clear_away(name: str) -> None:
     """A controller that has finished may still stand there; one at work refuses."""
-    if _answer(ray.get_actor(name).progress.remote(0.0)).outcome is None:
-        raise RunTaken(f"{name.partition(':')[0]}: a controller on this cluster drives this run")
+    try:
+        controller = ray.get_actor(name)
+    except ValueError:
+        return  # it has ended meanwhile
+    if _insist(lambda: controller.progress.remote(0.0)).outcome is None:
+        raise RunTaken(_TAKEN.format(name.rpartition(":")[0]))
     _end(name)
 
 
+def _insist(ask: Callable[[], Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """Ask again for as long as the controller may be restarting. Raises `ControllerLost`."""
+    began = time.monotonic()
+    while True:
+        try:
+            return _answer(ask(), timeout_s)
+        except ControllerAway as error:
+            if time.monotonic() - began > RESTART_PATIENCE_S:
+                raise ControllerLost(str(error)) from None
+            time.sleep(SHOW_EVERY_S)
+
+
 def _answer(asked: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """Raises `RunTaken`, `ControllerLost`, or `ControllerAway` if it may come back."""
     try:
         return ray.get(asked, timeout=timeout_s)
+    except ray.exceptions.ActorUnavailableError as error:
+        raise ControllerAway(str(error).strip().splitlines()[-1]) from None
     except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         taken = [line for line in lines if "RunTaken: " in line]

@@ -3,7 +3,8 @@
 A claimant writes a file of the next epoch and looks again: if anybody else claims as well, he
 withdraws. So of two at once at most one stays, on any storage where a list shows what was written
 before (a disk, S3). The owner renews his file; it is stale when he is known to be dead, or has not
-renewed it for `STALE_S`.
+renewed it for `STALE_S`. An actor that Ray has restarted is the heir of its own dead process: it
+waits for nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import socket
 import threading
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
 import psutil
@@ -22,12 +24,15 @@ from actors.storage import DiskStorage, Storage
 
 FOLDER = "lease"
 STALE_S, RENEW_EVERY_S = 15.0, 3.0
+KNOCK_TIMEOUT_S = 1.0
 
 
 class Lease:
     """The right to write a run's journal and manifests, as long as nobody took a later epoch."""
 
-    def __init__(self, run: Storage, epoch: int, name: str, told: dict[str, Any]) -> None:
+    def __init__(
+        self, run: Storage, epoch: int, name: str, told: dict[str, Any], since: int
+    ) -> None:
         self._run = run
         self._name = name
         self._told = told
@@ -35,6 +40,8 @@ class Lease:
         self._let_go = threading.Event()
         self._writing = threading.Lock()
         self.epoch = epoch
+        self.since = since
+        """From this epoch on nobody but this owner, or the same actor before, has had the run."""
 
     def check(self) -> None:
         """Raises `LeaseLost` once another controller has claimed the run; where to look takes
@@ -78,7 +85,7 @@ class Lease:
         """Nobody drives the run now: the next claimant need not wait."""
         self.let_go()
         with self._writing:
-            self._write(released=True)
+            self._write(**self._told, released=True)
 
     def withdraw(self) -> None:
         self._run.remove(self._name)
@@ -90,13 +97,16 @@ class Lease:
         return LeaseLost(f"epoch {self.epoch} of {self._run.url} is over")
 
 
-def claim(run: Storage, cluster: str = "") -> Lease:
+def claim(run: Storage, cluster: str = "", actor: str = "") -> Lease:
     """Take the run. Raises `RunTaken` if somebody drives it.
 
-    `cluster` is the address of the Ray cluster on which this happens: others find it by it.
+    `cluster` is the address of the Ray cluster on which this happens: others find it by it. `actor`
+    stays the same over an actor's restarts.
     """
     older = _epochs(run)  # looked at once: nobody slips in between the question and the claim
-    owner = _living(run, older)
+    newest = _newest(run, older)
+    mine = [told for told in newest if actor and told.get("actor") == actor]
+    owner = None if mine else _living(newest, cluster)
     if owner:
         raise RunTaken(
             f"{run.url}: process {owner.get('pid')} on {owner.get('host')} drives this run; "
@@ -104,7 +114,9 @@ def claim(run: Storage, cluster: str = "") -> Lease:
         )
     epoch = max(older, default=0) + 1
     name = f"{FOLDER}/{epoch}-{uuid.uuid4().hex[:8]}"
-    lease = Lease(run, epoch, name, {**_myself(), "cluster": cluster})
+    since = mine[0]["since"] if mine else epoch
+    told = {**_myself(), "cluster": cluster, "actor": actor, "since": since}
+    lease = Lease(run, epoch, name, told, since)
     lease.renew()
     if sum(len(names) for other, names in _epochs(run).items() if other >= epoch) > 1:
         lease.withdraw()
@@ -117,24 +129,45 @@ def claim(run: Storage, cluster: str = "") -> Lease:
 
 def owner_of(run: Storage) -> dict[str, Any] | None:
     """Who drives the run now, as he has said himself; None if nobody does."""
-    return _living(run, _epochs(run))
+    return _living(_newest(run, _epochs(run)))
 
 
-def _living(run: Storage, epochs: dict[int, list[str]]) -> dict[str, Any] | None:
+def _newest(run: Storage, epochs: dict[int, list[str]]) -> list[dict[str, Any]]:
+    """What those of the last epoch have said of themselves."""
+    told: list[dict[str, Any]] = []
     for name in epochs[max(epochs)] if epochs else ():
-        try:
-            owner: dict[str, Any] = json.loads(run.read(name))
-        except FileNotFoundError:
-            continue  # withdrawn meanwhile
+        with suppress(FileNotFoundError):  # withdrawn meanwhile
+            told.append(json.loads(run.read(name)))
+    return told
+
+
+def _living(owners: list[dict[str, Any]], cluster: str = "") -> dict[str, Any] | None:
+    """Who of them lives, or may come back; asked from a Ray cluster or from outside."""
+    for owner in owners:
         if owner.get("released"):
             continue
+        is_fresh = time.time() - owner["renewed"] <= STALE_S
         if owner.get("host") == socket.gethostname():
-            is_alive = _is_running(owner["pid"], owner["started"])
+            is_running = _is_running(owner["pid"], owner["started"])
+            is_alive = is_running or (is_fresh and _may_come_back(owner, cluster))
         else:
-            is_alive = time.time() - owner["renewed"] <= STALE_S
+            is_alive = is_fresh
         if is_alive:
             return owner
     return None
+
+
+def _may_come_back(owner: dict[str, Any], cluster: str) -> bool:
+    """Whether a cluster lives that may restart this actor. On one's own cluster one knows: it has
+    a name there."""
+    host, _, port = owner.get("cluster", "").rpartition(":")
+    if not owner.get("actor") or owner["cluster"] == cluster or not port.isdecimal():
+        return False
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def _epochs(run: Storage) -> dict[int, list[str]]:

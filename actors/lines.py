@@ -140,7 +140,8 @@ class ShippedLines:
             self._segment = whole[: whole.rfind(b"\n") + 1]
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._is_due = threading.Event()
+        self._closed = False
         self.trouble = ""
         self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
         self._thread.start()
@@ -150,14 +151,18 @@ class ShippedLines:
             self._waiting.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def make_durable(self) -> None:
-        """It is under way: nothing waits for an object store."""
+        """It is under way at once: nothing waits for an object store."""
+        self._is_due.set()
 
     def close(self) -> None:
-        self._closed.set()
+        self._closed = True
+        self._is_due.set()
         self._thread.join(LAST_TRIES_S)
 
     def _serve(self) -> None:
-        while not self._closed.wait(SHIP_EVERY_S):
+        while not self._closed:
+            self._is_due.wait(SHIP_EVERY_S)
+            self._is_due.clear()
             self._ship()
         while self._waiting:
             self._ship()

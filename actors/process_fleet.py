@@ -23,7 +23,8 @@ from actors.keeper import host_keeper
 from actors.program import Factory
 from actors.store import host_store
 from actors.trainer import WorkerOptions
-from actors.worker import Envelope, Order, Worker
+from actors.worker import Envelope, Worker
+from elastic.commands import Order
 from elastic.events import Event, KeeperLost, StoreLost, StoreReady, WorkerLost
 
 START = multiprocessing.get_context("forkserver")

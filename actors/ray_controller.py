@@ -17,9 +17,9 @@ from actors.lease import claim
 from actors.lines import LineLog, open_lines
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
-from actors.ray_worker import Orphanage
+from actors.ray_worker import Orphanage, end_process
 from actors.shell import Shell
-from actors.storage import open_storage
+from actors.storage import Storage, open_storage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StopRequested
@@ -29,6 +29,9 @@ CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2, "layouts": 1}
 OBSERVER_PATIENCE_S = 30.0
 ATTEND_EVERY_S = 1.0
 POLL_EVERY_S = 5.0
+END_PATIENCE_S = 5.0
+STORAGE_PATIENCE_S = 45.0
+"""Less than the driver's for a controller that does not come back."""
 NICENESS = 10
 
 
@@ -97,13 +100,11 @@ class RayController:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._driver_silence_s = 0.0
-        self._orphanage = Orphanage(run.orphan_timeout_s)
+        self._me = ray.get_runtime_context()
+        self._orphanage = Orphanage(run.orphan_timeout_s, self._end)
         self._progress = Progress()
         self._ended = threading.Event()
-        storage = open_storage(run.folder)
-        self._lease = claim(storage, ray.get_runtime_context().gcs_address)
-        self._samples = open_lines(LineLog(storage, "system.jsonl"))
-        self._shell = Shell(storage, self._lease, run.leavers)
+        self._take_run(open_storage(run.folder))
         self._fleet = RayFleet(
             run.name,
             run.program,
@@ -117,10 +118,28 @@ class RayController:
         threading.Thread(target=self._drive, name="controller", daemon=True).start()
         threading.Thread(target=self._attend, name="attendance", daemon=True).start()
 
+    def _take_run(self, storage: Storage) -> None:
+        """Whoever comes back has a run to go on with, and insists where storage does not answer."""
+        deadline = time.monotonic()
+        if self._me.was_current_actor_reconstructed:
+            deadline += STORAGE_PATIENCE_S
+        while True:
+            try:
+                self._lease = claim(storage, self._me.gcs_address, self._me.get_actor_id())
+                self._samples = open_lines(LineLog(storage, "system.jsonl"))
+                self._shell = Shell(storage, self._lease, self._run.leavers)
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+
     @ray.method(concurrency_group="reports")
-    def report(self, event: Event) -> None:
-        """A worker's events, in its order."""
-        self._shell.post(event)
+    def report(self, incarnation: int, event: Event) -> None:
+        """A worker's events, in its order. Those that were meant for a controller that has died
+        come again."""
+        if incarnation == self._lease.epoch:
+            self._shell.post(event)
 
     @ray.method(concurrency_group="samples")
     def report_sample(self, line: dict[str, Any]) -> None:
@@ -145,7 +164,7 @@ class RayController:
 
     def _drive(self) -> None:
         try:
-            outcome = self._shell.run(self._fleet, self._run.opening)
+            outcome = self._shell.run(self._fleet, self._run.opening, self._fleet)
             self._samples.close()
             with suppress(OSError):  # a lease that cannot be given back runs out
                 self._lease.release()
@@ -180,7 +199,18 @@ class RayController:
             elif running:
                 self._orphanage.hear()  # the last checkpoint is being written
 
+    def _end(self) -> None:
+        """For good: who ends himself by a signal is restarted."""
+        with suppress(ray.exceptions.RayError, ValueError):  # then by the signal
+            ray.kill(self._me.current_actor)
+            time.sleep(END_PATIENCE_S)
+        end_process()
+
     def _observe(self, number: int, factory: Factory) -> Any:
+        is_heir = self._lease.since < self._lease.epoch
+        there = self._fleet.observer(number) if is_heir else None
+        if there is not None:
+            return there
         return (
             ray.remote(concurrency_groups=RayObserver.GROUPS)(RayObserver)
             .options(

@@ -17,9 +17,11 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.program import Factory
+from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
 from actors.trainer import WorkerOptions
-from actors.worker import Envelope, Order
+from actors.worker import Envelope
+from elastic.commands import Order
 from elastic.events import (
     Event,
     KeeperLost,
@@ -30,9 +32,12 @@ from elastic.events import (
     WorkerLost,
 )
 from elastic.keeping import Keeper
+from elastic.state import CoreState
 
 HEARTBEAT_S = 2.0
 CLOSE_TIMEOUT_S = 10.0
+ANSWER_S = 1.0
+GONE = "it was gone when the controller came back"
 AGENT_DELAY_S = 10.0
 """A node's agent comes after its first workers have joined: a process that starts meanwhile makes
 that pause 0.25 s longer on two cores. Until then `ray.kill` ends a stopped worker there, in 5 s."""
@@ -82,10 +87,13 @@ class RayFleet:
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
-        store = self._detached(RayStore, name, num_cpus=0)
-        self._store = store.remote(self._orphan_timeout_s)
-        self._when_done(self._store.address.remote(), self._store_ready)
-        self._when_done(self._store.live.remote(), self._store_lost)
+        kind = self._detached(RayStore, name, num_cpus=0)
+        self._take_store(kind.remote(self._orphan_timeout_s))
+
+    def _take_store(self, store: Any) -> None:
+        self._store = store
+        self._when_done(store.address.remote(), self._store_ready)
+        self._when_done(store.live.remote(), self._store_lost)
 
     def start_workers(self, workers: Sequence[str]) -> None:
         for worker in workers:
@@ -94,18 +102,30 @@ class RayFleet:
                 worker,
                 num_cpus=0 if self._num_gpus else 1,
                 num_gpus=self._num_gpus,
-            ).remote(worker, self._program, self._options, self._controller, self._orphan_timeout_s)
-            with self._lock:
-                self._seats[worker] = _Seat(actor)
-            life = actor.live.remote()
-            self._when_done(actor.start.remote(), partial(self._worker_started, worker))
-            self._when_done(life, partial(self._worker_lost, worker))
+            ).remote(
+                worker,
+                self._program,
+                self._options,
+                self._controller,
+                self._incarnation,
+                self._orphan_timeout_s,
+            )
+            self._seat(worker, _Seat(actor))
+
+    def _seat(self, worker: str, seat: _Seat) -> None:
+        with self._lock:
+            self._seats[worker] = seat
+        actor, life = seat.actor, seat.actor.live.remote()
+        self._when_done(actor.start.remote(), partial(self._worker_started, worker))
+        self._when_done(life, partial(self._worker_lost, worker))
 
     def start_keeper(self, node: str) -> None:
         name = f"keeper-{self._incarnation}-{node}-{time.monotonic_ns()}"
         options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
         kind = self._detached(RayKeeper, name, num_cpus=0, **options)
-        keeper = kind.remote(self._orphan_timeout_s)
+        self._take_keeper(node, kind.remote(self._orphan_timeout_s))
+
+    def _take_keeper(self, node: str, keeper: Any) -> None:
         with self._lock:
             self._keepers[node] = keeper
         self._when_done(keeper.keeper.remote(), self._keeper_ready)
@@ -152,6 +172,66 @@ class RayFleet:
         answer = seat.actor.signs_of_life.remote()
         future: Future[int] = answer.future()
         return future
+
+    def newest_generation(self) -> int:
+        """See `Survivors`; who has only begun to start may not answer in time."""
+        asked = [a.newest_generation.remote() for a in find_actors(self._run_name).values()]
+        if not asked:
+            return 0
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+        generations = [0]
+        for answer in answered:
+            with suppress(ray.exceptions.RayError):  # it has just died
+                generations.append(ray.get(answer))
+        return max(generations)
+
+    def attach(self, state: CoreState) -> None:
+        """See `Survivors`."""
+        self._attach_store(state)
+        self._attach_keepers(state)
+        with self._lock:
+            self._agents.update(newest_by_node(find_actors(self._run_name, "agent")))
+        workers = find_actors(self._run_name)
+        end_and_wait(self._run_name, workers.keys() - state.seats.keys())
+        for worker in sorted(state.seats):
+            if worker in workers:
+                workers[worker].meet.remote(self._incarnation, state.committed_step)
+                seat = state.seats[worker]  # one that stands still cannot say where it is
+                self._seat(worker, _Seat(workers[worker], seat.node, seat.pid, time.monotonic()))
+            elif worker in state.warm:
+                self._post(WorkerLost(worker, GONE))
+            else:
+                self.start_workers([worker])
+
+    def observer(self, number: int) -> Any:
+        """The observer of this number that an earlier controller has started, or None."""
+        there = find_actors(self._run_name, "observer")
+        return next((there[name] for name in there if name.split("-")[1] == str(number)), None)
+
+    def clear_away(self) -> None:
+        """See `Survivors`."""
+        kinds = ("", "store", "keeper", "agent")
+        end_and_wait(self._run_name, (n for k in kinds for n in find_actors(self._run_name, k)))
+
+    def _attach_store(self, state: CoreState) -> None:
+        stores = newest_last(find_actors(self._run_name, "store"))
+        for store in stores[:-1]:
+            ray.kill(store)
+        if stores:
+            self._take_store(stores[-1])
+        elif state.store_port:
+            self._post(StoreLost(GONE))
+        else:
+            self.start_store()
+
+    def _attach_keepers(self, state: CoreState) -> None:
+        there = newest_by_node(find_actors(self._run_name, "keeper"))
+        for node, keeper in sorted(there.items()):
+            self._take_keeper(node, keeper)
+        for node in sorted(state.keepers.keys() - there.keys()):
+            self._post(KeeperLost(node, GONE))
+        for node in sorted(state.starting_keepers - there.keys()):
+            self.start_keeper(node)
 
     def close(self) -> None:
         """End all actors of the run and wait until Ray has seen the last of them gone."""

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import psutil
@@ -20,8 +21,13 @@ from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Worker
 from elastic.events import Event, KeeperTold, Paused, WorkerRaised, WorkerReady
 from elastic.keeping import Keeper
+from elastic.reattaching import Outbox
 
 SAMPLE_EVERY_S = 10.0
+
+
+def end_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Orphanage:
@@ -30,8 +36,9 @@ class Orphanage:
     Silence is counted only while this process runs: a machine that stood still has missed nothing.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, end: Callable[[], None] = end_process) -> None:
         self._timeout_s = timeout_s
+        self._end = end
         self._silence_s = 0.0
         threading.Thread(target=self._serve, name="orphanage", daemon=True).start()
 
@@ -43,7 +50,7 @@ class Orphanage:
         while self._silence_s < self._timeout_s:
             time.sleep(pause_s)
             self._silence_s += pause_s
-        os.kill(os.getpid(), signal.SIGKILL)
+        self._end()
 
 
 class RayWorker:
@@ -57,6 +64,7 @@ class RayWorker:
         program: Factory,
         options: WorkerOptions,
         controller: Any,
+        incarnation: int,
         orphan_timeout_s: float,
     ) -> None:
         choose_interface()
@@ -64,20 +72,38 @@ class RayWorker:
         self._node = ray.get_runtime_context().get_node_id()
         self._controller = controller
         self._orphanage = Orphanage(orphan_timeout_s)
+        self._outbox = Outbox(incarnation)
+        self._telling = threading.Lock()
         self._look = threading.Event()
         self._worker = Worker(name, self._node, program, options, self._report)
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
     def start(self) -> tuple[str, int]:
-        """Begin to warm up; returns at once, with the node's id and this process's."""
+        """Begin to warm up, if not done; returns at once, with the node's id and this process's."""
         self._worker.start()
         return self._node, os.getpid()
 
     @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:
         self._orphanage.hear()
+        with self._telling:
+            self._outbox.note(envelope.incarnation, envelope.order)
         self._worker.take(envelope)
+
+    @ray.method(concurrency_group="orders")
+    def meet(self, incarnation: int, committed_step: int) -> None:
+        """The controller has died and is back; it knows of the steps up to this one."""
+        self._orphanage.hear()
+        self._worker.intake.meet(incarnation)
+        with self._telling:
+            for event in self._outbox.again(incarnation, committed_step):
+                self._controller.report.remote(incarnation, event)
+
+    @ray.method(concurrency_group="probes")
+    def newest_generation(self) -> int:
+        self._orphanage.hear()
+        return self._worker.intake.generation
 
     @ray.method(concurrency_group="probes")
     def signs_of_life(self) -> int:
@@ -90,7 +116,9 @@ class RayWorker:
         threading.Event().wait()
 
     def _report(self, event: Event) -> None:
-        self._controller.report.remote(event)
+        with self._telling:
+            self._outbox.add(event)
+            self._controller.report.remote(self._outbox.incarnation, event)
         if isinstance(event, WorkerReady | Paused | WorkerRaised):
             self._look.set()
 

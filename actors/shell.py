@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from actors.checkpoints import Publisher, find_checkpoints
-from actors.fleet import Fleet
+from actors.checkpoints import Publisher, find_checkpoints, folder_of
+from actors.fleet import Fleet, Survivors
 from actors.journal import replay
 from actors.lease import Lease
 from actors.lines import LineLog, open_lines
@@ -44,8 +44,8 @@ from elastic.commands import (
     Warned,
     WishCheckpoint,
 )
-from elastic.core import Core
-from elastic.events import Event, RunOpened, Woke
+from elastic.events import ControllerRestarted, Event, RunOpened, Woke, WorkerReady
+from elastic.votes import StepRecord
 from elastic.wire import FORMAT, command_line, event_line, state_line
 
 SILENT = (RecordStep,)
@@ -71,10 +71,13 @@ class Shell:
         self._lease = lease
         self._clock = clock
         self._inbox: queue.Queue[Event] = queue.Queue()
-        self._core: Core = replay(LineLog(run, JOURNAL))
+        self._before = replay(LineLog(run, JOURNAL))
+        self._core = self._before.core
         self._journal = open_lines(LineLog(run, JOURNAL))
         self._metrics = open_lines(LineLog(run, METRICS))
-        self._now = 0.0
+        self._now = self._before.now
+        self._ahead: set[tuple[int, int]] = set()
+        """Generation and step of lines of metrics that the journal does not account for."""
         self._listeners: list[queue.Queue[Command]] = []
         self.outcome: Stopped | None = None
         self.opened = threading.Event()
@@ -100,17 +103,20 @@ class Shell:
         finally:
             self._listeners.remove(told)
 
-    def run(self, fleet: Fleet, opening: RunOpened) -> Stopped:
-        """Open the run and serve it until it has stopped. `opening.saved` is found here."""
-        found = find_checkpoints(self._run)
-        for complaint in found.complaints:
-            self._journal.write({"time": self._clock(), "warning": complaint, "format": FORMAT})
+    def run(self, fleet: Fleet, opening: RunOpened, survivors: Survivors | None = None) -> Stopped:
+        """Open the run, or go on with what a controller of the same actor has left alive, and serve
+        it until it has stopped. `opening.saved` is found here."""
         self._fleet = fleet
-        watch = Watch(fleet, self.post)
+        self._complete_lines()
+        watch = Watch(fleet, self.post, self._core.state.generation)
         self._publisher = Publisher(self._run, self._lease, self.post)
-        self._publisher.order(DropCheckpoints(found.unfinished))
         self._lease.keep()
-        self.post(dataclasses.replace(opening, incarnation=self._lease.epoch, saved=found.whole))
+        if survivors and self._goes_on(survivors):
+            self._go_on(survivors, watch)
+        else:
+            if survivors:
+                survivors.clear_away()
+            self._open(opening)
         self.opened.set()
         try:
             while self.outcome is None:
@@ -126,6 +132,60 @@ class Shell:
             self._journal.close()
             self._metrics.close()
         return self.outcome
+
+    def _open(self, opening: RunOpened) -> None:
+        if self._is_heir() and self._before.stopped:
+            self.outcome = self._before.stopped  # that controller died before it could tell
+            return
+        found = find_checkpoints(self._run)
+        for complaint in found.complaints:
+            self._journal.write({"time": self._clock(), "warning": complaint, "format": FORMAT})
+        self._publisher.order(DropCheckpoints(found.unfinished))
+        self.post(dataclasses.replace(opening, incarnation=self._lease.epoch, saved=found.whole))
+
+    def _is_heir(self) -> bool:
+        """Whether it was the same actor that wrote the journal's last lines."""
+        return self._lease.since <= self._core.state.incarnation
+
+    def _goes_on(self, survivors: Survivors) -> bool:
+        """Whether what lives is what the journal tells of: an object store's may lack the last
+        second, and with it a generation."""
+        if not self._is_heir() or self._before.stopped:
+            return False
+        return survivors.newest_generation() <= self._core.state.generation
+
+    def _go_on(self, survivors: Survivors, watch: Watch) -> None:
+        """Take over what lives, and have done what may not have been done."""
+        state = self._core.state
+        self.post(ControllerRestarted(self._lease.epoch, self._before.now))
+        for worker in sorted(state.warm):
+            seat = state.seats[worker]
+            watch.note(WorkerReady(worker, seat.node, seat.pid))
+        survivors.attach(state)
+        for told in self._before.again():
+            self._carry_out(self._still_there(told) if isinstance(told, DropCheckpoints) else told)
+
+    def _still_there(self, drop: DropCheckpoints) -> DropCheckpoints:
+        there = (key for key in drop.dropped if self._run.files(folder_of(*key)))
+        return DropCheckpoints(tuple(there))
+
+    def _complete_lines(self) -> None:
+        """Whoever wrote last may have died between an event's line and those that follow it. On an
+        object store the metrics may also be ahead of the journal."""
+        for command in self._before.untold():
+            self._tell(self._before.now, command)
+        lines = LineLog(self._run, METRICS).lines()
+        there = {(line["generation"], line["step"]) for line in lines}
+        for told in self._before.records:
+            if (told.record.generation, told.record.step) not in there:
+                self._metrics.write(dataclasses.asdict(told.record))
+        known = self._core.state.committed_step
+        self._ahead = {(generation, step) for generation, step in there if step > known}
+
+    def _tell(self, now: float, command: Command) -> None:
+        self._journal.write(command_line(now, command, self._core.state))
+        if isinstance(command, Resume):
+            self._journal.write(state_line(now, self._core.state))
 
     def _next_event(self) -> Event:
         while True:
@@ -147,9 +207,7 @@ class Shell:
         self._journal.write(event_line(self._now, event, self._core.state))
         told = [command for command in commands if not isinstance(command, SILENT)]
         for line in told:
-            self._journal.write(command_line(self._now, line, self._core.state))
-            if isinstance(line, Resume):
-                self._journal.write(state_line(self._now, self._core.state))
+            self._tell(self._now, line)
         if told:
             self._journal.make_durable()
         for command in commands:
@@ -189,14 +247,16 @@ class Shell:
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._publisher.order(command)
             case RecordStep():
-                self._metrics.write(dataclasses.asdict(command.record))
-                self._post_due(command.record.step)
+                self._record(command.record)
             case Stopped():
                 self.outcome = command
             case Relaid() | RolledBack() | Warned() | Waited() | LayoutAnswered():
                 pass  # telling it was all there was to do
 
-    def _post_due(self, step: int) -> None:
-        for entry in [entry for entry in self._due if entry[0] <= step]:
+    def _record(self, record: StepRecord) -> None:
+        """A step's line, and what was to be told once it has committed."""
+        if (record.generation, record.step) not in self._ahead:
+            self._metrics.write(dataclasses.asdict(record))
+        for entry in [entry for entry in self._due if entry[0] <= record.step]:
             self._due.remove(entry)
             self.post(entry[1])

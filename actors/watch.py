@@ -38,13 +38,14 @@ class _Question:
 class Watch:
     """Asks in its own thread; `note` tells it who is there and what has been heard."""
 
-    def __init__(self, fleet: Fleet, post: Callable[[Event], None]) -> None:
+    def __init__(self, fleet: Fleet, post: Callable[[Event], None], generation: int = 0) -> None:
+        """`generation` is the one that may be training already."""
         self._fleet = fleet
         self._post = post
         self._questions: dict[str, _Question | None] = {}
         self._signs: dict[str, int] = {}
         self._suspected: set[str] = set()
-        self._generation = 0
+        self._generation = generation
         self._last_commit = self._last_told = time.monotonic()
         self._lock = threading.Lock()
         self._closed = threading.Event()

@@ -33,6 +33,7 @@ from actors.trainer import Trainer, WorkerOptions
 from elastic.commands import (
     Abort,
     Form,
+    Order,
     Pause,
     Protect,
     Relayout,
@@ -42,10 +43,7 @@ from elastic.commands import (
     WishCheckpoint,
 )
 from elastic.events import CheckpointDamaged, Event, WorkerRaised, WorkerReady
-
-Order = (
-    Abort | Form | Relayout | Resume | Pause | Protect | Settle | WishCheckpoint | SaveCheckpoint
-)
+from elastic.reattaching import Intake
 
 NO_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA out of memory")
 """In the text also of a mere RuntimeError, as which torch tells it of the host."""
@@ -81,21 +79,22 @@ class Worker:
         self._report = report
         self._interruption = Interruption()
         self._orders: queue.Queue[Order] = queue.Queue()
-        self._incarnation = 0
+        self.intake = Intake()
         self._quiesced_generation = 0
         self._trainer: Trainer | None = None
         self._kept: dict[int | None, object] = {}
         self._thread = threading.Thread(target=self._serve, name="training", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """Begin to warm up, unless that has begun."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def take(self, envelope: Envelope) -> None:
-        """Accept a command, unless it is of an older controller or generation (invariant 6)."""
-        if envelope.incarnation < self._incarnation:
-            return
-        self._incarnation = envelope.incarnation
+        """Accept a command, unless it is of an older controller, or has been taken before."""
         order = envelope.order
+        if not self.intake.takes(envelope.incarnation, order):
+            return
         match order:
             case Abort():
                 self._interruption.aborted_generation = max(

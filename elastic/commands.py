@@ -274,6 +274,11 @@ class Stopped:
     traceback: str = ""
 
 
+Order = (
+    Abort | Form | Relayout | Resume | Pause | Protect | Settle | WishCheckpoint | SaveCheckpoint
+)
+"""What goes to workers."""
+
 Command = (
     StartStore
     | StartWorkers

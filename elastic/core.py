@@ -10,12 +10,23 @@ from __future__ import annotations
 from math import inf, isfinite
 from typing import assert_never
 
-from elastic import aborting, auditing, forming, protecting, roster, running, saving, wishing
+from elastic import (
+    aborting,
+    auditing,
+    forming,
+    protecting,
+    restarting,
+    roster,
+    running,
+    saving,
+    wishing,
+)
 from elastic.commands import Command, StartStore, StopWorker
 from elastic.events import (
     Audited,
     CheckpointDamaged,
     Checkpointed,
+    ControllerRestarted,
     Evaluated,
     Event,
     GroupFormed,
@@ -101,6 +112,8 @@ class Core:
         match event:
             case RunOpened():
                 return self._open(now, event)
+            case ControllerRestarted():
+                return restarting.on_restarted(state, now, event)
             case StoreReady():
                 state.store_host, state.store_port = event.host, event.port
             case StoreLost():

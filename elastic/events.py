@@ -43,6 +43,15 @@ class RunOpened:
 
 
 @dataclass(frozen=True, slots=True)
+class ControllerRestarted:
+    """The controller had died alone, its last journal line is of `stopped_at`, and is back: what it
+    drove may live, and goes on."""
+
+    incarnation: int
+    stopped_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class StoreReady:
     """The store listens; groups can be formed through it."""
 
@@ -313,6 +322,7 @@ class Woke:
 
 Event = (
     RunOpened
+    | ControllerRestarted
     | StoreReady
     | StoreLost
     | WorkerReady

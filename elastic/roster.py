@@ -19,6 +19,8 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     """
     if event.worker not in state.seats:
         return []  # its loss was told first
+    if event.worker in state.warm:
+        return []  # it is told once more after a controller's death
     if state.digest not in (None, event.digest):
         return _turn_away(state, now, event)
     state.digest = event.digest

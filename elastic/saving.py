@@ -41,11 +41,13 @@ def begin_saving(state: CoreState, now: float) -> None:
 def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
     """By this vote every member writes its part of the step by itself, without being told.
 
-    Not once the generation is broken off: then nobody knows who still writes.
+    Not once the generation is broken off: then nobody knows who still writes, unless a part was
+    told of before.
     """
     saves = vote.saves(state.job.checkpoint_every)
     if not isinstance(state.phase, Running | Pausing):
-        state.litter += [(vote.step, state.generation)] * saves
+        if saves and upload_key(state.generation, vote.step) not in state.uploads:
+            state.litter.append((vote.step, state.generation))
     elif saves:
         _open(state, now, vote.step)
     elif vote.is_save_due(state.job.checkpoint_every):
@@ -138,6 +140,11 @@ def drop_void(state: CoreState) -> list[Command]:
     void = [saved for saved in state.saved if saved.step > state.committed_step]
     state.saved = [saved for saved in state.saved if saved.step <= state.committed_step]
     return _drop(state, void)
+
+
+def drop_broken(state: CoreState) -> list[Command]:
+    """What is left of uploads that broke."""
+    return _drop(state, [])
 
 
 def is_saved(state: CoreState) -> bool:

@@ -59,10 +59,12 @@ def drive(asked: Asked, console: Console) -> int:
             "set RAY_ADDRESS"
         )
     interrupts.listen()
+    keep_actors = asked.detach
     try:
         store_recipe(plan)
         return _follow(plan, console, interrupts, asked.detach)
     except RunTaken as error:
+        keep_actors = True  # they are somebody else's
         raise UserError(str(error)) from None
     except ControllerLost as error:
         print(
@@ -73,7 +75,7 @@ def drive(asked: Asked, console: Console) -> int:
     except KeyboardInterrupt:
         return 128 + interrupts.number
     finally:
-        close_cluster(plan.folder.name, keep_actors=asked.detach)
+        close_cluster(plan.folder.name, keep_actors)
 
 
 def open_cluster(num_workers: int, use_gpus: bool) -> bool:

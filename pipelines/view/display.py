@@ -35,6 +35,7 @@ COLOURS = {
     "left": "yellow",
     "leaving": "yellow",
     "refused layout": "yellow",
+    "controller restarted": "yellow",
     "draining": "yellow",
     "joined": "green",
     "resumed": "green",

@@ -30,6 +30,7 @@ class Happening:
 
     `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, skipped, spike,
     audit, checkpoint, failed checkpoint, evaluated, starting, waiting, layout, refused layout,
+    controller restarted,
     stopping or stopped;
     `short` says what it is about in a word or two; `value` is the held-out loss, or how many
     seconds a recovery took.
@@ -146,6 +147,8 @@ class Membership:
 
     def _welcome(self, line: dict[str, Any]) -> None:
         worker, node = line["worker"], line["node"]
+        if worker in (*self.spares, *self.members):
+            return  # it is told again after a controller's death
         self.nodes[worker] = node
         self.spares.add(worker)
         self._gone.discard(worker)
@@ -231,6 +234,10 @@ class Membership:
                 self._note(line, kind, self.phase, line["reason"])
             case "LayoutAnswered":
                 self._answer(line)
+            case "ControllerRestarted":
+                text = "controller restarted"
+                away_s = line["time"] - line["stopped_at"]
+                self._note(line, text, f"{text} after {duration(away_s)}")
             case "StopRequested":
                 self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
             case "Stopped":

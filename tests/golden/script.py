@@ -8,6 +8,7 @@ are the reader's own:
         [snapshot_every=N] [snapshot_redundancy=xor:K] [max_skipped=N] [spike_factor=F]
         [spike_window=N] [audit_every=N] [audit_rewind=1]
     open [saved STEP gG ...]            a controller takes the run
+    restarted after SECONDS             the controller had died alone; the core is woken at once
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
     lost W... CAUSE: | suspected W... | leaving W... | draining NODE
@@ -44,6 +45,7 @@ from elastic.events import (
     Audited,
     CheckpointDamaged,
     Checkpointed,
+    ControllerRestarted,
     Event,
     GroupFormed,
     KeeperLost,
@@ -109,7 +111,7 @@ class Script:
         now_in = phase_in_words(self._core.state.phase)
         return [*_told(commands), *([f"= {now_in}"] if now_in != phase else [])]
 
-    def _events(self, words: list[str]) -> Iterator[Event]:
+    def _events(self, words: list[str]) -> Iterator[Event]:  # noqa: C901 (one flat case a word)
         """What one line stands for."""
         kind, *rest = words
         match kind:
@@ -119,6 +121,10 @@ class Script:
                 deadline = self._core.next_deadline()
                 assert deadline is not None, "the core does not want to be woken"
                 self._now = max(self._now, deadline)
+                yield Woke()
+            case "restarted":
+                stopped_at, self._now = self._now, self._now + float(rest[1])
+                yield ControllerRestarted(self._core.state.incarnation + 1, stopped_at)
                 yield Woke()
             case "open":
                 yield _with_saved(self._opening, rest)

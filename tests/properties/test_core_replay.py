@@ -11,6 +11,7 @@ from sim.scenario import (
     Scenario,
     drawn,
     drawn_with_bad_numbers,
+    drawn_with_controller_restarts,
     drawn_with_parities,
     drawn_with_relayouts,
 )
@@ -43,7 +44,14 @@ def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "draw", [drawn, drawn_with_relayouts, drawn_with_bad_numbers, drawn_with_parities]
+    "draw",
+    [
+        drawn,
+        drawn_with_relayouts,
+        drawn_with_bad_numbers,
+        drawn_with_parities,
+        drawn_with_controller_restarts,
+    ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_replay_says_the_same_and_stands_where_the_run_stood(
@@ -54,7 +62,7 @@ def test_a_replay_says_the_same_and_stands_where_the_run_stood(
     assert texts
     lines = [json.loads(text) for text in texts]
     final = encode(world.shell.core.state)
-    assert encode(replay(texts).state) == final
+    assert encode(replay(texts).core.state) == final
     begins = [0, *(i for i, line in enumerate(lines) if "CoreState" in line)]
     for begin in begins:
         core = Core(replayed(lines[begin])) if begin else Core()
@@ -77,4 +85,4 @@ def test_a_journal_cut_anywhere_gives_the_state_of_that_moment() -> None:
         if told is not None and not isinstance(told, CoreState):
             core.step(now, told)
         if i % 25 == 0:
-            assert encode(replay(texts[: i + 1]).state) == encode(core.state)
+            assert encode(replay(texts[: i + 1]).core.state) == encode(core.state)

@@ -40,6 +40,21 @@ class Command:
     def metrics(self) -> list[dict[str, Any]]:
         return read(self.folder / "metrics.jsonl")
 
+    def controller_pid(self) -> int | None:
+        """By the run's lease, which a restarted controller takes anew."""
+        epochs = {int(f.name.partition("-")[0]): f for f in (self.folder / "lease").glob("*-*")}
+        try:
+            return json.loads(epochs[max(epochs)].read_text())["pid"] if epochs else None
+        except FileNotFoundError:
+            return None  # it is just being written anew
+
+    def kill_controller(self) -> float:
+        """SIGKILL; the time of it."""
+        pid = self.controller_pid()
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return time.time()
+
     def pid_of(self, worker: str) -> int:
         return next(line["pid"] for line in self.lines("WorkerReady") if line["worker"] == worker)
 
@@ -107,27 +122,28 @@ def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
 def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
     """Start a command on a cluster of its own; at the end nothing of it may be left."""
     ray_folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    command = [
-        *(sys.executable, "-m", "pipelines", name, *arguments),
-        *("--storage", str(storage)),
-    ]
-    environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": ray_folder}
+    command = start(name, storage, ray_folder, "local", *arguments)
+    try:
+        yield command
+    finally:
+        if command.process.poll() is None:
+            command.process.send_signal(signal.SIGKILL)
+        command.process.communicate()
+        assert_nothing_is_left(ray_folder)
+        subprocess.run(["rm", "-rf", ray_folder], check=True)
+
+
+def start(name: str, storage: Path, ray_folder: str, address: str, *arguments: str) -> Command:
+    """Start a command on the cluster at an address."""
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-m", "pipelines", name, *arguments, "--storage", str(storage)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env={**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": ray_folder},
         cwd=ROOT,
     )
-    try:
-        yield Command(process, storage / "run", ray_folder)
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-        process.communicate()
-        assert_nothing_is_left(ray_folder)
-        subprocess.run(["rm", "-rf", ray_folder], check=True)
+    return Command(process, storage / "run", ray_folder)
 
 
 def assert_nothing_is_left(ray_folder: str, patience_s: float = 20.0) -> None:

@@ -149,6 +149,8 @@ class Checks:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
             return
         assert outcome.outcome != "completed" or newest.step == num_steps
+        lines = [(line.record.generation, line.record.step) for line in records.metrics]
+        assert len(set(lines)) == len(lines), "invariant 8: a line is doubled"
         last = {line.record.step: line.record.generation for line in records.metrics}
         kept = storage.visible[newest.path].lineage.generations
         told = tuple(last[step + 1] for step in range(newest.step))

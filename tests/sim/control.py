@@ -15,6 +15,7 @@ from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
 from elastic.commands import Form
 from elastic.events import Event
 from elastic.planning import Job
+from elastic.reattaching import Outbox
 
 
 class Interrupted(Exception):
@@ -40,9 +41,11 @@ class Surroundings:
     job: Job
     eval_every: int
     collective_timeout_s: float
-    report: Callable[[str, Event], None]
+    report: Callable[[str, int, Event], None]
     at: Callable[[str, str], None]
     """Told of each moment that a worker passes, at which a fault may be due."""
+    incarnation: int = 1
+    """Of the controller that starts workers now."""
     store_port: int = 0
     newest_vote: tuple[int, int] = (0, 0)
     snapshot_every: int = 0
@@ -62,6 +65,7 @@ class Control:
     def __init__(self, name: str, around: Surroundings) -> None:
         self.name = name
         self.around = around
+        self.outbox = Outbox(around.incarnation)
         self.training: Thread
         self.frozen = False
         self.deaf = False
@@ -86,7 +90,13 @@ class Control:
         return generation >= self.running_generation and after_step >= saved_step
 
     def report(self, event: Event) -> None:
-        self.around.report(self.name, event)
+        self.outbox.add(event)
+        self.around.report(self.name, self.outbox.incarnation, event)
+
+    def tell_again(self, incarnation: int, committed_step: int) -> None:
+        """To a controller that knows of the steps up to this one."""
+        for event in self.outbox.again(incarnation, committed_step):
+            self.around.report(self.name, incarnation, event)
 
     def check(self) -> None:
         """Raises `Interrupted` if the generation is being aborted."""

@@ -147,6 +147,12 @@ def draw_storage_faults(random: Random) -> list[Fault]:
     return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 5))]
 
 
+def draw_controller_restarts(random: Random) -> list[Fault]:
+    """The controller dies one to four times."""
+    number = random.randint(1, 4)
+    return [_draw_fault(random, "restart the controller") for _ in range(number)]
+
+
 def _draw_fault(random: Random, action: str) -> Fault:
     moment, num_passages = random.choice(MOMENTS)
     only_world_rank_0 = random.random() < 0.25

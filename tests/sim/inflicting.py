@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from sim.returning import kill_controller
 from sim.worker import SimWorker
 from sim.world import World
 
@@ -163,6 +164,11 @@ def _restart(world: World, worker: SimWorker) -> None:
     world.timeline.after(0.0, partial(world.restart, policy))
 
 
+def _restart_controller(world: World, worker: SimWorker) -> None:
+    """It alone dies, and comes back."""
+    world.timeline.after(0.0, partial(kill_controller, world))
+
+
 _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "kill": _kill,
     "kill two": _kill_two,
@@ -189,4 +195,5 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "spike": _tell_spike,
     "lie": _lie,
     "restart": _restart,
+    "restart the controller": _restart_controller,
 }

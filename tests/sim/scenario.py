@@ -8,6 +8,7 @@ from random import Random
 from sim.faults import (
     Fault,
     draw_bad_numbers,
+    draw_controller_restarts,
     draw_faults,
     draw_node_faults,
     draw_relayouts,
@@ -172,4 +173,15 @@ def drawn_with_relayouts(seed: int) -> Scenario:
     scenario = drawn(seed)
     random = Random(f"relayouts/{seed}")
     scenario.faults = [*scenario.faults, *draw_relayouts(random)]
+    return scenario
+
+
+def drawn_with_controller_restarts(seed: int) -> Scenario:
+    """A scenario of any kind, in which the controller dies now and then, and comes back."""
+    random = Random(f"controller/{seed}")
+    draws = (drawn, drawn_with_snapshots, drawn_with_storage_faults, drawn_with_relayouts)
+    scenario = random.choice(draws)(seed)
+    if random.random() < 0.5:
+        scenario.faults = random.sample(scenario.faults, min(1, len(scenario.faults)))
+    scenario.faults = [*scenario.faults, *draw_controller_restarts(random)]
     return scenario

@@ -30,3 +30,9 @@ KEPT_PARITIES = {
     4933: "forgot, as it saved, where the state had been before it was moved",
 }
 """Likewise, of scenarios with parities."""
+
+KEPT_CONTROLLER = {
+    515: "dropped the checkpoint that it had just published",
+    4421: "added a line of metrics after that of the same step done again",
+}
+"""The same, of scenarios in which the controller dies."""

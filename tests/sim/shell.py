@@ -13,8 +13,8 @@ from sim.timeline import Timeline
 from elastic.commands import Command, RecordStep, Resume, Stopped
 from elastic.core import Core
 from elastic.events import Event, Woke
-from elastic.state import CoreState
-from elastic.wire import command_line, event_line, replayed, state_line
+from elastic.replaying import Replay
+from elastic.wire import command_line, event_line, state_line
 
 MAX_WAKES_AT_ONCE = 3
 
@@ -30,6 +30,16 @@ class Records:
     def write(self, line: dict[str, Any]) -> None:
         if self.journal is not None:
             self.journal.append(json.dumps(line, allow_nan=False))
+
+
+@dataclass
+class Death:
+    """How far a controller comes with the next event before it dies: so many journal lines, then so
+    many commands."""
+
+    num_lines: int
+    num_commands: int
+    then: Callable[[], None]
 
 
 class SimShell:
@@ -54,6 +64,7 @@ class SimShell:
         self._closed = False
         self._wake_at: float | None = None
         self._wakes: deque[float] = deque(maxlen=MAX_WAKES_AT_ONCE)
+        self._death: Death | None = None
 
     def post(self, event: Event) -> None:
         """An event arrives."""
@@ -68,28 +79,52 @@ class SimShell:
         self._serving = False
         self._set_alarm()
 
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Its process is gone: nothing is served any more."""
         self._closed = True
 
+    def die_at_next_event(self, death: Death) -> None:
+        """Its process will be gone in the midst of what it does then."""
+        self._death = death
+
     def _serve(self, event: Event) -> None:
-        now, core, records = self._timeline.now, self.core, self._records
+        now, core, records, death = self._timeline.now, self.core, self._records, self._death
+        if death and not death.num_lines:
+            self._die(death)
+            return
         commands = core.step(now, event)
         records.trace.append((now, event, commands, type(core.state.phase).__name__))
+        self._check(now, event, commands, core)
         records.write(event_line(now, event, core.state))
-        for command in commands:
-            if isinstance(command, RecordStep):
-                records.metrics.append(command)
-            else:
-                records.write(command_line(now, command, core.state))
+        told = [command for command in commands if not isinstance(command, RecordStep)]
+        for command in told[: death.num_lines - 1 if death else None]:
+            records.write(command_line(now, command, core.state))
             if isinstance(command, Resume) and records.journal is not None:
                 records.write(state_line(now, core.state))
-        self._check(now, event, commands, core)
-        for command in commands:
-            if isinstance(command, Stopped):
-                self.outcome = command
-                self.close()
-            self._carry_out(command)
+        if death and death.num_lines <= len(told):
+            self._die(death)
+            return
+        for command in commands[: death.num_commands if death else None]:
+            self._obey(command)
+        if death:
+            self._die(death)
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Stopped):
+            self.outcome = command
+            self.close()
+        elif isinstance(command, RecordStep):
+            self._records.metrics.append(command)
+        self._carry_out(command)
+
+    def _die(self, death: Death) -> None:
+        if self.outcome is None:
+            self.close()
+            death.then()
 
     def _set_alarm(self) -> None:
         """Ask the timeline for the core's next deadline; an older alarm then does nothing."""
@@ -109,15 +144,21 @@ class SimShell:
         self.post(Woke())
 
 
-def replay(lines: Iterable[str]) -> Core:
-    """The core as a journal leaves it: as `actors/journal.py` has it, from memory."""
-    core, now = Core(), 0.0
+def replay(lines: Iterable[str]) -> Replay:
+    """A journal replayed: as `actors/journal.py` has it, from memory."""
+    replay = Replay()
     for text in lines:
-        line = json.loads(text)
-        told = replayed(line)
-        now = max(now, line["time"])
-        if isinstance(told, CoreState):
-            core = Core(told)
-        elif told is not None:
-            core.step(now, told)
-    return core
+        replay.take(json.loads(text))
+    return replay
+
+
+def replay_whole(records: Records) -> Replay:
+    """The journal replayed, and the lines added that a controller was about to write."""
+    before = replay(records.journal or [])
+    for command in before.untold():
+        records.write(command_line(before.now, command, before.core.state))
+    there = {(told.record.generation, told.record.step) for told in records.metrics}
+    for told in before.records:
+        if (told.record.generation, told.record.step) not in there:
+            records.metrics.append(told)
+    return before

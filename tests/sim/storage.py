@@ -59,6 +59,9 @@ class Storage:
         parts = [files[told.name] for told in command.files]
         checkpoint = _whole(command.step, parts)
         path = f"step-{command.step}-g{command.generation}"
+        for saved in self._saved:
+            if saved.path == path:
+                return saved  # a controller that has come back publishes it again
         saved = Saved(command.step, command.generation, path)
         self.visible[path] = checkpoint
         self._saved.append(saved)

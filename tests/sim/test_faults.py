@@ -9,12 +9,13 @@ import pytest
 from sim.scenario import (
     drawn,
     drawn_with_bad_numbers,
+    drawn_with_controller_restarts,
     drawn_with_parities,
     drawn_with_relayouts,
     drawn_with_snapshots,
     drawn_with_storage_faults,
 )
-from sim.seeds import KEPT, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
+from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
 
 NUM_SEEDS = 300
@@ -23,6 +24,7 @@ NUM_SEEDS_SNAPSHOTS = 200
 NUM_SEEDS_PARITIES = 150
 NUM_SEEDS_STORAGE = 200
 NUM_SEEDS_NUMBERS = 200
+NUM_SEEDS_CONTROLLER = 400
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -62,6 +64,12 @@ def test_numbers_go_bad_among_what_is_drawn(first: int) -> None:
         simulate(drawn_with_bad_numbers(seed))
 
 
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_CONTROLLER, 50))
+def test_controllers_die_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_controller_restarts(seed))
+
+
 @pytest.mark.parametrize("seed", KEPT)
 def test_what_was_found_once_is_not_found_again(seed: int) -> None:
     simulate(drawn(seed))
@@ -75,6 +83,11 @@ def test_what_was_found_among_bad_numbers_is_not_found_again(seed: int) -> None:
 @pytest.mark.parametrize("seed", KEPT_PARITIES)
 def test_what_was_found_with_parities_is_not_found_again(seed: int) -> None:
     simulate(drawn_with_parities(seed))
+
+
+@pytest.mark.parametrize("seed", KEPT_CONTROLLER)
+def test_what_a_restart_has_shown_once_is_not_shown_again(seed: int) -> None:
+    simulate(drawn_with_controller_restarts(seed))
 
 
 @pytest.mark.slow
@@ -103,3 +116,10 @@ def test_many_more_with_bad_numbers(first: int) -> None:
 def test_many_more_with_parities(first: int) -> None:
     for seed in range(first, first + 1000):
         simulate(drawn_with_parities(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS_CONTROLLER, NUM_SEEDS_SLOW // 2, 1000))
+def test_many_more_with_controllers_that_die(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn_with_controller_restarts(seed))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
 from sim.control import Control, Interrupted, Raised, Surroundings
 from sim.lineage import Part
@@ -13,6 +15,7 @@ from sim.writer import PartWriter
 from elastic.commands import (
     Abort,
     Form,
+    Order,
     Pause,
     Protect,
     Relayout,
@@ -22,10 +25,7 @@ from elastic.commands import (
     WishCheckpoint,
 )
 from elastic.events import WorkerRaised, WorkerReady
-
-Order = (
-    Abort | Form | Relayout | Resume | Pause | Protect | Settle | WishCheckpoint | SaveCheckpoint
-)
+from elastic.reattaching import Intake
 
 
 class SimWorker:
@@ -38,14 +38,26 @@ class SimWorker:
         self._writer = PartWriter(self.control)
         self._trainer = Trainer(self.control, self._writer)
         self._orders: deque[Order] = deque()
-        self._unread: list[Order] = []
+        self._intake = Intake()
+        self._unread: list[Callable[[], None]] = []
         self.control.training = Thread(around.timeline, self._serve(ready, warm_up_s))
 
-    def take(self, order: Order) -> None:
+    def meet(self, incarnation: int, committed_step: int) -> None:
+        """Another controller has the run, and wants to hear again what it may have missed."""
+        if self.control.frozen:
+            self._unread.append(partial(self.meet, incarnation, committed_step))
+            return
+        self._intake.meet(incarnation)
+        self.control.tell_again(incarnation, committed_step)
+
+    def take(self, incarnation: int, order: Order) -> None:
         """A command arrives: an abort acts at once, all else queues."""
         control = self.control
         if control.frozen:
-            self._unread.append(order)
+            self._unread.append(partial(self.take, incarnation, order))
+            return
+        control.outbox.note(incarnation, order)
+        if not self._intake.takes(incarnation, order):
             return
         if isinstance(order, Pause):
             control.pause_wished_generation = order.generation
@@ -78,8 +90,8 @@ class SimWorker:
         """As SIGCONT does, with all that has come meanwhile."""
         self.control.frozen = False
         unread, self._unread = self._unread, []
-        for order in unread:
-            self.take(order)
+        for read in unread:
+            read()
         self.control.training.release()
         self._writer.thread.release()
 

@@ -14,10 +14,10 @@ from sim.keeper import SimKeeper
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.scenario import Scenario, bound_s
-from sim.shell import Records, SimShell, replay
+from sim.shell import Records, SimShell, replay_whole
 from sim.storage import Storage
 from sim.timeline import Channel, Timeline
-from sim.worker import Order, SimWorker
+from sim.worker import SimWorker
 
 from elastic.commands import (
     Abort,
@@ -26,6 +26,7 @@ from elastic.commands import (
     DropCheckpoints,
     ForgetSnapshots,
     Form,
+    Order,
     Pause,
     Protect,
     PublishCheckpoint,
@@ -74,6 +75,8 @@ class Link:
     next_delay_s: float = 0.0
     next_order_delay_s: float = 0.0
     cut: bool = False
+    loses_older: bool = False
+    """What a controller that has died had sent is not delivered any more."""
 
 
 class World:
@@ -94,12 +97,13 @@ class World:
         self._num_slow_starters = scenario.num_slow_starters
         self._num_started = 0
         self._num_stores = self._num_keepers = 0
-        restarts = any(fault.action == "restart" for fault in self.faults)
+        self._published = Channel(self.timeline)
+        restarts = any("restart" in fault.action for fault in self.faults)
         self.records = Records([] if keep_journal or restarts else None)
         self.checks = Checks(
             self.random, bound_s(scenario.policy), self._parts_of, self._snapshots_of
         )
-        self._incarnation = 0
+        self.incarnation = 0
         self.open(Core(), scenario.policy)
 
     def run(self) -> Stopped:
@@ -119,7 +123,7 @@ class World:
     def open(self, core: Core, policy: Policy) -> None:
         """A controller takes the run."""
         scenario = self.scenario
-        self._incarnation += 1
+        self.incarnation += 1
         self.around = Surroundings(
             self.timeline,
             self.random,
@@ -130,14 +134,15 @@ class World:
             policy.collective_timeout_s,
             self._report,
             self._pass_moment,
+            self.incarnation,
             snapshot_every=policy.snapshot_every,
             audit_every=policy.audit_every,
             read=self.read,
         )
-        self.shell = SimShell(self.timeline, core, self.records, self._carry_out, self.checks.after)
+        self.shell = self.shell_of(core)
         saved = self.storage.whole()
         wish = replace(scenario.wish, max_workers=policy.max_workers)
-        self.shell.post(RunOpened(self._incarnation, policy, wish, scenario.job, saved))
+        self.shell.post(RunOpened(self.incarnation, policy, wish, scenario.job, saved))
 
     def restart(self, policy: Policy) -> None:
         """Everything but the storage dies, and the run is begun anew from its journal."""
@@ -146,7 +151,10 @@ class World:
             self.links[worker.name].cut = True
             worker.die()
         self.workers.clear()
-        self.open(replay(self.records.journal or []), policy)
+        self.open(replay_whole(self.records).core, policy)
+
+    def shell_of(self, core: Core) -> SimShell:
+        return SimShell(self.timeline, core, self.records, self.carry_out, self.checks.after)
 
     def post_soon(self, event: Event, within_s: float = 0.02) -> None:
         """Tell the controller, if it is still the same by then."""
@@ -192,9 +200,9 @@ class World:
             self.checks.note_fault(self.timeline.now)
             self._inflict(self, fault.action, worker)
 
-    def _report(self, name: str, event: Event) -> None:
+    def _report(self, name: str, incarnation: int, event: Event) -> None:
         """A worker's words are under way; they arrive in order, or are lost with it."""
-        link, shell = self.links[name], self.shell
+        link = self.links[name]
         if link.lose_next and getattr(event, "generation", 0):  # one who starts is never unheard
             link.lose_next = False
             return
@@ -203,23 +211,23 @@ class World:
         def arrive() -> None:
             if extra_s:
                 self.checks.note_fault(self.timeline.now)
-            if not link.cut:
-                shell.post(event)
+            if not link.cut and incarnation == self.incarnation:
+                self.shell.post(event)
 
-        link.up.send(self._latency_s() + extra_s, arrive)
+        link.up.send(self.latency_s() + extra_s, arrive)
 
-    def _carry_out(self, command: Command) -> None:
+    def carry_out(self, command: Command) -> None:
         match command:
             case StartStore():
                 listens = partial(self._store_listens, self.shell)
                 self.timeline.after(self.random.uniform(0.02, 0.2), listens)
             case StartWorkers():
                 for name in command.workers:
-                    self._start(name)
+                    self.start_worker(name)
             case StopWorker():
                 worker = self.workers.get(command.worker)
                 if worker:
-                    self.timeline.after(self._latency_s(), partial(self.kill, worker, "stopped"))
+                    self.timeline.after(self.latency_s(), partial(self.kill, worker, "stopped"))
             case Form():
                 self._send(command.plan.participants, command)
             case Resume():
@@ -240,7 +248,7 @@ class World:
             case AskKeepers() | ForgetSnapshots():
                 for node in command.nodes:
                     reach = partial(self._reach_keeper, node, command)
-                    self.timeline.after(self._latency_s(), reach)
+                    self.timeline.after(self.latency_s(), reach)
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._store(command)
 
@@ -249,11 +257,13 @@ class World:
             worker, link = self.workers.get(name), self.links.get(name)
             if worker and link:
                 extra_s, link.next_order_delay_s = link.next_order_delay_s, 0.0
-                link.down.send(self._latency_s() + extra_s, partial(self._hand, worker, order))
+                hand = partial(self._hand, worker, self.incarnation, order)
+                link.down.send(self.latency_s() + extra_s, hand)
 
-    def _hand(self, worker: SimWorker, order: Order) -> None:
-        if worker.name in self.workers:
-            worker.take(order)
+    def _hand(self, worker: SimWorker, incarnation: int, order: Order) -> None:
+        is_lost = self.shell.is_closed or incarnation < self.incarnation
+        if worker.name in self.workers and not (is_lost and self.links[worker.name].loses_older):
+            worker.take(incarnation, order)
 
     def _store(self, command: PublishCheckpoint | DropCheckpoints | SetAside) -> None:
         if isinstance(command, DropCheckpoints):
@@ -271,7 +281,8 @@ class World:
         else:
             # It is visible at once; that the controller hears of it may take its time.
             told = Checkpointed(saved.step, saved.generation, saved.path)
-            self.post_soon(told, within_s=self.random.choice((0.001, 0.03, 0.3)))
+            delay_s = self.random.uniform(0.0, self.random.choice((0.001, 0.03, 0.3)))
+            self._published.send(delay_s, partial(self.shell.post, told))
 
     def _store_listens(self, starter: SimShell) -> None:
         if starter is not self.shell:
@@ -307,7 +318,7 @@ class World:
         if self.around.keepers.pop(node, None):
             self.post_soon(KeeperLost(node, "killed"))
 
-    def _start(self, name: str) -> None:
+    def start_worker(self, name: str) -> None:
         node = f"n{self._num_started // self.scenario.workers_per_node}"
         self._num_started += 1
         warm_up_s = self.random.uniform(0.4, 1.5)
@@ -323,5 +334,5 @@ class World:
             self.checks.note_fault(self.timeline.now)
             self.timeline.after(warm_up_s / 2, partial(self.kill, worker, "dies at each start"))
 
-    def _latency_s(self) -> float:
+    def latency_s(self) -> float:
         return self.random.uniform(0.0005, 0.005)

@@ -12,7 +12,7 @@ from actors.asking import LayoutReply, ask_for_layout
 from actors.lease import claim
 from actors.shell import Shell
 from actors.storage import DiskStorage
-from actors.worker import Order
+from elastic.commands import Order
 from elastic.events import RunOpened, StopRequested, StoreReady, WorkerLost, WorkerReady
 from elastic.planning import Job, Wish
 from elastic.policy import Policy

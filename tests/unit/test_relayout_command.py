@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -40,7 +41,8 @@ def drive(run: WrittenRun, **owner: object) -> None:
     lease = run.folder.path / "lease"
     lease.mkdir()
     started = psutil.Process().create_time()
-    body = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, **owner}
+    body = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
+    body |= {"renewed": time.time(), **owner}
     (lease / "1-0").write_text(json.dumps(body))
 
 

@@ -1,0 +1,51 @@
+"""Finding a run's actors by their names: what an earlier controller has left alive."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+END_TIMEOUT_S = 10.0
+KINDS = ("store", "keeper", "agent", "observer")
+"""Beside workers and the controller; their names begin so, and end with a time or an epoch."""
+
+
+def find_actors(run_name: str, kind: str = "") -> dict[str, Any]:
+    """The run's actors of one of the `KINDS` by their names; without one, its workers."""
+    found: dict[str, Any] = {}
+    for full_name in ray.util.list_named_actors():
+        run, _, name = full_name.rpartition(":")
+        first, dash, _ = name.partition("-")
+        if run == run_name and name != "controller" and (first if dash else "") == kind:
+            with suppress(ValueError):  # it has ended meanwhile
+                found[name] = ray.get_actor(full_name)
+    return found
+
+
+def end_and_wait(run_name: str, names: Iterable[str]) -> None:
+    """End these, and wait until their names may be taken again."""
+    left = {f"{run_name}:{name}" for name in names}
+    deadline = time.monotonic() + END_TIMEOUT_S
+    for name in left:
+        with suppress(ValueError):  # it has ended meanwhile
+            ray.kill(ray.get_actor(name))
+    while left & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def newest_last(actors: dict[str, Any]) -> list[Any]:
+    """By the time in their names."""
+    return [actors[name] for name in sorted(actors, key=_time_of)]
+
+
+def newest_by_node(actors: dict[str, Any]) -> dict[str, Any]:
+    """Keepers or agents by the node in their names, of each node the newest."""
+    return {name.split("-")[2]: actors[name] for name in sorted(actors, key=_time_of)}
+
+
+def _time_of(name: str) -> int:
+    return int(name.rpartition("-")[2])

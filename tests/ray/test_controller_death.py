@@ -1,0 +1,192 @@
+"""SIGKILL of the controller, and of drivers, on a real Ray: the workers train on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
+
+import pytest
+from command_line import PATIENCE_S, Command, elastic_train, processes_of, start
+from ray.cluster_utils import Cluster
+from test_model_axes import SETTINGS, arguments
+
+sys.path.append(str(Path(__file__).parents[1] / "processes"))
+
+from expected import expected
+
+from pipelines.overrides import override
+from pipelines.recipes import load
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+NUM_STEPS = 240
+
+
+def assert_undisturbed(command: Command, num_steps: int) -> None:
+    """Every step once, with the losses of the plain loop; nothing came out of storage."""
+    seen, _ = expected(override(load("tiny"), SETTINGS), num_steps)
+    metrics = command.metrics()
+    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1))
+    losses = [loss for loss, _ in seen]
+    assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=1e-9)
+    assert not command.lines("RolledBack")
+    assert len(command.lines("RunOpened")) == 1
+
+
+def test_killed_twice_while_training(tmp_path: Path) -> None:
+    """The same processes train on, in the same generation, also while nobody hears them."""
+    with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", NUM_STEPS)) as command:
+        command.wait_for_step(10)
+        for number in (1, 2):
+            killed = command.kill_controller()
+            command.wait_until(
+                lambda number=number: len(command.lines("ControllerRestarted")) == number,
+                "the controller's return",
+            )
+            back = command.lines("ControllerRestarted")[-1]["time"]
+            told = sum(killed < line["time"] < back for line in command.metrics())
+            print(f"back {back - killed:.2f} s after SIGKILL, {told} steps committed meanwhile")
+            command.wait_for_step(len(command.metrics()) + 5)
+        code, output = command.finish()
+        assert code == 0, output
+        assert_undisturbed(command, NUM_STEPS)
+        assert {line["generation"] for line in command.metrics()} == {1}
+        assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
+        assert not command.lines("WorkerLost")
+    assert output.count("controller restarted") == 2
+
+
+def test_killed_while_workers_start(tmp_path: Path) -> None:
+    """Those that have been started are not started twice."""
+    with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 40)) as command:
+        command.wait_until(lambda: command.lines("StartWorkers"), "the start of workers")
+        command.kill_controller()
+        code, output = command.finish()
+        assert code == 0, output
+        assert_undisturbed(command, 40)
+        assert len(command.lines("ControllerRestarted")) == 1
+        assert len(command.lines("StartWorkers")) == 1
+        assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
+
+
+def test_killed_together_with_a_worker(tmp_path: Path) -> None:
+    """Nobody is there to notice the loss; the others wait for it in a collective."""
+    with elastic_train(tmp_path, *arguments("tiny", "dp=3", "1:3", NUM_STEPS)) as command:
+        command.wait_for_step(10)
+        os.kill(command.pid_of("w0"), signal.SIGKILL)
+        command.kill_controller()
+        code, output = command.finish()
+        assert code == 0, output
+        assert_undisturbed(command, NUM_STEPS)
+        assert [line["worker"] for line in command.lines("WorkerLost")] == ["w0"]
+        assert {"w1", "w2"} <= set(command.lines("Resume")[1]["workers"])
+
+
+@pytest.mark.parametrize(
+    ("moment", "line", "next_line"),
+    [("forming", "Form", "Relayout"), ("re-laying-out", "Relayout", "Resume")],
+)
+def test_killed_amid_a_recovery(tmp_path: Path, moment: str, line: str, next_line: str) -> None:
+    """One worker has died, and another stands still where the controller is to die."""
+    faults = ("--inject", "kill worker 0 at step 20", "--inject")
+    stop = f"stop worker 1 while {moment} before step 20"
+    run = arguments("tiny", "dp=3", "1:3", NUM_STEPS)
+    with elastic_train(tmp_path, *run, *faults, stop) as command:
+
+        def is_amid() -> bool:
+            told = [told["generation"] for told in command.lines(line)]
+            return 2 in told and not any(t["generation"] == 2 for t in command.lines(next_line))
+
+        command.wait_until(is_amid, f"the {line} of generation 2")
+        command.kill_controller()
+        code, output = command.finish()
+        assert code == 0, output
+        assert_undisturbed(command, NUM_STEPS)
+        assert command.lines("ControllerRestarted")
+        assert {"w0", "w1"} <= {line["worker"] for line in command.lines("WorkerLost")}
+
+
+@dataclass
+class Ground:
+    """A cluster that outlives the commands."""
+
+    address: str
+    folder: str
+
+    def start(self, storage: Path, *arguments: str) -> Command:
+        return start("train", storage, self.folder, self.address, *arguments, "--run-name", "run")
+
+    def await_end_of_actors(self) -> None:
+        """Invariant 12."""
+        wait_for(lambda: not self._actors(), "the end of all actors")
+
+    def _actors(self) -> list[str]:
+        names = [process.name() for process in processes_of(self.folder)]
+        return [name for name in names if name.startswith("ray::Ray")]
+
+
+def wait_for(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited too long for {what}"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
+    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
+    monkeypatch.setenv("RAY_TMPDIR", folder)
+    made = Path(folder, "ray")
+    made.mkdir()
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "temp_dir": str(made)})
+    yield Ground(cluster.address, folder)
+    cluster.shutdown()
+    for process in processes_of(folder):
+        process.kill()
+    rmtree(folder, ignore_errors=True)
+
+
+def test_the_driver_of_an_attached_run_is_killed(tmp_path: Path, ground: Ground) -> None:
+    """The run stops cleanly after a last checkpoint."""
+    command = ground.start(tmp_path, *arguments("tiny", "dp=2", "2:2", 100_000))
+    command.wait_for_step(10)
+    command.process.send_signal(signal.SIGKILL)
+    command.process.communicate()
+    wait_for(lambda: command.lines("Stopped"), "the end")
+    [stopped] = command.lines("Stopped")
+    assert (stopped["outcome"], stopped["reason"]) == ("interrupted", "the driver is gone")
+    assert command.lines("Checkpointed")[-1]["step"] == stopped["step"]
+    ground.await_end_of_actors()
+
+
+def test_a_detached_run_goes_on_also_without_its_controller(tmp_path: Path, ground: Ground) -> None:
+    run = arguments("tiny", "dp=2", "2:2", NUM_STEPS)
+    command = ground.start(tmp_path, *run, "--detach")
+    assert command.finish()[0] == 0
+    wait_for(lambda: len(command.metrics()) >= 10, "step 10")
+    again = ground.start(tmp_path, *run)
+    code, output = again.finish()
+    assert code == 2, output
+    assert sum("drives this run" in line for line in output.splitlines()) == 1
+    assert "Traceback" not in output
+    command.kill_controller()
+    wait_for(lambda: command.lines("Stopped"), "the end")
+    assert command.lines("Stopped")[-1]["outcome"] == "completed"
+    assert command.lines("ControllerRestarted")
+    assert_undisturbed(command, NUM_STEPS)
+    ground.await_end_of_actors()
+
+
+def test_of_two_drivers_at_once_one_is_refused(tmp_path: Path, ground: Ground) -> None:
+    run = arguments("tiny", "dp=2", "2:2", 40)
+    drivers = [ground.start(tmp_path, *run) for _ in range(2)]
+    ended = sorted(driver.finish() for driver in drivers)
+    assert [code for code, _ in ended] == [0, 2], ended
+    assert "drives this run" in ended[1][1] and "Traceback" not in ended[1][1]
+    ground.await_end_of_actors()

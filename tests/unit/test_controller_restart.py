@@ -1,0 +1,206 @@
+"""A controller of the same actor after its death: lease, journal and metrics, without Ray."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.errors import RunTaken
+from actors.lease import Lease, claim
+from actors.shell import Shell
+from actors.storage import DiskStorage
+from elastic.commands import Form, Order, Pause, Relayout, Resume, SaveCheckpoint, Stopped
+from elastic.events import (
+    Event,
+    GroupFormed,
+    PartFailed,
+    Paused,
+    RunOpened,
+    StateReady,
+    StepCommitted,
+    StopRequested,
+    StoreReady,
+    WorkerReady,
+)
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.state import CoreState
+from elastic.votes import StepRecord, Vote
+
+WORKERS = ("w0", "w1")
+OPENING = RunOpened(0, Policy(2, 2, save_timeout_s=0.1), Wish.parse("dp=2", 2), Job(8, steps=1000))
+
+
+class Died(Exception):
+    """In the place of SIGKILL."""
+
+
+class Crew:
+    """Workers that obey at once, and may let their controller die at a moment."""
+
+    def __init__(self, dies_at: type | None = None, generation: int = 1) -> None:
+        self.shell: Shell
+        self.sent: list[Order] = []
+        self.attached: list[CoreState] = []
+        self.was_cleared = False
+        self._dies_at = dies_at
+        self._generation = generation
+
+    def start_store(self) -> None:
+        self.shell.post(StoreReady("host", 1))
+
+    def start_workers(self, workers: Sequence[str]) -> None:
+        for worker in workers:
+            self.shell.post(WorkerReady(worker, "node", 1))
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        if type(order) is self._dies_at:
+            raise Died
+        self.sent.append(order)
+        answers: list[Event] = []
+        match order:
+            case Form():
+                answers = [GroupFormed(worker, order.generation) for worker in workers]
+            case Relayout():
+                answers = [StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers]
+            case Resume():
+                answers = [committed(step, order.generation) for step in (1, 2, 3)]
+                answers.append(StopRequested("enough"))
+            case Pause():
+                answers = [Paused(worker, order.generation, 3) for worker in workers]
+            case SaveCheckpoint():
+                answers = [PartFailed(w, order.generation, 3, "no disk here") for w in workers]
+        for answer in answers:
+            self.shell.post(answer)
+
+    def newest_generation(self) -> int:
+        return self._generation
+
+    def attach(self, state: CoreState) -> None:
+        self.attached.append(state)
+
+    def clear_away(self) -> None:
+        self.was_cleared = True
+
+    def stop_worker(self, worker: str) -> None:
+        pass
+
+    def start_keeper(self, node: str) -> None:
+        pass
+
+    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+        pass
+
+    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+        pass
+
+    def probe(self, worker: str) -> Future[int]:
+        return Future()
+
+    def close(self) -> None:
+        pass
+
+
+def committed(step: int, generation: int) -> StepCommitted:
+    record = StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
+    return StepCommitted(generation, record, Vote(step, 1.0, 1, 1.0, 2))
+
+
+def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def events(folder: Path) -> list[str]:
+    return [line["event"] for line in lines(folder, "journal.jsonl") if "event" in line]
+
+
+def drive(folder: Path, crew: Crew, actor: str = "actor") -> Stopped:
+    run = DiskStorage(folder)
+    crew.shell = Shell(run, claim(run, actor=actor))
+    return crew.shell.run(crew, OPENING, crew)
+
+
+def test_only_the_same_actor_need_not_wait(tmp_path: Path) -> None:
+    run = DiskStorage(tmp_path)
+    first = claim(run, actor="a")
+    with pytest.raises(RunTaken):
+        claim(run, actor="b")
+    with pytest.raises(RunTaken):
+        claim(run)
+    second, third = claim(run, actor="a"), claim(run, actor="a")
+    assert [lease.since for lease in (first, second, third)] == [first.epoch] * 3
+    third.release()
+    assert claim(run, actor="a").since == first.epoch
+    last: Lease = claim(run, actor="a")
+    last.release()
+    other = claim(run, actor="b")
+    assert other.since == other.epoch
+
+
+def test_it_goes_on_with_the_order_that_was_not_sent(tmp_path: Path) -> None:
+    with pytest.raises(Died):
+        drive(tmp_path, Crew(dies_at=Relayout))
+    crew = Crew()
+    stopped = drive(tmp_path, crew)
+    assert stopped.step == 3
+    assert [type(order).__name__ for order in crew.sent[:3]] == ["Form", "Relayout", "Resume"]
+    assert {order.generation for order in crew.sent[:3]} == {1}
+    assert events(tmp_path).count("RunOpened") == events(tmp_path).count("ControllerRestarted") == 1
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_lines_that_were_not_written_are_written(tmp_path: Path) -> None:
+    """A command's line and a step's may be lacking when the event's stands."""
+    with pytest.raises(Died):
+        drive(tmp_path, Crew(dies_at=Resume))
+    journal = tmp_path / "journal.jsonl"
+    whole = journal.read_text().splitlines(keepends=True)
+    cut = next(i for i, line in enumerate(whole) if '"command": "Resume"' in line)
+    journal.write_text("".join(whole[:cut]) + whole[cut][:20])
+    drive(tmp_path, Crew())
+    told = [line.get("command") for line in lines(tmp_path, "journal.jsonl")]
+    assert told.count("Resume") == 1
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    drive(tmp_path, Crew())
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_step_that_only_the_metrics_tell_of_is_not_told_twice(tmp_path: Path) -> None:
+    """An object store may have got the metrics, and not yet the journal."""
+    with pytest.raises(Died):
+        drive(tmp_path, Crew(dies_at=Resume))
+    record = dataclasses.asdict(committed(1, generation=1).record)
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    drive(tmp_path, Crew())
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_run_that_had_ended_is_not_begun_again(tmp_path: Path) -> None:
+    stopped = drive(tmp_path, Crew())
+    crew = Crew()
+    assert drive(tmp_path, crew) == stopped
+    assert crew.was_cleared and not crew.sent and not crew.attached
+    assert events(tmp_path).count("RunOpened") == 1
+
+
+@pytest.mark.parametrize(("actor", "generation"), [("another", 1), ("actor", 2)])
+def test_what_the_journal_does_not_know_is_cleared_away(
+    tmp_path: Path, actor: str, generation: int
+) -> None:
+    """Another actor's workers, or a generation of which an object store's journal lacks lines."""
+    with pytest.raises(Died):
+        drive(tmp_path, Crew(dies_at=Relayout))
+    [held] = (tmp_path / "lease").iterdir()
+    told = json.loads(held.read_text())
+    held.write_text(json.dumps({**told, "released": True}))
+    crew = Crew(generation=generation)
+    drive(tmp_path, crew, actor)
+    assert crew.was_cleared and not crew.attached
+    assert events(tmp_path).count("RunOpened") == 2
