@@ -22,6 +22,7 @@ Moment = Literal[
     "forming",
     "relaying",
     "evaluation",
+    "snapshot",
     "writing",
     "written",
 ]
@@ -34,10 +35,10 @@ class Fault:
     done by `worker` to itself, once.
 
     At the given moment of `step`, or of any step if it is 0. In `reading` the vote is decided and
-    this worker has not seen it; in `settling` it comes to it after an abort. In `writing` and
-    `written` its part of that step's checkpoint is about to be, and has become, durable. Forming
-    and re-laying out have no step of their own: there `step` is the first one that the generation
-    would train.
+    this worker has not seen it; in `settling` it comes to it after an abort. In `snapshot` its own
+    copy of that step is there, and others are not. In `writing` and `written` its part of that
+    step's checkpoint is about to be, and has become, durable. Forming and re-laying out have no
+    step of their own: there `step` is the first one that the generation would train.
     """
 
     action: Literal["kill", "stop", "hang", "raise", "flip", "nan"]

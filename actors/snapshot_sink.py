@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from actors.faults import Faults
 from actors.keeper import address_of, put_snapshot
 from actors.messages import hear, tell
 from actors.parity import spreading
@@ -66,10 +67,17 @@ class Sink:
     through memory, and by that one, whole or in chunks, to the others."""
 
     def __init__(
-        self, order: Protect, worker: str, node: str, plan: Plan, set_sizes: Sequence[int]
+        self,
+        order: Protect,
+        worker: str,
+        node: str,
+        plan: Plan,
+        set_sizes: Sequence[int],
+        faults: Faults,
     ) -> None:
         """`set_sizes` are of the parts of the worker's set, none if it is in no set."""
         self.order = order
+        self._faults = faults
         self._parity = spreading(order, worker, set_sizes) if set_sizes else None
         self.keepers: tuple[Keeper, ...] = order.keepers[order.workers.index(worker)]
         self._worker = worker
@@ -114,6 +122,7 @@ class Sink:
         if not taking.copy_to(self._plan.tensors(version.memory)):
             return False
         version.step = taking.step
+        self._faults.at("snapshot", taking.step)
         is_taken = self._beside is None or self._asked("taken", taking)
         if is_taken and self._parity:
             is_taken = self._asked("spread", taking, **self._parity)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from actors.faults import Faults
 from actors.room import NOTHING
 from actors.snapshot_memory import Plan, sizes_of
 from actors.snapshot_sink import Sink, Taking
@@ -27,7 +28,15 @@ PATIENCE_S = 5.0
 class Snapshots:
     """Told where by the control thread, begun and awaited by the training thread."""
 
-    def __init__(self, worker: str, node: str, specs: Sequence[TensorSpec], every: int) -> None:
+    def __init__(
+        self,
+        worker: str,
+        node: str,
+        specs: Sequence[TensorSpec],
+        every: int,
+        faults: Faults | None = None,
+    ) -> None:
+        self._faults = faults or Faults(worker)
         self._worker, self._node, self._specs, self._every = worker, node, specs, every
         self._buffers = {spec.name for spec in specs if spec.kind == "buffer"}
         self._order: Protect | None = None
@@ -67,7 +76,7 @@ class Snapshots:
             plan = Plan.of(self._specs, assignment, self._worker)
             mates = next((workers for workers in order.sets if self._worker in workers), ())
             sizes = sizes_of(self._specs, assignment, mates)
-            self._sink = Sink(order, self._worker, self._node, plan, sizes)
+            self._sink = Sink(order, self._worker, self._node, plan, sizes, self._faults)
         elif self._under_way and not self._under_way.done.is_set():
             return
         if not self._sink.keepers:

@@ -89,7 +89,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.faults = Faults(self.worker, self.options.faults)
         self.specs = self.program.specs()
-        self.snapshots = Snapshots(self.worker, self.node, self.specs, self.options.snapshot_every)
+        every = self.options.snapshot_every
+        self.snapshots = Snapshots(self.worker, self.node, self.specs, every, self.faults)
         run = open_storage(self.options.run_folder)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
         described = f"{digest_of_sources()} {self.specs}"

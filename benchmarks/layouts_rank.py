@@ -21,9 +21,11 @@ import torch.distributed as dist
 from actors.faults import Faults
 from actors.interruption import Interruption
 from actors.meshes import form_groups
+from actors.part_writer import PartWriter
 from actors.program import Groups
 from actors.snapshots import Snapshots
 from actors.stepping import Stepper
+from actors.storage import open_storage
 from actors.system import keep_freed_memory
 from elastic.assignment import Assignment
 from elastic.layout import Layout
@@ -103,7 +105,9 @@ def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
     interruption = Interruption()
     interruption.running_generation = groups.assignment.generation
     snapshots = Snapshots("nobody", "", (), every=1)
-    stepper = Stepper(groups, replica, 0, interruption, Faults("nobody", ()), snapshots)
+    nobody = Faults("nobody")
+    writer = PartWriter("nobody", open_storage("."), program, nobody, lambda event: None)
+    stepper = Stepper(groups, replica, 0, interruption, nobody, snapshots, writer)
     return lambda step: stepper.step()[0].loss or 0.0
 
 

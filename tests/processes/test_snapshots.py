@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from harness import Outcome, run_plainly
 
+from actors.faults import Fault
 from actors.process_fleet import ProcessFleet
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings
@@ -107,6 +108,23 @@ def test_a_worker_that_alone_had_its_part(
     tmp_path: Path, undisturbed: Outcome, layout: str
 ) -> None:
     run = run_plainly(tmp_path, SETTINGS, 4, layout=layout, snapshot_every=1, strikes=[kill("w2")])
+    assert_nothing_is_lost(run, undisturbed)
+
+
+def test_who_dies_amid_a_snapshot_goes_back_to_the_one_before(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Its own copy of step 20 was there, that on the other node was not."""
+    fault = Fault("kill", "w1", 20, "snapshot")
+    run = run_plainly(
+        tmp_path,
+        SETTINGS,
+        4,
+        layout="fsdp=4",
+        snapshot_every=1,
+        node_of=two_nodes,
+        faults=(fault,),
+    )
     assert_nothing_is_lost(run, undisturbed)
 
 
