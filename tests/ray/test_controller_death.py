@@ -62,6 +62,20 @@ def test_killed_twice_while_training(tmp_path: Path) -> None:
     assert output.count("controller restarted") == 2
 
 
+def test_a_stop_asked_for_while_it_is_away(tmp_path: Path) -> None:
+    """The driver asks again: last checkpoint, end."""
+    with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 100_000)) as command:
+        command.wait_for_step(10)
+        command.kill_controller()
+        command.process.terminate()
+        code, output = command.finish()
+        assert code == 143, output
+        [stopped] = command.lines("Stopped")
+        assert stopped["outcome"] == "interrupted"
+        assert command.lines("Checkpointed")[-1]["step"] == stopped["step"]
+        assert command.lines("ControllerRestarted")
+
+
 def test_killed_while_workers_start(tmp_path: Path) -> None:
     """Those that have been started are not started twice."""
     with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 40)) as command:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from sim.shell import Death, replay_whole
+from sim.timeline import Channel
 from sim.world import World
 
 from elastic.commands import StartKeeper, StartStore
@@ -57,11 +58,22 @@ def _come_back(world: World) -> None:
     seats = {name: name in state.warm for name in sorted(state.seats)}
     committed_step = state.committed_step
     world.shell.post(ControllerRestarted(world.incarnation, before.now))
+    _hear_late(world)
     _find_store(world, state)
     _find_keepers(world, state)
     _find_workers(world, seats, committed_step)
     for command in again:
         world.carry_out(command)
+
+
+def _hear_late(world: World) -> None:
+    """What was sent to the dead one may come before, amid or after what is sent to this one."""
+    for link in world.links.values():
+        link.down = Channel(world.timeline)
+    unheard, world.unheard = world.unheard, []
+    delay_s = world.random.uniform(0.0, 0.01)
+    for arrive in unheard:
+        world.timeline.after(delay_s, arrive)
 
 
 def _find_store(world: World, state: CoreState) -> None:

@@ -32,6 +32,12 @@ KEPT_PARITIES = {
 """Likewise, of scenarios with parities."""
 
 KEPT_CONTROLLER = {
+    2: "waited for ever for a checkpoint that was not published again",
+    6: "took an order twice",
+    37: "lacked the line of a step that had committed",
+    44: "did not hear again who was ready",
+    47: "did not send again what had not arrived",
+    76: "gave up the last checkpoint for its own absence",
     515: "dropped the checkpoint that it had just published",
     4421: "added a line of metrics after that of the same step done again",
 }

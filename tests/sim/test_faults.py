@@ -5,6 +5,8 @@ A run that fails tells its seed, its faults and what happened last; keep the see
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from sim.scenario import (
     drawn,
@@ -18,6 +20,8 @@ from sim.scenario import (
 from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
 
+from elastic.commands import Abort, RolledBack, StopWorker
+
 NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 200
@@ -25,6 +29,7 @@ NUM_SEEDS_PARITIES = 150
 NUM_SEEDS_STORAGE = 200
 NUM_SEEDS_NUMBERS = 200
 NUM_SEEDS_CONTROLLER = 400
+NUM_SEEDS_ALONE = 150
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -68,6 +73,21 @@ def test_numbers_go_bad_among_what_is_drawn(first: int) -> None:
 def test_controllers_die_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_controller_restarts(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_ALONE, 50))
+def test_a_controller_that_dies_alone_costs_nothing(first: int) -> None:
+    """Nobody is aborted, ended or started anew for it, and no step is redone."""
+    for seed in range(first, first + 50):
+        scenario = drawn_with_controller_restarts(seed)
+        alone = [f for f in scenario.faults if f.action == "restart the controller"]
+        # Whoever has got an order waits in its collective for those that have not.
+        policy = replace(scenario.policy, collective_timeout_s=10.0)
+        world = simulate(replace(scenario, policy=policy, faults=alone))
+        told = [command for _, _, commands, _ in world.records.trace for command in commands]
+        harm = [c for c in told if isinstance(c, Abort | StopWorker | RolledBack)]
+        assert not harm, f"seed {seed}: {harm}"
+        assert world.shell.outcome and world.shell.outcome.outcome == "completed"
 
 
 @pytest.mark.parametrize("seed", KEPT)

@@ -98,6 +98,8 @@ class World:
         self._num_started = 0
         self._num_stores = self._num_keepers = 0
         self._published = Channel(self.timeline)
+        self.unheard: list[Callable[[], None]] = []
+        """What came while there was no controller: Ray hands it to the next."""
         restarts = any("restart" in fault.action for fault in self.faults)
         self.records = Records([] if keep_journal or restarts else None)
         self.checks = Checks(
@@ -124,6 +126,7 @@ class World:
         """A controller takes the run."""
         scenario = self.scenario
         self.incarnation += 1
+        self.unheard.clear()
         self.around = Surroundings(
             self.timeline,
             self.random,
@@ -209,6 +212,9 @@ class World:
         extra_s, link.next_delay_s = link.next_delay_s, 0.0
 
         def arrive() -> None:
+            if self.shell.is_closed and self.shell.outcome is None:
+                self.unheard.append(arrive)
+                return
             if extra_s:
                 self.checks.note_fault(self.timeline.now)
             if not link.cut and incarnation == self.incarnation:
