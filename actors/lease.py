@@ -168,7 +168,7 @@ def _may_come_back(owner: dict[str, Any], cluster: str) -> bool:
         return False
     try:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
-    except OSError:
+    except (OSError, ValueError):  # nobody listens there, or it is no address
         return False
     return True
 
