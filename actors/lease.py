@@ -146,26 +146,29 @@ def _living(owners: list[dict[str, Any]], cluster: str = "") -> dict[str, Any] |
     for owner in owners:
         if owner.get("released"):
             continue
-        is_fresh = time.time() - owner["renewed"] <= STALE_S
         if owner.get("host") == socket.gethostname():
             is_running = _is_running(owner["pid"], owner["started"])
-            is_alive = is_running or (is_fresh and _may_come_back(owner, cluster))
+            is_alive = is_running or _may_come_back(owner, cluster)
         else:
-            is_alive = is_fresh
+            is_alive = _is_fresh(owner)
         if is_alive:
             return owner
     return None
+
+
+def _is_fresh(owner: dict[str, Any]) -> bool:
+    return bool(time.time() - owner["renewed"] <= STALE_S)
 
 
 def _may_come_back(owner: dict[str, Any], cluster: str) -> bool:
     """Whether a cluster lives that may restart this actor. On one's own cluster one knows: it has
     a name there."""
     host, _, port = owner.get("cluster", "").rpartition(":")
-    if not owner.get("actor") or owner["cluster"] == cluster or not port.isdecimal():
+    if not owner.get("actor") or owner["cluster"] == cluster or not _is_fresh(owner):
         return False
     try:
         socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
-    except OSError:
+    except (OSError, ValueError):  # nobody listens there, or it is no address
         return False
     return True
 

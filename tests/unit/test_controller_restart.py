@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import pytest
 
 from actors.errors import RunTaken
-from actors.lease import Lease, claim
+from actors.lease import Lease, claim, owner_of
 from actors.shell import Shell
 from actors.storage import DiskStorage
 from elastic.commands import Form, Order, Pause, Relayout, Resume, SaveCheckpoint, Stopped
@@ -141,6 +143,28 @@ def test_only_the_same_actor_need_not_wait(tmp_path: Path) -> None:
     last.release()
     other = claim(run, actor="b")
     assert other.since == other.epoch
+
+
+def test_a_dead_controller_is_waited_for_while_its_cluster_may_restart_it(tmp_path: Path) -> None:
+    run = DiskStorage(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as cluster:
+        address = f"127.0.0.1:{cluster.getsockname()[1]}"
+        claim(run, address, "a")
+        [held] = (tmp_path / "lease").iterdir()
+        told = json.loads(held.read_text())
+        held.write_text(json.dumps({**told, "started": 0.0}))  # another process has that number
+        with pytest.raises(RunTaken):
+            claim(run, "127.0.0.1:1", "b")
+        assert owner_of(run)
+        held.write_text(json.dumps({**told, "started": 0.0, "renewed": time.time() - 60.0}))
+        assert owner_of(run) is None, "it has not come back for too long"
+        held.write_text(json.dumps({**told, "started": 0.0}))
+        assert claim(run, address, "b"), "on the same cluster one would know of it"
+    claim(run, address, "b").let_go()
+    [held] = (tmp_path / "lease").iterdir()
+    told = json.loads(held.read_text())
+    held.write_text(json.dumps({**told, "started": 0.0}))
+    assert claim(run, "127.0.0.1:1", "c"), "that cluster is gone"
 
 
 def test_it_goes_on_with_the_order_that_was_not_sent(tmp_path: Path) -> None:
