@@ -134,6 +134,7 @@ def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> N
     assert_same(again, [loss for loss, _ in seen], weights)
 
 
+@pytest.mark.slow
 def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
     """That of step 12; the run pauses before the next is due."""
     watching = {"spike_factor": 3.0, "spike_window": 16, "program": "spoilers:spiking_batch"}
@@ -201,7 +202,8 @@ def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> Non
     assert told[6:10] != pytest.approx(losses[6:10], rel=1e-9), "the flip was seen in the loss"
 
 
-@pytest.mark.parametrize("layout", ["dp=3", pytest.param("dp=4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=3", "dp=4"])
 def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path) -> None:
     run = run_plainly(
         tmp_path,
@@ -220,7 +222,7 @@ def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path
     assert_same(run, [loss for loss, _ in seen], weights)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", "dp=2,fsdp=2"])
+@pytest.mark.parametrize("layout", ["dp=2", pytest.param("dp=2,fsdp=2", marks=pytest.mark.slow)])
 def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
     """Back to before the last clean audit; the checkpoint of step 8 may have the flipped bit."""
     num_workers = 2 if layout == "dp=2" else 4

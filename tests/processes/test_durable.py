@@ -70,7 +70,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Outcom
     assert not (flipped.parent / "manifest.json").exists(), "it is never tried again"
 
 
-@pytest.mark.parametrize("moment", ["writing", "written"])
+@pytest.mark.parametrize("moment", ["writing", pytest.param("written", marks=pytest.mark.slow)])
 def test_who_dies_over_a_part_leaves_nothing_visible(
     tmp_path: Path, undisturbed: Outcome, moment: str
 ) -> None:
@@ -86,6 +86,7 @@ def test_who_dies_over_a_part_leaves_nothing_visible(
     assert len(folders) == len(steps), "what was left of the other is removed"
 
 
+@pytest.mark.slow
 def test_the_newest_the_multiples_and_the_best_are_kept(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
@@ -94,6 +95,7 @@ def test_the_newest_the_multiples_and_the_best_are_kept(
     assert saved_steps(run) == [16, 32, 40, 48]
 
 
+@pytest.mark.slow
 def test_checkpoints_by_time(tmp_path: Path, undisturbed: Outcome) -> None:
     settings = SETTINGS.model_copy(update={"checkpoint_every": 0})
     run = run_plainly(tmp_path, settings, 2, layout="fsdp=2", checkpoint_every_s=0.2)
@@ -146,6 +148,7 @@ def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
         yield opened
 
 
+@pytest.mark.slow
 def test_on_s3_through_an_outage_and_on_under_another_layout(
     door: Door, undisturbed: Outcome
 ) -> None:
