@@ -74,7 +74,16 @@ SPOILT = {
 }
 
 
-@pytest.mark.parametrize("name", SPOILT)
+QUICK = (
+    "nan in the loss, replicas",
+    "infinite gradient, shards of ZeRO 2",
+    "overflow in the sum over the ranks",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SPOILT]
+)
 def test_a_step_that_is_not_finite_changes_nothing(name: str, tmp_path: Path) -> None:
     layout, program = SPOILT[name]
     kind = {"program": program} if program else {"faults": (Fault("nan", "w1", SPOILT_STEP),)}
@@ -146,7 +155,8 @@ def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
     assert_same(run, [loss for loss, _ in seen], weights)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_replicas_stay_equal_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """After every step, also over re-layouts, a kill and a newcomer."""
     due = ((10, LayoutRequested("shards", Wish.parse("dp=2,fsdp=2"))),)
@@ -243,6 +253,7 @@ def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
     assert_same(run, [loss for loss, _ in seen], weights)
 
 
+@pytest.mark.slow
 def test_two_replicas_and_nothing_to_go_back_to_end_the_run(tmp_path: Path) -> None:
     settings = changed(spike_window=1)
     run = run_plainly(
@@ -257,6 +268,7 @@ def test_two_replicas_and_nothing_to_go_back_to_end_the_run(tmp_path: Path) -> N
     assert again.stopped.outcome == "completed"
 
 
+@pytest.mark.slow
 def test_one_copy_alone_is_looked_at_once(tmp_path: Path) -> None:
     run = run_plainly(tmp_path, SETTINGS, 2, layout="fsdp=2", audit_every=5)
     assert run.stopped.outcome == "completed"

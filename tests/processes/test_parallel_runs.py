@@ -50,8 +50,12 @@ KILLS = {
     "ep": ("dp=2,fsdp=2,ep=2", MIXED, Fault("kill", "w0", 8, "compute")),
 }
 
+QUICK = ("tp", "pp", "cp")
 
-@pytest.mark.parametrize("name", KILLS)
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in KILLS]
+)
 def test_a_kill_inside_a_group_changes_nothing(name: str, tmp_path: Path) -> None:
     layout, settings, fault = KILLS[name]
     run = run_plainly(tmp_path, recording(settings, tmp_path), 4, layout=layout, faults=(fault,))

@@ -181,7 +181,9 @@ COURSES = (
 )
 
 
-@pytest.mark.parametrize("course", COURSES, ids=" ".join)
+@pytest.mark.parametrize(
+    "course", [COURSES[0], pytest.param(COURSES[1], marks=pytest.mark.slow)], ids=" ".join
+)
 def test_the_layout_changes_as_it_is_asked_for(
     course: tuple[str, ...], tmp_path: Path, undisturbed: Outcome
 ) -> None:
