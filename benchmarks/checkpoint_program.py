@@ -88,13 +88,15 @@ class _SavingReplica(ShardedReplica):
         self._folder = folder / "dcp"
         self._stalls = stalls
 
-    def compute(self, step: int, interrupt: Interrupt) -> torch.Tensor:
+    def compute(
+        self, step: int, interrupt: Interrupt, left_out: tuple[int, ...] = ()
+    ) -> torch.Tensor:
         if step % EVERY == EVERY // 2:
             with self._stalls.timing("dcp"):
                 save(self._folder, self._parts())
             if self._groups_of_run.world_rank == 0:
                 shutil.rmtree(self._folder)
-        return super().compute(step, interrupt)
+        return super().compute(step, interrupt, left_out)
 
     def _parts(self) -> dict[str, Part]:
         groups, held = self._groups_of_run, self.tensors()
