@@ -19,7 +19,7 @@ from elastic.recovery import living
 from elastic.roster import forget
 from elastic.saving import stop
 from elastic.state import CoreState, Held
-from elastic.uploads import break_uploads
+from elastic.uploads import break_upload
 from elastic.votes import StepRecord
 
 
@@ -179,7 +179,7 @@ def _conclude(state: CoreState, now: float, phase: Aborting) -> list[Command]:
     if vote is None or not behind:
         return commands + _go_on(state, now, phase)
     # Whoever settles a step does not write a part of it.
-    break_uploads(state, lambda u: (u.step, u.generation) == (vote.step, state.generation))
+    break_upload(state, state.generation, vote.step)
     phase.settling = vote
     phase.pending = behind
     phase.deadline = phase.patience = now + state.policy.collective_timeout_s

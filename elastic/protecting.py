@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from math import inf
 
+from elastic.backoff import backoff_s
 from elastic.commands import AskKeepers, Command, ForgetSnapshots, Protect, StartKeeper
 from elastic.events import KeeperLost, KeeperReady, KeeperTold
 from elastic.keeping import Placement, place_snapshots, shortfall
@@ -14,7 +15,6 @@ from elastic.recovery import living
 from elastic.state import CoreState, Shelf
 
 MAX_BACKOFF_S = 60.0
-MAX_DOUBLINGS = 6
 
 
 def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | KeeperTold) -> None:
@@ -32,9 +32,8 @@ def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | Ke
             state.parities.pop(event.node, None)
             state.asked.discard(event.node)
             state.num_keeper_losses += 1
-            num_doublings = min(state.num_keeper_losses - 1, MAX_DOUBLINGS)
-            backoff_s = state.policy.restart_backoff_s * 2**num_doublings
-            state.no_keeper_before = now + min(backoff_s, MAX_BACKOFF_S)
+            first_s, num_losses = state.policy.restart_backoff_s, state.num_keeper_losses
+            state.no_keeper_before = now + backoff_s(first_s, num_losses, MAX_BACKOFF_S)
             state.protect_at = now
         case KeeperTold():
             if event.generation == state.generation and event.node in state.asked:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from elastic.backoff import backoff_s
 from elastic.commands import Command, StartWorkers, StopWorker
 from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
 from elastic.phases import Ending, Running, Waiting
@@ -9,7 +10,6 @@ from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
 
 MAX_BACKOFF_S = 60.0
-MAX_DOUBLINGS = 16
 
 
 def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
@@ -102,8 +102,7 @@ def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command
 
 def _count_start_failure(state: CoreState, now: float, cause: str) -> None:
     state.num_start_failures += 1
-    num_doublings = min(state.num_start_failures - 1, MAX_DOUBLINGS)
-    backoff_s = state.policy.restart_backoff_s * 2**num_doublings
-    state.no_start_before = now + min(backoff_s, MAX_BACKOFF_S)
+    first_s, num_failures = state.policy.restart_backoff_s, state.num_start_failures
+    state.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
     if state.num_start_failures >= state.policy.max_start_failures and not state.ever_ready:
         state.ending = Ending("failed", f"workers die while they start: {cause}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import inf
 
+from elastic.backoff import backoff_s
 from elastic.commands import (
     Command,
     DropCheckpoints,
@@ -20,11 +21,10 @@ from elastic.recovery import living
 from elastic.retention import kept
 from elastic.roster import forget
 from elastic.state import CoreState, Held
-from elastic.uploads import break_uploads, open_upload, upload_key
+from elastic.uploads import break_upload, break_uploads, open_upload, upload_key
 from elastic.votes import Vote
 
 MAX_BACKOFF_S = 300.0
-MAX_DOUBLINGS = 8
 
 
 def begin_saving(state: CoreState, now: float) -> None:
@@ -33,7 +33,7 @@ def begin_saving(state: CoreState, now: float) -> None:
     state.is_save_wished = False
     every, every_s = state.job.checkpoint_every, state.policy.checkpoint_every_s
     if every and state.committed_step // every * every > state.saved_step and not state.uploads:
-        state.save_at = now if state.save_at is None else min(now, state.save_at)
+        _want_at_once(state, now)
     elif every_s and state.save_at is None:
         state.save_at = now + every_s
 
@@ -51,7 +51,7 @@ def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
     elif saves:
         _open(state, now, vote.step)
     elif vote.is_save_due(state.job.checkpoint_every):
-        state.save_at = now if state.save_at is None else min(now, state.save_at)
+        _want_at_once(state, now)
 
 
 def wish(state: CoreState, now: float) -> list[Command]:
@@ -92,12 +92,11 @@ def publish_whole(state: CoreState) -> list[Command]:
 def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Command]:
     """Try again later; what is whole stays until there is something newer."""
     _expect_early(state, now, event)
-    key = (event.step, event.generation)
-    if not break_uploads(state, lambda upload: (upload.step, upload.generation) == key):
+    if not break_upload(state, event.generation, event.step):
         return []  # another part of it has failed before
     state.num_save_failures += 1
-    num_doublings = min(state.num_save_failures - 1, MAX_DOUBLINGS)
-    retry_at = now + min(state.policy.save_backoff_s * 2**num_doublings, MAX_BACKOFF_S)
+    first_s, num_failures = state.policy.save_backoff_s, state.num_save_failures
+    retry_at = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
     state.save_at = retry_at
     phase = state.phase
     if isinstance(phase, Saving) and event.step == state.committed_step:
@@ -201,6 +200,10 @@ def stop(state: CoreState, shortfall: str = "") -> list[Command]:
     state.enter(StoppedPhase(outcome))
     reason = "; ".join(part for part in (ending.reason, shortfall) if part)
     return [Stopped(outcome, state.committed_step, reason, ending.traceback)]
+
+
+def _want_at_once(state: CoreState, now: float) -> None:
+    state.save_at = now if state.save_at is None else min(now, state.save_at)
 
 
 def _open(state: CoreState, now: float, step: int) -> None:

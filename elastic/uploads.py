@@ -24,3 +24,13 @@ def break_uploads(
         del state.uploads[key]
         state.litter.append((upload.step, upload.generation))
     return list(broken.values())
+
+
+def break_upload(state: CoreState, generation: int, step: int) -> bool:
+    """Give this one up, if there is such a one."""
+    key = upload_key(generation, step)
+    if key not in state.uploads:
+        return False
+    broken = state.uploads[key]
+    break_uploads(state, lambda upload: upload is broken)
+    return True
