@@ -74,6 +74,15 @@ def open_storage(url: str) -> Storage:
     return ObjectStorage(url, system, path)
 
 
+def make_durable(path: Path) -> None:
+    """Have what a file holds, or which entries a folder has, outlive the machine's end."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
 def is_remote(url: str) -> bool:
     """Whether it lies elsewhere than on a disk of this machine."""
     return bool(re.match(r"[a-z][a-z0-9+.-]*://", url)) and not url.startswith("file://")
@@ -119,7 +128,7 @@ class DiskStorage:
             with suppress(OSError):  # what has happened is told by the exception
                 draft.unlink()
             raise
-        _make_entry_durable(target.parent)
+        make_durable(target.parent)
 
     def files(self, folder: str = "") -> dict[str, int]:
         found = {}
@@ -222,11 +231,3 @@ def _path(parts: Any) -> str:
     if not parts.netloc:
         raise ValueError("it names no bucket")
     return f"{parts.netloc}{parts.path}"
-
-
-def _make_entry_durable(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from hashlib import sha256
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from actors.storage import DiskStorage
 from pipelines.errors import UserError
 
 FORMAT = "elastic-tokens/1"
@@ -75,16 +75,8 @@ def is_prepared(folder: Path) -> bool:
 
 def write_index(folder: Path, index: Index) -> None:
     """Make prepared data visible, all at once and durably."""
-    partial = folder / f"{INDEX}.partial"
-    with partial.open("w") as file:
-        told = index.model_dump() | {"digest": index.digest}
-        file.write(json.dumps(told, indent=1) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / INDEX)
-    directory = os.open(folder, os.O_RDONLY)
-    os.fsync(directory)
-    os.close(directory)
+    told = index.model_dump() | {"digest": index.digest}
+    DiskStorage(folder).write(INDEX, (json.dumps(told, indent=1) + "\n").encode())
 
 
 def read_index(folder: Path) -> Index:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from actors.storage import make_durable
 from pipelines.errors import UserError
 from pipelines.hugging_face.configuration import CONFIG, config_of
 from pipelines.hugging_face.names import their_tensors
@@ -102,7 +103,7 @@ def _draft_of(out: Path) -> Iterator[Path]:
         draft.mkdir(parents=True)
         yield draft
         for path in (*draft.iterdir(), draft):
-            _flush(path)
+            make_durable(path)
         os.rename(draft, out)
     except OSError as error:
         raise UserError(
@@ -110,12 +111,3 @@ def _draft_of(out: Path) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)  # after the rename there is none
-
-
-def _flush(path: Path) -> None:
-    """To the disk, a file or a folder."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -13,12 +12,10 @@ from torch import Tensor
 
 from elastic.regions import Region
 from pipelines.hugging_face.names import Shape, Whole
+from pipelines.safetensors_format import bytes_of, header_of, with_length
 
 Read = Callable[[Mapping[str, Region]], Mapping[str, Tensor]]
 """Regions of our tensors by name, to what they hold."""
-
-DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16"}
-ALIGNMENT_BYTES = 8
 
 Window = list[tuple[Whole, Region]]
 """Which regions of which tensors are read at once."""
@@ -41,31 +38,17 @@ def deal(tensors: Sequence[Whole], itemsize: int, shard_bytes: int) -> list[list
 def write_shard(
     file: Path, tensors: Sequence[Whole], dtype: torch.dtype, read: Read, window_bytes: int
 ) -> None:
-    """Write one file; memory holds a window and what it is made of.
-
-    The format is that of safetensors: the length of the header in 8 bytes, the header as JSON,
-    then the bytes of each tensor in the header's order. Raises `OSError`.
-    """
-    header, offset = {}, 0
-    for tensor in tensors:
-        end = offset + dtype.itemsize * prod(tensor.shape)
-        header[tensor.name] = {
-            "dtype": DTYPES[dtype],
-            "shape": tensor.shape,
-            "data_offsets": (offset, end),
-        }
-        offset = end
-    told = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    told += b" " * (-len(told) % ALIGNMENT_BYTES)
+    """Write one file; memory holds a window and what it is made of. Raises `OSError`."""
+    header = header_of(((tensor.name, dtype, tensor.shape) for tensor in tensors), {})
     with file.open("wb") as out:
-        out.write(len(told).to_bytes(8, "little") + told)
+        out.write(with_length(header))
         for window in _windows(tensors, window_bytes // dtype.itemsize):
             _write_window(out, window, dtype, read)
 
 
 def _write_window(out: BinaryIO, window: Window, dtype: torch.dtype, read: Read) -> None:
     for piece in _read_window(window, read):
-        out.write(piece.to(dtype).contiguous().flatten().view(torch.uint8).numpy())
+        out.write(bytes_of(piece.to(dtype)))
 
 
 def _windows(tensors: Sequence[Whole], max_elements: int) -> Iterator[Window]:

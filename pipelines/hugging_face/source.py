@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-
-from torch import Tensor
 
 from actors.checkpoints import find_checkpoints
 from actors.errors import DamagedCheckpoint
 from actors.storage import open_storage
-from elastic.regions import Region
 from pipelines.errors import UserError
 from pipelines.hugging_face.shards import Read
 from pipelines.run_folder import RunFolder, find_run
@@ -56,14 +54,13 @@ def _open_checkpoint(run: RunFolder, step: int | None) -> tuple[int, Read]:
         )
     others = ", ".join(str(one) for one in there if one != wanted) or "none"
 
-    def read(regions: Mapping[str, Region]) -> dict[str, Tensor]:
+    @contextmanager
+    def telling_of_others() -> Iterator[None]:
         try:
-            return checkpoint.read(regions)
+            yield
         except DamagedCheckpoint as error:
             raise UserError(f"{error}; export another --step (there are: {others})") from None
 
-    try:
+    with telling_of_others():
         checkpoint = Checkpoint(open_storage(there[wanted].path))
-    except DamagedCheckpoint as error:
-        raise UserError(f"{error}; export another --step (there are: {others})") from None
-    return wanted, read
+    return wanted, telling_of_others()(checkpoint.read)

@@ -7,7 +7,6 @@ these files as well. The header's checksum stands in the manifest, those of the 
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +21,7 @@ from actors.errors import DamagedCheckpoint
 from actors.program import WrittenPart
 from actors.storage import Storage
 from elastic.regions import Region
+from pipelines.safetensors_format import DTYPES, LENGTH, bytes_of, header_of, with_length
 
 OFFSETS, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """The header fields in which DCP's Hugging Face storage keeps where each tensor begins."""
@@ -32,18 +32,6 @@ WINDOW_BYTES = 1 << 26
 MAX_HEADER_BYTES = 100_000_000
 """As safetensors itself limits it."""
 
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
@@ -68,28 +56,20 @@ def write_part(
             raise ValueError(f"{key}: a tensor of {tuple(tensor.shape)} for {region}")
     # The widest elements first keeps all of them aligned; the format wants no gaps.
     order = sorted(parts, key=lambda key: (-parts[key][1].itemsize, key))
-    memories = [_bytes_of(parts[key][1]) for key in order]
-    fields: dict[str, object] = {
-        "__metadata__": {
-            "format": "pt",
-            OFFSETS: json.dumps({k: {SAVED_OFFSETS: r.offsets} for k, (r, _) in parts.items()}),
-            "block_bytes": str(BLOCK_BYTES),
-            "crc32": json.dumps(_checksums(memories)),
-        }
+    memories = [bytes_of(parts[key][1]) for key in order]
+    metadata = {
+        OFFSETS: json.dumps({k: {SAVED_OFFSETS: r.offsets} for k, (r, _) in parts.items()}),
+        "block_bytes": str(BLOCK_BYTES),
+        "crc32": json.dumps(_checksums(memories)),
     }
-    end = 0
-    for key, memory in zip(order, memories, strict=True):
-        region, tensor = parts[key]
-        begin, end = end, end + len(memory)
-        entry = {"dtype": DTYPES[tensor.dtype], "shape": region.shape, "data_offsets": [begin, end]}
-        fields[key] = entry
-    header = json.dumps(fields).encode()
-    header += b" " * (-len(header) % 8)
+    entries = ((key, parts[key][1].dtype, parts[key][0].shape) for key in order)
+    header = header_of(entries, metadata)
+    head = with_length(header)
     with storage.writing(name) as out:
-        out.write(struct.pack("<Q", len(header)) + header)
+        out.write(head)
         for memory in memories:
             out.write(memory)
-    return WrittenPart(8 + len(header) + end, crc32(header))
+    return WrittenPart(len(head) + sum(map(len, memories)), crc32(header))
 
 
 class PartFile:
@@ -100,17 +80,17 @@ class PartFile:
         self._storage = storage
         self._name = name
         self.let_go()
-        (length,) = struct.unpack("<Q", self._read(0, 8))
+        (length,) = LENGTH.unpack(self._read(0, LENGTH.size))
         if length > min(num_bytes, MAX_HEADER_BYTES):
             raise self._damaged("its header has an impossible length")
-        header = self._read(8, length)
+        header = self._read(LENGTH.size, length)
         if crc32(header) != checksum:
             raise self._damaged("its header has another checksum than the manifest says")
         fields = json.loads(bytes(header))
         about = fields.pop("__metadata__")
         self._block_bytes = int(about["block_bytes"])
         self._checksums: list[int] = json.loads(about["crc32"])
-        self._begin, self._end = 8 + length, num_bytes
+        self._begin, self._end = LENGTH.size + length, num_bytes
         offsets = json.loads(about[OFFSETS])
         self.pieces = {
             key: Piece(
@@ -175,11 +155,6 @@ class PartFile:
 
     def _damaged(self, how: str) -> DamagedCheckpoint:
         return DamagedCheckpoint(f"{self._storage.at(self._name).url}: {how}")
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    flat = tensor.detach().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy())
 
 
 def _cut(memory: memoryview, size: int) -> Iterator[memoryview]:

@@ -1,0 +1,55 @@
+"""The safetensors format as it is written: a header of JSON, then the bytes of each tensor.
+
+Source: the format's description in the documentation of safetensors.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping
+from math import prod
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+LENGTH = struct.Struct("<Q")
+"""What stands before the header: how many bytes it has."""
+ALIGNMENT_BYTES = 8
+
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+"""A tensor's name, dtype and shape."""
+
+
+def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The header of a file whose tensors follow in this order, without gaps."""
+    fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for name, dtype, shape in entries:
+        begin, end = end, end + dtype.itemsize * prod(shape)
+        fields[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(fields).encode()
+    return header + b" " * (-len(header) % ALIGNMENT_BYTES)
+
+
+def with_length(header: bytes) -> bytes:
+    """What a file begins with."""
+    return LENGTH.pack(len(header)) + header
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Of a host tensor; a view where it is contiguous."""
+    flat = tensor.detach().contiguous().flatten()
+    return memoryview(flat.view(torch.uint8).numpy())
