@@ -119,7 +119,7 @@ def _key(folder: str) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
-Order = PublishCheckpoint | DropCheckpoints | SetAside
+StorageOrder = PublishCheckpoint | DropCheckpoints | SetAside
 
 
 class Publisher:
@@ -129,12 +129,12 @@ class Publisher:
         self._run = run
         self._lease = lease
         self._post = post
-        self._orders: queue.SimpleQueue[Order | None]
+        self._orders: queue.SimpleQueue[StorageOrder | None]
         self._orders = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
         self._thread.start()
 
-    def order(self, command: Order) -> None:
+    def order(self, command: StorageOrder) -> None:
         self._orders.put(command)
 
     def close(self) -> None:
@@ -173,7 +173,7 @@ class Publisher:
         checkpoint.write(ASIDE, checkpoint.read(MANIFEST))
         checkpoint.remove(MANIFEST)
 
-    def _fail(self, order: Order, error: OSError) -> None:
+    def _fail(self, order: StorageOrder, error: OSError) -> None:
         """What could not be removed, or set aside, is found when the run is opened again."""
         if isinstance(order, PublishCheckpoint):
             self._post(PartFailed("", order.generation, order.step, str(error)))

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from elastic.specs import TensorSpec
+
+
+def held_still(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of the state, by name, as they may be copied while the next step computes.
+
+    A pass forward may change buffers, and nothing else: those are copied here.
+    """
+    buffers = {spec.name for spec in specs if spec.kind == "buffer"}
+    return {n: t.detach().clone() if n in buffers else t for n, t in tensors.items()}
 
 
 class SideStream:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from actors.faults import Faults
 from actors.room import NOTHING
+from actors.side_stream import held_still
 from actors.snapshot_memory import Plan, sizes_of
 from actors.snapshot_sink import Sink, Taking
 from elastic.assignment import Assignment
@@ -38,7 +39,6 @@ class Snapshots:
     ) -> None:
         self._faults = faults or Faults(worker)
         self._worker, self._node, self._specs, self._every = worker, node, specs, every
-        self._buffers = {spec.name for spec in specs if spec.kind == "buffer"}
         self._order: Protect | None = None
         self._sink: Sink | None = None
         self._under_way: Taking | None = None
@@ -82,9 +82,8 @@ class Snapshots:
         if not self._sink.keepers:
             self._under_way = None
             return
-        # A pass forward may change buffers, and nothing else.
-        fixed = {n: t.clone() if n in self._buffers else t for n, t in tensors.items()}
-        self._under_way = Taking(step, self._kept_step, assignment, fixed)
+        still = held_still(self._specs, tensors)
+        self._under_way = Taking(step, self._kept_step, assignment, still)
         self._sink.begin(self._under_way)
 
     def await_whole(self, check: Callable[[], None]) -> None:

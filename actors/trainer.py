@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from actors.links import measure_links
 from actors.moving import Moved, Parts, move, stage
 from actors.part_writer import Part, PartWriter
 from actors.program import Program, Replica, StateBytes
+from actors.side_stream import held_still
 from actors.snapshot_memory import read_snapshot
 from actors.snapshots import Snapshots
 from actors.sources import digest_of_sources
@@ -94,6 +96,7 @@ class Trainer:
         run = open_storage(self.options.run_folder)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
         described = f"{digest_of_sources()} {self.specs}"
+        self._share = lru_cache(maxsize=1)(self._compute_share)
         self.digest = hashlib.sha256(described.encode()).hexdigest()
 
     def form(self, order: Form) -> None:
@@ -337,16 +340,15 @@ class Trainer:
     ) -> None:
         """Hand this worker's share to the writer, which copies it before the next apply."""
         assignment = holding.assignment
+        share = self._share(assignment, writers or assignment.members)
+        still = held_still(self.specs, {name: holding.tensors[name] for name in share})
+        self.writer.begin(Part(step, generation, {n: (share[n], t) for n, t in still.items()}))
+
+    def _compute_share(self, assignment: Assignment, writers: tuple[str, ...]) -> dict[str, Region]:
+        """What this worker writes of a checkpoint."""
         regions = self._regions(assignment)
-        share = my_share(self.specs, assignment, writers or assignment.members, self.worker)
-        names = [self.specs[index].name for index in share]
-        # A pass forward may change buffers, and nothing else.
-        buffers = {spec.name for spec in self.specs if spec.kind == "buffer"}
-        held = {n: holding.tensors[n] for n in names}
-        tensors = {
-            n: (regions[n], t.detach().clone() if n in buffers else t) for n, t in held.items()
-        }
-        self.writer.begin(Part(step, generation, tensors))
+        share = my_share(self.specs, assignment, writers, self.worker)
+        return {name: regions[name] for name in (self.specs[index].name for index in share)}
 
     def _keep_only(self, generation: int) -> None:
         """The first commit under a generation makes the older holdings stale."""
