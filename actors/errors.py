@@ -29,5 +29,9 @@ class RunNotDriven(RuntimeError):
     """Nobody drives the run now: there is nobody to ask."""
 
 
-class RunTaken(RuntimeError):
+class RunRefused(RuntimeError):
+    """No controller can take the run as it lies in storage; the message says why."""
+
+
+class RunTaken(RunRefused):
     """The run is being driven by somebody else."""

@@ -10,7 +10,7 @@ from typing import Any
 import ray
 
 from actors.asking import LayoutReply
-from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunTaken
+from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunRefused, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
 from actors.ray_private import end_log_monitor, hush_driver, take_token
 from elastic.commands import Stopped
@@ -101,7 +101,8 @@ class Drive:
     """A run under way, as its driver sees it."""
 
     def __init__(self, run: Run) -> None:
-        """Start a controller. Raises `RunTaken` if the run is being driven already."""
+        """Start a controller. Raises `RunTaken` if the run is being driven already, `RunRefused`
+        if it cannot be opened."""
         name = _controller_name(run.name)
         if name in ray.util.list_named_actors():
             _clear_away(name)
@@ -189,16 +190,17 @@ def _insist(ask: Callable[[], Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
 
 
 def _answer(asked: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """Raises `RunTaken`, `ControllerLost`, or `ControllerAway` if it may come back."""
+    """Raises `RunRefused`, `ControllerLost`, or `ControllerAway` if it may come back."""
     try:
         return ray.get(asked, timeout=timeout_s)
     except ray.exceptions.ActorUnavailableError as error:
         raise ControllerAway(str(error).strip().splitlines()[-1]) from None
     except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        taken = [line for line in lines if "RunTaken: " in line]
-        if taken:
-            raise RunTaken(taken[-1].partition("RunTaken: ")[2]) from None
+        for kind in (RunTaken, RunRefused):
+            told = [line.partition(f"{kind.__name__}: ") for line in lines]
+            if why := [message for _, found, message in told if found]:
+                raise kind(why[-1]) from None
         raise ControllerLost(lines[-1]) from None
 
 

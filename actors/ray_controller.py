@@ -13,17 +13,19 @@ from typing import Any, ClassVar, Protocol
 import ray
 
 from actors.asking import LayoutReply, ask_for_layout
+from actors.errors import RunRefused
 from actors.lease import claim
 from actors.lines import LineLog, open_lines
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
 from actors.ray_worker import Orphanage, end_process
-from actors.shell import Shell
+from actors.shell import JOURNAL, Shell
 from actors.storage import Storage, open_storage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StopRequested
 from elastic.planning import Wish
+from elastic.wire import UnreadableJournal
 
 CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2, "layouts": 1}
 OBSERVER_PATIENCE_S = 30.0
@@ -129,9 +131,15 @@ class RayController:
                 self._samples = open_lines(LineLog(storage, "system.jsonl"))
                 self._shell = Shell(storage, self._lease, self._run.leavers)
                 return
-            except OSError:
+            except UnreadableJournal as error:
+                self._lease.release()
+                raise RunRefused(
+                    f"{storage.at(JOURNAL).url}: {error}; choose another --run-name, or resume it "
+                    "with the version that wrote it"
+                ) from None
+            except OSError as error:
                 if time.monotonic() > deadline:
-                    raise
+                    raise RunRefused(f"{storage.url}: it cannot be opened ({error})") from None
                 time.sleep(1.0)
 
     @ray.method(concurrency_group="reports")

@@ -11,7 +11,7 @@ from types import FrameType
 import torch
 from rich.console import Console
 
-from actors.errors import ControllerLost, RunTaken
+from actors.errors import ControllerLost, RunRefused, RunTaken
 from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
 from actors.ray_controller import Progress
 from pipelines.errors import UserError
@@ -63,8 +63,8 @@ def drive(asked: Asked, console: Console) -> int:
     try:
         store_recipe(plan)
         return _follow(plan, console, interrupts, asked.detach)
-    except RunTaken as error:
-        keep_actors = True  # they are somebody else's
+    except RunRefused as error:
+        keep_actors = keep_actors or isinstance(error, RunTaken)  # they are somebody else's
         raise UserError(str(error)) from None
     except ControllerLost as error:
         print(
