@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import psutil
@@ -14,7 +15,9 @@ import ray
 
 from actors.interface import choose_interface
 from actors.keeper import KeeperServer
+from actors.output import KeptOutput
 from actors.program import Factory
+from actors.storage import open_storage
 from actors.store import open_store
 from actors.system import sample
 from actors.trainer import WorkerOptions
@@ -24,6 +27,8 @@ from elastic.keeping import Keeper
 from elastic.reattaching import Outbox
 
 SAMPLE_EVERY_S = 10.0
+NODE_GROUP = "ray.io/node-group"
+"""The label in which the autoscaler and KubeRay say of which type a node is."""
 
 
 def end_process() -> None:
@@ -70,11 +75,13 @@ class RayWorker:
         choose_interface()
         self._name = name
         self._node = ray.get_runtime_context().get_node_id()
+        self._node_type = ray.get_runtime_context().get_node_labels().get(NODE_GROUP, "")
         self._controller = controller
         self._orphanage = Orphanage(orphan_timeout_s)
         self._outbox = Outbox(incarnation)
         self._telling = threading.Lock()
         self._look = threading.Event()
+        self._output = KeptOutput(open_storage(options.run_folder), name)
         self._worker = Worker(name, self._node, program, options, self._report)
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
@@ -116,11 +123,14 @@ class RayWorker:
         threading.Event().wait()
 
     def _report(self, event: Event) -> None:
+        if isinstance(event, WorkerReady):
+            event = replace(event, node_type=self._node_type)
         with self._telling:
             self._outbox.add(event)
             self._controller.report.remote(self._outbox.incarnation, event)
         if isinstance(event, WorkerReady | Paused | WorkerRaised):
             self._look.set()
+            self._output.hurry()
 
     def _sample(self) -> None:
         """Now and then, and where peaks count: before training, and at its end."""
