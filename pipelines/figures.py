@@ -39,5 +39,5 @@ def figures_of(history: History, now: float) -> Iterator[Figure]:
     yield Figure("elastic_since_step_s", 0.0 if is_stopped else now - last_step)
     saved_at = max(begun, checkpoints[-1] if checkpoints else 0.0)
     yield Figure("elastic_since_checkpoint_s", 0.0 if is_stopped else now - saved_at)
-    for place, spent_s in history.worker_time.by_place(until).items():
+    for place, spent_s in history.account.workers.by_place(until).items():
         yield Figure("elastic_worker_s", spent_s, place)

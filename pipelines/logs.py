@@ -9,6 +9,7 @@ from actors.output import KEPT_BYTES, STREAMS, kept_name
 from pipelines.errors import UserError
 from pipelines.run_folder import RunFolder, Tail, find_run
 from pipelines.view.membership import Membership
+from pipelines.view.wording import by_number
 
 RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
 """Lines that Ray writes into a worker's output for its own use begin so."""
@@ -27,15 +28,16 @@ def logs(run_name: str, worker: str, storage: str) -> Iterator[str]:
             membership.take(line)
             if line.get("event") == "WorkerRaised" and line["worker"] == worker:
                 raised.append(line)
+        told = {happening.worker for happening in membership.happenings if happening.worker}
+        known = {*membership.places, *membership.starting, *told}
+        if worker not in known:
+            raise UserError(
+                f"run '{run_name}' has had no worker '{worker}'; it has had: "
+                f"{', '.join(sorted(known, key=by_number)) or 'none'}"
+            )
         kept = {stream: _read(folder, worker, stream) for stream in STREAMS}
     except OSError as error:
         raise UserError(f"{folder.url}: cannot be read ({error})") from None
-    known = {*membership.places, *membership.starting}
-    if worker not in known and not any(kept.values()):
-        raise UserError(
-            f"run '{run_name}' has had no worker '{worker}'; it has had: "
-            f"{', '.join(sorted(known, key=_by_number)) or 'none'}"
-        )
     for happening in membership.happenings:
         if happening.worker == worker:
             yield f"{_clock(happening.time)}  {happening.text}"
@@ -61,10 +63,6 @@ def _told(name: str, text: str | None) -> Iterator[str]:
     cut = len(text or "") >= KEPT_BYTES
     yield f"-- {name}" + (f", its newest {KEPT_BYTES >> 10} KiB" if cut else "")
     yield from lines
-
-
-def _by_number(worker: str) -> tuple[int, str]:
-    return len(worker), worker
 
 
 def _clock(time: float) -> str:

@@ -77,6 +77,7 @@ def reading_metrics(reading: Reading) -> Iterator[Metric]:
     yield from _metric("goodput", split.goodput, *where)
     for name in SPLIT_FIELDS:
         yield from _metric(name, getattr(split, name), *where)
+    yield from _metric("worker_hours", reading.worker_s / 3600, *where)
 
 
 def params(recipe: Mapping[str, Any]) -> dict[str, str]:

@@ -37,13 +37,54 @@ class Split:
         return self.compute_s / driven_s if driven_s > 0 else None
 
 
+@dataclass(slots=True)
+class WorkerTime:
+    """How long workers were there, from `WorkerReady` to their loss, by the place they were at:
+    the type of their node if the journal tells it, else the node."""
+
+    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _there: dict[str, tuple[str, float]] = field(default_factory=dict)
+    """Where each worker is, and since when."""
+    _heard: float = 0.0
+
+    def take(self, line: Mapping[str, Any]) -> None:
+        name = line.get("event") or line.get("command") or ""
+        time = max(self._heard, line["time"])
+        match name:
+            case "RunOpened":
+                self._leave(tuple(self._there), self._heard)
+            case "WorkerReady":
+                place = line.get("node_type") or line["node"]
+                self._there.setdefault(line["worker"], (place, time))
+            case "WorkerLost" | "StopWorker":
+                self._leave([line["worker"]], time)
+            case "Stopped":
+                self._leave(tuple(self._there), time)
+        self._heard = time
+
+    def by_place(self, now: float | None = None) -> dict[str, float]:
+        """Worker-seconds by place, most first, as of `now`, or of the last line."""
+        until = self._heard if now is None else max(now, self._heard)
+        spent = defaultdict(float, self._spent)
+        for place, since in self._there.values():
+            spent[place] += until - since
+        return dict(sorted(spent.items(), key=lambda entry: -entry[1]))
+
+    def _leave(self, workers: Iterable[str], time: float) -> None:
+        for worker in workers:
+            if worker in self._there:
+                place, since = self._there.pop(worker)
+                self._spent[place] += time - since
+
+
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The split at the time of a journal line; `step` was the newest that stood."""
+    """The account at the time of a journal line; `step` was the newest that stood."""
 
     time: float
     step: int
     split: Split
+    worker_s: float
 
 
 @dataclass(slots=True)
@@ -55,6 +96,7 @@ class Account:
     """
 
     readings: list[Reading] = field(default_factory=list)
+    workers: WorkerTime = field(default_factory=WorkerTime)
     _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     _doing: str = "waiting"
     """What the time since `_mark` is spent on: compute, paused, waiting, undriven, or nothing."""
@@ -77,6 +119,7 @@ class Account:
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Fold one journal line in; one of an unknown name changes nothing but the time."""
+        self.workers.take(line)
         name = line.get("event") or line.get("command") or ""
         if self._doing == "nothing" and name != "RunOpened":
             return
@@ -107,7 +150,8 @@ class Account:
         self._heard = time
         if name == "Stopped" or time - self._read_at >= READ_EVERY_S:
             self._read_at = time
-            self.readings.append(Reading(time, self._last_step, self.split()))
+            worker_s = sum(self.workers.by_place().values())
+            self.readings.append(Reading(time, self._last_step, self.split(), worker_s))
 
     def split(self, now: float | None = None) -> Split:
         """As of `now`, or of the last line; a run that has stopped spends no more time."""
@@ -175,43 +219,3 @@ class Account:
             lost_s = self._step_s.pop()
             self._spent["compute"] -= lost_s
             self._spent["redone"] += lost_s
-
-
-@dataclass(slots=True)
-class WorkerTime:
-    """How long workers were there, from `WorkerReady` to their loss, by the place they were at:
-    the type of their node if the journal tells it, else the node."""
-
-    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    _there: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Where each worker is, and since when."""
-    _heard: float = 0.0
-
-    def take(self, line: Mapping[str, Any]) -> None:
-        name = line.get("event") or line.get("command") or ""
-        time = max(self._heard, line["time"])
-        match name:
-            case "RunOpened":
-                self._leave(tuple(self._there), self._heard)
-            case "WorkerReady":
-                place = line.get("node_type") or line["node"]
-                self._there.setdefault(line["worker"], (place, time))
-            case "WorkerLost" | "StopWorker":
-                self._leave([line["worker"]], time)
-            case "Stopped":
-                self._leave(tuple(self._there), time)
-        self._heard = time
-
-    def by_place(self, now: float | None = None) -> dict[str, float]:
-        """Worker-seconds by place, most first, as of `now`, or of the last line."""
-        until = self._heard if now is None else max(now, self._heard)
-        spent = defaultdict(float, self._spent)
-        for place, since in self._there.values():
-            spent[place] += until - since
-        return dict(sorted(spent.items(), key=lambda entry: -entry[1]))
-
-    def _leave(self, workers: Iterable[str], time: float) -> None:
-        for worker in workers:
-            if worker in self._there:
-                place, since = self._there.pop(worker)
-                self._spent[place] += time - since

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.run_folder import RunFolder, Tail
-from pipelines.view.goodput import Account, WorkerTime
+from pipelines.view.goodput import Account
 from pipelines.view.membership import Membership
 from pipelines.view.progress import Progress
 from pipelines.view.wording import counted, duration
@@ -20,13 +20,11 @@ class History:
     membership: Membership = field(default_factory=Membership)
     progress: Progress = field(default_factory=Progress)
     account: Account = field(default_factory=Account)
-    worker_time: WorkerTime = field(default_factory=WorkerTime)
 
     def take(self, journal: Iterable[dict[str, Any]], metrics: Iterable[dict[str, Any]]) -> None:
         for line in journal:
             self.membership.take(line)
             self.account.take(line)
-            self.worker_time.take(line)
         for row in metrics:
             self.progress.take(row)
 

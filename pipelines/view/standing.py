@@ -14,7 +14,7 @@ from pipelines.view.facts import ago, news, speed, steps, world
 from pipelines.view.goodput import Split
 from pipelines.view.history import History
 from pipelines.view.membership import Happening
-from pipelines.view.wording import duration, shortened
+from pipelines.view.wording import by_number, duration, shortened
 
 NUM_EVENTS = 10
 MAX_WORKERS_SHOWN = 40
@@ -57,7 +57,7 @@ class Standing:
     def worker_hours(self) -> list[dict[str, Any]]:
         """By place, most first; `cost` is None where no price is known."""
         rows = []
-        for place, spent_s in self.history.worker_time.by_place(self._until).items():
+        for place, spent_s in self.history.account.workers.by_place(self._until).items():
             hours, price = spent_s / 3600, self.prices.get(place, self.prices.get(""))
             cost = None if price is None else hours * price
             rows.append({"place": place, "hours": hours, "cost": cost})
@@ -73,8 +73,9 @@ class Standing:
             for world_rank, worker in enumerate(membership.ranked)
             if worker in membership.members
         ]
-        rows += [_worker(self.history, w, "spare") for w in sorted(membership.spares)]
-        return rows + [_worker(self.history, w, "starting") for w in sorted(membership.starting)]
+        for role, those in (("spare", membership.spares), ("starting", membership.starting)):
+            rows += [_worker(self.history, worker, role) for worker in sorted(those, key=by_number)]
+        return rows
 
     def checkpoint(self) -> Happening | None:
         """The newest that became whole."""
@@ -85,6 +86,7 @@ class Standing:
         """What docs/files.md lists; its keys stay."""
         membership, progress = self.history.membership, self.history.progress
         checkpoint, split = self.checkpoint(), self.split
+        owner = self.owner if self.is_driven else None
         return {
             "run": self.name,
             "folder": self.url,
@@ -92,9 +94,7 @@ class Standing:
             "phase": self.phase,
             "reason": self._reason(),
             "outcome": membership.outcome,
-            "driver": {k: self.owner.get(k) for k in ("host", "pid", "cluster")}
-            if self.owner and self.is_driven
-            else None,
+            "driver": owner and {key: owner.get(key) for key in ("host", "pid", "cluster")},
             "step": membership.step,
             "total_steps": membership.total_steps,
             "loss": progress.loss,

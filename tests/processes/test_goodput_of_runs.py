@@ -48,7 +48,7 @@ def test_the_parts_of_a_run_that_fell_back_are_those_of_its_files(tmp_path: Path
     assert first <= split.waiting_s + 0.2, "until the first step it is starting"
     [abort, resumed] = run.told("Abort")[0]["time"], run.told("Resume")[1]["time"]
     assert split.paused_s >= resumed - abort - 0.01
-    hours_s = history.worker_time.by_place()["this-machine"]
+    hours_s = history.account.workers.by_place()["this-machine"]
     assert 2 * split.compute_s * 0.5 < hours_s < 2 * split.wall_s
 
 

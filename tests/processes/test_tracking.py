@@ -101,7 +101,8 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
     assert history_of(client, row, "recovery_s") == [(6, pytest.approx(0.25))]
     assert history_of(client, row, "eval_loss") == [(6, 4.5)]
     parts = {"compute_s": 1.0, "redone_s": 0.2, "paused_s": 0.25, "waiting_s": 0.5}
-    for name, spent_s in {**parts, "goodput": 1.0 / 1.95}.items():
+    shares = {"goodput": 1.0 / 1.95, "worker_hours": (3 * 1.95 + 1.3) / 3600}
+    for name, spent_s in {**parts, **shares}.items():
         assert history_of(client, row, name) == [(10, pytest.approx(spent_s))]
     assert len(history_of(client, row, "system/w0/host_memory_usage_megabytes")) == 8
     assert "system/w0/device_utilization_percentage" not in row.data.metrics

@@ -170,8 +170,8 @@ def test_workers_are_counted_by_the_node_that_they_were_on(tmp_path: Path) -> No
     run.lose("w1")
     run.now += 10.0
     history = read_history(run.folder)
-    assert history.worker_time.by_place(run.now) == {"node-0": 50.0, "node-1": 20.0}
+    assert history.account.workers.by_place(run.now) == {"node-0": 50.0, "node-1": 20.0}
     run.stop()
     run.now += 100.0
     run.start(1)
-    assert read_history(run.folder).worker_time.by_place() == {"node-0": 50.5, "node-1": 20.0}
+    assert read_history(run.folder).account.workers.by_place() == {"node-0": 50.5, "node-1": 20.0}
