@@ -29,10 +29,6 @@ Minutes = Annotated[str, Field(pattern=r"^\d*\.?\d+min$")]
 """A time, such as `15min`."""
 
 
-def _seconds(minutes: str) -> float:
-    return 60.0 * float(minutes.removesuffix("min"))
-
-
 def _over_one(factor: float) -> float:
     if 0.0 < factor <= 1.0:
         raise ValueError("a loss as high as the others is no spike: give more than 1, or 0 for off")
@@ -186,7 +182,7 @@ class TrainSettings(Settings):
     `spike_window` takes the run back to before it, and the batches from there on are left out.
     Replicas are compared after every `audit_every` steps (0: never); with `audit_rewind` the run
     goes back to the last clean audit also where a majority names the one that differs. `--notify`
-    tells of a run that has waited for `notify_after`.
+    tells of a run that has waited for `notify_after_s`.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -220,7 +216,7 @@ class TrainSettings(Settings):
     activation_checkpointing: bool = False
     compile: bool = False
     record_samples: Path | None = None
-    notify_after: Minutes = "10min"
+    notify_after_s: PositiveFloat = 600.0
 
     @model_validator(mode="after")
     def microbatches_fill_the_batch(self) -> TrainSettings:
@@ -258,11 +254,7 @@ class TrainSettings(Settings):
     def checkpoint_s(self) -> float:
         """A checkpoint after so many seconds; 0 if they come by steps, or never."""
         every = self.checkpoint_every
-        return 0.0 if isinstance(every, int) else _seconds(every)
-
-    @property
-    def notify_after_s(self) -> float:
-        return _seconds(self.notify_after)
+        return 0.0 if isinstance(every, int) else 60.0 * float(every.removesuffix("min"))
 
     @property
     def num_microbatches(self) -> int:
