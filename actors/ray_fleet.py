@@ -173,6 +173,19 @@ class RayFleet:
         future: Future[int] = answer.future()
         return future
 
+    def probe_keeper(self, node: str) -> Future[None]:
+        keepers = self._keepers_on([node])
+        if not keepers:
+            missing: Future[None] = Future()
+            missing.set_exception(ProcessLookupError(node))
+            return missing
+        answer: Future[None] = keepers[0].hear.remote().future()
+        return answer
+
+    def stop_keeper(self, node: str) -> None:
+        for keeper in self._keepers_on([node]):
+            ray.kill(keeper)
+
     def newest_generation(self) -> int:
         """See `Survivors`; who has only begun to start may not answer in time."""
         asked = [a.newest_generation.remote() for a in find_actors(self._run_name).values()]
@@ -322,9 +335,6 @@ class RayFleet:
             with self._lock:
                 seats = list(self._seats.items())
                 agents = list(self._agents.items())
-                keepers = list(self._keepers.values())
-            for keeper in keepers:
-                keeper.hear.remote()
             for worker, seat in seats:
                 if seat.pid and worker not in self._probed:
                     seat.actor.signs_of_life.remote()

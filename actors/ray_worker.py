@@ -15,6 +15,7 @@ import ray
 from actors.interface import choose_interface
 from actors.keeper import KeeperServer
 from actors.program import Factory
+from actors.ray_place import place_here
 from actors.store import open_store
 from actors.system import sample
 from actors.trainer import WorkerOptions
@@ -69,20 +70,20 @@ class RayWorker:
     ) -> None:
         choose_interface()
         self._name = name
-        self._node = ray.get_runtime_context().get_node_id()
+        self._place = place_here()
         self._controller = controller
         self._orphanage = Orphanage(orphan_timeout_s)
         self._outbox = Outbox(incarnation)
         self._telling = threading.Lock()
         self._look = threading.Event()
-        self._worker = Worker(name, self._node, program, options, self._report)
+        self._worker = Worker(name, self._place, program, options, self._report)
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
     def start(self) -> tuple[str, int]:
         """Begin to warm up, if not done; returns at once, with the node's id and this process's."""
         self._worker.start()
-        return self._node, os.getpid()
+        return self._place.node, os.getpid()
 
     @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:
@@ -160,8 +161,8 @@ class RayKeeper:
 
     def __init__(self, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
-        node = ray.get_runtime_context().get_node_id()
-        self._server = KeeperServer(node, "", ray.util.get_node_ip_address())
+        place = place_here()
+        self._server = KeeperServer(place.node, place.rack, ray.util.get_node_ip_address())
 
     def keeper(self) -> Keeper:
         return self._server.keeper

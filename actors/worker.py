@@ -44,6 +44,7 @@ from elastic.commands import (
 )
 from elastic.events import CheckpointDamaged, Event, WorkerRaised, WorkerReady
 from elastic.reattaching import Intake
+from elastic.seating import Place
 
 NO_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA out of memory")
 """In the text also of a mere RuntimeError, as which torch tells it of the host."""
@@ -67,13 +68,13 @@ class Worker:
     def __init__(
         self,
         name: str,
-        node: str,
+        place: Place,
         program: Factory,
         options: WorkerOptions,
         report: Callable[[Event], None],
     ) -> None:
         self.name = name
-        self._node = node
+        self._place = place
         self._factory = program
         self._options = options
         self._report = report
@@ -149,7 +150,7 @@ class Worker:
             keep_freed_memory()
         program.warm_up()
         self._trainer = Trainer(
-            self.name, self._node, program, self._options, self._report, self._interruption
+            self.name, self._place.node, program, self._options, self._report, self._interruption
         )
         gc.collect()
         gc.freeze()  # what imports left behind need not be walked at every generation's end
@@ -159,8 +160,9 @@ class Worker:
         self._report(
             WorkerReady(
                 self.name,
-                self._node,
+                self._place.node,
                 os.getpid(),
+                self._place.rack,
                 memory_bytes=memory_bytes,
                 digest=self._trainer.digest,
             )

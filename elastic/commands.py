@@ -32,6 +32,14 @@ class StartKeeper:
 
 
 @dataclass(frozen=True, slots=True)
+class StopKeeper:
+    """End a keeper's process for good; another is started when there is need."""
+
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Protect:
     """Bring snapshots to these keepers from now on, each worker to its own, the nearest first."""
 
@@ -283,6 +291,7 @@ Command = (
     StartStore
     | StartWorkers
     | StartKeeper
+    | StopKeeper
     | Protect
     | AskKeepers
     | ForgetSnapshots

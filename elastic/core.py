@@ -32,6 +32,7 @@ from elastic.events import (
     GroupFormed,
     KeeperLost,
     KeeperReady,
+    KeeperSuspected,
     KeeperTold,
     LayoutRequested,
     NodeDraining,
@@ -119,8 +120,8 @@ class Core:
             case StoreLost():
                 state.store_host, state.store_port = "", 0
                 return [StartStore()]
-            case KeeperReady() | KeeperLost() | KeeperTold():
-                protecting.on_keeper(state, now, event)
+            case KeeperReady() | KeeperSuspected() | KeeperLost() | KeeperTold():
+                return protecting.on_keeper(state, now, event)
             case WorkerReady():
                 return roster.welcome(state, now, event)
             case WorkerLost():

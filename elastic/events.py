@@ -118,6 +118,14 @@ class KeeperReady:
 
 
 @dataclass(frozen=True, slots=True)
+class KeeperSuspected:
+    """A keeper does not answer."""
+
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class KeeperLost:
     """A keeper's process is gone, and with it all that it had."""
 
@@ -331,6 +339,7 @@ Event = (
     | WorkerLeaving
     | NodeDraining
     | KeeperReady
+    | KeeperSuspected
     | KeeperLost
     | KeeperTold
     | GroupFormed

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from sim.keeper import SimKeeper
 from sim.returning import kill_controller
 from sim.worker import SimWorker
 from sim.world import World
 
 from elastic.events import (
+    KeeperSuspected,
     LayoutRequested,
     NodeDraining,
     StopRequested,
@@ -111,6 +113,33 @@ def _kill_keeper(world: World, worker: SimWorker) -> None:
     world.lose_keeper(worker.node)
 
 
+def _freeze_keeper(world: World, worker: SimWorker) -> None:
+    """As SIGSTOP."""
+    keeper = world.around.keepers.get(worker.node)
+    if keeper:
+        keeper.is_frozen = True
+        _suspect_keeper_later(world, keeper)
+
+
+def _freeze_keeper_for_a_while(world: World, worker: SimWorker) -> None:
+    _freeze_keeper(world, worker)
+    keeper = world.around.keepers.get(worker.node)
+    if keeper:
+        thaw = partial(setattr, keeper, "is_frozen", False)
+        world.timeline.after(world.random.uniform(0.1, 3.0), thaw)
+
+
+def _suspect_keeper_later(world: World, keeper: SimKeeper) -> None:
+    node = keeper.keeper.node
+
+    def suspect() -> None:
+        if keeper.is_frozen and world.around.keepers.get(node) is keeper:
+            world.shell.post(KeeperSuspected(node, "no answer to a probe"))
+            _suspect_keeper_later(world, keeper)
+
+    world.timeline.after(world.random.uniform(1.0, 1.6), suspect)
+
+
 def _lose_the_store(world: World, worker: SimWorker) -> None:
     world.around.store_port = 0
     world.post_soon(StoreLost("its process died"))
@@ -185,6 +214,8 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "drain": _drain,
     "kill the node": _kill_node,
     "kill the keeper": _kill_keeper,
+    "freeze the keeper": _freeze_keeper,
+    "freeze the keeper for a while": _freeze_keeper_for_a_while,
     "lose the store": _lose_the_store,
     "fill the disk": _fill_the_disk,
     "damage a checkpoint": _damage,

@@ -10,6 +10,7 @@ from sim.faults import (
     draw_bad_numbers,
     draw_controller_restarts,
     draw_faults,
+    draw_frozen_keepers,
     draw_node_faults,
     draw_relayouts,
     draw_storage_faults,
@@ -116,6 +117,14 @@ def drawn_with_snapshots(seed: int) -> Scenario:
         scenario.layout = random.choice((f"fsdp={most}", f"fsdp={most}", "pp=2", "tp=2", ""))
     scenario.policy = replace(scenario.policy, snapshot_every=every, keeper_timeout_s=0.5)
     scenario.faults = [*scenario.faults, *draw_node_faults(random)]
+    return scenario
+
+
+def drawn_with_frozen_keepers(seed: int) -> Scenario:
+    """A scenario with keepers, of which some stand still."""
+    random = Random(f"frozen/{seed}")
+    scenario = random.choice((drawn_with_snapshots, drawn_with_parities))(seed)
+    scenario.faults = [*scenario.faults, *draw_frozen_keepers(random)]
     return scenario
 
 

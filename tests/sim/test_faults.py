@@ -12,6 +12,7 @@ from sim.scenario import (
     drawn,
     drawn_with_bad_numbers,
     drawn_with_controller_restarts,
+    drawn_with_frozen_keepers,
     drawn_with_parities,
     drawn_with_relayouts,
     drawn_with_snapshots,
@@ -26,6 +27,7 @@ NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 150
 NUM_SEEDS_PARITIES = 100
+NUM_SEEDS_FROZEN = 100
 NUM_SEEDS_STORAGE = 100
 NUM_SEEDS_NUMBERS = 100
 NUM_SEEDS_CONTROLLER = 100
@@ -55,6 +57,12 @@ def test_snapshots_are_taken_among_what_is_drawn(first: int) -> None:
 def test_parities_are_kept_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_parities(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_FROZEN, 50))
+def test_keepers_stand_still_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_frozen_keepers(seed))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_STORAGE, 50))
