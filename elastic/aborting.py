@@ -37,6 +37,7 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
     policy, broken = state.policy, state.phase
     state.num_attempts += 1
     state.last_failure = cause
+    state.paused_at = None
     phase = Aborting(
         cause,
         pending,

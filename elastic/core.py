@@ -14,6 +14,8 @@ from elastic import (
     aborting,
     auditing,
     forming,
+    giving_way,
+    growing,
     protecting,
     restarting,
     roster,
@@ -92,8 +94,10 @@ class Core:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
                 times += [state.asked_until if state.asked else inf]
+                times += [giving_way.give_way_deadline(state)]
             case Running():
-                times += [running.hang_deadline(state, phase), running.growth_deadline(state)]
+                times += [running.hang_deadline(state, phase), growing.growth_deadline(state)]
+                times += [growing.idle_deadline(state)]
                 times += [protecting.protect_deadline(state), saving.wish_deadline(state)]
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
@@ -283,8 +287,8 @@ class Core:
     def _follow_up(self, now: float) -> list[Command]:
         state, commands = self.state, saving.publish_whole(self.state)
         if isinstance(state.phase, Waiting):
-            commands += forming.go_on(state, now)
+            commands += forming.go_on(state, now) + giving_way.give_way(state, now)
         elif isinstance(state.phase, Running):
             commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
-            commands += saving.wish(state, now)
+            commands += saving.wish(state, now) + growing.give_back(state, now)
         return commands + roster.start_missing(state, now)

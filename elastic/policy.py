@@ -27,6 +27,14 @@ class Policy:
     """The same before any step has committed: the first one may have to compile."""
     growth_settle_s: float = 2.0
     """How long a ready joiner waits for others that are still warming up."""
+    growth_horizon_s: float = 600.0
+    """A growth has to be worth its pause within this time; see `growing`."""
+    spare_timeout_s: float = 600.0
+    """Spares with which nothing has been gained for so long are given back."""
+    gang_timeout_s: float = 1800.0
+    """A run that has had some workers, but fewer than the minimum, for so long gives them back."""
+    gang_jitter: float = 0.0
+    """By what share of it this run waits longer than others; from 0 to 1."""
     save_timeout_s: float = 300.0
     """How long the last checkpoint may take, with all its tries."""
     save_backoff_s: float = 5.0

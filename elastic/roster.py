@@ -10,6 +10,8 @@ from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
 
 MAX_BACKOFF_S = 60.0
+NUM_RECENT_CHANGES = 5
+"""Of so many the mean time between them counts."""
 
 
 def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
@@ -32,6 +34,8 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     state.no_start_before = 0.0
     if state.spare_since is None:
         state.spare_since = now
+    if state.idle_since is None:
+        state.idle_since = now
     return []
 
 
@@ -41,12 +45,22 @@ def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
         return
     if worker not in state.warm | state.leaving:
         _count_start_failure(state, now, cause)
+    if worker not in state.leaving and worker in state.members():
+        note_change(state, now)
     del state.seats[worker]
     state.warm.discard(worker)
     state.leaving.discard(worker)
     for held in state.holdings():
         held.holders.discard(worker)
     break_uploads(state, lambda upload: worker in upload.pending)
+
+
+def note_change(state: CoreState, now: float) -> None:
+    """Members are lost, or leave; all of one generation are one change."""
+    if state.changed_generation != state.generation:
+        state.changed_generation = state.generation
+        state.changes_at = [*state.changes_at[1 - NUM_RECENT_CHANGES :], now]
+    state.num_given_back = 0
 
 
 def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> list[str]:
@@ -65,9 +79,9 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
     Not while survivors recover: the imports of a starting process would slow their first
     step down (measured 0.1 s of 0.2 s on two cores).
     """
-    num_missing = _num_missing(state)
-    if num_missing == 0 or now < state.no_start_before:
+    if now < start_deadline(state):
         return []
+    num_missing = _num_missing(state)
     names = tuple(f"w{state.next_worker + i}" for i in range(num_missing))
     state.next_worker += num_missing
     state.seats.update({name: Seat(now) for name in names})
@@ -75,8 +89,10 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
 
 
 def start_deadline(state: CoreState) -> float:
-    """When the pause after a failed start is over, if anybody is to be started."""
-    return state.no_start_before if _num_missing(state) else float("inf")
+    """When a pause before others are started is over, if anybody is to be started."""
+    if not _num_missing(state):
+        return float("inf")
+    return max(state.no_start_before, state.not_again_before)
 
 
 def _num_missing(state: CoreState) -> int:
@@ -86,7 +102,8 @@ def _num_missing(state: CoreState) -> int:
     )
     if not calm or state.ending:
         return 0
-    return max(0, state.policy.max_workers - (len(state.seats) - len(state.leaving)))
+    num_wanted = state.policy.max_workers - state.num_given_back
+    return max(0, num_wanted - (len(state.seats) - len(state.leaving)))
 
 
 def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command]:

@@ -120,6 +120,23 @@ class CoreState:
     digest: str | None = None
     ever_formed: bool = False
     spare_since: float | None = None
+    """When the first of the joiners came about whom it has not been decided yet."""
+    no_growth_before: float = 0.0
+    paused_at: float | None = None
+    """The last progress before a planned pause, until a step commits after it."""
+    pauses_s: list[float] = field(default_factory=list)
+    """How long the latest ones were."""
+    changes_at: list[float] = field(default_factory=list)
+    """When members were lost or left, at last."""
+    changed_generation: int = 0
+    idle_since: float | None = None
+    """When spares were last seen, or found to be of use; None: nobody is spare."""
+    num_given_back: int = 0
+    """So many spares were of no use: that many fewer are wanted."""
+    num_given_way: int = 0
+    """Since workers last trained."""
+    not_again_before: float = 0.0
+    """No worker is asked for, since all have been given back."""
 
     store_host: str = ""
     store_port: int = 0

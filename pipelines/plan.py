@@ -6,8 +6,9 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -77,9 +78,9 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     Raises `UserError`.
     """
     settings = _settings(asked)
-    policy = _policy(asked.workers, num_gpus, settings)
-    wish = _wish(asked.layout, policy)
     folder = _run_folder(asked)
+    policy = _policy(asked.workers, num_gpus, settings, folder.name)
+    wish = _wish(asked.layout, policy)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
@@ -184,7 +185,7 @@ def _settings(asked: Asked) -> TrainSettings:
     return override(load(asked.recipe), changes)
 
 
-def _policy(workers: str | None, num_gpus: int, settings: TrainSettings) -> Policy:
+def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
     """`MIN:MAX`, or `MAX` alone for any number up to it."""
     text = workers or str(num_gpus or min(4, os.cpu_count() or 1))
     fewest, colon, most = text.rpartition(":")
@@ -195,21 +196,19 @@ def _policy(workers: str | None, num_gpus: int, settings: TrainSettings) -> Poli
         raise UserError(f"--workers {text}: a run needs at least 1 worker")
     if min_workers > max_workers:
         raise UserError(f"--workers {text}: the minimum is over the maximum; write MIN:MAX")
+    alike = {field.name for field in fields(Policy)} & TrainSettings.model_fields.keys()
     return Policy(
         min_workers=min_workers,
         max_workers=max_workers,
-        snapshot_every=settings.snapshot_every,
-        snapshot_redundancy=settings.snapshot_redundancy,
         checkpoint_every_s=settings.checkpoint_s,
-        keep_last=settings.keep_last,
-        keep_every=settings.keep_every,
-        keep_best=settings.keep_best,
-        max_skipped=settings.max_skipped,
-        spike_factor=settings.spike_factor,
-        spike_window=settings.spike_window,
-        audit_every=settings.audit_every,
-        audit_rewind=settings.audit_rewind,
+        gang_jitter=_share_of(run_name),
+        **{name: getattr(settings, name) for name in alike},
     )
+
+
+def _share_of(name: str) -> float:
+    """A number from 0 to 1 that differs between names."""
+    return int.from_bytes(sha256(name.encode()).digest()[:4], "big") / 2**32
 
 
 def parse_layout(layout: str, max_workers: int | None = None) -> Wish:

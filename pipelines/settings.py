@@ -182,6 +182,11 @@ class TrainSettings(Settings):
     `spike_window` takes the run back to before it, and the batches from there on are left out.
     Replicas are compared after every `audit_every` steps (0: never); with `audit_rewind` the run
     goes back to the last clean audit also where a majority names the one that differs.
+
+    A run begins with all workers, or after `start_timeout_s` with the minimum. It pauses for more
+    workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
+    after `spare_timeout_s`, and all workers where fewer than the minimum have come in
+    `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -208,6 +213,11 @@ class TrainSettings(Settings):
     spike_window: PositiveInt = 32
     audit_every: NonNegativeInt = 0
     audit_rewind: bool = False
+    start_timeout_s: PositiveFloat = 60.0
+    hang_timeout_s: PositiveFloat = 60.0
+    growth_horizon_s: PositiveFloat = 600.0
+    spare_timeout_s: PositiveFloat = 600.0
+    gang_timeout_s: PositiveFloat = 1800.0
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
     sync_each_microbatch: bool = True
