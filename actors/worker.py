@@ -27,8 +27,10 @@ from actors.groups import Formation
 from actors.interruption import Interruption, SaveWish
 from actors.program import Factory, Program
 from actors.standstill import Standstill
+from actors.storage import open_storage
 from actors.system import keep_freed_memory, peak_bytes
 from actors.torch_private import groups_in_use
+from actors.traces import keep_stacks
 from actors.trainer import Trainer, WorkerOptions
 from elastic.commands import (
     Abort,
@@ -98,6 +100,9 @@ class Worker:
             return
         match order:
             case Abort():
+                if order.is_hang:
+                    run = open_storage(self._options.run_folder)
+                    keep_stacks(run, self.name, order.generation, order.cause)
                 self._interruption.aborted_generation = max(
                     self._interruption.aborted_generation, order.generation
                 )

@@ -31,7 +31,9 @@ def participants(state: CoreState) -> set[str]:
     return set(state.members()) & state.seats.keys()
 
 
-def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[Command]:
+def abort(
+    state: CoreState, now: float, cause: str, num_lost: int = 0, is_hang: bool = False
+) -> list[Command]:
     """Break off the generation; its survivors unwind."""
     pending = participants(state)
     policy, broken = state.policy, state.phase
@@ -51,7 +53,7 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
     state.enter(phase)
     if not pending:
         return _conclude(state, now, phase)
-    return [Abort(state.generation, tuple(sorted(pending)), cause)]
+    return [Abort(state.generation, tuple(sorted(pending)), cause, is_hang)]
 
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:

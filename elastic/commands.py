@@ -86,6 +86,8 @@ class Abort:
     generation: int
     workers: tuple[str, ...]
     cause: str
+    is_hang: bool = False
+    """Somebody stands still: where everybody does is to be kept."""
 
 
 @dataclass(frozen=True, slots=True)

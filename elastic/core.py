@@ -277,7 +277,7 @@ class Core:
                 late = ", ".join(sorted(phase.pending)[:4])
                 return aborting.abort(state, now, f"{type(phase).__name__} is late: {late}")
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
-                return aborting.abort(state, now, "no progress: a worker hangs")
+                return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
             case Aborting() if now >= phase.deadline:
                 return aborting.on_deadline(state, now)
             case Saving() if now >= phase.deadline or phase.retry_at is not None:

@@ -156,6 +156,23 @@ def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Ou
     survivors_keep_their_processes(run, {"w0", "w3"})
 
 
+def test_where_everybody_stands_is_kept_when_a_worker_hangs(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """It answers probes, and no step commits; the others wait for it in a collective."""
+    fault = Fault("hang", "w1", 20, "compute")
+    run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", faults=(fault,), hang_timeout_s=2.0)
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    [abort] = run.told("Abort")
+    assert abort["is_hang"]
+    traces = {file.name: file.read_text() for file in (tmp_path / "traces").iterdir()}
+    assert sorted(traces) == [f"g{abort['generation']}-{w}.txt" for w in ("w0", "w1", "w2")]
+    of = {name[3:5]: text for name, text in traces.items()}
+    assert "time.sleep(3600)" in of["w1"] and "thread training" in of["w1"]
+    assert "time.sleep(3600)" not in of["w0"] and "all_reduce" in of["w0"]
+
+
 def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:
     fault = Fault("stop", "w1", 20, "compute")
     run = run_plainly(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)
