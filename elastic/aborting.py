@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic.blaming import verdict
 from elastic.commands import Abort, Command, SetAside, Settle, StopWorker
 from elastic.events import CheckpointDamaged, Quiesced, Settled, WorkerRaised
 from elastic.fitting import Shortage, advice
@@ -222,6 +223,8 @@ def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
         state.ending = state.ending or phase.raised
     elif state.committed_step >= state.job.steps and living(state) and not state.rewind:
         state.ending = state.ending or Ending("completed")
+    elif to_blame := verdict(state):
+        state.ending = state.ending or Ending("failed", to_blame)
     elif state.num_attempts >= state.policy.max_attempts:
         reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"
         state.ending = state.ending or Ending("failed", reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.backoff import backoff_s
+from elastic.blaming import note_loss
 from elastic.commands import Command, StartWorkers, StopWorker
 from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
 from elastic.phases import Ending, Running, Waiting
@@ -47,6 +48,7 @@ def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
         _count_start_failure(state, now, cause)
     if worker not in state.leaving and worker in state.members():
         note_change(state, now)
+        note_loss(state, worker)
     del state.seats[worker]
     state.warm.discard(worker)
     state.leaving.discard(worker)

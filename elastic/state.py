@@ -107,6 +107,10 @@ class CoreState:
     recent_step_s: list[float] = field(default_factory=list)
     timed_layout: Layout | None = None
     """Under which these steps were."""
+    fatal_step: int = 0
+    """The step amid which members were last lost."""
+    fatal: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Of each of them the generation, and the microbatches that it ran."""
     num_attempts: int = 0
     last_failure: str = ""
 

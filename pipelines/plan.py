@@ -310,6 +310,7 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         )
     return Job(
         num_microbatches=settings.num_microbatches,
+        microbatch=settings.microbatch,
         state_bytes=_num_bytes(specs),
         param_bytes=_num_bytes(spec for spec in specs if spec.kind == "parameter"),
         expert_state_bytes=_num_bytes(experts),

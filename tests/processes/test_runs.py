@@ -173,6 +173,17 @@ def test_where_everybody_stands_is_kept_when_a_worker_hangs(
     assert "time.sleep(3600)" not in of["w0"] and "all_reduce" in of["w0"]
 
 
+def test_a_sample_that_ends_whoever_runs_it_is_named(tmp_path: Path) -> None:
+    """Instead of all workers, and those that replace them, four are lost to it."""
+    run = run_plainly(tmp_path, SETTINGS, 6, program="sabotage:dies_of_a_sample")
+    assert run.stopped.outcome == "failed"
+    first = (12 - 1) * SETTINGS.batch + 5 * SETTINGS.microbatch
+    ids = f"(sample ids {first} to {first + SETTINGS.microbatch - 1})"
+    assert f"whoever ran microbatch 5 of it, 4 times {ids}" in run.stopped.reason
+    assert len(run.told("WorkerLost")) == 4
+    assert run.told("Checkpointed")[-1]["step"] == 11
+
+
 def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:
     fault = Fault("stop", "w1", 20, "compute")
     run = run_plainly(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)
