@@ -37,9 +37,8 @@ def verdict(state: CoreState) -> str:
     common = sorted(set.intersection(*suspects))
     if not common or len(common) == state.job.num_microbatches:
         return ""
-    told = ", ".join(map(str, common))
     return (
-        f"step {state.fatal_step} has ended whoever ran microbatch {told} of it, "
+        f"step {state.fatal_step} has ended whoever ran microbatch {_spans(common)} of it, "
         f"{len(suspects)} times{_ids(state, common)}: look at these samples"
     )
 
@@ -55,9 +54,16 @@ def _suspects(state: CoreState) -> list[set[int]]:
 
 
 def _ids(state: CoreState, microbatches: list[int]) -> str:
-    job = state.job
-    if not job.microbatch:
+    size = state.job.microbatch
+    if not size:
         return ""
-    ids = batch_ids(state.fatal_step, job.num_microbatches * job.microbatch, state.left_out)
-    spans = (ids[m * job.microbatch :][: job.microbatch] for m in microbatches)
-    return " (sample ids " + ", ".join(f"{s[0]} to {s[-1]}" for s in spans) + ")"
+    ids = batch_ids(state.fatal_step, state.job.num_microbatches * size, state.left_out)
+    return f" (sample id {_spans([i for m in microbatches for i in ids[m * size :][:size]])})"
+
+
+def _spans(numbers: list[int]) -> str:
+    """Ascending numbers, those in a row together."""
+    firsts = [n for n in numbers if n - 1 not in numbers]
+    lasts = [n for n in numbers if n + 1 not in numbers]
+    ends = zip(firsts, lasts, strict=True)
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ends)

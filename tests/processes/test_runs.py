@@ -177,9 +177,11 @@ def test_a_sample_that_ends_whoever_runs_it_is_named(tmp_path: Path) -> None:
     """Instead of all workers, and those that replace them, four are lost to it."""
     run = run_plainly(tmp_path, SETTINGS, 6, program="sabotage:dies_of_a_sample")
     assert run.stopped.outcome == "failed"
-    first = (12 - 1) * SETTINGS.batch + 5 * SETTINGS.microbatch
-    ids = f"(sample ids {first} to {first + SETTINGS.microbatch - 1})"
-    assert f"whoever ran microbatch 5 of it, 4 times {ids}" in run.stopped.reason
+    # Of six, five, four and three data ranks, the one that ran number 5 also ran number 4.
+    first = (12 - 1) * SETTINGS.batch
+    assert SETTINGS.num_microbatches == 12 and SETTINGS.microbatch == 1
+    assert "whoever ran microbatch 4 to 5 of it, 4 times" in run.stopped.reason
+    assert f"(sample id {first + 4} to {first + 5})" in run.stopped.reason
     assert len(run.told("WorkerLost")) == 4
     assert run.told("Checkpointed")[-1]["step"] == 11
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from elastic.commands import Command, Form, StartStore, StartWorkers, Stopped, StopWorker
 from elastic.core import Core
 from elastic.events import (
@@ -76,7 +78,7 @@ def test_a_worker_whose_loss_was_told_first_is_not_welcome() -> None:
 
 
 def test_a_worker_that_keeps_dying_is_started_ever_more_slowly_but_for_ever() -> None:
-    core = opened()
+    core = opened(gang_timeout_s=inf)
     told(core, ready("w0"))
     now, pauses, worker = 1.0, [], "w1"
     for _ in range(1100):
