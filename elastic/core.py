@@ -287,7 +287,7 @@ class Core:
     def _follow_up(self, now: float) -> list[Command]:
         state, commands = self.state, saving.publish_whole(self.state)
         if isinstance(state.phase, Waiting):
-            commands += forming.go_on(state, now) + giving_way.give_way(state, now)
+            commands += giving_way.give_way(state, now) + forming.go_on(state, now)
         elif isinstance(state.phase, Running):
             commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
             commands += saving.wish(state, now) + growing.give_back(state, now)

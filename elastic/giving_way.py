@@ -13,7 +13,7 @@ from elastic.phases import Waiting
 from elastic.saving import is_saved
 from elastic.state import CoreState
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 30.0, 1800.0
+LONGEST_PAUSE_S = 1800.0
 
 
 def give_way_deadline(state: CoreState) -> float:
@@ -30,7 +30,7 @@ def give_way(state: CoreState, now: float) -> list[Command]:
     if now < give_way_deadline(state):
         return []
     state.num_given_way += 1
-    pause_s = backoff_s(FIRST_PAUSE_S, state.num_given_way, LONGEST_PAUSE_S)
+    pause_s = backoff_s(state.policy.gang_pause_s, state.num_given_way, LONGEST_PAUSE_S)
     state.not_again_before = now + pause_s * (1 + state.policy.gang_jitter)
     workers = sorted(state.seats.keys() - state.leaving)
     state.leaving.update(workers)

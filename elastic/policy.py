@@ -33,8 +33,10 @@ class Policy:
     """Spares with which nothing has been gained for so long are given back."""
     gang_timeout_s: float = 1800.0
     """A run that has had some workers, but fewer than the minimum, for so long gives them back."""
+    gang_pause_s: float = 30.0
+    """After how long it asks for workers again; it doubles, up to half an hour."""
     gang_jitter: float = 0.0
-    """By what share of it this run waits longer than others; from 0 to 1."""
+    """By what share of both times this run waits longer than others; from 0 to 1."""
     save_timeout_s: float = 300.0
     """How long the last checkpoint may take, with all its tries."""
     save_backoff_s: float = 5.0

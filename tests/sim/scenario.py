@@ -128,6 +128,22 @@ def drawn_with_frozen_keepers(seed: int) -> Scenario:
     return scenario
 
 
+def drawn_with_scarcity(seed: int) -> Scenario:
+    """A scenario in which growth is weighed, spares are given back, and a run may give way."""
+    random = Random(f"scarcity/{seed}")
+    draws = (drawn, drawn_with_snapshots, drawn_with_relayouts)
+    scenario = random.choice(draws)(seed)
+    scenario.policy = replace(
+        scenario.policy,
+        growth_horizon_s=random.choice((0.1, 1.0, 30.0)),
+        spare_timeout_s=random.choice((0.2, 1.0)),
+        gang_timeout_s=random.choice((1.5, 4.0)),
+        gang_pause_s=0.2,
+        gang_jitter=random.random(),
+    )
+    return scenario
+
+
 def drawn_with_parities(seed: int) -> Scenario:
     """The same on several nodes, whose parts are coded in sets."""
     scenario = drawn_with_snapshots(seed)

@@ -15,6 +15,7 @@ from sim.scenario import (
     drawn_with_frozen_keepers,
     drawn_with_parities,
     drawn_with_relayouts,
+    drawn_with_scarcity,
     drawn_with_snapshots,
     drawn_with_storage_faults,
 )
@@ -28,6 +29,7 @@ NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 150
 NUM_SEEDS_PARITIES = 100
 NUM_SEEDS_FROZEN = 100
+NUM_SEEDS_SCARCE = 100
 NUM_SEEDS_STORAGE = 100
 NUM_SEEDS_NUMBERS = 100
 NUM_SEEDS_CONTROLLER = 100
@@ -63,6 +65,12 @@ def test_parities_are_kept_among_what_is_drawn(first: int) -> None:
 def test_keepers_stand_still_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_frozen_keepers(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_SCARCE, 50))
+def test_workers_are_scarce_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_scarcity(seed))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_STORAGE, 50))
