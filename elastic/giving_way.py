@@ -17,12 +17,13 @@ LONGEST_PAUSE_S = 1800.0
 
 
 def give_way_deadline(state: CoreState) -> float:
-    """Each run's is another, so that of several the first makes room for the others."""
+    """Nobody has come for long. Each run's patience is another, so that of several the first makes
+    room for the others."""
     phase, policy = state.phase, state.policy
     if not isinstance(phase, Waiting) or not _has_too_few(state):
         return inf
-    since = max(phase.since, state.not_again_before)
-    return since + policy.gang_timeout_s * (1 + policy.gang_jitter)
+    newest = max(state.seats[worker].since for worker in state.warm - state.leaving)
+    return newest + policy.gang_timeout_s * (1 + policy.gang_jitter)
 
 
 def give_way(state: CoreState, now: float) -> list[Command]:

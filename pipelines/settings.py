@@ -185,8 +185,8 @@ class TrainSettings(Settings):
 
     A run begins with all workers, or after `start_timeout_s` with the minimum. It pauses for more
     workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
-    after `spare_timeout_s`, and all workers where fewer than the minimum have come in
-    `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
+    after `spare_timeout_s`, and all workers where fewer than the minimum have come and no other
+    comes in `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
