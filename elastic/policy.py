@@ -32,7 +32,7 @@ class Policy:
     spare_timeout_s: float = 600.0
     """Spares with which nothing has been gained for so long are given back."""
     gang_timeout_s: float = 1800.0
-    """A run that has fewer workers than the minimum gives them back if no other comes for so long."""
+    """A run with fewer workers than the minimum gives them back if no other comes for so long."""
     gang_pause_s: float = 30.0
     """After how long it asks for workers again; it doubles, up to half an hour."""
     gang_jitter: float = 0.0
