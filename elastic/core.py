@@ -14,6 +14,7 @@ from elastic import (
     aborting,
     auditing,
     forming,
+    leaving,
     protecting,
     restarting,
     roster,
@@ -34,6 +35,7 @@ from elastic.events import (
     KeeperReady,
     KeeperTold,
     LayoutRequested,
+    NodeAtRisk,
     NodeDraining,
     PartFailed,
     PartWritten,
@@ -86,7 +88,8 @@ class Core:
     def next_deadline(self) -> float | None:
         """When the core wants to be woken, in seconds, if nothing happens before."""
         state, phase = self.state, self.state.phase
-        times = [roster.start_deadline(state)]
+        times = [roster.start_deadline(state), leaving.leave_deadline(state)]
+        times += [leaving.drain_end(state)]
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
@@ -127,8 +130,8 @@ class Core:
                 return self._lose(now, event)
             case WorkerSuspected():
                 return self._suspect(now, event)
-            case WorkerLeaving() | NodeDraining():
-                return self._let_go(event)
+            case WorkerLeaving() | NodeDraining() | NodeAtRisk():
+                return leaving.on_notice(state, now, event)
             case WorkerRaised():
                 return aborting.on_raised(state, now, event)
             case LayoutRequested():
@@ -244,13 +247,6 @@ class Core:
             state.ending = None
         return forming.go_on(state, now)
 
-    def _let_go(self, event: WorkerLeaving | NodeDraining) -> list[Command]:
-        """Members go at the next boundary, those who do nothing at once."""
-        leavers = roster.mark_leaving(self.state, event)
-        holders = (held.holders for held in self.state.holdings())
-        busy = aborting.participants(self.state).union(*holders)
-        return [StopWorker(w, "it leaves by plan") for w in leavers if w not in busy]
-
     def _suspect(self, now: float, event: WorkerSuspected) -> list[Command]:
         state = self.state
         if event.worker not in state.warm:
@@ -267,6 +263,9 @@ class Core:
         """Something took too long."""
         state, phase = self.state, self.state.phase
         protecting.stop_asking(state, now)
+        leaving.end_drains(state, now)
+        if now >= leaving.leave_deadline(state):
+            return leaving.leave_at_once(state, now)
         match phase:
             case Forming() | Relaying() if now >= phase.deadline:
                 late = ", ".join(sorted(phase.pending)[:4])

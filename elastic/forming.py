@@ -178,13 +178,14 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     state.spare_since = now if spares else None
     _note_links(state, phase)
     state.enter(Running(now, now))
+    state.boundary_at, state.relayout_s = now, now - attempt.started
     relaid = Relaid(
         state.generation,
         state.committed_step,
         attempt.source,
         sum(event.bytes_moved for event in phase.ready.values()),
         sum(event.bytes_needed for event in phase.ready.values()),
-        now - attempt.started,
+        state.relayout_s,
     )
     held = [phase.ready[worker] for worker in members]
     resume = Resume(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from elastic.backoff import backoff_s
 from elastic.commands import Command, StartWorkers, StopWorker
-from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
+from elastic.events import WorkerReady
 from elastic.phases import Ending, Running, Waiting
 from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
@@ -30,6 +30,10 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     state.ever_ready = True
     state.num_start_failures = 0
     state.no_start_before = 0.0
+    if event.node in state.draining:
+        state.leaving.add(event.worker)
+        state.draining[event.node].leavers.add(event.worker)
+        return [StopWorker(event.worker, "its node will be gone soon")]
     if state.spare_since is None:
         state.spare_since = now
     return []
@@ -47,16 +51,6 @@ def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
     for held in state.holdings():
         held.holders.discard(worker)
     break_uploads(state, lambda upload: worker in upload.pending)
-
-
-def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> list[str]:
-    """These workers shall hold no rank any more from the next boundary on."""
-    if isinstance(event, WorkerLeaving):
-        leavers = [event.worker] if event.worker in state.seats else []
-    else:
-        leavers = [w for w, seat in state.seats.items() if seat.node == event.node]
-    state.leaving.update(leavers)
-    return leavers
 
 
 def start_missing(state: CoreState, now: float) -> list[Command]:

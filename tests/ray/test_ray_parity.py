@@ -25,11 +25,11 @@ NUM_STEPS = 120
 
 
 @contextmanager
-def on_nodes(storage: Path, *train: str) -> Iterator[Command]:
+def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator[Command]:
     """`elastic train` on a cluster of so many nodes of one processor each."""
     folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})
-    for _ in range(NUM_NODES - 1):
+    for _ in range(num_nodes - 1):
         cluster.add_node(num_cpus=1)
     command = [sys.executable, "-m", "pipelines", "train", *train, "--run-name", "run"]
     process = subprocess.Popen(
@@ -41,7 +41,7 @@ def on_nodes(storage: Path, *train: str) -> Iterator[Command]:
         cwd=ROOT,
     )
     try:
-        yield Command(process, storage / "run", folder)
+        yield Command(process, storage / "run", folder, cluster.address)
     finally:
         process.kill()
         process.communicate()
