@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 
 from actors.notices import Notice
 from actors.ray_private import drain_node, draining_nodes
@@ -22,8 +22,13 @@ SAME_S = 1.0
 class Drains:
     """Each notice is posted once; `take` may be called from any thread."""
 
-    def __init__(self, post: Callable[[Event], None]) -> None:
-        self._post = post
+    def __init__(
+        self,
+        post: Callable[[Event], None],
+        tell_ray: Callable[[str, str, float], None] = drain_node,
+        ask_ray: Callable[[], Mapping[str, float]] = draining_nodes,
+    ) -> None:
+        self._post, self._tell_ray, self._ask_ray = post, tell_ray, ask_ray
         self._told: dict[str, list[float | None]] = {}
         self._untold: dict[str, Notice] = {}
         """What Ray does not know yet."""
@@ -41,13 +46,12 @@ class Drains:
             untold = dict(self._untold)
         for node, notice in untold.items():
             assert notice.deadline is not None
-            drain_node(node, notice.cause, notice.deadline)
+            self._tell_ray(node, notice.cause, notice.deadline)
             with self._lock:
                 del self._untold[node]
-        for node, deadline in sorted(draining_nodes().items()):
+        for node, deadline in sorted(self._ask_ray().items()):
             if node in nodes:
-                known = deadline or self._first_known(node)
-                self._tell(node, Notice("Ray drains it", known))
+                self._tell(node, Notice("Ray drains it", deadline or self._first_known(node)))
 
     def _first_known(self, node: str) -> float:
         with self._lock:

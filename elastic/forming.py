@@ -160,10 +160,10 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
 
 
 def _note_arrival(state: CoreState, phase: Aborting, event: StateReady) -> None:
-    """The re-layout is broken off, but this part of it is there."""
+    """The re-layout is broken off, but this part of it is there; who only gave has none."""
     held = state.also_held
-    if held and held.assignment.generation == event.generation and event.worker in phase.pending:
-        held.holders.add(event.worker)
+    if held and held.assignment.generation == event.generation:
+        held.holders |= {event.worker} & phase.pending & set(held.assignment.members)
 
 
 def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:

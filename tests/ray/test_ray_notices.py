@@ -17,7 +17,7 @@ from test_ray_parity import is_needed, node_of, on_nodes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_NODES = 3
-NUM_STEPS = 500
+NUM_STEPS = 350
 NOTICE_S = 10
 
 
@@ -64,7 +64,7 @@ def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None
         [told] = command.lines("NodeDraining")
         assert (told["node"], told["cause"]) == (node, "Ray drains it")
         assert told["deadline"] == pytest.approx(deadline, abs=5.0)
-        [lost] = [line for line in command.lines("WorkerLost") if line["worker"] == worker]
-        assert lost["time"] < told["deadline"]
-        assert worker not in command.lines("Resume")[1]["workers"]
+        left = command.lines("Resume")[1]
+        assert worker not in left["workers"]
+        assert left["time"] < told["deadline"]
         assert not command.lines("Abort")

@@ -19,7 +19,7 @@ from sim.scenario import (
     drawn_with_snapshots,
     drawn_with_storage_faults,
 )
-from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
+from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
 
 from elastic.commands import Abort, RolledBack, StopWorker
@@ -119,6 +119,11 @@ def test_what_was_found_once_is_not_found_again(seed: int) -> None:
 @pytest.mark.parametrize("seed", KEPT_WITH_BAD_NUMBERS)
 def test_what_was_found_among_bad_numbers_is_not_found_again(seed: int) -> None:
     simulate(drawn_with_bad_numbers(seed))
+
+
+@pytest.mark.parametrize("seed", KEPT_DRAINS)
+def test_what_was_found_among_notices_is_not_found_again(seed: int) -> None:
+    simulate(drawn_with_drains(seed))
 
 
 @pytest.mark.parametrize("seed", KEPT_PARITIES)
