@@ -16,7 +16,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
+from actors.ray_drains import Drains
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
 from actors.trainer import WorkerOptions
@@ -81,6 +83,8 @@ class RayFleet:
         self._agents: dict[str, Any] = {}
         self._keepers: dict[str, Any] = {}
         self._store: Any = None
+        self._drains = Drains(post)
+        self._watcher = watch_this_machine()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
@@ -249,6 +253,7 @@ class RayFleet:
     def close(self) -> None:
         """End all actors of the run and wait until Ray has seen the last of them gone."""
         self._closed.set()
+        self._watcher.close()
         with self._lock:
             workers = list(self._seats)
         for worker in workers:
@@ -332,6 +337,8 @@ class RayFleet:
         while not self._closed.wait(HEARTBEAT_S):
             with suppress(ray.exceptions.RayError, ValueError):  # the next beat tries again
                 self._send_agents()
+            with suppress(ray.exceptions.RayError):  # likewise
+                self._exchange_notices()
             with self._lock:
                 seats = list(self._seats.items())
                 agents = list(self._agents.items())
@@ -343,11 +350,21 @@ class RayFleet:
             for node, agent in agents:
                 self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
 
-    def _agent_heard(self, node: str, answer: Future[None]) -> None:
+    def _agent_heard(self, node: str, answer: Future[Notice | None]) -> None:
         """Without an agent `ray.kill` does its work, until the next beat sends another."""
-        if answer.exception() is not None:
-            with self._lock:
-                self._agents.pop(node, None)
+        if answer.exception() is None:
+            self._drains.take(node, answer.result())
+            return
+        with self._lock:
+            self._agents.pop(node, None)
+
+    def _exchange_notices(self) -> None:
+        """This machine has no agent; what Ray says matters of nodes where something of ours is."""
+        with self._lock:
+            nodes = {seat.node for seat in self._seats.values()} | self._keepers.keys()
+        if self._node in nodes:
+            self._drains.take(self._node, self._watcher.notice)
+        self._drains.exchange(nodes)
 
     def _send_agents(self) -> None:
         with self._lock:

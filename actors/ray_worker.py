@@ -14,6 +14,7 @@ import ray
 
 from actors.interface import choose_interface
 from actors.keeper import KeeperServer
+from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
 from actors.ray_place import place_here
 from actors.store import open_store
@@ -182,10 +183,12 @@ class RayKeeper:
 
 
 class RayAgent:
-    """One a node: ends processes by signal, which Ray cannot do to a stopped one in time."""
+    """One a node: ends processes by signal, which Ray cannot do to a stopped one in time, and
+    watches for notices that the node will be gone."""
 
     def __init__(self, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
+        self._watcher = watch_this_machine()
 
     def kill(self, pid: int) -> None:
         try:
@@ -193,5 +196,7 @@ class RayAgent:
         except ProcessLookupError:
             return  # it is gone already, which is what was wanted
 
-    def hear(self) -> None:
+    def hear(self) -> Notice | None:
+        """Somebody is there, and is told what this machine has been told of its end."""
         self._orphanage.hear()
+        return self._watcher.notice

@@ -244,7 +244,8 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something that a person should know of: `kind` is `skipped`, `spike` or `audit`."""
+    """Something that a person should know of: `kind` is `skipped`, `spike`, `audit` or
+    `notice`."""
 
     generation: int
     step: int

@@ -16,6 +16,7 @@ from elastic import (
     forming,
     giving_way,
     growing,
+    leaving,
     protecting,
     restarting,
     roster,
@@ -37,6 +38,7 @@ from elastic.events import (
     KeeperSuspected,
     KeeperTold,
     LayoutRequested,
+    NodeAtRisk,
     NodeDraining,
     PartFailed,
     PartWritten,
@@ -89,7 +91,8 @@ class Core:
     def next_deadline(self) -> float | None:
         """When the core wants to be woken, in seconds, if nothing happens before."""
         state, phase = self.state, self.state.phase
-        times = [roster.start_deadline(state)]
+        times = [roster.start_deadline(state), leaving.leave_deadline(state)]
+        times += [leaving.drain_end(state)]
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
@@ -132,8 +135,8 @@ class Core:
                 return self._lose(now, event)
             case WorkerSuspected():
                 return self._suspect(now, event)
-            case WorkerLeaving() | NodeDraining():
-                return self._let_go(event)
+            case WorkerLeaving() | NodeDraining() | NodeAtRisk():
+                return leaving.on_notice(state, now, event)
             case WorkerRaised():
                 return aborting.on_raised(state, now, event)
             case LayoutRequested():
@@ -249,13 +252,6 @@ class Core:
             state.ending = None
         return forming.go_on(state, now)
 
-    def _let_go(self, event: WorkerLeaving | NodeDraining) -> list[Command]:
-        """Members go at the next boundary, those who do nothing at once."""
-        leavers = roster.mark_leaving(self.state, event)
-        holders = (held.holders for held in self.state.holdings())
-        busy = aborting.participants(self.state).union(*holders)
-        return [StopWorker(w, "it leaves by plan") for w in leavers if w not in busy]
-
     def _suspect(self, now: float, event: WorkerSuspected) -> list[Command]:
         state = self.state
         if event.worker not in state.warm:
@@ -272,6 +268,9 @@ class Core:
         """Something took too long."""
         state, phase = self.state, self.state.phase
         protecting.stop_asking(state, now)
+        leaving.end_drains(state, now)
+        if now >= leaving.leave_deadline(state):
+            return leaving.leave_at_once(state, now)
         match phase:
             case Forming() | Relaying() if now >= phase.deadline:
                 late = ", ".join(sorted(phase.pending)[:4])

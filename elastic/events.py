@@ -108,6 +108,16 @@ class NodeDraining:
 
     node: str
     deadline: float
+    cause: str = ""
+    """Who says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAtRisk:
+    """A node may be taken before long, and nobody says when."""
+
+    node: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +348,7 @@ Event = (
     | WorkerSuspected
     | WorkerLeaving
     | NodeDraining
+    | NodeAtRisk
     | KeeperReady
     | KeeperSuspected
     | KeeperLost

@@ -161,10 +161,10 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
 
 
 def _note_arrival(state: CoreState, phase: Aborting, event: StateReady) -> None:
-    """The re-layout is broken off, but this part of it is there."""
+    """The re-layout is broken off, but this part of it is there; who only gave has none."""
     held = state.also_held
-    if held and held.assignment.generation == event.generation and event.worker in phase.pending:
-        held.holders.add(event.worker)
+    if held and held.assignment.generation == event.generation:
+        held.holders |= {event.worker} & phase.pending & set(held.assignment.members)
 
 
 def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
@@ -180,13 +180,14 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     state.num_given_way = 0
     _note_links(state, phase)
     state.enter(Running(now, now))
+    state.boundary_at, state.relayout_s = now, now - attempt.started
     relaid = Relaid(
         state.generation,
         state.committed_step,
         attempt.source,
         sum(event.bytes_moved for event in phase.ready.values()),
         sum(event.bytes_needed for event in phase.ready.values()),
-        now - attempt.started,
+        state.relayout_s,
     )
     held = [phase.ready[worker] for worker in members]
     resume = Resume(

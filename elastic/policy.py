@@ -75,3 +75,5 @@ class Policy:
     """So many workers that died while warming up, none of them ever ready: failed."""
     restart_backoff_s: float = 1.0
     """The pause after a worker died while warming up; it doubles, up to a minute."""
+    drain_grace_s: float = 60.0
+    """A node that is still there so long after its announced end is used again."""

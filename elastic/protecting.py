@@ -125,7 +125,9 @@ def protect(state: CoreState, now: float) -> list[Command]:
     state.protect_at = None
     assignment = state.held.assignment
     topology = {worker: seat.place for worker, seat in state.seats.items()}
-    there = {topology[worker].node: topology[worker] for worker in sorted(state.warm)}
+    nodes = {topology[worker].node: topology[worker] for worker in sorted(state.warm)}
+    lasting = {node: place for node, place in nodes.items() if node not in state.draining}
+    there = lasting or nodes
     num_chunks = num_chunks_of(state.policy.snapshot_redundancy)
     wanted = place_snapshots(assignment, topology, sorted(there.values()), num_chunks)
     state.wanted_keepers = {node for copies in wanted.copies.values() for node in copies}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.backoff import backoff_s
 from elastic.blaming import note_loss
 from elastic.commands import Command, StartWorkers, StopWorker
-from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
+from elastic.events import WorkerReady
 from elastic.phases import Ending, Running, Waiting
 from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
@@ -33,6 +33,10 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     state.ever_ready = True
     state.num_start_failures = 0
     state.no_start_before = 0.0
+    if event.node in state.draining:
+        state.leaving.add(event.worker)
+        state.draining[event.node].leavers.add(event.worker)
+        return [StopWorker(event.worker, "its node will be gone soon")]
     if state.spare_since is None:
         state.spare_since = now
     if state.idle_since is None:
@@ -63,16 +67,6 @@ def note_change(state: CoreState, now: float) -> None:
         state.changed_generation = state.generation
         state.changes_at = [*state.changes_at[1 - NUM_RECENT_CHANGES :], now]
     state.num_given_back = 0
-
-
-def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> list[str]:
-    """These workers shall hold no rank any more from the next boundary on."""
-    if isinstance(event, WorkerLeaving):
-        leavers = [event.worker] if event.worker in state.seats else []
-    else:
-        leavers = [w for w, seat in state.seats.items() if seat.node == event.node]
-    state.leaving.update(leavers)
-    return leavers
 
 
 def start_missing(state: CoreState, now: float) -> list[Command]:

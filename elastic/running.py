@@ -8,6 +8,7 @@ from elastic.events import Evaluated, Paused, Progressed, StepCommitted
 from elastic.forming import go_on
 from elastic.growing import note_pause, shall_grow
 from elastic.judging import commit
+from elastic.leaving import is_too_late_to_pause, leave_at_once, members_leave
 from elastic.phases import Ending, Pausing, Running
 from elastic.protecting import drop_older
 from elastic.roster import note_change
@@ -30,6 +31,7 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     _time(state, record.step_s)
     note_pause(state, now, record.step_s)
     _progress(state, now)
+    state.boundary_at = now
     if isinstance(state.phase, Running):
         state.phase.num_commits += 1
     expect_parts(state, now, event.vote)
@@ -75,7 +77,9 @@ def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
         cause = state.ending.reason or state.ending.outcome
     elif state.rewind:
         cause = state.rewind.cause
-    elif state.leaving and not state.leaving.isdisjoint(state.members()):
+    elif members_leave(state):
+        if is_too_late_to_pause(state, now):
+            return leave_at_once(state, now)
         cause = "members leave"
         note_change(state, now)
     elif state.former_wish:

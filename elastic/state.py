@@ -31,6 +31,14 @@ class Seat:
 
 
 @dataclass(slots=True)
+class Drain:
+    """A node that will be gone at `deadline`; who leaves it only for that reason."""
+
+    deadline: float
+    leavers: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class Held:
     """The live state: under which assignment it lies, and who still holds his part of it."""
 
@@ -111,12 +119,18 @@ class CoreState:
     """The step amid which members were last lost."""
     fatal: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """Of each of them the generation, and the microbatches that it ran."""
+    boundary_at: float = 0.0
+    """When the members last stood at a step boundary, as far as it has been told."""
+    relayout_s: float = 0.0
+    """How long the latest forming and re-layout took."""
     num_attempts: int = 0
     last_failure: str = ""
 
     seats: dict[str, Seat] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
     leaving: set[str] = field(default_factory=set)
+    draining: dict[str, Drain] = field(default_factory=dict)
+    """By node."""
     next_worker: int = 0
     num_start_failures: int = 0
     no_start_before: float = 0.0
@@ -229,6 +243,10 @@ class CoreState:
     def staying(self) -> dict[str, Place]:
         """Where these are."""
         return {worker: self.seats[worker].place for worker in sorted(self.warm - self.leaving)}
+
+    def on(self, node: str) -> set[str]:
+        """The workers there, as far as they have said where they are."""
+        return {worker for worker, seat in self.seats.items() if seat.node == node}
 
     def least_memory_bytes(self) -> int | None:
         """What the smallest of them can hold, or None where nobody can say."""

@@ -25,12 +25,12 @@ NUM_STEPS = 120
 
 
 @contextmanager
-def on_nodes(storage: Path, *train: str) -> Iterator[Command]:
+def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator[Command]:
     """`elastic train` on a cluster of so many nodes of one processor each."""
     folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
     head = {"num_cpus": 1, "temp_dir": folder, "labels": {"rack": "r0"}}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for number in range(1, NUM_NODES):
+    for number in range(1, num_nodes):
         cluster.add_node(num_cpus=1, labels={"rack": f"r{number}"})
     command = [sys.executable, "-m", "pipelines", "train", *train, "--run-name", "run"]
     process = subprocess.Popen(
@@ -42,7 +42,7 @@ def on_nodes(storage: Path, *train: str) -> Iterator[Command]:
         cwd=ROOT,
     )
     try:
-        yield Command(process, storage / "run", folder)
+        yield Command(process, storage / "run", folder, cluster.address)
     finally:
         process.kill()
         process.communicate()

@@ -98,6 +98,33 @@ def _drain(world: World, worker: SimWorker) -> None:
     world.timeline.after(seconds, partial(_take_node, world, worker.node))
 
 
+def _drain_late(world: World, worker: SimWorker) -> None:
+    """A notice long enough to leave: whoever trains is gone from there by then."""
+    seconds = world.random.uniform(5.0, 9.0)
+    world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds))
+    world.timeline.after(seconds, partial(_take_left_node, world, worker.node))
+
+
+def _drain_soon(world: World, worker: SimWorker) -> None:
+    """A notice of a few steps, or less than one."""
+    seconds = world.random.uniform(0.01, 0.3)
+    world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds))
+    world.timeline.after(seconds, partial(_take_node, world, worker.node))
+
+
+def _drain_in_vain(world: World, worker: SimWorker) -> None:
+    """The announced end does not come."""
+    seconds = world.random.uniform(0.01, 3.0)
+    world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds))
+
+
+def _take_left_node(world: World, node: str) -> None:
+    members = set(world.shell.core.state.members())
+    late = [w.name for w in world.workers.values() if w.node == node and w.name in members]
+    assert not late, f"{late} still train on {node} at its announced end"
+    _take_node(world, node)
+
+
 def _take_node(world: World, node: str) -> None:
     world.checks.note_fault(world.timeline.now)
     world.lose_keeper(node)
@@ -212,6 +239,9 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "suspect": _suspect,
     "leave": _leave,
     "drain": _drain,
+    "drain late": _drain_late,
+    "drain soon": _drain_soon,
+    "drain in vain": _drain_in_vain,
     "kill the node": _kill_node,
     "kill the keeper": _kill_keeper,
     "freeze the keeper": _freeze_keeper,
