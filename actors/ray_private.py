@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
+from pathlib import Path
 
 import ray._private.worker as driver
+from ray._private import state
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
 
 def hush_driver() -> None:
@@ -36,3 +40,33 @@ def end_log_monitor() -> None:
     ten times a second, a hundredth of a core; only `ray start` has a public switch for it.
     """
     driver._global_node.kill_log_monitor(check_alive=False)
+
+
+def resources_that_may_come() -> dict[str, float]:
+    """What machines the autoscaler of the cluster that was joined may start, as sums by resource.
+
+    A cluster that has been scaled down to its head shows only that in `ray.cluster_resources`.
+    """
+    return state.state.get_max_resources_from_cluster_config() or {}
+
+
+def job_folder() -> Path | None:
+    """The folder into which Ray has unpacked the working directory of the submitted job that this
+    process runs in, or None. Ray deletes it with the job, and tells nobody."""
+    here = Path.cwd()
+    return here if "working_dir_files" in here.parts else None
+
+
+def drain_this_node(message: str, remaining_s: float) -> None:
+    """Have Ray know that this machine goes away; `ray drain-node` is hidden, and needs its id.
+
+    Raises RuntimeError if Ray refuses.
+    """
+    is_taken, why = driver.global_worker.gcs_client.drain_node(
+        driver.global_worker.core_worker.get_current_node_id().hex(),
+        DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        message,
+        int(1000 * (time.time() + remaining_s)),
+    )
+    if not is_taken:
+        raise RuntimeError(f"Ray does not drain this node: {why}")

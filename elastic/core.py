@@ -201,6 +201,7 @@ class Core:
             policy=event.policy,
             wish=event.wish,
             job=event.job,
+            digest=event.job.digest or None,
             incarnation=event.incarnation,
             generation=old.generation,
             history=old.generation,
