@@ -64,7 +64,7 @@ class RayFleet:
         run_name: str,
         program: Factory,
         options: WorkerOptions,
-        num_gpus: float,
+        resources: dict[str, Any],
         orphan_timeout_s: float,
         post: Callable[[Event], None],
         incarnation: int,
@@ -72,11 +72,13 @@ class RayFleet:
         self._run_name = run_name
         self._program = program
         self._options = options
-        self._num_gpus = num_gpus
+        self._resources = resources
         self._orphan_timeout_s = orphan_timeout_s
         self._post = post
         self._incarnation = incarnation
         self._node = ray.get_runtime_context().get_node_id()
+        self.beside = NodeAffinitySchedulingStrategy(self._node, soft=True)
+        """Where the store and the observers go; Ray would spread them over all machines."""
         self._controller = ray.get_runtime_context().current_actor
         self._seats: dict[str, _Seat] = {}
         self._probed: set[str] = set()
@@ -91,7 +93,7 @@ class RayFleet:
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
-        kind = self._detached(RayStore, name, num_cpus=0)
+        kind = self._detached(RayStore, name, num_cpus=0, scheduling_strategy=self.beside)
         self._take_store(kind.remote(self._orphan_timeout_s))
 
     def _take_store(self, store: Any) -> None:
@@ -101,12 +103,7 @@ class RayFleet:
 
     def start_workers(self, workers: Sequence[str]) -> None:
         for worker in workers:
-            actor = self._detached(
-                RayWorker,
-                worker,
-                num_cpus=0 if self._num_gpus else 1,
-                num_gpus=self._num_gpus,
-            ).remote(
+            actor = self._detached(RayWorker, worker, **self._resources).remote(
                 worker,
                 self._program,
                 self._options,

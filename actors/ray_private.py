@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import ray._private.worker as driver
 from ray._private import state
@@ -53,3 +54,18 @@ def drain_node(node: str, cause: str, deadline: float) -> None:
     """
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     driver.global_worker.gcs_client.drain_node(node, reason, cause, int(deadline * 1000))
+
+
+def resources_that_may_come() -> dict[str, float]:
+    """What machines the autoscaler of the cluster that was joined may start, as sums by resource.
+
+    A cluster that has been scaled down to its head shows only that in `ray.cluster_resources`.
+    """
+    return state.state.get_max_resources_from_cluster_config() or {}
+
+
+def job_folder() -> Path | None:
+    """The folder into which Ray has unpacked the working directory of the submitted job that this
+    process runs in, or None. Ray deletes it with the job, and tells nobody."""
+    here = Path.cwd()
+    return here if "working_dir_files" in here.parts else None

@@ -209,6 +209,7 @@ class Core:
             policy=event.policy,
             wish=event.wish,
             job=event.job,
+            digest=event.job.digest or None,
             incarnation=event.incarnation,
             generation=old.generation,
             history=old.generation,

@@ -29,7 +29,8 @@ class Job:
     at each multiple of `checkpoint_every` (0: only at the end).
     `limits` are what the model's shape allows of the model axes, `layer_costs` what its layers
     cost (none: all the same). One microbatch takes one worker `microbatch_s`, and its hidden
-    state between two layers has `activation_bytes` (0: not known).
+    state between two layers has `activation_bytes` (0: not known). `digest` is of the driver's
+    sources and tensor specs, which each worker's must equal ("": the first worker's counts).
     """
 
     num_microbatches: int = 1
@@ -46,6 +47,7 @@ class Job:
     activation_bytes: int = 0
     microbatch_s: float = 0.0
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
+    digest: str = ""
 
     @property
     def num_layers(self) -> int | None:

@@ -18,7 +18,7 @@ NUM_RECENT_CHANGES = 5
 def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     """A joiner is warm: a spare until an assignment takes it.
 
-    One that runs other sources than the first is turned away before a byte reaches it.
+    One that runs other sources than the driver is turned away before a byte reaches it.
     """
     if event.worker not in state.seats:
         return []  # its loss was told first
@@ -104,8 +104,8 @@ def _num_missing(state: CoreState) -> int:
 
 def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     cause = (
-        f"{event.worker} on {event.node} runs other sources or settings than the others: start "
-        "all from one working tree"
+        f"{event.worker} on {event.node} runs other sources than the driver: install one working "
+        "tree everywhere, or send it along with `ray job submit --working-dir .`"
     )
     if not state.ever_formed:
         state.ending = Ending("user_error", cause)

@@ -39,6 +39,7 @@ WHERE_AND_HOW = frozenset(
         "reshard_after_forward",
         "sync_each_microbatch",
         "offload",
+        "accelerator",
     }
 )
 """The fields that may change when a run is resumed; all others define the maths."""

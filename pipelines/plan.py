@@ -13,8 +13,10 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from actors.credentials import has_credentials, without_credentials
 from actors.program import Factory
 from actors.ray_controller import Run
+from actors.sources import digest_of_program, digest_of_sources
 from actors.storage import is_remote
 from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
@@ -68,6 +70,7 @@ class Plan:
     folder: RunFolder
     settings: TrainSettings
     num_workers: int
+    use_gpus: bool
     tracking_uri: str
     recipe: dict[str, Any]
 
@@ -78,6 +81,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     Raises `UserError`.
     """
     settings = _settings(asked)
+    num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
     wish = _wish(asked.layout, policy)
@@ -89,13 +93,13 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
     factory = _program(settings, asked.data_cache or _data_cache(asked.storage))
-    program = TrainingProgram(**factory.kwargs, device="cpu")
+    program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
     _refuse_other_maths(folder, recipe, settings)
     _refuse_unwritable(folder)
-    tracking_uri = asked.tracking_uri or default_tracking_uri(asked.storage)
+    tracking_uri = _tracking_uri(asked)
     run = Run(
         name=folder.name,
         folder=folder.url,
@@ -111,10 +115,20 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         ),
         leavers=leavers,
         observers=(_tracker(folder, tracking_uri, asked.experiment),),
-        num_gpus=1.0 if num_gpus else 0.0,
         detached=asked.detach,
+        sources=digest_of_sources(),
     )
-    return Plan(run, folder, settings, policy.max_workers, tracking_uri, recipe)
+    return Plan(run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe)
+
+
+def _tracking_uri(asked: Asked) -> str:
+    uri = asked.tracking_uri
+    if uri is not None and has_credentials(uri):
+        raise UserError(
+            f"--tracking-uri {without_credentials(uri)}: credentials belong in the environment, "
+            "as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        )
+    return uri or default_tracking_uri(asked.storage)
 
 
 def _samples_file(folder: RunFolder) -> Path:
@@ -141,10 +155,12 @@ def _program(settings: TrainSettings, data_cache: Path) -> Factory:
         separator=data.separator,
         held_out_fraction=data.held_out_fraction,
     )
-    kwargs = {
+    kwargs: dict[str, Any] = {
         "settings": settings.model_dump(mode="json"),
         "data_folder": str(folder) if folder else None,
     }
+    if settings.accelerator == "cpu":
+        kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
 
 
@@ -320,4 +336,5 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         limits=replace(shape.limits, one_stage=one_stage),
         layer_costs=tuple(layer.cost for layer in shape.layers),
         activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,
+        digest=digest_of_program(specs),
     )

@@ -175,7 +175,9 @@ class TrainSettings(Settings):
     without it whole gradients are summed, and reduced in the last. `offload` keeps the shards of
     parameters and gradients and the optimizer's state in host memory, where the optimizer then
     steps. `init_from` is a folder as `transformers` saves models: step 0 has its parameters (see
-    docs/export.md).
+    docs/export.md). `accelerator` is what a worker asks the cluster for: `cpu`, `gpu` (of whatever
+    types), one type that Ray can tell, such as `L4`, or `auto`: the one type of GPU that the
+    cluster has, else a CPU.
 
     A step with a loss or gradient that is not finite is skipped; so many in a row as `max_skipped`
     (0: never) end the run. A loss over `spike_factor` (0: never) times the median of the latest
@@ -224,6 +226,7 @@ class TrainSettings(Settings):
     offload: bool = False
     activation_checkpointing: bool = False
     compile: bool = False
+    accelerator: str = "auto"
     record_samples: Path | None = None
 
     @model_validator(mode="after")

@@ -104,6 +104,15 @@ def test_other_sources_are_turned_away() -> None:
     assert "w1 on node runs other sources" in commands[-1].reason
 
 
+def test_the_drivers_sources_count_from_the_first_worker_on() -> None:
+    core = Core()
+    job = Job(steps=100, digest="driver")
+    told(core, RunOpened(1, Policy(max_workers=2), Wish(), job), StoreReady("host", 1))
+    commands = told(core, ready("w0", digest="other"))
+    assert isinstance(commands[-1], Stopped)
+    assert "w0 on node runs other sources than the driver" in commands[-1].reason
+
+
 def test_other_sources_do_not_end_a_run_that_trains() -> None:
     core = opened(1, 2)
     told(core, ready("w0"), now=1.0)
