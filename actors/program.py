@@ -156,7 +156,8 @@ class Factory:
     """
 
     target: str
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any] = field(repr=False)
+    """Not shown where this is: there may be secrets among them."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def make(self) -> Any:

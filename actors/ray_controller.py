@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
@@ -14,6 +15,7 @@ import ray
 
 from actors.asking import LayoutReply, ask_for_layout
 from actors.errors import RunRefused
+from actors.figures import Figure, Gauges
 from actors.lease import claim
 from actors.lines import LineLog, open_lines
 from actors.program import Factory
@@ -47,6 +49,9 @@ class Observer(Protocol):
 
     def poll(self) -> None:
         """Look for what is new; called every few seconds."""
+
+    def figures(self) -> Iterable[Figure]:
+        """What there is to be measured of the run now."""
 
     def finish(self, patience_s: float) -> str | None:
         """Deliver the rest; return one line about what could not be delivered, or None."""
@@ -93,9 +98,10 @@ class RayObserver:
 
     GROUPS: ClassVar = {"life": 1}
 
-    def __init__(self, factory: Factory, orphan_timeout_s: float) -> None:
+    def __init__(self, factory: Factory, run_name: str, orphan_timeout_s: float) -> None:
         os.nice(NICENESS)  # training comes first
         self._orphanage = Orphanage(orphan_timeout_s)
+        self._gauges = Gauges(run_name)
         self._observer: Observer = factory.make()
 
     @ray.method(concurrency_group="life")
@@ -104,6 +110,7 @@ class RayObserver:
 
     def poll(self) -> None:
         self._observer.poll()
+        self._gauges.show(self._observer.figures())
 
     def finish(self, patience_s: float) -> str | None:
         return self._observer.finish(patience_s)
@@ -251,7 +258,7 @@ class RayController:
                 enable_task_events=False,
                 scheduling_strategy=self._fleet.beside,
             )
-            .remote(factory, self._run.orphan_timeout_s)
+            .remote(factory, self._run.name, self._run.orphan_timeout_s)
         )
 
     def _finish_observers(self) -> list[str | None]:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import psutil
@@ -15,8 +16,10 @@ import ray
 from actors.interface import choose_interface
 from actors.keeper import KeeperServer
 from actors.notices import Notice, watch_this_machine
+from actors.output import KeptOutput
 from actors.program import Factory
-from actors.ray_place import place_here
+from actors.ray_place import node_type_here, place_here
+from actors.storage import open_storage
 from actors.store import open_store
 from actors.system import sample
 from actors.trainer import WorkerOptions
@@ -72,11 +75,13 @@ class RayWorker:
         choose_interface()
         self._name = name
         self._place = place_here()
+        self._node_type = node_type_here()
         self._controller = controller
         self._orphanage = Orphanage(orphan_timeout_s)
         self._outbox = Outbox(incarnation)
         self._telling = threading.Lock()
         self._look = threading.Event()
+        self._output = KeptOutput(open_storage(options.run_folder), name)
         self._worker = Worker(name, self._place, program, options, self._report)
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
@@ -118,11 +123,14 @@ class RayWorker:
         threading.Event().wait()
 
     def _report(self, event: Event) -> None:
+        if isinstance(event, WorkerReady):
+            event = replace(event, node_type=self._node_type)
         with self._telling:
             self._outbox.add(event)
             self._controller.report.remote(self._outbox.incarnation, event)
         if isinstance(event, WorkerReady | Paused | WorkerRaised):
             self._look.set()
+            self._output.hurry()
 
     def _sample(self) -> None:
         """Now and then, and where peaks count: before training, and at its end."""

@@ -31,7 +31,7 @@ FOLDERS = {
 LOOSE = {
     "docs/": "How it works, formats, facts: begin at docs/README.md",
     "cluster.yaml": "A Ray cluster on AWS that can run this: see docs/cluster.md",
-    "deploy/": "The image, and a RayJob for Kubernetes: see docs/kubernetes.md",
+    "deploy/": "The image, a RayJob for Kubernetes, alerts for Prometheus, a board for Grafana",
 }
 
 

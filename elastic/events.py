@@ -76,6 +76,8 @@ class WorkerReady:
     """What its device can hold, or None where nobody can say."""
     digest: str = ""
     """Of its sources and tensor specs: all workers of a run must agree on them."""
+    node_type: str = ""
+    """The cluster's name for machines like its node, where it has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The command line: `elastic` train, sweep, relayout, export, prepare, plan."""
+"""The command line: `elastic` train, status, logs, sweep, relayout, export, prepare, plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from pipelines.data import find_corpus, find_tokenizer, prepare
 from pipelines.drive import drive
 from pipelines.errors import UserError
 from pipelines.hugging_face.export import export
+from pipelines.logs import logs
 from pipelines.plan import Asked
 from pipelines.relayout import relayout
+from pipelines.status import status
 from pipelines.sweep import SweepAsked, sweep
 from pipelines.view.footprint_table import footprint_tables, parse_counts
 
@@ -35,6 +37,21 @@ TABLE_WIDTH = 110
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
+]
+
+
+Faults = Annotated[
+    list[str] | None,
+    typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
+]
+NotifyUrl = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        envvar="ELASTIC_NOTIFY",
+        show_envvar=True,
+        help="Post a JSON object there when the run has waited for long, and when it has stopped.",
+    ),
 ]
 
 
@@ -71,10 +88,7 @@ def train(
         int | None,
         typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
     ] = None,
-    inject: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
-    ] = None,
+    inject: Faults = None,
     record_samples: Annotated[
         bool, typer.Option("--record-samples", help="Write down the samples each rank reads.")
     ] = False,
@@ -82,6 +96,7 @@ def train(
         str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
     ] = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
+    notify: NotifyUrl = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave the run to its cluster and return.")
     ] = False,
@@ -101,9 +116,44 @@ def train(
         record_samples=record_samples,
         tracking_uri=tracking_uri,
         experiment=experiment,
+        notify=notify,
         detach=detach,
     )
     raise typer.Exit(drive(asked, Console()))
+
+
+@app.command(name="status")
+def status_command(
+    run: Annotated[str, typer.Argument(help="The name of a run.")],
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Go on showing it for as long as somebody drives it.")
+    ] = False,
+    json_: Annotated[
+        bool, typer.Option("--json", help="One JSON object a line; docs/files.md lists its keys.")
+    ] = False,
+    price: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="[TYPE=]NUMBER",
+            help="What a worker costs an hour, on nodes of a type; may be repeated.",
+        ),
+    ] = None,
+) -> None:
+    """Say how RUN stands: its phase, who is where, what happened, where its time has gone."""
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    raise typer.Exit(status(run, storage, price or (), watch, json_, console))
+
+
+@app.command(name="logs")
+def logs_command(
+    run: Annotated[str, typer.Argument(help="The name of a run.")],
+    worker: Annotated[str, typer.Option(help="Whose, as `elastic status` names it, e.g. w3.")],
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
+) -> None:
+    """Print what a worker of RUN printed and raised, and what became of it."""
+    for line in logs(run, worker, storage):
+        typer.echo(line)
 
 
 @app.command(name="sweep")

@@ -40,6 +40,7 @@ WHERE_AND_HOW = frozenset(
         "sync_each_microbatch",
         "offload",
         "accelerator",
+        "notify_after",
     }
 )
 """The fields that may change when a run is resumed; all others define the maths."""

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from hashlib import sha256
 from math import prod
@@ -29,6 +29,7 @@ from pipelines.data import prepared_folder
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.inject import parse_faults
+from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
 from pipelines.recipes import load
@@ -57,6 +58,7 @@ class Asked:
     record_samples: bool = False
     tracking_uri: str | None = None
     experiment: str = "elastic"
+    notify: str | None = field(default=None, repr=False)
     detach: bool = False
     data_cache: Path | None = None
     """Where text is prepared; by default in the storage."""
@@ -81,6 +83,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     Raises `UserError`.
     """
     settings = _settings(asked)
+    notify_url = check_url(asked.notify) if asked.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
@@ -114,7 +117,9 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             audit_every=settings.audit_every,
         ),
         leavers=leavers,
-        observers=(_tracker(folder, tracking_uri, asked.experiment),),
+        observers=(
+            _sidecar(folder, tracking_uri, asked.experiment, notify_url, settings.notify_after_s),
+        ),
         detached=asked.detach,
         sources=digest_of_sources(),
     )
@@ -181,15 +186,23 @@ def _recipe(
     }
 
 
-def _tracker(folder: RunFolder, tracking_uri: str, experiment: str) -> Factory:
+def _sidecar(
+    folder: RunFolder,
+    tracking_uri: str,
+    experiment: str,
+    notify_url: str | None,
+    notify_after_s: float,
+) -> Factory:
     kwargs = {
         "run_folder": folder.url,
         "tracking_uri": tracking_uri,
         "experiment": experiment,
+        "notify_url": notify_url,
+        "notify_after_s": notify_after_s,
     }
     # Importing MLflow is already an event that its telemetry would report.
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}
-    return Factory("pipelines.sidecar:tracker", kwargs, environment)
+    return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
 def _settings(asked: Asked) -> TrainSettings:

@@ -29,6 +29,10 @@ Minutes = Annotated[str, Field(pattern=r"^\d*\.?\d+min$")]
 """A time, such as `15min`."""
 
 
+def _seconds(minutes: str) -> float:
+    return 60.0 * float(minutes.removesuffix("min"))
+
+
 def _over_one(factor: float) -> float:
     if 0.0 < factor <= 1.0:
         raise ValueError("a loss as high as the others is no spike: give more than 1, or 0 for off")
@@ -189,6 +193,7 @@ class TrainSettings(Settings):
     workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
     after `spare_timeout_s`, and all workers where fewer than the minimum have come and no other
     comes in `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
+    `--notify` tells of a run that has waited for `notify_after`.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -228,6 +233,7 @@ class TrainSettings(Settings):
     compile: bool = False
     accelerator: str = "auto"
     record_samples: Path | None = None
+    notify_after: Minutes = "10min"
 
     @model_validator(mode="after")
     def microbatches_fill_the_batch(self) -> TrainSettings:
@@ -265,7 +271,11 @@ class TrainSettings(Settings):
     def checkpoint_s(self) -> float:
         """A checkpoint after so many seconds; 0 if they come by steps, or never."""
         every = self.checkpoint_every
-        return 0.0 if isinstance(every, int) else 60.0 * float(every.removesuffix("min"))
+        return 0.0 if isinstance(every, int) else _seconds(every)
+
+    @property
+    def notify_after_s(self) -> float:
+        return _seconds(self.notify_after)
 
     @property
     def num_microbatches(self) -> int:

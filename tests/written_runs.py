@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from actors.lines import LineLog
-from elastic.commands import Command, RecordStep, Resume, RolledBack, Stopped
-from elastic.events import Event, RunOpened, WorkerLost, WorkerReady
+from elastic.commands import Command, Resume, RolledBack, Stopped
+from elastic.events import Event, RunOpened, StepCommitted, WorkerLost, WorkerReady
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.state import CoreState
-from elastic.votes import StepRecord
+from elastic.votes import StepRecord, Vote
 from elastic.wire import command_line, event_line
 from pipelines.run_folder import RunFolder
 
@@ -70,7 +70,8 @@ class WrittenRun:
         world_size, skipped = len(self.workers), loss is None
         where = (self.now, self.step, self.generation, world_size)
         record = StepRecord(*where, loss, tokens, 0.001, 1.0, step_s, skipped)
-        self.tell(RecordStep(record))
+        vote = Vote(self.step, 0.0, tokens, 1.0, world_size)
+        self.hear(StepCommitted(self.generation, record, vote))
         append(self.folder.metrics, asdict(record))
 
     def sample(self, worker: str) -> None:

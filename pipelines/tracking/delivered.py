@@ -17,7 +17,7 @@ class Delivered:
 
     `key` is a tag by which the run is found again if the answer to its creation was lost.
     `metrics_offset` and `system_offset` are bytes of those files, `num_happenings` counts what
-    the journal tells.
+    the journal tells, `num_readings` those of where the time has gone.
     """
 
     uri: str
@@ -27,6 +27,7 @@ class Delivered:
     metrics_offset: int = 0
     system_offset: int = 0
     num_happenings: int = 0
+    num_readings: int = 0
 
     @classmethod
     def load(cls, files: Storage, uri: str, experiment: str) -> Delivered:

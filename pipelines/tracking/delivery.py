@@ -16,7 +16,13 @@ from actors.lines import LineLog
 from pipelines.run_folder import TIMELINE, RunFolder, Tail
 from pipelines.tracking.delivered import Delivered
 from pipelines.tracking.report import tags, write_files
-from pipelines.tracking.rows import happening_metrics, params, step_metrics, system_metrics
+from pipelines.tracking.rows import (
+    happening_metrics,
+    params,
+    reading_metrics,
+    step_metrics,
+    system_metrics,
+)
 from pipelines.tracking.store import connect, drop_twins, open_run
 from pipelines.view.history import History
 
@@ -51,6 +57,7 @@ class Delivery:
         """Deliver lines until there are no more or the clock shows `until`."""
         client = self._open(history)
         self._happenings(client, history)
+        self._readings(client, history)
         self._blocks(client, self._folder.metrics, "metrics_offset", step_metrics, until)
         sample_metrics = partial(system_metrics, start_ms=self._start_ms)
         self._blocks(client, self._folder.system, "system_offset", sample_metrics, until)
@@ -126,6 +133,13 @@ class Delivery:
             told = happening_metrics(happenings, self._delivered.num_happenings)
             _log_metrics(client, self._run_id(), told)
             self._advance("num_happenings", len(happenings))
+
+    def _readings(self, client: MlflowClient, history: History) -> None:
+        readings = history.account.readings
+        if len(readings) > self._delivered.num_readings:
+            told = (m for r in readings[self._delivered.num_readings :] for m in reading_metrics(r))
+            _log_metrics(client, self._run_id(), told)
+            self._advance("num_readings", len(readings))
 
     def _blocks(
         self,

@@ -13,10 +13,12 @@ from typing import Any
 from mlflow.entities import Metric
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
 
+from pipelines.view.goodput import Reading
 from pipelines.view.membership import Happening
 from pipelines.view.wording import shortened
 
 STEP_FIELDS = ("loss", "lr", "grad_norm", "step_s", "world_size", "generation")
+SPLIT_FIELDS = ("compute_s", "redone_s", "paused_s", "waiting_s")
 SYSTEM_FIELDS = {
     "cpu_percent": ("cpu_utilization_percentage", 1.0),
     "host_memory_bytes": ("host_memory_usage_megabytes", 1e-6),
@@ -67,6 +69,15 @@ def happening_metrics(happenings: Sequence[Happening], first: int) -> Iterator[M
             yield from _metric("recovery_s", happening.value, *where)
         elif kind == "evaluated":
             yield from _metric("eval_loss", happening.value, *where)
+
+
+def reading_metrics(reading: Reading) -> Iterator[Metric]:
+    """Where the run's time has gone up to a line of its journal."""
+    split, where = reading.split, (reading.time, reading.step)
+    yield from _metric("goodput", split.goodput, *where)
+    for name in SPLIT_FIELDS:
+        yield from _metric(name, getattr(split, name), *where)
+    yield from _metric("worker_hours", reading.worker_s / 3600, *where)
 
 
 def params(recipe: Mapping[str, Any]) -> dict[str, str]:

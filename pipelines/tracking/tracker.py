@@ -63,7 +63,7 @@ class Tracker:
         for attempts in (self._reads, self._rows, self._reports):
             attempts.forgive()
             attempts.longest_pause_s = 1.0
-        self._attempt(self._reads, self._follow)
+        self.follow()
         is_ended = False
         while self.history.membership.sessions or self._reads.failure:
             is_ended = is_ended or (self._try_rows(deadline) and self._try_end())
@@ -74,12 +74,16 @@ class Tracker:
             time.sleep(0.1)
         return None
 
+    def follow(self) -> bool:
+        """Take in what the run's files say now, if storage lets us; whether it did."""
+        return self._attempt(self._reads, self._follow)
+
     def _follow(self) -> None:
         self.history.take(self._journal.drain(), self._metrics.drain())
 
     def _try_rows(self, until: float) -> bool:
         """Whether the store has all lines that are there; nothing is tried before the first."""
-        if not self._attempt(self._reads, self._follow):
+        if not self.follow():
             return False
         if not self.history.membership.sessions:
             return False

@@ -15,8 +15,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from pipelines.view.facts import news, speed, steps, world
 from pipelines.view.history import History
-from pipelines.view.wording import counted, duration, quantity, shortened
+from pipelines.view.wording import duration, quantity, shortened
 
 REDRAW_S = 0.25
 PLAIN_EVERY_S = 10.0
@@ -25,21 +26,6 @@ PLAIN_SILENCE_S = 60.0
 NUM_SHOWN_HAPPENINGS = 6
 MAX_WIDTH = 110
 BARS = "▁▂▃▄▅▆▇█"
-COLOURS = {
-    "lost": "red",
-    "failed checkpoint": "red",
-    "rolled back": "yellow",
-    "audit": "red",
-    "skipped": "yellow",
-    "spike": "yellow",
-    "left": "yellow",
-    "leaving": "yellow",
-    "refused layout": "yellow",
-    "controller restarted": "yellow",
-    "draining": "yellow",
-    "joined": "green",
-    "resumed": "green",
-}
 
 
 class Display:
@@ -47,11 +33,18 @@ class Display:
 
     On a terminal it draws a panel, at most four times a second; elsewhere it prints a line an
     event and one about every ten seconds. Nothing before `since` (seconds since the epoch) is
-    told as an event: a resumed run's past is not news.
+    told as an event: a resumed run's past is not news. A `history` that somebody else feeds is
+    shown as it is.
     """
 
-    def __init__(self, console: Console, run_name: str, since: float = 0.0) -> None:
-        self.history = History()
+    def __init__(
+        self,
+        console: Console,
+        run_name: str,
+        since: float = 0.0,
+        history: History | None = None,
+    ) -> None:
+        self.history = history or History()
         self._console = console
         self._run_name = run_name
         self._since = since
@@ -115,7 +108,7 @@ class Display:
         for name, value in self._facts():
             body.add_row(name, value)
         return Panel(
-            Group(self._bar(), body, Text(), *self._news(now)),
+            Group(self._bar(), body, Text(), self._news(now)),
             title=Text(self._run_name, style="bold"),
             title_align="left",
             subtitle=Text(
@@ -131,28 +124,18 @@ class Display:
         line = Table.grid(padding=(0, 2), expand=True)
         line.add_column(ratio=1)
         line.add_column(no_wrap=True)
-        told = f"step {step:,}" + (f" of {total:,}" if total else "")
-        remaining_s = self._remaining_s()
-        if remaining_s is not None:
-            told += f" · {duration(remaining_s)} left"
-        line.add_row(ProgressBar(total=total or 1, completed=step if total else 0), told)
+        bar = ProgressBar(total=total or 1, completed=step if total else 0)
+        line.add_row(bar, f"step {steps(self.history)}")
         return line
-
-    def _remaining_s(self) -> float | None:
-        membership, progress = self.history.membership, self.history.progress
-        if not membership.total_steps or not progress.steps_per_s or membership.outcome:
-            return None
-        return max(0, membership.total_steps - progress.step) / progress.steps_per_s
 
     def _facts(self) -> Iterator[tuple[str, Text]]:
         progress = self.history.progress
         if progress.loss is not None:
             trend = "" if self._console.options.ascii_only else sparkline(self._losses(), 32)
             yield "loss", Text(f"{progress.loss:.4f}  ").append(trend, style="cyan")
-        if progress.tokens_per_s is not None:
-            told = f"{quantity(progress.tokens_per_s)} tokens/s, {progress.steps_per_s:.3g} steps/s"
+        if told := speed(progress):
             yield "speed", Text(told)
-        yield "world", Text(self._world())
+        yield "world", Text(world(self.history.membership))
         if self._trouble:
             yield "storage", Text(self._storage(), style="red")
 
@@ -162,27 +145,9 @@ class Display:
     def _losses(self) -> list[float]:
         return [point.mean for point in self.history.progress.curve.points if not point.void]
 
-    def _world(self) -> str:
-        membership = self.history.membership
-        most = f" of {membership.max_workers}" if membership.max_workers else ""
-        told = f"{len(membership.members)}{most} workers"
-        if membership.members:
-            told += f", {membership.layout}, generation {membership.generation}"
-        if membership.spares:
-            spares = counted(len(membership.spares), "spare")
-            told += f", {spares}" if membership.members else f", {len(membership.spares)} ready"
-        return told
-
-    def _news(self, now: float) -> Iterator[Table]:
-        """The newest happenings with their ages, the newest last."""
-        news = Table.grid(padding=(0, 2))
-        news.add_column(justify="right", style="dim", no_wrap=True)
-        news.add_column(no_wrap=True, overflow="ellipsis")
+    def _news(self, now: float) -> Table:
         recent = self.history.membership.happenings[-NUM_SHOWN_HAPPENINGS:]
-        for happening in (h for h in recent if h.time >= self._since):
-            age = f"{duration(round(max(0.0, now - happening.time)))} ago"
-            news.add_row(age, Text(happening.text, style=COLOURS.get(happening.kind, "")))
-        yield news
+        return news((h for h in recent if h.time >= self._since), now)
 
     def _print_news(self) -> None:
         """Happenings as they come; who waits for workers reads so in the lines between."""
@@ -207,7 +172,7 @@ class Display:
         told += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
         if progress.tokens_per_s is not None:
             told.append(f"{quantity(progress.tokens_per_s)} tokens/s")
-        self._print(now, " · ".join([*told, self._world(), membership.phase]))
+        self._print(now, " · ".join([*told, world(membership), membership.phase]))
 
     def _print(self, time: float, text: str) -> None:
         clock = datetime.fromtimestamp(time).strftime("%H:%M:%S")

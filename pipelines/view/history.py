@@ -1,4 +1,4 @@
-"""The history of a run: its members and its steps, and what a person asks of both."""
+"""The history of a run: its members, its steps and its time, and what a person asks of them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.run_folder import RunFolder, Tail
+from pipelines.view.goodput import Account
 from pipelines.view.membership import Membership
 from pipelines.view.progress import Progress
 from pipelines.view.wording import counted, duration
@@ -14,21 +15,22 @@ from pipelines.view.wording import counted, duration
 
 @dataclass(slots=True)
 class History:
-    """Both sides of a run: its members and its steps."""
+    """All sides of a run: its members, its steps, and where its time has gone."""
 
     membership: Membership = field(default_factory=Membership)
     progress: Progress = field(default_factory=Progress)
+    account: Account = field(default_factory=Account)
 
     def take(self, journal: Iterable[dict[str, Any]], metrics: Iterable[dict[str, Any]]) -> None:
         for line in journal:
             self.membership.take(line)
+            self.account.take(line)
         for row in metrics:
             self.progress.take(row)
 
     def goodput(self, now: float | None = None) -> float | None:
-        """The share of the driven time that went into steps which count, first tries only."""
-        wall_s = self.membership.wall_s(now)
-        return min(1.0, self.progress.productive_s / wall_s) if wall_s > 0 else None
+        """The share of the driven time that went into steps which stand."""
+        return self.account.split(now).goodput
 
     def summary(self, now: float | None = None) -> str:
         """The run in one line."""

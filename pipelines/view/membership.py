@@ -59,6 +59,15 @@ class Stretch:
     training: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker's process is, and since when it has been warm (seconds since the epoch)."""
+
+    node: str
+    pid: int
+    since: float
+
+
 @dataclass(slots=True)
 class Session:
     """The run was being driven from `start` to `end`."""
@@ -75,8 +84,13 @@ class Membership:
     stretches: list[Stretch] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
     members: tuple[str, ...] = ()
+    ranked: tuple[str, ...] = ()
+    """The members that the generation began with, by world rank."""
     spares: set[str] = field(default_factory=set)
-    nodes: dict[str, str] = field(default_factory=dict)
+    starting: set[str] = field(default_factory=set)
+    """Asked for, but not warm yet."""
+    places: dict[str, Place] = field(default_factory=dict)
+    """Of every worker that was ever warm."""
     layout: str = ""
     generation: int = 0
     step: int = 0
@@ -86,6 +100,8 @@ class Membership:
     total_steps: int | None = None
     num_lost: int = 0
     num_joined: int = 0
+    waiting_since: float | None = None
+    """Since when it has been waiting, if it does."""
     recovery_s: float | None = None
     """How long the newest recovery took: from the first sign of trouble to `Resume`."""
     _leaving: dict[str, str] = field(default_factory=dict)
@@ -102,7 +118,8 @@ class Membership:
         if name == "RunOpened":
             self._open(line)
         self._stay_awake(line["time"])
-        self.phase = PHASES.get(name) or self.phase
+        if name in PHASES:
+            self.phase, self.waiting_since = PHASES[name], None
         if "warning" in line:
             self._note(line, "failed checkpoint", line["warning"], cause=line["warning"])
         match name:
@@ -116,8 +133,10 @@ class Membership:
                 self._break_off(line["time"])
             case "Resume":
                 self._resume(line)
-            case "StepCommitted" | "RecordStep":
-                self.step = line.get("record", line).get("step", self.step)
+            case "StartWorkers":
+                self.starting.update(line["workers"])
+            case "StepCommitted":
+                self.step = line["record"]["step"]
             case _:
                 self._tell(name, line)
 
@@ -135,6 +154,7 @@ class Membership:
         self.sessions.append(Session(line["time"], line["time"]))
         self.members, self.outcome, self._has_resumed = (), None, False
         self.spares.clear()
+        self.starting.clear()
         self._leaving.clear()
         self._trouble_since = None
         self.max_workers = line.get("policy", {}).get("max_workers", self.max_workers)
@@ -149,7 +169,8 @@ class Membership:
         worker, node = line["worker"], line["node"]
         if worker in (*self.spares, *self.members):
             return  # it is told again after a controller's death
-        self.nodes[worker] = node
+        self.places[worker] = Place(node, line["pid"], line["time"])
+        self.starting.discard(worker)
         self.spares.add(worker)
         self._gone.discard(worker)
         text = f"{worker} is ready on {shortened(node, 16)} (pid {line['pid']})"
@@ -162,6 +183,7 @@ class Membership:
             return
         self._gone.add(worker)
         self.spares.discard(worker)
+        self.starting.discard(worker)
         if worker in self._leaving and worker not in self.members:
             cause = self._leaving.pop(worker)
             self._note(line, "left", f"{worker} left: {cause}", worker=worker, cause=cause)
@@ -179,7 +201,7 @@ class Membership:
             self._note(line, "leaving", f"{worker} will leave: {cause}", worker=worker, cause=cause)
             return
         node = line["node"]
-        for worker in (w for w, its_node in self.nodes.items() if its_node == node):
+        for worker in (w for w, place in self.places.items() if place.node == node):
             self._leaving[worker] = f"node {shortened(node, 16)} is draining"
         notice = duration(max(0.0, line.get("deadline", line["time"]) - line["time"]))
         text = f"node {shortened(node, 16)} will be gone in {notice}"
@@ -198,7 +220,8 @@ class Membership:
             self.recovery_s = line["time"] - self._trouble_since
         self._trouble_since, self._has_resumed = None, True
         self.spares = (self.spares | set(self.members)) - set(workers)
-        self.members, self.layout = workers, line["layout"]
+        self.members = self.ranked = workers
+        self.layout = line["layout"]
         self.generation, self.step = line["generation"], line["step"]
         self.num_joined += len(newcomers)
         for worker in newcomers:
@@ -230,6 +253,8 @@ class Membership:
                 self._note(line, "evaluated", text, value=line["loss"])
             case "Waited":
                 self.phase = f"waiting: {line['reason']}"
+                if self.waiting_since is None:
+                    self.waiting_since = line["time"]
                 kind = "waiting" if self._has_resumed else "starting"
                 self._note(line, kind, self.phase, line["reason"])
             case "LayoutAnswered":
@@ -276,6 +301,7 @@ class Membership:
         self._note(line, "stopped", text, self.outcome, cause=reason)
         self._stretch(line["time"], 0, training=False)
         self.members = ()
+        self.starting.clear()
 
     def _fail_checkpoint(self, line: dict[str, Any], text: str) -> None:
         """Once, though each worker may tell of it."""
@@ -305,7 +331,7 @@ class Membership:
             text=text,
             short=short or worker or node,
             worker=worker,
-            node=node or self.nodes.get(worker, ""),
+            node=node or (self.places[worker].node if worker in self.places else ""),
             cause=cause,
             value=value,
         )

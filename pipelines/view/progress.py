@@ -74,6 +74,8 @@ class Progress:
     """The steps' side of a run; `loss` is the newest finite one, `step` the newest done."""
 
     step: int = 0
+    time: float = 0.0
+    """When the newest step was done."""
     furthest_step: int = 0
     loss: float | None = None
     lr: float | None = None
@@ -81,8 +83,6 @@ class Progress:
     num_redone: int = 0
     num_skipped: int = 0
     num_tokens: int = 0
-    productive_s: float = 0.0
-    """Seconds spent in steps, each counted once, however often it was done."""
     curve: Curve = field(default_factory=Curve)
     _recent: deque[tuple[float, int, int]] = field(default_factory=deque)
 
@@ -94,9 +94,8 @@ class Progress:
         if row["step"] <= self.furthest_step:
             self.num_redone += 1
         else:
-            self.productive_s += row["step_s"]
             self.num_tokens += row["tokens"]
-        self.step = row["step"]
+        self.step, self.time = row["step"], row["time"]
         self.furthest_step = max(self.furthest_step, self.step)
         self.num_skipped += bool(row.get("skipped"))
         self.lr = row["lr"]

@@ -31,6 +31,11 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}" + ("" if number == 1 else "s")
 
 
+def by_number(worker: str) -> tuple[int, str]:
+    """What to sort workers' names by: w2 comes before w10."""
+    return len(worker), worker
+
+
 def shortened(text: str, length: int) -> str:
     """One line of at most `length` characters."""
     line = " ".join(text.split())

@@ -100,6 +100,10 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
     assert history_of(client, row, "workers_lost") == [(8, 1.0)]
     assert history_of(client, row, "recovery_s") == [(6, pytest.approx(0.25))]
     assert history_of(client, row, "eval_loss") == [(6, 4.5)]
+    parts = {"compute_s": 1.0, "redone_s": 0.2, "paused_s": 0.25, "waiting_s": 0.5}
+    shares = {"goodput": 1.0 / 1.95, "worker_hours": (3 * 1.95 + 1.3) / 3600}
+    for name, spent_s in {**parts, **shares}.items():
+        assert history_of(client, row, name) == [(10, pytest.approx(spent_s))]
     assert len(history_of(client, row, "system/w0/host_memory_usage_megabytes")) == 8
     assert "system/w0/device_utilization_percentage" not in row.data.metrics
     assert row.info.end_time == int(run.now * 1000)
@@ -142,6 +146,8 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(storage: Path) -> None:
 def test_lost_offsets_double_nothing(storage: Path) -> None:
     """Invariant of the spool: whatever is sent again is the same metric."""
     run = eventful(storage / "run")
+    run.commit(step_s=60.0)
+    run.stop()
     tracker = Tracker(run.folder)
     tracker.poll()
     client, before = only_run(tracker.uri)

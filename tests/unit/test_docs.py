@@ -33,12 +33,23 @@ from pipelines.inject import parse_faults
 from pipelines.overrides import override
 from pipelines.plan import Asked, make_plan, store_recipe
 from pipelines.recipes import RECIPES, load
+from pipelines.view.history import History
+from pipelines.view.standing import Standing
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 FILES = ROOT / "docs" / "files.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-NUM_OPTIONS = {"train": 13, "sweep": 6, "relayout": 2, "export": 5, "prepare": 3, "plan": 2}
+NUM_OPTIONS = {
+    "train": 14,
+    "status": 4,
+    "logs": 2,
+    "sweep": 6,
+    "relayout": 2,
+    "export": 5,
+    "prepare": 3,
+    "plan": 2,
+}
 """Frozen: an option more is a decision, to be made with what it is worth to whom."""
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -161,7 +172,11 @@ def test_the_recipes_are_all_named() -> None:
     assert set(RECIPES) <= set(named(section(README, "Command line")))
 
 
-@pytest.mark.parametrize("page", [README, ROOT / "docs" / "cluster.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page",
+    [README, *(ROOT / "docs" / name for name in ("cluster.md", "status.md"))],
+    ids=lambda p: p.name,
+)
 def test_the_command_lines_are_accepted(page: Path) -> None:
     """Parsed as typed, without being carried out."""
     command = typer.main.get_command(app)
@@ -221,6 +236,7 @@ def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     plan = make_plan(Asked("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
     store_recipe(plan)
     yield "recipe", list(plan.folder.recipe() or {})
+    yield "status", list(Standing("run", str(tmp_path), 0.0, History()).as_json())
 
 
 def test_files_have_the_fields_that_are_told(tmp_path: Path) -> None:

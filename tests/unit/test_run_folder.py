@@ -83,7 +83,7 @@ def test_losses_joins_and_redone_steps_are_counted(tmp_path: Path) -> None:
     assert (progress.step, progress.num_skipped, progress.loss) == (15, 1, 2.0)
     assert membership.outcome == "completed"
     assert membership.total_steps == 20
-    assert progress.productive_s == pytest.approx(15 * 0.1)
+    assert history.account.split().compute_s == pytest.approx(15 * 0.1)
     assert history.goodput() == pytest.approx(1.5 / (0.5 + 1.9 + 0.2))
     lost = next(h for h in membership.happenings if h.kind == "lost")
     assert (lost.worker, lost.node, lost.cause, lost.step) == (

@@ -1,0 +1,43 @@
+"""The figures of a run that Prometheus gets, through Ray; see docs/status.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from actors.figures import Figure
+from pipelines.view.history import History
+
+
+def figures_of(history: History, now: float) -> Iterator[Figure]:
+    """As of `now` (seconds since the epoch). Shares are of 1, all times in seconds."""
+    membership, progress = history.membership, history.progress
+    if not membership.sessions:
+        return
+    is_stopped = membership.outcome is not None
+    until = None if is_stopped else now
+    begun = membership.sessions[-1].start
+    split = history.account.split(until)
+    last_step = max(begun, progress.time)
+    checkpoints = [h.time for h in membership.happenings if h.kind == "checkpoint"]
+    waiting_since = membership.waiting_since
+    yield Figure("elastic_step", progress.step)
+    yield Figure("elastic_loss", progress.loss)
+    yield Figure("elastic_steps_per_s", progress.steps_per_s)
+    yield Figure("elastic_tokens_per_s", progress.tokens_per_s)
+    yield Figure("elastic_generation", membership.generation)
+    yield Figure("elastic_workers", len(membership.members))
+    yield Figure("elastic_workers_spare", len(membership.spares))
+    yield Figure("elastic_workers_starting", len(membership.starting))
+    yield Figure("elastic_workers_wanted", membership.max_workers)
+    yield Figure("elastic_workers_lost", membership.num_lost)
+    yield Figure("elastic_goodput", split.goodput)
+    yield Figure("elastic_compute_s", split.compute_s)
+    yield Figure("elastic_redone_s", split.redone_s)
+    yield Figure("elastic_paused_s", split.paused_s)
+    yield Figure("elastic_waiting_s", split.waiting_s)
+    yield Figure("elastic_waits_for_s", now - waiting_since if waiting_since else 0.0)
+    yield Figure("elastic_since_step_s", 0.0 if is_stopped else now - last_step)
+    saved_at = max(begun, checkpoints[-1] if checkpoints else 0.0)
+    yield Figure("elastic_since_checkpoint_s", 0.0 if is_stopped else now - saved_at)
+    for place, spent_s in history.account.workers.by_place(until).items():
+        yield Figure("elastic_worker_s", spent_s, place)

@@ -1,0 +1,47 @@
+"""What a process prints is kept in its run's folder: also what C prints, and only the newest."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from actors.output import KEPT_BYTES, kept_name
+
+PROGRAM = """
+import os, sys, time
+from pathlib import Path
+from actors.output import KeptOutput
+from actors.storage import open_storage
+
+print(":actor_name:RayWorker\\nhello", flush=True)
+os.write(2, b"from below Python\\n")
+output = KeptOutput(open_storage(sys.argv[1]), "w0")
+output.hurry()
+deadline = time.monotonic() + 60
+while not Path(sys.argv[1], "logs", "w0.err").exists() and time.monotonic() < deadline:
+    time.sleep(0.01)
+sys.stdout.write("x" * 2**17 + "the end\\n")
+sys.stdout.flush()
+output.keep()
+output.keep()
+"""
+
+
+def test_the_newest_end_of_both_streams_is_kept(tmp_path: Path) -> None:
+    with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
+        command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
+        subprocess.run(command, stdout=out, stderr=err, check=True, timeout=120)
+    kept = (tmp_path / "run" / kept_name("w0", "out")).read_bytes()
+    assert len(kept) == KEPT_BYTES and kept.endswith(b"xthe end\n")
+    assert b"from below Python\n" in (tmp_path / "run" / kept_name("w0", "err")).read_bytes()
+
+
+@pytest.mark.parametrize("stream", [subprocess.PIPE, subprocess.DEVNULL], ids=["pipe", "null"])
+def test_what_goes_to_no_file_is_not_kept(tmp_path: Path, stream: int) -> None:
+    program = PROGRAM.partition("deadline")[0] + "output.keep()\n"
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    subprocess.run(command, stdout=stream, stderr=stream, check=True, timeout=120)
+    assert not (tmp_path / "run").exists()

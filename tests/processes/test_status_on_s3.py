@@ -1,0 +1,75 @@
+"""`elastic status` and `logs` of a run on a real S3 server, also while that does not answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from s3 import CREDENTIALS, Door, s3_server
+from written_runs import WrittenRun
+
+from actors.lease import claim
+from actors.lines import LineLog, open_lines
+from actors.storage import Storage, open_storage
+from pipelines.cli import main
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with s3_server() as opened:
+        yield opened
+
+
+def shipped(run: WrittenRun, there: Storage) -> None:
+    """The run's lines as a controller brings them to an object store."""
+    for log in (run.folder.journal, run.folder.metrics):
+        lines = open_lines(LineLog(there, log.name))
+        for line in log.lines():
+            lines.write(line)
+        lines.close()
+    there.write("recipe.json", b"{}")
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    sys.argv = ["elastic", *arguments]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    captured = capsys.readouterr()
+    return int(ended.value.code or 0), captured.out, captured.err
+
+
+def test_a_run_on_an_object_store(
+    door: Door, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    run = WrittenRun(tmp_path / "demo", now=time.time() - 10)
+    run.start(2)
+    run.commit()
+    there = open_storage(door.url).at("demo")
+    shipped(run, there)
+    there.write("logs/w0.out", b"hello\n")
+    lease = claim(there)
+    try:
+        before = there.files()
+        code, out, err = told(capsys, "status", "demo", "--storage", door.url, "--json")
+        assert (code, err) == (0, "")
+        status = json.loads(out)
+        assert (status["phase"], status["step"], len(status["workers"])) == ("training", 1, 2)
+        code, out, err = told(capsys, "logs", "demo", "--worker", "w0", "--storage", door.url)
+        assert (code, err) == (0, "") and "hello" in out
+        assert there.files() == before
+    finally:
+        lease.release()
+    code, out, err = told(capsys, "status", "demo", "--storage", door.url)
+    assert code == 0 and "demo · not driven" in out
+    door.shut()
+    code, out, err = told(capsys, "status", "demo", "--storage", door.url)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "cannot be read" in err
+    door.open()

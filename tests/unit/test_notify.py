@@ -1,0 +1,187 @@
+"""Notices to a real server on this machine: when, how often, and that the URL stays secret."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from written_runs import WrittenRun
+
+from elastic.commands import Waited
+from pipelines.errors import UserError
+from pipelines.notify import MAX_TRIES, Notifier, check_url
+from pipelines.plan import Asked, make_plan, store_recipe
+from pipelines.sidecar import Sidecar, sidecar
+from pipelines.view.history import read_history
+
+SECRET = "T0P-s3cret"
+
+
+@dataclass
+class Webhook:
+    """A server that keeps what is posted, and answers with each of `answers` in turn, then 200."""
+
+    answers: list[int] = field(default_factory=list)
+    posted: list[dict[str, Any]] = field(default_factory=list)
+    num_requests: int = 0
+    url: str = ""
+
+
+@pytest.fixture
+def webhook() -> Iterator[Webhook]:
+    kept = Webhook()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            kept.num_requests += 1
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            status = kept.answers.pop(0) if kept.answers else 200
+            if status == 200:
+                assert self.headers["Content-Type"] == "application/json"
+                kept.posted.append(body)
+            self.send_response(status)
+            if status == 302:
+                self.send_header("Location", "/elsewhere")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            raise AssertionError("it followed a redirect")
+
+        def log_message(self, *told: object) -> None:
+            """A test's output is not a server's log."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    kept.url = f"http://127.0.0.1:{server.server_port}/hooks/{SECRET}"
+    yield kept
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def waiting(path: Path) -> WrittenRun:
+    run = WrittenRun(path / "run")
+    run.start(2, steps=10)
+    run.commit()
+    run.tell(Waited("0 of at least 1 workers are ready"))
+    return run
+
+
+def test_a_long_wait_is_told_once(webhook: Webhook, tmp_path: Path) -> None:
+    run, clock = waiting(tmp_path), Clock()
+    notifier = Notifier(run.folder, webhook.url, after_s=600.0, clock=clock)
+
+    def look(later_s: float) -> int:
+        clock.now += later_s
+        notifier.look(read_history(run.folder))
+        return len(webhook.posted)
+
+    assert [look(0.0), look(599.0), look(1.0), look(5.0), look(9999.0)] == [0, 0, 1, 1, 1]
+    [told] = webhook.posted
+    assert told["text"] == "run run has waited for 10 min: 0 of at least 1 workers are ready"
+    assert (told["event"], told["run"], told["step"], told["waited_s"]) == (
+        "waiting",
+        "run",
+        1,
+        600,
+    )
+    assert told["folder"] == run.folder.url
+    run.now += 1.0
+    run.resume("w0")
+    run.commit()
+    assert look(9999.0) == 1
+    run.now += 1.0
+    run.tell(Waited("0 of at least 1 workers are ready"))
+    assert [look(0.0), look(601.0)] == [1, 2], "another wait is told anew"
+
+
+def test_the_end_is_told_after_failures(webhook: Webhook, tmp_path: Path) -> None:
+    run = waiting(tmp_path)
+    run.stop("failed", "w0 raised ValueError: no")
+    webhook.answers = [500, 302, 503]
+    notifier = Notifier(run.folder, webhook.url, after_s=600.0)
+    assert notifier.finish(read_history(run.folder), patience_s=30.0) is None
+    [told] = webhook.posted
+    assert (told["event"], told["outcome"]) == ("stopped", "failed")
+    assert told["text"] == "run run failed at step 1: w0 raised ValueError: no"
+    assert webhook.num_requests == 4
+
+
+def test_who_does_not_answer_is_left_alone_after_a_few_tries(
+    webhook: Webhook, tmp_path: Path
+) -> None:
+    run = waiting(tmp_path)
+    webhook.answers = [500] * 99
+    notifier = Notifier(run.folder, webhook.url, after_s=0.0)
+    told = notifier.finish(read_history(run.folder), patience_s=30.0)
+    assert webhook.num_requests == MAX_TRIES
+    assert told == "--notify: 127.0.0.1 was not told of the run's end (it answered 500)"
+
+
+def test_where_nobody_listens_nothing_is_raised(tmp_path: Path) -> None:
+    run = waiting(tmp_path)
+    run.stop()
+    notifier = Notifier(run.folder, f"http://127.0.0.1:1/{SECRET}", after_s=0.0)
+    told = notifier.finish(read_history(run.folder), patience_s=0.5)
+    assert told and "Connection refused" in told and SECRET not in told
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        f"ftp://host/{SECRET}",
+        f"file:///{SECRET}",
+        SECRET,
+        f"http:///{SECRET}",
+        f"https://user:{SECRET}@host/",
+        f"http://host:port/{SECRET}",
+        f"http://host/{SECRET}\r\nX-Header: 1",
+        f"http://[host/{SECRET}",
+    ],
+)
+def test_a_url_that_cannot_be_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(UserError, match="--notify") as refused:
+        check_url(url)
+    assert SECRET not in str(refused.value)
+
+
+def test_the_url_is_in_none_of_the_run_s_files_nor_in_what_is_shown(
+    webhook: Webhook, tmp_path: Path
+) -> None:
+    asked = Asked("tiny", "run", str(tmp_path), data="random", notify=webhook.url)
+    plan = make_plan(asked, num_gpus=0)
+    store_recipe(plan)
+    assert SECRET not in repr(asked) and SECRET not in repr(plan)
+    run = WrittenRun(tmp_path / "run")
+    run.start(1, steps=3)
+    run.commit()
+    run.stop()
+    [factory] = plan.run.observers
+    observer = factory.make()
+    assert isinstance(observer, Sidecar)
+    observer.poll()
+    assert observer.finish(patience_s=60.0) is None
+    assert [told["event"] for told in webhook.posted] == ["stopped"]
+    for file in tmp_path.rglob("*"):
+        assert file.is_dir() or SECRET.encode() not in file.read_bytes(), file
+
+
+def test_without_a_url_nobody_is_told(tmp_path: Path) -> None:
+    run = waiting(tmp_path)
+    beside = sidecar(run.folder.url, f"sqlite:///{tmp_path / 'mlflow.db'}", "elastic")
+    assert beside.finish(patience_s=60.0) is None
