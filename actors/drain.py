@@ -1,7 +1,6 @@
 """Before a pod is ended: tell the node's agent of the end, and wait until nobody trains there.
 
-`python -m actors.drain SECONDS`, as a preStop hook: Kubernetes sends SIGTERM only after it, and
-`ray start --block`, which gets that, ends all of the node.
+`python -m actors.drain SECONDS`, as a preStop hook: Kubernetes sends SIGTERM only after it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from harness import Outcome, run_plainly
 
 from actors.faults import Fault
 from actors.storage import DiskStorage
-from elastic.events import LayoutRequested, WorkerLeaving
+from elastic.events import LayoutRequested, NodeDraining, WorkerLeaving
 from elastic.planning import Wish
 from elastic.regions import Region
 from pipelines.program import TrainingProgram
@@ -203,6 +204,24 @@ def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> No
     assert_each_sample_once(run, SETTINGS.batch)
     assert run.told("Relaid")[1]["bytes_moved"] > 0
     assert not run.told("Abort")
+
+
+@pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.slow), "fsdp=3"])
+def test_a_node_that_ends_before_any_boundary_is_left_at_once(
+    layout: str, tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Whose part others have is let go; who alone has it gives it first. No step is lost."""
+    notice = (20, NodeDraining("node-w1", time.time(), "a notice"))
+    run = run_plainly(
+        tmp_path, recording(tmp_path), 3, layout=layout, due=(notice,), node_of="node-{}".format
+    )
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    [abort] = run.told("Abort")
+    assert ("w1" in abort["workers"]) == (layout == "fsdp=3")
+    assert run.told("Relaid")[1]["source"] == "live"
+    assert "w1" not in run.told("Resume")[1]["workers"]
 
 
 COURSES = (
