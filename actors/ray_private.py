@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import ray._private.worker as driver
-from ray._private import state
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -40,14 +39,6 @@ def end_log_monitor() -> None:
     ten times a second, a hundredth of a core; only `ray start` has a public switch for it.
     """
     driver._global_node.kill_log_monitor(check_alive=False)
-
-
-def resources_that_may_come() -> dict[str, float]:
-    """What machines the autoscaler of the cluster that was joined may start, as sums by resource.
-
-    A cluster that has been scaled down to its head shows only that in `ray.cluster_resources`.
-    """
-    return state.state.get_max_resources_from_cluster_config() or {}
 
 
 def job_folder() -> Path | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from command_line import ROOT, Command, processes_of
+from command_line import PATIENCE_S, ROOT, Command, processes_of
 from head import Head, head, wait_for, working_tree
 from ray.autoscaler._private.util import prepare_config
 from test_job_submit import files_of, place
@@ -36,12 +37,11 @@ ENVIRONMENT = {
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
     "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
 }
-NUM_STEPS = 400
 SETTINGS = (
     "data.source=random", "data.seq_len=64", "dtype=float64", "batch=24",
     "model.dim=96", "model.hidden_dim=192", "accelerator=L4",
 )  # fmt: skip
-"""Steps of some tenths of a second, so that machines come and go within 400 of them."""
+"""Steps of some tenths of a second, so that machines come and go within a few hundred."""
 
 
 def autoscaling(address: str, lacking: dict[str, str]) -> dict[str, Any]:
@@ -89,6 +89,14 @@ def command(storage: Path, workers: str, num_steps: int) -> list[str]:
     return ["python", "-m", "pipelines", "train", *given, *place(storage)]
 
 
+def await_members(cluster: Head, files: Command, number: int) -> None:
+    deadline = time.monotonic() + 2 * PATIENCE_S
+    while num_members(files) != number:
+        told = cluster.log("grows")
+        assert cluster.details("grows")["status"] in ("PENDING", "RUNNING"), told
+        assert time.monotonic() < deadline, told
+
+
 def num_members(files: Command) -> int:
     resumes = files.lines("Resume")
     return len(resumes[-1]["workers"]) if resumes else 0
@@ -101,25 +109,31 @@ def test_a_run_grows_survives_a_dead_machine_and_gives_all_back(tmp_path: Path) 
     come = tmp_path / "come"
     lacking = partial(autoscaling, lacking={"l4": str(come)})
     with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
-        cluster.submit("grows", tree, *command(tmp_path, "2:6", NUM_STEPS))
-        wait_for(lambda: num_members(files) == 4, "four workers")
+        cluster.submit("grows", tree, *command(tmp_path, "2:6", 100_000))
+        await_members(cluster, files, 4)
         come.touch()
-        wait_for(lambda: num_members(files) == 6, "six workers")
+        await_members(cluster, files, 6)
         assert node_types(cluster) == ["l4", "l4", *["l4-spot"] * 4]
         grown = files.lines("Resume")[-1]
         wait_for(lambda: files.metrics()[-1]["step"] >= grown["step"] + 10, "ten steps of six")
         victim = grown["workers"][-1]
         kill_node_of(files.pid_of(victim))
-        ended = cluster.await_end("grows")
-        assert ended["status"] == "SUCCEEDED", cluster.log("grows")
+        wait_for(lambda: files.lines("Resume")[-1]["generation"] > grown["generation"], "the next")
+        after = files.lines("Resume")[-1]
+        wait_for(lambda: files.metrics()[-1]["step"] >= after["step"] + 10, "ten steps more")
+        cluster.ray("job", "stop", "grows")
+        wait_for(lambda: files.lines("Stopped"), "the end")
         wait_for(lambda: not node_types(cluster), "the end of idle machines")
-    assert [line["worker"] for line in files.lines("WorkerLost")] == [victim]
+    [stopped] = files.lines("Stopped")
+    assert stopped["outcome"] == "interrupted"
+    assert victim in [line["worker"] for line in files.lines("WorkerLost")]
     assert not files.lines("RolledBack")
     metrics = files.metrics()
-    assert [line["step"] for line in metrics] == list(range(1, NUM_STEPS + 1)), "redone or lost"
-    seen, _ = expected(override(load("tiny"), SETTINGS), NUM_STEPS)
-    losses = [loss for loss, _ in seen]
-    assert [line["loss"] for line in metrics] == pytest.approx(losses, rel=1e-6)
+    assert [line["step"] for line in metrics] == list(range(1, stopped["step"] + 1)), (
+        "redone or lost"
+    )
+    seen, _ = expected(override(load("tiny"), SETTINGS), len(metrics))
+    assert [line["loss"] for line in metrics] == pytest.approx([loss for loss, _ in seen], rel=1e-6)
 
 
 def test_where_spot_cannot_be_had_the_rest_is_on_demand(tmp_path: Path) -> None:
@@ -128,11 +142,15 @@ def test_where_spot_cannot_be_had_the_rest_is_on_demand(tmp_path: Path) -> None:
     tree, files = working_tree(tmp_path / "tree"), files_of(tmp_path)
     lacking = partial(autoscaling, lacking={"l4-spot": str(tmp_path / "never")})
     with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
+        for name, told in (
+            ("auto", "say what its autoscaler shall start"),
+            ("L5", "knows of none"),
+        ):
+            unknown = [*command(tmp_path, "2:6", 20), "--set", f"accelerator={name}"]
+            cluster.submit(name, tree, *unknown)
+            assert cluster.await_end(name)["driver_exit_code"] == 2
+            assert told in cluster.log(name)
         cluster.submit("lacking", tree, *command(tmp_path, "2:6", 20))
         ended = cluster.await_end("lacking")
         assert ended["status"] == "SUCCEEDED", cluster.log("lacking")
-        unsaid = [*command(tmp_path, "2:6", 20), "--set", "accelerator=auto"]
-        cluster.submit("unsaid", tree, *unsaid)
-        assert cluster.await_end("unsaid")["driver_exit_code"] == 2
-        assert "this cluster has A10G and L4, and a run uses one type" in cluster.log("unsaid")
     assert {len(line["workers"]) for line in files.lines("Resume")} == {2}
