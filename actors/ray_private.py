@@ -6,7 +6,6 @@ import logging
 from pathlib import Path
 
 import ray._private.worker as driver
-from ray._private import state
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
@@ -54,14 +53,6 @@ def drain_node(node: str, cause: str, deadline: float) -> None:
     """
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     driver.global_worker.gcs_client.drain_node(node, reason, cause, int(deadline * 1000))
-
-
-def resources_that_may_come() -> dict[str, float]:
-    """What machines the autoscaler of the cluster that was joined may start, as sums by resource.
-
-    A cluster that has been scaled down to its head shows only that in `ray.cluster_resources`.
-    """
-    return state.state.get_max_resources_from_cluster_config() or {}
 
 
 def job_folder() -> Path | None:

@@ -180,8 +180,8 @@ class TrainSettings(Settings):
     parameters and gradients and the optimizer's state in host memory, where the optimizer then
     steps. `init_from` is a folder as `transformers` saves models: step 0 has its parameters (see
     docs/export.md). `accelerator` is what a worker asks the cluster for: `cpu`, `gpu` (of whatever
-    types), one type that Ray can tell, such as `L4`, or `auto`: the one type of GPU that the
-    cluster has, else a CPU.
+    types), one type that Ray knows, such as `L4`, or `auto`: the one type of GPU that the
+    cluster has now, else a CPU.
 
     A step with a loss or gradient that is not finite is skipped; so many in a row as `max_skipped`
     (0: never) end the run. A loss over `spike_factor` (0: never) times the median of the latest

@@ -90,7 +90,7 @@ class Head:
 
 
 def wait_for(condition: Callable[[], object], what: str, pause_s: float = 0.1) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + 2 * PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, f"waited too long for {what}"
         time.sleep(pause_s)
@@ -134,7 +134,11 @@ def head(
     started = Head(f"{HOST}:{port}", folder, {**everywhere, "RAY_API_SERVER_ADDRESS": server})
     try:
         wait_for(lambda: _has_started(process, log), "Ray's head")
-        wait_for(lambda: started.ray("job", "list").returncode == 0, "its job server", 1.0)
+        wait_for(
+            lambda: _has_started(process, log) and started.ray("job", "list").returncode == 0,
+            "its job server",
+            pause_s=1.0,
+        )
         yield started
     finally:
         process.send_signal(signal.SIGTERM)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import ast
 import pickle
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from actors.credentials import has_credentials, without_credentials
+from actors.keeper import KeeperServer
+from actors.store import open_store
 from pipelines.cli import main
 from pipelines.errors import UserError
 from pipelines.plan import Asked, make_plan, store_recipe
@@ -58,6 +62,19 @@ def test_no_string_is_given_to_a_shell() -> None:
         if isinstance(node, ast.Call):
             shells = [word for word in node.keywords if word.arg == "shell"]
             assert not shells, where
+
+
+def test_store_and_keeper_listen_on_one_address_only() -> None:
+    """Of this machine's two, the one that is not theirs has nobody at the port."""
+    host, other = "127.0.0.2", "127.0.0.1"
+    store = open_store(host)
+    keeper = KeeperServer("node", "", host).keeper
+    for port in (store.port, keeper.port):
+        socket.create_connection((host, port), 5.0).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((other, port), 5.0)
+    TCPStore(host, store.port, is_master=False).set("key", "value")
+    assert store.get("key") == b"value"
 
 
 class Bomb:
