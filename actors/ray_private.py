@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import ray._private.worker as driver
+from ray._private import state
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )

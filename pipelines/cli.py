@@ -140,7 +140,7 @@ def status_command(
         ),
     ] = None,
 ) -> None:
-    """Say how RUN stands: its phase, who is where, what happened, where its time has gone."""
+    """Say how RUN stands: who is where, and where its time has gone."""
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     raise typer.Exit(status(run, storage, price or (), watch, json_, console))
 
@@ -151,7 +151,7 @@ def logs_command(
     worker: Annotated[str, typer.Option(help="Whose, as `elastic status` names it, e.g. w3.")],
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
-    """Print what a worker of RUN printed and raised, and what became of it."""
+    """Print what a worker of RUN printed and raised."""
     for line in logs(run, worker, storage):
         typer.echo(line)
 

@@ -165,11 +165,11 @@ class Standing:
         if history.progress.loss is not None:
             table.add_row("loss", f"{history.progress.loss:.4f}")
         if told := speed(history.progress):
-            table.add_row("speed", told if is_training else f"{told} at last")
+            table.add_row("speed" if is_training else "last speed", told)
         if self.is_driven:
             table.add_row("world", world(history.membership))
         elif history.membership.layout:
-            table.add_row("layout", f"{history.membership.layout} at last")
+            table.add_row("last layout", history.membership.layout)
         checkpoint = self.checkpoint()
         told = "none yet"
         if checkpoint:

@@ -54,7 +54,9 @@ def scraped(command: Command) -> str:
         return answer.read().decode()
 
 
-def test_a_run_is_watched_from_outside(tmp_path: Path) -> None:
+def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_NODE_TYPE_NAME", "small")  # as an autoscaler names its machines
+
     def status(*options: str) -> str:
         ended = elastic("status", "run", "--storage", str(tmp_path), *options)
         assert (ended.returncode, ended.stderr) == (0, "")
@@ -73,6 +75,7 @@ def test_a_run_is_watched_from_outside(tmp_path: Path) -> None:
                 command.lines("Resume")[-1]["workers"]
             )}  # fmt: skip
             assert told["goodput"]["waiting_s"] > 1.0 and told["goodput"]["compute_s"] > 0.0
+            assert [row["place"] for row in told["worker_hours"]] == ["small"]
             page = status()
             assert "run · training" in page and "w1 lost: its process died" in page
             command.wait_until(

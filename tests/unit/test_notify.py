@@ -17,7 +17,7 @@ from elastic.commands import Waited
 from pipelines.errors import UserError
 from pipelines.notify import MAX_TRIES, Notifier, check_url
 from pipelines.plan import Asked, make_plan, store_recipe
-from pipelines.sidecar import Sidecar, sidecar
+from pipelines.sidecar import Sidecar
 from pipelines.view.history import read_history
 
 SECRET = "T0P-s3cret"
@@ -179,9 +179,3 @@ def test_the_url_is_in_none_of_the_run_s_files_nor_in_what_is_shown(
     assert [told["event"] for told in webhook.posted] == ["stopped"]
     for file in tmp_path.rglob("*"):
         assert file.is_dir() or SECRET.encode() not in file.read_bytes(), file
-
-
-def test_without_a_url_nobody_is_told(tmp_path: Path) -> None:
-    run = waiting(tmp_path)
-    beside = sidecar(run.folder.url, f"sqlite:///{tmp_path / 'mlflow.db'}", "elastic")
-    assert beside.finish(patience_s=60.0) is None
