@@ -37,6 +37,12 @@ class Fleet(Protocol):
     def probe(self, worker: str) -> Future[int]:
         """Ask for the worker's number of signs of life."""
 
+    def probe_keeper(self, node: str) -> Future[None]:
+        """Ask the node's keeper for an answer, of whatever kind."""
+
+    def stop_keeper(self, node: str) -> None:
+        """End a process, even a stopped one; answered by `KeeperLost`."""
+
     def close(self) -> None:
         """End every process; return when none is left (invariant 12)."""
 

@@ -217,9 +217,13 @@ def host_keeper(pipe: Connection, node: str, rack: str, host: str) -> None:
     pipe.send(KeeperReady(server.keeper))
     while True:
         try:
-            is_question, generation = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             os._exit(0)
+        if message == "probe":
+            pipe.send(None)
+            continue
+        is_question, generation = message
         if is_question:
             pipe.send(server.told(generation))
         else:

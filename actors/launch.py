@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.asking import LayoutReply
 from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunRefused, RunTaken
@@ -21,6 +22,8 @@ ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 KNOCK_TIMEOUT_S = 2.0
 RESTART_PATIENCE_S = 60.0
+ENDING_PATIENCE_S = 300.0
+"""For the last checkpoint of a run that has been stopped, before the same run is begun again."""
 _TAKEN = (
     "{}: a controller on this cluster drives this run; stop that one, or choose another --run-name"
 )
@@ -97,6 +100,12 @@ def _end(name: str) -> None:
         return  # it has ended meanwhile
 
 
+def beside_me() -> NodeAffinitySchedulingStrategy:
+    """On the machine of this process, or, when that is gone, anywhere. Ray would take any machine
+    for an actor without resources: the controller would land on one that is taken back."""
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+
+
 class Drive:
     """A run under way, as its driver sees it."""
 
@@ -112,6 +121,7 @@ class Drive:
             max_restarts=-1,
             num_cpus=0,
             enable_task_events=False,
+            scheduling_strategy=beside_me(),
         )
         try:
             self._controller = kind.remote(run)
@@ -167,13 +177,20 @@ def _controller_name(run_name: str) -> str:
 
 
 def _clear_away(name: str) -> None:
-    """A controller that has finished may still stand there; one at work refuses."""
+    """A controller that has finished may still stand there; one that has been stopped, or has
+    lost its driver and therefore will stop, is waited for; one at work refuses."""
     try:
         controller = ray.get_actor(name)
     except ValueError:
         return  # it has ended meanwhile
-    if _insist(lambda: controller.progress.remote(0.0)).outcome is None:
-        raise RunTaken(_TAKEN.format(name.rpartition(":")[0]))
+    began, silence_s = time.monotonic(), 0.0
+    while (progress := _insist(lambda: controller.progress.remote(0.0))).outcome is None:
+        has_driver = progress.is_detached or progress.driver_silence_s < silence_s
+        is_at_work = has_driver and not progress.is_stopping
+        if is_at_work or time.monotonic() - began > ENDING_PATIENCE_S:
+            raise RunTaken(_TAKEN.format(name.rpartition(":")[0]))
+        silence_s = progress.driver_silence_s
+        time.sleep(SHOW_EVERY_S)
     _end(name)
 
 

@@ -26,6 +26,7 @@ from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Worker
 from elastic.commands import Order
 from elastic.events import Event, KeeperLost, StoreLost, StoreReady, WorkerLost
+from elastic.seating import Place
 
 START = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has imported torch and the program but formed nothing:
@@ -40,7 +41,7 @@ class _Child:
     process: BaseProcess
     pipe: Connection
     sending: threading.Lock = field(default_factory=threading.Lock)
-    probes: list[Future[int]] = field(default_factory=list)
+    probes: list[Future[Any]] = field(default_factory=list)
 
     def send(self, message: Any) -> None:
         with self.sending, suppress(OSError):  # its death is told by its sentinel
@@ -121,6 +122,23 @@ class ProcessFleet:
         child.send("probe")
         return answer
 
+    def probe_keeper(self, node: str) -> Future[None]:
+        answer: Future[None] = Future()
+        with self._lock:
+            child = self._keepers.get(node)
+        if child is None:
+            answer.set_exception(ProcessLookupError(node))
+            return answer
+        child.probes.append(answer)
+        child.send("probe")
+        return answer
+
+    def stop_keeper(self, node: str) -> None:
+        with self._lock:
+            child = self._keepers.get(node)
+        if child is not None:
+            child.process.kill()
+
     def pids(self) -> dict[str, int]:
         """The living workers' process ids."""
         with self._lock:
@@ -189,7 +207,7 @@ class ProcessFleet:
 
     def _read_keeper(self, node: str, child: _Child) -> None:
         try:
-            self._post(child.pipe.recv())
+            message = child.pipe.recv()
         except (EOFError, OSError):
             with self._lock:
                 self._keepers.pop(node, None)
@@ -197,6 +215,11 @@ class ProcessFleet:
                 child.process.join()
                 self._post(KeeperLost(node, f"exit code {child.process.exitcode}"))
                 child.pipe.close()
+            return
+        if message is None:
+            child.probes.pop(0).set_result(None)
+        else:
+            self._post(message)
 
     def _read_worker(self, worker: str, child: _Child) -> None:
         """A message, or the end of the pipe, which is the end of the process."""
@@ -229,7 +252,7 @@ def serve_worker(
         with sending:
             pipe.send(message)
 
-    worker = Worker(name, node, program, options, report)
+    worker = Worker(name, Place(node), program, options, report)
     worker.start()
     while True:
         try:

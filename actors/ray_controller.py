@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Protocol
 
 import ray
@@ -22,6 +22,7 @@ from actors.program import Factory
 from actors.ray_fleet import RayFleet
 from actors.ray_worker import Orphanage, end_process
 from actors.shell import JOURNAL, Shell
+from actors.sources import digest_of_sources
 from actors.storage import Storage, open_storage
 from actors.trainer import WorkerOptions
 from elastic.commands import Stopped
@@ -37,6 +38,10 @@ END_PATIENCE_S = 5.0
 STORAGE_PATIENCE_S = 45.0
 """Less than the driver's for a controller that does not come back."""
 NICENESS = 10
+OTHER_SOURCES = (
+    "the controller on {} runs other sources than this command: install one working tree "
+    "everywhere, or send it along with `ray job submit --working-dir .`"
+)
 
 
 class Observer(Protocol):
@@ -64,9 +69,12 @@ class Run:
     leavers: tuple[tuple[int, Event], ...] = ()
     """What shall be posted once a step has committed: planned removals."""
     observers: tuple[Factory, ...] = ()
-    num_gpus: float = 0.0
+    resources: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
+    """What each worker asks the cluster for, as options of its actor."""
     orphan_timeout_s: float = 30.0
     detached: bool = False
+    sources: str = ""
+    """The digest of the driver's, which the controller's must equal."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,11 @@ class Progress:
     outcome: Stopped | None = None
     undelivered: tuple[str, ...] = ()
     """One line an observer about what it could not deliver."""
+    is_stopping: bool = False
+    """Somebody has asked for the end, which comes when the last checkpoint is saved."""
+    is_detached: bool = False
+    driver_silence_s: float = 0.0
+    """Falls whenever the driver asks; who is not detached and hears nobody will stop."""
     trouble: str = ""
     """Why storage does not take the run's lines at present."""
 
@@ -107,8 +120,11 @@ class RayController:
     """Drives one run from begin to end; it lives as long as somebody asks or it is detached."""
 
     def __init__(self, run: Run) -> None:
+        if run.sources not in ("", digest_of_sources()):
+            raise RunRefused(OTHER_SOURCES.format(ray.util.get_node_ip_address()))
         self._run = run
         self._driver_silence_s = 0.0
+        self._is_stopping = False
         self._me = ray.get_runtime_context()
         self._orphanage = Orphanage(run.orphan_timeout_s, self._end)
         self._progress = Progress()
@@ -118,7 +134,7 @@ class RayController:
             run.name,
             run.program,
             run.options,
-            run.num_gpus,
+            run.resources,
             run.orphan_timeout_s,
             self._shell.post,
             self._lease.epoch,
@@ -166,10 +182,17 @@ class RayController:
         if patience_s:
             self._driver_silence_s = 0.0
         self._ended.wait(patience_s)
-        return replace(self._progress, trouble=self._shell.trouble)
+        return replace(
+            self._progress,
+            is_stopping=self._is_stopping,
+            is_detached=self._run.detached,
+            driver_silence_s=self._driver_silence_s,
+            trouble=self._shell.trouble,
+        )
 
     @ray.method(concurrency_group="driver")
     def request_stop(self, cause: str) -> None:
+        self._is_stopping = True
         self._shell.post(StopRequested(cause))
 
     @ray.method(concurrency_group="layouts")
@@ -233,6 +256,7 @@ class RayController:
                 lifetime="detached",
                 num_cpus=0,
                 enable_task_events=False,
+                scheduling_strategy=self._fleet.beside,
             )
             .remote(factory, self._run.name, self._run.orphan_timeout_s)
         )

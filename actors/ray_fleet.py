@@ -16,7 +16,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
+from actors.ray_drains import Drains
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
 from actors.trainer import WorkerOptions
@@ -62,7 +64,7 @@ class RayFleet:
         run_name: str,
         program: Factory,
         options: WorkerOptions,
-        num_gpus: float,
+        resources: dict[str, Any],
         orphan_timeout_s: float,
         post: Callable[[Event], None],
         incarnation: int,
@@ -70,24 +72,28 @@ class RayFleet:
         self._run_name = run_name
         self._program = program
         self._options = options
-        self._num_gpus = num_gpus
+        self._resources = resources
         self._orphan_timeout_s = orphan_timeout_s
         self._post = post
         self._incarnation = incarnation
         self._node = ray.get_runtime_context().get_node_id()
+        self.beside = NodeAffinitySchedulingStrategy(self._node, soft=True)
+        """Where the store and the observers go; Ray would spread them over all machines."""
         self._controller = ray.get_runtime_context().current_actor
         self._seats: dict[str, _Seat] = {}
         self._probed: set[str] = set()
         self._agents: dict[str, Any] = {}
         self._keepers: dict[str, Any] = {}
         self._store: Any = None
+        self._drains = Drains(post)
+        self._watcher = watch_this_machine()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
-        kind = self._detached(RayStore, name, num_cpus=0)
+        kind = self._detached(RayStore, name, num_cpus=0, scheduling_strategy=self.beside)
         self._take_store(kind.remote(self._orphan_timeout_s))
 
     def _take_store(self, store: Any) -> None:
@@ -97,12 +103,7 @@ class RayFleet:
 
     def start_workers(self, workers: Sequence[str]) -> None:
         for worker in workers:
-            actor = self._detached(
-                RayWorker,
-                worker,
-                num_cpus=0 if self._num_gpus else 1,
-                num_gpus=self._num_gpus,
-            ).remote(
+            actor = self._detached(RayWorker, worker, **self._resources).remote(
                 worker,
                 self._program,
                 self._options,
@@ -173,6 +174,19 @@ class RayFleet:
         future: Future[int] = answer.future()
         return future
 
+    def probe_keeper(self, node: str) -> Future[None]:
+        keepers = self._keepers_on([node])
+        if not keepers:
+            missing: Future[None] = Future()
+            missing.set_exception(ProcessLookupError(node))
+            return missing
+        answer: Future[None] = keepers[0].hear.remote().future()
+        return answer
+
+    def stop_keeper(self, node: str) -> None:
+        for keeper in self._keepers_on([node]):
+            ray.kill(keeper)
+
     def newest_generation(self) -> int:
         """See `Survivors`; who has only begun to start may not answer in time."""
         asked = [a.newest_generation.remote() for a in find_actors(self._run_name).values()]
@@ -236,6 +250,7 @@ class RayFleet:
     def close(self) -> None:
         """End all actors of the run and wait until Ray has seen the last of them gone."""
         self._closed.set()
+        self._watcher.close()
         with self._lock:
             workers = list(self._seats)
         for worker in workers:
@@ -319,12 +334,11 @@ class RayFleet:
         while not self._closed.wait(HEARTBEAT_S):
             with suppress(ray.exceptions.RayError, ValueError):  # the next beat tries again
                 self._send_agents()
+            with suppress(ray.exceptions.RayError):  # likewise
+                self._exchange_notices()
             with self._lock:
                 seats = list(self._seats.items())
                 agents = list(self._agents.items())
-                keepers = list(self._keepers.values())
-            for keeper in keepers:
-                keeper.hear.remote()
             for worker, seat in seats:
                 if seat.pid and worker not in self._probed:
                     seat.actor.signs_of_life.remote()
@@ -333,11 +347,21 @@ class RayFleet:
             for node, agent in agents:
                 self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
 
-    def _agent_heard(self, node: str, answer: Future[None]) -> None:
+    def _agent_heard(self, node: str, answer: Future[Notice | None]) -> None:
         """Without an agent `ray.kill` does its work, until the next beat sends another."""
-        if answer.exception() is not None:
-            with self._lock:
-                self._agents.pop(node, None)
+        if answer.exception() is None:
+            self._drains.take(node, answer.result())
+            return
+        with self._lock:
+            self._agents.pop(node, None)
+
+    def _exchange_notices(self) -> None:
+        """This machine has no agent; what Ray says matters of nodes where something of ours is."""
+        with self._lock:
+            nodes = {seat.node for seat in self._seats.values()} | self._keepers.keys()
+        if self._node in nodes:
+            self._drains.take(self._node, self._watcher.notice)
+        self._drains.exchange(nodes)
 
     def _send_agents(self) -> None:
         with self._lock:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import ray._private.worker as driver
+from ray._private import state
 from ray._private.authentication.authentication_token_setup import (
     maybe_enable_token_auth_if_token_available,
 )
+from ray.core.generated import autoscaler_pb2
 
 
 def hush_driver() -> None:
@@ -36,3 +39,25 @@ def end_log_monitor() -> None:
     ten times a second, a hundredth of a core; only `ray start` has a public switch for it.
     """
     driver._global_node.kill_log_monitor(check_alive=False)
+
+
+def draining_nodes() -> dict[str, float]:
+    """By node the announced end, in seconds since the epoch, or 0 for none; the public state API
+    tells only of the dead. Raises RayError."""
+    told = state.state.get_draining_nodes()
+    return {node: deadline_ms / 1000 for node, deadline_ms in told.items()}
+
+
+def drain_node(node: str, cause: str, deadline: float) -> None:
+    """Have Ray place nothing on a node any more, and the autoscaler replace it; whatever runs there
+    runs on. The command `ray drain-node` does the same, and nothing public does. Raises RayError.
+    """
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    driver.global_worker.gcs_client.drain_node(node, reason, cause, int(deadline * 1000))
+
+
+def job_folder() -> Path | None:
+    """The folder into which Ray has unpacked the working directory of the submitted job that this
+    process runs in, or None. Ray deletes it with the job, and tells nobody."""
+    here = Path.cwd()
+    return here if "working_dir_files" in here.parts else None

@@ -15,8 +15,10 @@ import ray
 
 from actors.interface import choose_interface
 from actors.keeper import KeeperServer
+from actors.notices import Notice, watch_this_machine
 from actors.output import KeptOutput
 from actors.program import Factory
+from actors.ray_place import node_type_here, place_here
 from actors.storage import open_storage
 from actors.store import open_store
 from actors.system import sample
@@ -27,8 +29,6 @@ from elastic.keeping import Keeper
 from elastic.reattaching import Outbox
 
 SAMPLE_EVERY_S = 10.0
-NODE_GROUP = "ray.io/node-group"
-"""The label in which the autoscaler and KubeRay say of which type a node is."""
 
 
 def end_process() -> None:
@@ -74,22 +74,22 @@ class RayWorker:
     ) -> None:
         choose_interface()
         self._name = name
-        self._node = ray.get_runtime_context().get_node_id()
-        self._node_type = ray.get_runtime_context().get_node_labels().get(NODE_GROUP, "")
+        self._place = place_here()
+        self._node_type = node_type_here()
         self._controller = controller
         self._orphanage = Orphanage(orphan_timeout_s)
         self._outbox = Outbox(incarnation)
         self._telling = threading.Lock()
         self._look = threading.Event()
         self._output = KeptOutput(open_storage(options.run_folder), name)
-        self._worker = Worker(name, self._node, program, options, self._report)
+        self._worker = Worker(name, self._place, program, options, self._report)
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
     def start(self) -> tuple[str, int]:
         """Begin to warm up, if not done; returns at once, with the node's id and this process's."""
         self._worker.start()
-        return self._node, os.getpid()
+        return self._place.node, os.getpid()
 
     @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:
@@ -170,8 +170,8 @@ class RayKeeper:
 
     def __init__(self, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
-        node = ray.get_runtime_context().get_node_id()
-        self._server = KeeperServer(node, "", ray.util.get_node_ip_address())
+        place = place_here()
+        self._server = KeeperServer(place.node, place.rack, ray.util.get_node_ip_address())
 
     def keeper(self) -> Keeper:
         return self._server.keeper
@@ -191,10 +191,12 @@ class RayKeeper:
 
 
 class RayAgent:
-    """One a node: ends processes by signal, which Ray cannot do to a stopped one in time."""
+    """One a node: ends processes by signal, which Ray cannot do to a stopped one in time, and
+    watches for notices that the node will be gone."""
 
     def __init__(self, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
+        self._watcher = watch_this_machine()
 
     def kill(self, pid: int) -> None:
         try:
@@ -202,5 +204,7 @@ class RayAgent:
         except ProcessLookupError:
             return  # it is gone already, which is what was wanted
 
-    def hear(self) -> None:
+    def hear(self) -> Notice | None:
+        """Somebody is there, and is told what this machine has been told of its end."""
         self._orphanage.hear()
+        return self._watcher.notice

@@ -38,6 +38,7 @@ from elastic.commands import (
     StartKeeper,
     StartStore,
     StartWorkers,
+    StopKeeper,
     Stopped,
     StopWorker,
     Waited,
@@ -238,12 +239,8 @@ class Shell:
                 | SaveCheckpoint()
             ):
                 fleet.send(command.workers, command)
-            case StartKeeper():
-                fleet.start_keeper(command.node)
-            case AskKeepers():
-                fleet.ask_keepers(command.nodes, command.generation)
-            case ForgetSnapshots():
-                fleet.forget_snapshots(command.nodes, command.generation)
+            case StartKeeper() | StopKeeper() | AskKeepers() | ForgetSnapshots():
+                self._reach_keepers(command)
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._publisher.order(command)
             case RecordStep():
@@ -252,6 +249,19 @@ class Shell:
                 self.outcome = command
             case Relaid() | RolledBack() | Warned() | Waited() | LayoutAnswered():
                 pass  # telling it was all there was to do
+
+    def _reach_keepers(
+        self, command: StartKeeper | StopKeeper | AskKeepers | ForgetSnapshots
+    ) -> None:
+        match command:
+            case StartKeeper():
+                self._fleet.start_keeper(command.node)
+            case StopKeeper():
+                self._fleet.stop_keeper(command.node)
+            case AskKeepers():
+                self._fleet.ask_keepers(command.nodes, command.generation)
+            case ForgetSnapshots():
+                self._fleet.forget_snapshots(command.nodes, command.generation)
 
     def _record(self, record: StepRecord) -> None:
         """A step's line, and what was to be told once it has committed."""

@@ -1,10 +1,13 @@
-"""One digest of all sources that workers must agree on."""
+"""One digest of all sources that driver, controller and workers must agree on."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+
+from elastic.specs import TensorSpec
 
 PACKAGES = ("elastic", "actors", "pipelines")
 
@@ -19,3 +22,8 @@ def digest_of_sources() -> str:
             digest.update(str(file.relative_to(root)).encode())
             digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def digest_of_program(specs: Sequence[TensorSpec]) -> str:
+    """SHA-256 over the sources and the tensors that they make of a run's settings."""
+    return hashlib.sha256(f"{digest_of_sources()} {tuple(specs)}".encode()).hexdigest()

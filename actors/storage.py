@@ -14,6 +14,8 @@ from urllib.parse import parse_qsl, urlsplit
 import pyarrow
 from pyarrow import fs
 
+from actors.credentials import has_credentials
+
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 5.0, 60.0
 S3_OPTIONS = ("region", "endpoint_override")
 """What the query of an s3:// URL may say; credentials come from the environment."""
@@ -63,7 +65,7 @@ def open_storage(url: str) -> Storage:
     if not is_remote(url):
         return DiskStorage(Path(url.removeprefix("file://")).resolve())
     parts = urlsplit(url)
-    if "@" in parts.netloc:
+    if "@" in parts.netloc or has_credentials(url):
         raise ValueError("credentials belong in the environment, not in the URL")
     if parts.scheme == "s3":
         return ObjectStorage(url, _s3(dict(parse_qsl(parts.query))), _path(parts))

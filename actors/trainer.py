@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from actors.program import Program, Replica, StateBytes
 from actors.side_stream import held_still
 from actors.snapshot_memory import read_snapshot
 from actors.snapshots import Snapshots
-from actors.sources import digest_of_sources
+from actors.sources import digest_of_program
 from actors.stepping import Stepper
 from actors.storage import open_storage
 from elastic.assignment import Assignment
@@ -95,9 +94,8 @@ class Trainer:
         self.snapshots = Snapshots(self.worker, self.node, self.specs, every, self.faults)
         run = open_storage(self.options.run_folder)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
-        described = f"{digest_of_sources()} {self.specs}"
         self._share = lru_cache(maxsize=1)(self._compute_share)
-        self.digest = hashlib.sha256(described.encode()).hexdigest()
+        self.digest = digest_of_program(self.specs)
 
     def form(self, order: Form) -> None:
         """Leave the old generation, meet the new one, build the program without values."""

@@ -1,4 +1,4 @@
-"""Watching: every worker is asked for a sign of life, and silence becomes a suspicion.
+"""Watching: every worker and keeper is asked for a sign of life, and silence becomes a suspicion.
 
 A commit is as good as an answer from every member, since none happens without all of them.
 """
@@ -10,10 +10,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from actors.fleet import Fleet
 from elastic.events import (
     Event,
+    KeeperLost,
+    KeeperReady,
+    KeeperSuspected,
     Progressed,
     StepCommitted,
     WorkerLost,
@@ -21,18 +25,21 @@ from elastic.events import (
     WorkerSuspected,
 )
 
+T = TypeVar("T")
 LOOK_EVERY_S = 0.25
 ASK_EVERY_S = 1.0
 PATIENCE_S = 1.0
 """Four workers and three importing joiners on two cores answer within 0.05 s (FACTS: Ray)."""
+KEEPER_PATIENCE_S = 5.0
+"""A keeper serves nobody's training thread, and may be busy with a large snapshot."""
 QUIET_S = 10.0
 """After so long without a commit, signs of life are told to the core."""
 
 
 @dataclass
-class _Question:
+class _Question(Generic[T]):
     asked: float
-    answer: Future[int]
+    answer: Future[T]
 
 
 class Watch:
@@ -42,7 +49,8 @@ class Watch:
         """`generation` is the one that may be training already."""
         self._fleet = fleet
         self._post = post
-        self._questions: dict[str, _Question | None] = {}
+        self._questions: dict[str, _Question[int] | None] = {}
+        self._of_keepers: dict[str, _Question[None] | None] = {}
         self._signs: dict[str, int] = {}
         self._suspected: set[str] = set()
         self._generation = generation
@@ -60,6 +68,10 @@ class Watch:
                 case WorkerLost():
                     self._questions.pop(event.worker, None)
                     self._signs.pop(event.worker, None)
+                case KeeperReady():
+                    self._of_keepers[event.keeper.node] = None
+                case KeeperLost():
+                    self._of_keepers.pop(event.node, None)
                 case StepCommitted():
                     self._last_commit = time.monotonic()
                     self._generation = event.generation
@@ -74,6 +86,8 @@ class Watch:
                 advanced = False
                 for worker in list(self._questions):
                     advanced |= self._look(worker, time.monotonic())
+                for node in list(self._of_keepers):
+                    self._look_at_keeper(node, time.monotonic())
                 self._tell_progress(advanced, time.monotonic())
 
     def _look(self, worker: str, now: float) -> bool:
@@ -94,6 +108,17 @@ class Watch:
         if question is None or now - question.asked >= ASK_EVERY_S:
             self._questions[worker] = _Question(now, self._fleet.probe(worker))
         return advanced
+
+    def _look_at_keeper(self, node: str, now: float) -> None:
+        """A silent one is told of again and again: what it keeps may not be needed any more."""
+        question = self._of_keepers[node]
+        if question is not None and not question.answer.done():
+            if now - question.asked > KEEPER_PATIENCE_S:
+                silence = f"no answer to a probe in {KEEPER_PATIENCE_S:g} s"
+                self._post(KeeperSuspected(node, silence))
+                self._of_keepers[node] = _Question(now, question.answer)
+        elif question is None or now - question.asked >= ASK_EVERY_S:
+            self._of_keepers[node] = _Question(now, self._fleet.probe_keeper(node))
 
     def _tell_progress(self, advanced: bool, now: float) -> None:
         if advanced and now - max(self._last_commit, self._last_told) > QUIET_S:

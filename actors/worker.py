@@ -27,8 +27,10 @@ from actors.groups import Formation
 from actors.interruption import Interruption, SaveWish
 from actors.program import Factory, Program
 from actors.standstill import Standstill
+from actors.storage import open_storage
 from actors.system import keep_freed_memory, peak_bytes
 from actors.torch_private import groups_in_use
+from actors.traces import keep_stacks
 from actors.trainer import Trainer, WorkerOptions
 from elastic.commands import (
     Abort,
@@ -44,6 +46,7 @@ from elastic.commands import (
 )
 from elastic.events import CheckpointDamaged, Event, WorkerRaised, WorkerReady
 from elastic.reattaching import Intake
+from elastic.seating import Place
 
 NO_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA out of memory")
 """In the text also of a mere RuntimeError, as which torch tells it of the host."""
@@ -67,13 +70,13 @@ class Worker:
     def __init__(
         self,
         name: str,
-        node: str,
+        place: Place,
         program: Factory,
         options: WorkerOptions,
         report: Callable[[Event], None],
     ) -> None:
         self.name = name
-        self._node = node
+        self._place = place
         self._factory = program
         self._options = options
         self._report = report
@@ -97,6 +100,9 @@ class Worker:
             return
         match order:
             case Abort():
+                if order.is_hang:
+                    run = open_storage(self._options.run_folder)
+                    keep_stacks(run, self.name, order.generation, order.cause)
                 self._interruption.aborted_generation = max(
                     self._interruption.aborted_generation, order.generation
                 )
@@ -149,7 +155,7 @@ class Worker:
             keep_freed_memory()
         program.warm_up()
         self._trainer = Trainer(
-            self.name, self._node, program, self._options, self._report, self._interruption
+            self.name, self._place.node, program, self._options, self._report, self._interruption
         )
         gc.collect()
         gc.freeze()  # what imports left behind need not be walked at every generation's end
@@ -159,8 +165,9 @@ class Worker:
         self._report(
             WorkerReady(
                 self.name,
-                self._node,
+                self._place.node,
                 os.getpid(),
+                self._place.rack,
                 memory_bytes=memory_bytes,
                 digest=self._trainer.digest,
             )

@@ -23,6 +23,7 @@ from processes import thaw
 from report import bootstrap_interval, console, show_table
 
 from elastic.layout import Layout
+from pipelines.run_folder import RECIPE
 from pipelines.sweep import UNDISTURBED
 
 WARM_UP_STEPS = 10
@@ -110,7 +111,7 @@ def compare(
         storage = Path(name)
         with elastic_train(storage, "byte_lm", arguments) as ours:
             ours.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
-            with peer_run(bare_loop(script, ours.folder.recipe, num_workers)) as bare:
+            with peer_run(bare_loop(script, ours.folder.path / RECIPE, num_workers)) as bare:
                 bare.wait_until(
                     lambda: len(bare.steps) >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps"
                 )

@@ -29,9 +29,9 @@ FOLDERS = {
 }
 """What is said of folders that are no packages."""
 LOOSE = {
-    "deploy/": "What watches runs on a cluster: alerts for Prometheus, a board for Grafana",
     "docs/": "How it works, formats, facts: begin at docs/README.md",
     "cluster.yaml": "A Ray cluster on AWS that can run this: see docs/cluster.md",
+    "deploy/": "The image, a RayJob for Kubernetes, alerts for Prometheus, a board for Grafana",
 }
 
 

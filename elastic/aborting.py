@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from elastic.blaming import verdict
 from elastic.commands import Abort, Command, SetAside, Settle, StopWorker
 from elastic.events import CheckpointDamaged, Quiesced, Settled, WorkerRaised
 from elastic.fitting import Shortage, advice
@@ -31,12 +32,15 @@ def participants(state: CoreState) -> set[str]:
     return set(state.members()) & state.seats.keys()
 
 
-def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[Command]:
+def abort(
+    state: CoreState, now: float, cause: str, num_lost: int = 0, is_hang: bool = False
+) -> list[Command]:
     """Break off the generation; its survivors unwind."""
     pending = participants(state)
     policy, broken = state.policy, state.phase
     state.num_attempts += 1
     state.last_failure = cause
+    state.paused_at = None
     phase = Aborting(
         cause,
         pending,
@@ -50,7 +54,7 @@ def abort(state: CoreState, now: float, cause: str, num_lost: int = 0) -> list[C
     state.enter(phase)
     if not pending:
         return _conclude(state, now, phase)
-    return [Abort(state.generation, tuple(sorted(pending)), cause)]
+    return [Abort(state.generation, tuple(sorted(pending)), cause, is_hang)]
 
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
@@ -219,6 +223,8 @@ def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
         state.ending = state.ending or phase.raised
     elif state.committed_step >= state.job.steps and living(state) and not state.rewind:
         state.ending = state.ending or Ending("completed")
+    elif to_blame := verdict(state):
+        state.ending = state.ending or Ending("failed", to_blame)
     elif state.num_attempts >= state.policy.max_attempts:
         reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"
         state.ending = state.ending or Ending("failed", reason)

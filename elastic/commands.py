@@ -32,6 +32,14 @@ class StartKeeper:
 
 
 @dataclass(frozen=True, slots=True)
+class StopKeeper:
+    """End a keeper's process for good; another is started when there is need."""
+
+    node: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Protect:
     """Bring snapshots to these keepers from now on, each worker to its own, the nearest first."""
 
@@ -78,6 +86,8 @@ class Abort:
     generation: int
     workers: tuple[str, ...]
     cause: str
+    is_hang: bool = False
+    """Somebody stands still: where everybody does is to be kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +244,8 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something that a person should know of: `kind` is `skipped`, `spike` or `audit`."""
+    """Something that a person should know of: `kind` is `skipped`, `spike`, `audit` or
+    `notice`."""
 
     generation: int
     step: int
@@ -283,6 +294,7 @@ Command = (
     StartStore
     | StartWorkers
     | StartKeeper
+    | StopKeeper
     | Protect
     | AskKeepers
     | ForgetSnapshots

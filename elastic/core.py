@@ -14,6 +14,9 @@ from elastic import (
     aborting,
     auditing,
     forming,
+    giving_way,
+    growing,
+    leaving,
     protecting,
     restarting,
     roster,
@@ -32,8 +35,10 @@ from elastic.events import (
     GroupFormed,
     KeeperLost,
     KeeperReady,
+    KeeperSuspected,
     KeeperTold,
     LayoutRequested,
+    NodeAtRisk,
     NodeDraining,
     PartFailed,
     PartWritten,
@@ -86,13 +91,16 @@ class Core:
     def next_deadline(self) -> float | None:
         """When the core wants to be woken, in seconds, if nothing happens before."""
         state, phase = self.state, self.state.phase
-        times = [roster.start_deadline(state)]
+        times = [roster.start_deadline(state), leaving.leave_deadline(state)]
+        times += [leaving.drain_end(state)]
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
                 times += [state.asked_until if state.asked else inf]
+                times += [giving_way.give_way_deadline(state)]
             case Running():
-                times += [running.hang_deadline(state, phase), running.growth_deadline(state)]
+                times += [running.hang_deadline(state, phase), growing.growth_deadline(state)]
+                times += [growing.idle_deadline(state)]
                 times += [protecting.protect_deadline(state), saving.wish_deadline(state)]
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
@@ -119,16 +127,16 @@ class Core:
             case StoreLost():
                 state.store_host, state.store_port = "", 0
                 return [StartStore()]
-            case KeeperReady() | KeeperLost() | KeeperTold():
-                protecting.on_keeper(state, now, event)
+            case KeeperReady() | KeeperSuspected() | KeeperLost() | KeeperTold():
+                return protecting.on_keeper(state, now, event)
             case WorkerReady():
                 return roster.welcome(state, now, event)
             case WorkerLost():
                 return self._lose(now, event)
             case WorkerSuspected():
                 return self._suspect(now, event)
-            case WorkerLeaving() | NodeDraining():
-                return self._let_go(event)
+            case WorkerLeaving() | NodeDraining() | NodeAtRisk():
+                return leaving.on_notice(state, now, event)
             case WorkerRaised():
                 return aborting.on_raised(state, now, event)
             case LayoutRequested():
@@ -201,6 +209,7 @@ class Core:
             policy=event.policy,
             wish=event.wish,
             job=event.job,
+            digest=event.job.digest or None,
             incarnation=event.incarnation,
             generation=old.generation,
             history=old.generation,
@@ -244,13 +253,6 @@ class Core:
             state.ending = None
         return forming.go_on(state, now)
 
-    def _let_go(self, event: WorkerLeaving | NodeDraining) -> list[Command]:
-        """Members go at the next boundary, those who do nothing at once."""
-        leavers = roster.mark_leaving(self.state, event)
-        holders = (held.holders for held in self.state.holdings())
-        busy = aborting.participants(self.state).union(*holders)
-        return [StopWorker(w, "it leaves by plan") for w in leavers if w not in busy]
-
     def _suspect(self, now: float, event: WorkerSuspected) -> list[Command]:
         state = self.state
         if event.worker not in state.warm:
@@ -267,12 +269,15 @@ class Core:
         """Something took too long."""
         state, phase = self.state, self.state.phase
         protecting.stop_asking(state, now)
+        leaving.end_drains(state, now)
+        if now >= leaving.leave_deadline(state):
+            return leaving.leave_at_once(state, now)
         match phase:
             case Forming() | Relaying() if now >= phase.deadline:
                 late = ", ".join(sorted(phase.pending)[:4])
                 return aborting.abort(state, now, f"{type(phase).__name__} is late: {late}")
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
-                return aborting.abort(state, now, "no progress: a worker hangs")
+                return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
             case Aborting() if now >= phase.deadline:
                 return aborting.on_deadline(state, now)
             case Saving() if now >= phase.deadline or phase.retry_at is not None:
@@ -282,8 +287,8 @@ class Core:
     def _follow_up(self, now: float) -> list[Command]:
         state, commands = self.state, saving.publish_whole(self.state)
         if isinstance(state.phase, Waiting):
-            commands += forming.go_on(state, now)
+            commands += giving_way.give_way(state, now) + forming.go_on(state, now)
         elif isinstance(state.phase, Running):
             commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
-            commands += saving.wish(state, now)
+            commands += saving.wish(state, now) + growing.give_back(state, now)
         return commands + roster.start_missing(state, now)

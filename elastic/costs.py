@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from elastic.job import Capacity, Job
+from elastic.layout import Layout
 from elastic.stages import deal_layers
 from elastic.wish import Wish
 from elastic.zero import zero_in_step
@@ -48,6 +49,12 @@ def step_cost(axes: Wish, job: Job, capacity: Capacity) -> StepCost:
         return compute
     traffic = _traffic(axes, job, capacity)
     return lambda dp, fsdp: compute(dp, fsdp) + traffic(dp, fsdp)
+
+
+def cost_of(layout: Layout, job: Job, capacity: Capacity) -> float:
+    """What a step costs under a layout, in microbatches."""
+    axes = Wish(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
+    return step_cost(axes, job, capacity)(layout.dp, layout.fsdp)
 
 
 def costliest_share(layer_costs: tuple[int, ...], pp: int, vp: int) -> float:

@@ -110,6 +110,16 @@ class NodeDraining:
 
     node: str
     deadline: float
+    cause: str = ""
+    """Who says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAtRisk:
+    """A node may be taken before long, and nobody says when."""
+
+    node: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +127,14 @@ class KeeperReady:
     """A node's keeper takes snapshots."""
 
     keeper: Keeper
+
+
+@dataclass(frozen=True, slots=True)
+class KeeperSuspected:
+    """A keeper does not answer."""
+
+    node: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +350,9 @@ Event = (
     | WorkerSuspected
     | WorkerLeaving
     | NodeDraining
+    | NodeAtRisk
     | KeeperReady
+    | KeeperSuspected
     | KeeperLost
     | KeeperTold
     | GroupFormed

@@ -121,6 +121,7 @@ def wait(
 ) -> list[Command]:
     """Stay in, or go to, Waiting; a new reason is told once."""
     phase = state.phase
+    state.num_given_back = 0
     if not isinstance(phase, Waiting):
         state.enter(Waiting(reason, now, until, is_short))
         return [Waited(reason)]
@@ -160,10 +161,10 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
 
 
 def _note_arrival(state: CoreState, phase: Aborting, event: StateReady) -> None:
-    """The re-layout is broken off, but this part of it is there."""
+    """The re-layout is broken off, but this part of it is there; who only gave has none."""
     held = state.also_held
-    if held and held.assignment.generation == event.generation and event.worker in phase.pending:
-        held.holders.add(event.worker)
+    if held and held.assignment.generation == event.generation:
+        held.holders |= {event.worker} & phase.pending & set(held.assignment.members)
 
 
 def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
@@ -175,16 +176,18 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     begin_shelf(state, now)
     begin_saving(state, now)
     spares = state.warm - state.leaving - set(members)
-    state.spare_since = now if spares else None
+    state.spare_since = state.idle_since = now if spares else None
+    state.num_given_way = 0
     _note_links(state, phase)
     state.enter(Running(now, now))
+    state.boundary_at, state.relayout_s = now, now - attempt.started
     relaid = Relaid(
         state.generation,
         state.committed_step,
         attempt.source,
         sum(event.bytes_moved for event in phase.ready.values()),
         sum(event.bytes_needed for event in phase.ready.values()),
-        now - attempt.started,
+        state.relayout_s,
     )
     held = [phase.ready[worker] for worker in members]
     resume = Resume(
@@ -240,6 +243,8 @@ def _lacking(state: CoreState) -> str:
     num_staying, num_wanted = state.num_staying(), state.policy.min_workers
     if not state.store_port:
         return "the store is starting"
+    if state.num_given_way and not state.seats.keys() - state.leaving:
+        return f"{num_wanted} workers could not be had at once: they are asked for again later"
     if num_staying < num_wanted:
         return f"{num_staying} of at least {num_wanted} workers are ready"
     if any(upload.is_published for upload in state.uploads.values()) and not living(state):

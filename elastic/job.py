@@ -23,16 +23,18 @@ class LinkSpeeds:
 class Job:
     """What the core knows of the training job.
 
-    A step has `num_microbatches`. All state together has `state_bytes`, `param_bytes` of it
-    parameters (0: not known), and so of the experts among it; a worker needs `margin` times its
-    part. `steps` is where the run ends; a checkpoint is due at each multiple of
-    `checkpoint_every` (0: only at the end).
+    A step has `num_microbatches`, each of `microbatch` samples (0: not known). All state together
+    has `state_bytes`, `param_bytes` of it parameters (0: not known), and so of the experts among
+    it; a worker needs `margin` times its part. `steps` is where the run ends; a checkpoint is due
+    at each multiple of `checkpoint_every` (0: only at the end).
     `limits` are what the model's shape allows of the model axes, `layer_costs` what its layers
     cost (none: all the same). One microbatch takes one worker `microbatch_s`, and its hidden
-    state between two layers has `activation_bytes` (0: not known).
+    state between two layers has `activation_bytes` (0: not known). `digest` is of the driver's
+    sources and tensor specs, which each worker's must equal ("": the first worker's counts).
     """
 
     num_microbatches: int = 1
+    microbatch: int = 0
     state_bytes: int = 0
     param_bytes: int = 0
     expert_state_bytes: int = 0
@@ -45,6 +47,7 @@ class Job:
     activation_bytes: int = 0
     microbatch_s: float = 0.0
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
+    digest: str = ""
 
     @property
     def num_layers(self) -> int | None:

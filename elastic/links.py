@@ -6,12 +6,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from elastic.assigning import capacity_of
-from elastic.costs import step_cost
+from elastic.costs import cost_of
 from elastic.job import Capacity, Job, LinkSpeeds
 from elastic.layout import Layout
 from elastic.seating import Place, Topology
 from elastic.state import CoreState
-from elastic.wish import Wish
 
 LEAST_COMPUTE = 0.1
 """Of a step: traffic that hides behind compute may seem to leave less than nothing."""
@@ -38,12 +37,8 @@ def informed(job: Job, layout: Layout | None, median_step_s: float, capacity: Ca
     left of them without the traffic, which is estimated, but at least `LEAST_COMPUTE`."""
     if layout is None or not median_step_s or job.links == LinkSpeeds():
         return job
-    axes = Wish(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
-    without_links = replace(job, links=LinkSpeeds())
-    num_microbatches, with_seconds = (
-        step_cost(axes, one, capacity)(layout.dp, layout.fsdp)
-        for one in (without_links, replace(job, microbatch_s=1.0))
-    )
+    num_microbatches = cost_of(layout, replace(job, links=LinkSpeeds()), capacity)
+    with_seconds = cost_of(layout, replace(job, microbatch_s=1.0), capacity)
     traffic_s = with_seconds - num_microbatches
     compute_s = max(median_step_s - traffic_s, LEAST_COMPUTE * median_step_s)
     return replace(job, microbatch_s=compute_s / num_microbatches)

@@ -27,6 +27,16 @@ class Policy:
     """The same before any step has committed: the first one may have to compile."""
     growth_settle_s: float = 2.0
     """How long a ready joiner waits for others that are still warming up."""
+    growth_horizon_s: float = 600.0
+    """A growth has to be worth its pause within this time; see `growing`."""
+    spare_timeout_s: float = 600.0
+    """Spares with which nothing has been gained for so long are given back."""
+    gang_timeout_s: float = 1800.0
+    """A run with fewer workers than the minimum gives them back if no other comes for so long."""
+    gang_pause_s: float = 30.0
+    """After how long it asks for workers again; it doubles, up to half an hour."""
+    gang_jitter: float = 0.0
+    """By what share of both times this run waits longer than others; from 0 to 1."""
     save_timeout_s: float = 300.0
     """How long the last checkpoint may take, with all its tries."""
     save_backoff_s: float = 5.0
@@ -65,3 +75,5 @@ class Policy:
     """So many workers that died while warming up, none of them ever ready: failed."""
     restart_backoff_s: float = 1.0
     """The pause after a worker died while warming up; it doubles, up to a minute."""
+    drain_grace_s: float = 60.0
+    """A node that is still there so long after its announced end is used again."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 from math import inf
 
 from elastic.backoff import backoff_s
-from elastic.commands import AskKeepers, Command, ForgetSnapshots, Protect, StartKeeper
-from elastic.events import KeeperLost, KeeperReady, KeeperTold
+from elastic.commands import AskKeepers, Command, ForgetSnapshots, Protect, StartKeeper, StopKeeper
+from elastic.events import KeeperLost, KeeperReady, KeeperSuspected, KeeperTold
 from elastic.keeping import Placement, place_snapshots, shortfall
 from elastic.parity import num_chunks_of
 from elastic.phases import Running
@@ -17,10 +17,18 @@ from elastic.state import CoreState, Shelf
 MAX_BACKOFF_S = 60.0
 
 
-def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | KeeperTold) -> None:
+def on_keeper(
+    state: CoreState,
+    now: float,
+    event: KeeperReady | KeeperSuspected | KeeperLost | KeeperTold,
+) -> list[Command]:
     """What a keeper tells, or its end: what it had is gone, and another is started in its place
     when there is need and time for it."""
     match event:
+        case KeeperSuspected():
+            # What it keeps may be needed where the living do not cover the state.
+            if event.node in state.keepers and living(state):
+                return [StopKeeper(event.node, event.cause)]
         case KeeperReady():
             state.starting_keepers.discard(event.keeper.node)
             state.keepers[event.keeper.node] = event.keeper
@@ -40,6 +48,7 @@ def on_keeper(state: CoreState, now: float, event: KeeperReady | KeeperLost | Ke
                 state.asked.discard(event.node)
                 state.slots[event.node] = event.slots
                 state.parities[event.node] = event.parities
+    return []
 
 
 def ask_keepers(state: CoreState, now: float) -> list[Command]:
@@ -116,7 +125,9 @@ def protect(state: CoreState, now: float) -> list[Command]:
     state.protect_at = None
     assignment = state.held.assignment
     topology = {worker: seat.place for worker, seat in state.seats.items()}
-    there = {topology[worker].node: topology[worker] for worker in sorted(state.warm)}
+    nodes = {topology[worker].node: topology[worker] for worker in sorted(state.warm)}
+    lasting = {node: place for node, place in nodes.items() if node not in state.draining}
+    there = lasting or nodes
     num_chunks = num_chunks_of(state.policy.snapshot_redundancy)
     wanted = place_snapshots(assignment, topology, sorted(there.values()), num_chunks)
     state.wanted_keepers = {node for copies in wanted.copies.values() for node in copies}

@@ -27,6 +27,13 @@ def _shift(state: CoreState, by_s: float) -> None:
     state.no_start_before += by_s
     state.no_keeper_before += by_s
     state.asked_until += by_s
+    state.no_growth_before += by_s
+    state.not_again_before += by_s
+    state.changes_at = [at + by_s for at in state.changes_at]
+    if state.idle_since is not None:
+        state.idle_since += by_s
+    if state.paused_at is not None:
+        state.paused_at += by_s
     if state.spare_since is not None:
         state.spare_since += by_s
     if state.protect_at is not None:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from elastic.backoff import backoff_s
+from elastic.blaming import note_loss
 from elastic.commands import Command, StartWorkers, StopWorker
-from elastic.events import NodeDraining, WorkerLeaving, WorkerReady
+from elastic.events import WorkerReady
 from elastic.phases import Ending, Running, Waiting
 from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
 
 MAX_BACKOFF_S = 60.0
+NUM_RECENT_CHANGES = 5
+"""Of so many the mean time between them counts."""
 
 
 def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     """A joiner is warm: a spare until an assignment takes it.
 
-    One that runs other sources than the first is turned away before a byte reaches it.
+    One that runs other sources than the driver is turned away before a byte reaches it.
     """
     if event.worker not in state.seats:
         return []  # its loss was told first
@@ -30,8 +33,14 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     state.ever_ready = True
     state.num_start_failures = 0
     state.no_start_before = 0.0
+    if event.node in state.draining:
+        state.leaving.add(event.worker)
+        state.draining[event.node].leavers.add(event.worker)
+        return [StopWorker(event.worker, "its node will be gone soon")]
     if state.spare_since is None:
         state.spare_since = now
+    if state.idle_since is None:
+        state.idle_since = now
     return []
 
 
@@ -41,6 +50,9 @@ def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
         return
     if worker not in state.warm | state.leaving:
         _count_start_failure(state, now, cause)
+    if worker not in state.leaving and worker in state.members():
+        note_change(state, now)
+        note_loss(state, worker)
     del state.seats[worker]
     state.warm.discard(worker)
     state.leaving.discard(worker)
@@ -49,14 +61,12 @@ def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
     break_uploads(state, lambda upload: worker in upload.pending)
 
 
-def mark_leaving(state: CoreState, event: WorkerLeaving | NodeDraining) -> list[str]:
-    """These workers shall hold no rank any more from the next boundary on."""
-    if isinstance(event, WorkerLeaving):
-        leavers = [event.worker] if event.worker in state.seats else []
-    else:
-        leavers = [w for w, seat in state.seats.items() if seat.node == event.node]
-    state.leaving.update(leavers)
-    return leavers
+def note_change(state: CoreState, now: float) -> None:
+    """Members are lost, or leave; all of one generation are one change."""
+    if state.changed_generation != state.generation:
+        state.changed_generation = state.generation
+        state.changes_at = [*state.changes_at[1 - NUM_RECENT_CHANGES :], now]
+    state.num_given_back = 0
 
 
 def start_missing(state: CoreState, now: float) -> list[Command]:
@@ -65,9 +75,9 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
     Not while survivors recover: the imports of a starting process would slow their first
     step down (measured 0.1 s of 0.2 s on two cores).
     """
-    num_missing = _num_missing(state)
-    if num_missing == 0 or now < state.no_start_before:
+    if now < start_deadline(state):
         return []
+    num_missing = _num_missing(state)
     names = tuple(f"w{state.next_worker + i}" for i in range(num_missing))
     state.next_worker += num_missing
     state.seats.update({name: Seat(now) for name in names})
@@ -75,8 +85,10 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
 
 
 def start_deadline(state: CoreState) -> float:
-    """When the pause after a failed start is over, if anybody is to be started."""
-    return state.no_start_before if _num_missing(state) else float("inf")
+    """When a pause before others are started is over, if anybody is to be started."""
+    if not _num_missing(state):
+        return float("inf")
+    return max(state.no_start_before, state.not_again_before)
 
 
 def _num_missing(state: CoreState) -> int:
@@ -86,13 +98,14 @@ def _num_missing(state: CoreState) -> int:
     )
     if not calm or state.ending:
         return 0
-    return max(0, state.policy.max_workers - (len(state.seats) - len(state.leaving)))
+    num_wanted = state.policy.max_workers - state.num_given_back
+    return max(0, num_wanted - (len(state.seats) - len(state.leaving)))
 
 
 def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     cause = (
-        f"{event.worker} on {event.node} runs other sources or settings than the others: start "
-        "all from one working tree"
+        f"{event.worker} on {event.node} runs other sources than the driver: install one working "
+        "tree everywhere, or send it along with `ray job submit --working-dir .`"
     )
     if not state.ever_formed:
         state.ending = Ending("user_error", cause)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from elastic.aborting import abort
 from elastic.commands import Command, Pause
 from elastic.events import Evaluated, Paused, Progressed, StepCommitted
-from elastic.forming import go_on, next_assignment
-from elastic.infeasible import Infeasible
+from elastic.forming import go_on
+from elastic.growing import note_pause, shall_grow
 from elastic.judging import commit
+from elastic.leaving import is_too_late_to_pause, leave_at_once, members_leave
 from elastic.phases import Ending, Pausing, Running
 from elastic.protecting import drop_older
+from elastic.roster import note_change
 from elastic.saving import expect_parts, note_loss
 from elastic.state import CoreState
 from elastic.wishing import changes_layout
@@ -27,7 +29,9 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     commands = commit(state, record)
     state.last_vote = event.vote
     _time(state, record.step_s)
+    note_pause(state, now, record.step_s)
     _progress(state, now)
+    state.boundary_at = now
     if isinstance(state.phase, Running):
         state.phase.num_commits += 1
     expect_parts(state, now, event.vote)
@@ -73,18 +77,21 @@ def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
         cause = state.ending.reason or state.ending.outcome
     elif state.rewind:
         cause = state.rewind.cause
-    elif state.leaving and not state.leaving.isdisjoint(state.members()):
+    elif members_leave(state):
+        if is_too_late_to_pause(state, now):
+            return leave_at_once(state, now)
         cause = "members leave"
+        note_change(state, now)
     elif state.former_wish:
         cause = "another layout" if changes_layout(state) else ""
         if not cause:
             state.former_wish = None  # the next forming would clear it
-    elif state.spare_since is not None and _may_grow(state, now):
-        state.spare_since = None  # asked once; the next joiner asks again
-        cause = "growth" if _growth_helps(state) else ""
+    elif shall_grow(state, now):
+        cause = "growth"
     if not cause:
         return []
     members = state.members()
+    state.paused_at = state.phase.last_progress
     state.enter(Pausing(cause, set(members), state.phase.last_progress))
     return [Pause(state.generation, members, cause)]
 
@@ -95,13 +102,6 @@ def hang_deadline(state: CoreState, phase: Running | Pausing) -> float:
     if not state.recent_step_s:
         patience_s = policy.first_step_timeout_s
     return phase.last_progress + patience_s
-
-
-def growth_deadline(state: CoreState) -> float:
-    """When a ready spare need not wait for other joiners any longer."""
-    if state.spare_since is None:
-        return float("inf")
-    return state.spare_since + state.policy.growth_settle_s
 
 
 def _time(state: CoreState, step_s: float) -> None:
@@ -117,23 +117,6 @@ def _close_gap(state: CoreState, now: float) -> list[Command]:
     if not isinstance(state.phase, Running | Pausing):
         return []
     return abort(state, now, f"no report of step {state.committed_step + 1} has come")
-
-
-def _may_grow(state: CoreState, now: float) -> bool:
-    all_warm = len(state.seats) == len(state.warm)
-    return all_warm or now >= growth_deadline(state)
-
-
-def _growth_helps(state: CoreState) -> bool:
-    """Whether the spares would let more workers train, or bring the wished layout back."""
-    assert state.held is not None
-    present = state.held.assignment
-    proposal = next_assignment(state, present)
-    if isinstance(proposal, Infeasible):
-        return False
-    wider = proposal.assignment
-    comes_back = state.wish.is_met(wider.layout) and not state.wish.is_met(present.layout)
-    return comes_back or len(wider.members) > len(present.members)
 
 
 def _progress(state: CoreState, now: float) -> None:

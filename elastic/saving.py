@@ -33,9 +33,14 @@ def begin_saving(state: CoreState, now: float) -> None:
     state.is_save_wished = False
     every, every_s = state.job.checkpoint_every, state.policy.checkpoint_every_s
     if every and state.committed_step // every * every > state.saved_step and not state.uploads:
-        _want_at_once(state, now)
+        want_at_once(state, now)
     elif every_s and state.save_at is None:
         state.save_at = now + every_s
+
+
+def want_at_once(state: CoreState, now: float) -> None:
+    """A checkpoint as soon as the members can be told so."""
+    state.save_at = now if state.save_at is None else min(now, state.save_at)
 
 
 def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
@@ -51,7 +56,7 @@ def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
     elif saves:
         _open(state, now, vote.step)
     elif vote.is_save_due(state.job.checkpoint_every):
-        _want_at_once(state, now)
+        want_at_once(state, now)
 
 
 def wish(state: CoreState, now: float) -> list[Command]:
@@ -200,10 +205,6 @@ def stop(state: CoreState, shortfall: str = "") -> list[Command]:
     state.enter(StoppedPhase(outcome))
     reason = "; ".join(part for part in (ending.reason, shortfall) if part)
     return [Stopped(outcome, state.committed_step, reason, ending.traceback)]
-
-
-def _want_at_once(state: CoreState, now: float) -> None:
-    state.save_at = now if state.save_at is None else min(now, state.save_at)
 
 
 def _open(state: CoreState, now: float, step: int) -> None:

@@ -31,6 +31,14 @@ class Seat:
 
 
 @dataclass(slots=True)
+class Drain:
+    """A node that will be gone at `deadline`; who leaves it only for that reason."""
+
+    deadline: float
+    leavers: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class Held:
     """The live state: under which assignment it lies, and who still holds his part of it."""
 
@@ -107,12 +115,22 @@ class CoreState:
     recent_step_s: list[float] = field(default_factory=list)
     timed_layout: Layout | None = None
     """Under which these steps were."""
+    fatal_step: int = 0
+    """The step amid which members were last lost."""
+    fatal: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
+    """Of each of them the generation, and the microbatches that it ran."""
+    boundary_at: float = 0.0
+    """When the members last stood at a step boundary, as far as it has been told."""
+    relayout_s: float = 0.0
+    """How long the latest forming and re-layout took."""
     num_attempts: int = 0
     last_failure: str = ""
 
     seats: dict[str, Seat] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
     leaving: set[str] = field(default_factory=set)
+    draining: dict[str, Drain] = field(default_factory=dict)
+    """By node."""
     next_worker: int = 0
     num_start_failures: int = 0
     no_start_before: float = 0.0
@@ -120,6 +138,23 @@ class CoreState:
     digest: str | None = None
     ever_formed: bool = False
     spare_since: float | None = None
+    """When the first of the joiners came about whom it has not been decided yet."""
+    no_growth_before: float = 0.0
+    paused_at: float | None = None
+    """The last progress before a planned pause, until a step commits after it."""
+    pauses_s: list[float] = field(default_factory=list)
+    """How long the latest ones were."""
+    changes_at: list[float] = field(default_factory=list)
+    """When members were lost or left, at last."""
+    changed_generation: int = 0
+    idle_since: float | None = None
+    """When spares were last seen, or found to be of use; None: nobody is spare."""
+    num_given_back: int = 0
+    """So many spares were of no use: that many fewer are wanted."""
+    num_given_way: int = 0
+    """Since workers last trained."""
+    not_again_before: float = 0.0
+    """No worker is asked for, since all have been given back."""
 
     store_host: str = ""
     store_port: int = 0
@@ -208,6 +243,10 @@ class CoreState:
     def staying(self) -> dict[str, Place]:
         """Where these are."""
         return {worker: self.seats[worker].place for worker in sorted(self.warm - self.leaving)}
+
+    def on(self, node: str) -> set[str]:
+        """The workers there, as far as they have said where they are."""
+        return {worker for worker, seat in self.seats.items() if seat.node == node}
 
     def least_memory_bytes(self) -> int | None:
         """What the smallest of them can hold, or None where nobody can say."""

@@ -28,6 +28,7 @@ def on_layout_requested(state: CoreState, event: LayoutRequested) -> list[Comman
     if not refusal:
         former = state.former_wish.wish if state.former_wish else state.wish
         state.wish, state.former_wish = wish, FormerWish(former, event.request)
+        state.num_given_back = 0
     told = ("" if refusal else str(planned), str(present) if present else "")
     return [LayoutAnswered(state.generation, event.request, *told, refusal)]
 

@@ -6,17 +6,22 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 
 import torch
 from rich.console import Console
 
+from actors.accelerators import NoSuchAccelerator, choose_resources
 from actors.errors import ControllerLost, RunRefused, RunTaken
 from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
-from actors.ray_controller import Progress
+from actors.ray_controller import Progress, Run
+from actors.ray_private import job_folder
+from actors.storage import DiskStorage
 from pipelines.errors import UserError
 from pipelines.follow import Follower
 from pipelines.plan import Asked, Plan, make_plan, store_recipe
+from pipelines.run_folder import named_storage
 from pipelines.view.display import Display
 
 NAMESPACE = "elastic"
@@ -44,6 +49,7 @@ class Interrupts:
 
 def drive(asked: Asked, console: Console) -> int:
     """Run what is asked for; return the exit code. Raises `UserError`."""
+    _refuse_passing_folder(asked)
     plan = make_plan(asked, torch.cuda.device_count())
     interrupts = Interrupts()
     console.print(
@@ -51,7 +57,7 @@ def drive(asked: Asked, console: Console) -> int:
         soft_wrap=True,
         highlight=False,
     )
-    started = open_cluster(plan.num_workers, bool(plan.run.num_gpus))
+    started = open_cluster(plan.num_workers, plan.use_gpus)
     if started and asked.detach:
         close_cluster(plan.folder.name, keep_actors=False)
         raise UserError(
@@ -61,8 +67,9 @@ def drive(asked: Asked, console: Console) -> int:
     interrupts.listen()
     keep_actors = asked.detach
     try:
+        run = equipped(plan)
         store_recipe(plan)
-        return _follow(plan, console, interrupts, asked.detach)
+        return _follow(replace(plan, run=run), console, interrupts, asked.detach)
     except RunRefused as error:
         keep_actors = keep_actors or isinstance(error, RunTaken)  # they are somebody else's
         raise UserError(str(error)) from None
@@ -78,6 +85,24 @@ def drive(asked: Asked, console: Console) -> int:
         close_cluster(plan.folder.name, keep_actors)
 
 
+def _refuse_passing_folder(asked: Asked) -> None:
+    """A submitted job's own folder ends with it. Raises `UserError`."""
+    folder = job_folder()
+    if folder is None:
+        return
+    storage = named_storage(asked.storage)
+    if isinstance(storage, DiskStorage) and storage.path.is_relative_to(folder):
+        raise UserError(
+            f"--storage {asked.storage}: it lies in the job's working folder, which Ray deletes "
+            "with the job; name a folder that every machine sees, or a URL, e.g. s3://bucket/runs"
+        )
+    if not isinstance(storage, DiskStorage) and not asked.tracking_uri:
+        raise UserError(
+            "--tracking-uri: without it MLflow's store would be a file in the job's working "
+            "folder, which Ray deletes with the job; name a server"
+        )
+
+
 def open_cluster(num_workers: int, use_gpus: bool) -> bool:
     """Join the cluster of `RAY_ADDRESS`, or the one at hand, or start one; True if started.
 
@@ -91,6 +116,14 @@ def open_cluster(num_workers: int, use_gpus: bool) -> bool:
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
             "local one"
         ) from None
+
+
+def equipped(plan: Plan) -> Run:
+    """The run with what its workers ask the cluster for that was joined. Raises `UserError`."""
+    try:
+        return replace(plan.run, resources=choose_resources(plan.settings.accelerator))
+    except NoSuchAccelerator as error:
+        raise UserError(str(error)) from None
 
 
 def _follow(plan: Plan, console: Console, interrupts: Interrupts, detach: bool) -> int:

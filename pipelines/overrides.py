@@ -27,6 +27,11 @@ WHERE_AND_HOW = frozenset(
         "spike_window",
         "audit_every",
         "audit_rewind",
+        "start_timeout_s",
+        "hang_timeout_s",
+        "growth_horizon_s",
+        "spare_timeout_s",
+        "gang_timeout_s",
         "activation_checkpointing",
         "compile",
         "record_samples",
@@ -34,6 +39,7 @@ WHERE_AND_HOW = frozenset(
         "reshard_after_forward",
         "sync_each_microbatch",
         "offload",
+        "accelerator",
         "notify_after_s",
     }
 )

@@ -6,14 +6,17 @@ import json
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from actors.credentials import has_credentials, without_credentials
 from actors.program import Factory
 from actors.ray_controller import Run
+from actors.sources import digest_of_program, digest_of_sources
 from actors.storage import is_remote
 from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
@@ -69,6 +72,7 @@ class Plan:
     folder: RunFolder
     settings: TrainSettings
     num_workers: int
+    use_gpus: bool
     tracking_uri: str
     recipe: dict[str, Any]
 
@@ -80,9 +84,10 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     """
     settings = _settings(asked)
     notify_url = check_url(asked.notify) if asked.notify else None
-    policy = _policy(asked.workers, num_gpus, settings)
-    wish = _wish(asked.layout, policy)
+    num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
+    policy = _policy(asked.workers, num_gpus, settings, folder.name)
+    wish = _wish(asked.layout, policy)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
@@ -91,13 +96,13 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
     factory = _program(settings, asked.data_cache or _data_cache(asked.storage))
-    program = TrainingProgram(**factory.kwargs, device="cpu")
+    program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
     _refuse_other_maths(folder, recipe, settings)
     _refuse_unwritable(folder)
-    tracking_uri = asked.tracking_uri or default_tracking_uri(asked.storage)
+    tracking_uri = _tracking_uri(asked)
     run = Run(
         name=folder.name,
         folder=folder.url,
@@ -115,10 +120,20 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         observers=(
             _sidecar(folder, tracking_uri, asked.experiment, notify_url, settings.notify_after_s),
         ),
-        num_gpus=1.0 if num_gpus else 0.0,
         detached=asked.detach,
+        sources=digest_of_sources(),
     )
-    return Plan(run, folder, settings, policy.max_workers, tracking_uri, recipe)
+    return Plan(run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe)
+
+
+def _tracking_uri(asked: Asked) -> str:
+    uri = asked.tracking_uri
+    if uri is not None and has_credentials(uri):
+        raise UserError(
+            f"--tracking-uri {without_credentials(uri)}: credentials belong in the environment, "
+            "as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+        )
+    return uri or default_tracking_uri(asked.storage)
 
 
 def _samples_file(folder: RunFolder) -> Path:
@@ -145,10 +160,12 @@ def _program(settings: TrainSettings, data_cache: Path) -> Factory:
         separator=data.separator,
         held_out_fraction=data.held_out_fraction,
     )
-    kwargs = {
+    kwargs: dict[str, Any] = {
         "settings": settings.model_dump(mode="json"),
         "data_folder": str(folder) if folder else None,
     }
+    if settings.accelerator == "cpu":
+        kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
 
 
@@ -197,7 +214,7 @@ def _settings(asked: Asked) -> TrainSettings:
     return override(load(asked.recipe), changes)
 
 
-def _policy(workers: str | None, num_gpus: int, settings: TrainSettings) -> Policy:
+def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
     """`MIN:MAX`, or `MAX` alone for any number up to it."""
     text = workers or str(num_gpus or min(4, os.cpu_count() or 1))
     fewest, colon, most = text.rpartition(":")
@@ -208,21 +225,19 @@ def _policy(workers: str | None, num_gpus: int, settings: TrainSettings) -> Poli
         raise UserError(f"--workers {text}: a run needs at least 1 worker")
     if min_workers > max_workers:
         raise UserError(f"--workers {text}: the minimum is over the maximum; write MIN:MAX")
+    alike = {field.name for field in fields(Policy)} & TrainSettings.model_fields.keys()
     return Policy(
         min_workers=min_workers,
         max_workers=max_workers,
-        snapshot_every=settings.snapshot_every,
-        snapshot_redundancy=settings.snapshot_redundancy,
         checkpoint_every_s=settings.checkpoint_s,
-        keep_last=settings.keep_last,
-        keep_every=settings.keep_every,
-        keep_best=settings.keep_best,
-        max_skipped=settings.max_skipped,
-        spike_factor=settings.spike_factor,
-        spike_window=settings.spike_window,
-        audit_every=settings.audit_every,
-        audit_rewind=settings.audit_rewind,
+        gang_jitter=_share_of(run_name),
+        **{name: getattr(settings, name) for name in alike},
     )
+
+
+def _share_of(name: str) -> float:
+    """A number from 0 to 1 that differs between names."""
+    return int.from_bytes(sha256(name.encode()).digest()[:4], "big") / 2**32
 
 
 def parse_layout(layout: str, max_workers: int | None = None) -> Wish:
@@ -324,6 +339,7 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         )
     return Job(
         num_microbatches=settings.num_microbatches,
+        microbatch=settings.microbatch,
         state_bytes=_num_bytes(specs),
         param_bytes=_num_bytes(spec for spec in specs if spec.kind == "parameter"),
         expert_state_bytes=_num_bytes(experts),
@@ -333,4 +349,5 @@ def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
         limits=replace(shape.limits, one_stage=one_stage),
         layer_costs=tuple(layer.cost for layer in shape.layers),
         activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,
+        digest=digest_of_program(specs),
     )

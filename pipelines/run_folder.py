@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+from actors.credentials import without_credentials
 from actors.lines import LineLog
 from actors.storage import DiskStorage, Storage, open_storage
 from pipelines.errors import UserError
@@ -73,7 +74,8 @@ def named_storage(storage: str | Path) -> Storage:
         return open_storage(str(storage))
     except (ValueError, OSError) as error:
         raise UserError(
-            f"--storage {storage}: {error}; name a folder, or a URL such as s3://bucket/folder"
+            f"--storage {without_credentials(str(storage))}: {error}; name a folder, or a URL such "
+            "as s3://bucket/folder"
         ) from None
 
 

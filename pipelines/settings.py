@@ -175,14 +175,21 @@ class TrainSettings(Settings):
     without it whole gradients are summed, and reduced in the last. `offload` keeps the shards of
     parameters and gradients and the optimizer's state in host memory, where the optimizer then
     steps. `init_from` is a folder as `transformers` saves models: step 0 has its parameters (see
-    docs/export.md).
+    docs/export.md). `accelerator` is what a worker asks the cluster for: `cpu`, `gpu` (of whatever
+    types), one type that Ray knows, such as `L4`, or `auto`: the one type of GPU that the
+    cluster has now, else a CPU.
 
     A step with a loss or gradient that is not finite is skipped; so many in a row as `max_skipped`
     (0: never) end the run. A loss over `spike_factor` (0: never) times the median of the latest
     `spike_window` takes the run back to before it, and the batches from there on are left out.
     Replicas are compared after every `audit_every` steps (0: never); with `audit_rewind` the run
-    goes back to the last clean audit also where a majority names the one that differs. `--notify`
-    tells of a run that has waited for `notify_after_s`.
+    goes back to the last clean audit also where a majority names the one that differs.
+
+    A run begins with all workers, or after `start_timeout_s` with the minimum. It pauses for more
+    workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
+    after `spare_timeout_s`, and all workers where fewer than the minimum have come and no other
+    comes in `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
+    `--notify` tells of a run that has waited for `notify_after_s`.
     """
 
     model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
@@ -209,12 +216,18 @@ class TrainSettings(Settings):
     spike_window: PositiveInt = 32
     audit_every: NonNegativeInt = 0
     audit_rewind: bool = False
+    start_timeout_s: PositiveFloat = 60.0
+    hang_timeout_s: PositiveFloat = 60.0
+    growth_horizon_s: PositiveFloat = 600.0
+    spare_timeout_s: PositiveFloat = 600.0
+    gang_timeout_s: PositiveFloat = 1800.0
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
     sync_each_microbatch: bool = True
     offload: bool = False
     activation_checkpointing: bool = False
     compile: bool = False
+    accelerator: str = "auto"
     record_samples: Path | None = None
     notify_after_s: PositiveFloat = 600.0
 

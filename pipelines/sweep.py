@@ -20,7 +20,7 @@ from actors.ray_controller import Run
 from actors.storage import is_remote
 from elastic.errors import ElasticError
 from elastic.layout import Layout
-from pipelines.drive import Interrupts, open_cluster
+from pipelines.drive import Interrupts, equipped, open_cluster
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.plan import Asked, Plan, make_plan, store_recipe
 from pipelines.run_folder import Tail, default_tracking_uri
@@ -140,11 +140,12 @@ def _train_all(
     if not planned:
         return
     most = max(trial.layout.num_workers for trial in planned)
-    started = open_cluster(min(most, num_gpus) if num_gpus else most, bool(num_gpus))
+    use_gpus = any(trial.plan.use_gpus for trial in planned if trial.plan)
+    started = open_cluster(min(most, num_gpus) if use_gpus else most, use_gpus)
     interrupts.listen()
     try:
         for trial in planned:
-            if started and 0 < num_gpus < trial.layout.num_workers:
+            if started and use_gpus and num_gpus < trial.layout.num_workers:
                 needed = counted(trial.layout.num_workers, "GPU")
                 trial.row = refused(trial.layout, f"needs {needed}, this machine has {num_gpus}")
             elif not interrupts.number:
@@ -162,7 +163,7 @@ def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrup
     try:
         with _ended(name):
             store_recipe(plan)
-            run = replace(plan.run, name=name, observers=())
+            run = replace(equipped(plan), name=name, observers=())
             broken = _follow(run, interrupts, patience)
     except ControllerLost as error:
         broken = f"the controller died ({error})"

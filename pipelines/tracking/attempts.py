@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
+from actors.credentials import without_credentials
 from pipelines.view.wording import shortened
-
-CREDENTIALS = re.compile(r"//[^/@\s]+@")
 
 
 class Attempts:
@@ -41,8 +39,3 @@ class Attempts:
     def forgive(self) -> None:
         """Forget earlier failures: the next attempt may come at once."""
         self.failure, self._pause_s, self._not_before = "", 0.5, float("-inf")
-
-
-def without_credentials(text: str) -> str:
-    """A text without the `user:password@` of its URLs."""
-    return CREDENTIALS.sub("//", text)

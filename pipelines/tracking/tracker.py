@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from actors.credentials import without_credentials
 from pipelines.run_folder import RunFolder, Tail, default_tracking_uri
-from pipelines.tracking.attempts import Attempts, without_credentials
+from pipelines.tracking.attempts import Attempts
 from pipelines.tracking.delivery import Delivery
 from pipelines.tracking.store import prepare_process
 from pipelines.view.history import History

@@ -11,7 +11,8 @@ are the reader's own:
     restarted after SECONDS             the controller had died alone; the core is woken at once
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
-    lost W... CAUSE: | suspected W... | leaving W... | draining NODE
+    lost W... CAUSE: | suspected W... | leaving W...
+    draining NODE [in SECONDS] | at risk NODE    what a node has been told; 30 seconds ahead
     formed W... | moved W...            groups are formed; the state is in place
     steps 3..7 [whole] [wished] [busy] [skipped] [loss X]   world rank 0 tells of committed steps;
                                         all snapshots were whole; a checkpoint was wished for; a
@@ -52,6 +53,7 @@ from elastic.events import (
     KeeperReady,
     KeeperTold,
     LayoutRequested,
+    NodeAtRisk,
     NodeDraining,
     PartFailed,
     PartFile,
@@ -78,7 +80,7 @@ from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
 
-KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with", "loss")
+KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with", "loss", "in")
 FLAGS = ("gradients", "torn")
 
 
@@ -137,7 +139,10 @@ class Script:
             case "kept":
                 yield self._kept(rest)
             case "draining":
-                yield NodeDraining(rest[0], self._now + 30.0)
+                in_s = float(_keywords(rest).get("in", 30.0))
+                yield NodeDraining(rest[0], self._now + in_s, "a notice")
+            case "at":
+                yield NodeAtRisk(rest[1], "a notice")
             case "relayout":
                 yield LayoutRequested("request", Wish.parse(rest[0]))
             case "stop":

@@ -128,6 +128,7 @@ def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
     specs, shape = made.specs(), made.workload.shape()
     return Job(
         num_microbatches=settings.num_microbatches,
+        microbatch=settings.microbatch,
         state_bytes=sum(spec.num_bytes for spec in specs),
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
 
 import torch
@@ -51,6 +53,15 @@ class SeedsByRank(ShardedReplica):
         return fed._replace(keywords=fed.keywords | {"seeds": seeds})
 
 
+class DiesOfASample(ShardedReplica):
+    """A microbatch of one step ends whoever runs it, as a sample may that breaks the device."""
+
+    def _fed(self, step: int, microbatch: int | None) -> Fed:
+        if (step, microbatch) == (MISTAKEN_STEP, 5):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._fed(step, microbatch)
+
+
 def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
     class Sabotaged(TrainingProgram):
         def build(self, groups: Groups) -> ShardedReplica:
@@ -63,3 +74,4 @@ moments_zeroed = _program(ZeroesMoments)
 sample_doubled = _program(DoublesASample)
 gradients_scaled = _program(ScalesGradients)
 seeds_by_rank = _program(SeedsByRank)
+dies_of_a_sample = _program(DiesOfASample)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from harness import Outcome, run_plainly
 
 from actors.faults import Fault
 from actors.storage import DiskStorage
-from elastic.events import LayoutRequested, WorkerLeaving
+from elastic.events import LayoutRequested, NodeDraining, WorkerLeaving
 from elastic.planning import Wish
 from elastic.regions import Region
 from pipelines.program import TrainingProgram
@@ -156,6 +157,36 @@ def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Ou
     survivors_keep_their_processes(run, {"w0", "w3"})
 
 
+def test_where_everybody_stands_is_kept_when_a_worker_hangs(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """It answers probes, and no step commits; the others wait for it in a collective."""
+    fault = Fault("hang", "w1", 20, "compute")
+    run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", faults=(fault,), hang_timeout_s=2.0)
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    [abort] = run.told("Abort")
+    assert abort["is_hang"]
+    traces = {file.name: file.read_text() for file in (tmp_path / "traces").iterdir()}
+    assert sorted(traces) == [f"g{abort['generation']}-{w}.txt" for w in ("w0", "w1", "w2")]
+    of = {name[3:5]: text for name, text in traces.items()}
+    assert "time.sleep(3600)" in of["w1"] and "thread training" in of["w1"]
+    assert "time.sleep(3600)" not in of["w0"] and "all_reduce" in of["w0"]
+
+
+def test_a_sample_that_ends_whoever_runs_it_is_named(tmp_path: Path) -> None:
+    """Instead of all workers, and those that replace them, four are lost to it."""
+    run = run_plainly(tmp_path, SETTINGS, 6, program="sabotage:dies_of_a_sample")
+    assert run.stopped.outcome == "failed"
+    # Of six, five, four and three data ranks, the one that ran number 5 also ran number 4.
+    first = (12 - 1) * SETTINGS.batch
+    assert SETTINGS.num_microbatches == 12 and SETTINGS.microbatch == 1
+    assert "whoever ran microbatch 4 to 5 of it, 4 times" in run.stopped.reason
+    assert f"(sample id {first + 4} to {first + 5})" in run.stopped.reason
+    assert len(run.told("WorkerLost")) == 4
+    assert run.told("Checkpointed")[-1]["step"] == 11
+
+
 def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:
     fault = Fault("stop", "w1", 20, "compute")
     run = run_plainly(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)
@@ -173,6 +204,24 @@ def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> No
     assert_each_sample_once(run, SETTINGS.batch)
     assert run.told("Relaid")[1]["bytes_moved"] > 0
     assert not run.told("Abort")
+
+
+@pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.slow), "fsdp=3"])
+def test_a_node_that_ends_before_any_boundary_is_left_at_once(
+    layout: str, tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Whose part others have is let go; who alone has it gives it first. No step is lost."""
+    notice = (20, NodeDraining("node-w1", time.time(), "a notice"))
+    run = run_plainly(
+        tmp_path, recording(tmp_path), 3, layout=layout, due=(notice,), node_of="node-{}".format
+    )
+    assert_same_maths(run, undisturbed)
+    assert_nothing_redone(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    [abort] = run.told("Abort")
+    assert ("w1" in abort["workers"]) == (layout == "fsdp=3")
+    assert run.told("Relaid")[1]["source"] == "live"
+    assert "w1" not in run.told("Resume")[1]["workers"]
 
 
 COURSES = (

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import Outcome, run_plainly
@@ -62,11 +63,15 @@ def kill_nodes(node_of: Callable[[str], str], *nodes: str) -> Callable[[ProcessF
     return strike
 
 
-def set_sizes(folder: Path) -> list[int]:
-    """How many members the largest set has had in each `Protect` of a run that goes on."""
+def protections(folder: Path) -> list[dict[str, Any]]:
+    """Each `Protect` so far of a run that goes on."""
     lines = (folder / "journal.jsonl").read_text().split("\n")[:-1]
-    told = [line for line in map(json.loads, lines) if line.get("command") == "Protect"]
-    return [max(map(len, line["sets"]), default=0) for line in told]
+    return [line for line in map(json.loads, lines) if line.get("command") == "Protect"]
+
+
+def set_sizes(folder: Path) -> list[int]:
+    """How many members the largest set has had in each."""
+    return [max(map(len, line["sets"]), default=0) for line in protections(folder)]
 
 
 def once_saved(folder: Path, strike: Callable[[ProcessFleet], None]) -> Callable[..., None]:
@@ -188,6 +193,35 @@ def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
     )
     lost_at = run.told("Relaid")[1]["step"]
     assert lost_at < 150, "the run was over before the node was lost"
+    assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
+
+
+@pytest.mark.slow
+def test_a_keeper_that_stands_still_is_replaced(tmp_path: Path) -> None:
+    """Its place is taken by one that then saves the run; it can do no harm when it comes back."""
+    settings = SETTINGS.model_copy(update={"steps": 150})
+
+    def strike(fleet: ProcessFleet) -> None:
+        [(node, stopped)] = fleet.keeper_pids().items()
+        os.kill(stopped, signal.SIGSTOP)
+        while fleet.keeper_pids().get(node, stopped) == stopped:
+            time.sleep(0.01)
+        replaced_at = time.time()
+        while not (told := protections(tmp_path)) or told[-1]["time"] < replaced_at:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        kill("w2")(fleet)
+
+    run = run_plainly(
+        tmp_path,
+        settings,
+        4,
+        layout="fsdp=4",
+        snapshot_every=1,
+        strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
+    )
+    assert run.told("StopKeeper")[0]["cause"] == "no answer to a probe in 5 s"
+    assert run.told("Relaid")[1]["step"] < 150, "the run was over before the worker was lost"
     assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
 
 

@@ -28,6 +28,8 @@ class Command:
     process: subprocess.Popen[str]
     folder: Path
     ray_folder: str
+    address: str = ""
+    """Of a cluster that the test has made itself."""
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The journal's lines of one event or command, so far."""

@@ -87,6 +87,19 @@ def test_changed_maths_are_refused_on_resume(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "recipe.json").read_text() == before
 
 
+def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
+    """In one line, with the lease given back, and nothing of it changed."""
+    journal = tmp_path / "run" / "journal.jsonl"
+    journal.parent.mkdir()
+    journal.write_text('{"time": 1.0, "format": 1, "event": "StoreReady"}\n')
+    with elastic_train(tmp_path, *TINY, "--workers", "1", "--steps", "5") as command:
+        code, output = command.finish()
+    assert code == 2
+    [line] = [line for line in output.splitlines() if line.startswith("elastic: ")]
+    assert "journal format 1: this reads 2" in line and "Traceback" not in output
+    assert len(journal.read_text().splitlines()) == 1
+
+
 def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
     """SIGKILL of one and SIGSTOP of another, at no chosen moment."""
     with elastic_train(

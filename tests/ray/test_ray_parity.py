@@ -25,12 +25,13 @@ NUM_STEPS = 120
 
 
 @contextmanager
-def on_nodes(storage: Path, *train: str) -> Iterator[Command]:
+def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator[Command]:
     """`elastic train` on a cluster of so many nodes of one processor each."""
     folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})
-    for _ in range(NUM_NODES - 1):
-        cluster.add_node(num_cpus=1)
+    head = {"num_cpus": 1, "temp_dir": folder, "labels": {"rack": "r0"}}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    for number in range(1, num_nodes):
+        cluster.add_node(num_cpus=1, labels={"rack": f"r{number}"})
     command = [sys.executable, "-m", "pipelines", "train", *train, "--run-name", "run"]
     process = subprocess.Popen(
         [*command, "--storage", str(storage)],
@@ -41,7 +42,7 @@ def on_nodes(storage: Path, *train: str) -> Iterator[Command]:
         cwd=ROOT,
     )
     try:
-        yield Command(process, storage / "run", folder)
+        yield Command(process, storage / "run", folder, cluster.address)
     finally:
         process.kill()
         process.communicate()
@@ -69,6 +70,9 @@ def test_a_whole_node(tmp_path: Path) -> None:
         [told] = command.lines("Protect")
         assert [len(workers) for workers in told["sets"]] == [NUM_NODES]
         assert {len(keepers) for keepers in told["keepers"]} == {1}
+        racks = {line["rack"] for line in command.lines("WorkerReady")}
+        assert racks == {f"r{number}" for number in range(NUM_NODES)}
+        assert {keeper["rack"] for [keeper] in told["keepers"]} == racks
         nodes = (node_of(line["pid"]) for line in command.lines("WorkerReady"))
         for process in next(node for node in nodes if not is_needed(node)):
             process.send_signal(signal.SIGKILL)

@@ -141,6 +141,23 @@ def draw_node_faults(random: Random) -> list[Fault]:
     return [_draw_fault(random, action) for action in actions]
 
 
+def draw_frozen_keepers(random: Random) -> list[Fault]:
+    """One to three keepers stand still, some for a while."""
+    actions = ("freeze the keeper", "freeze the keeper for a while")
+    return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 3))]
+
+
+def draw_drains(random: Random) -> list[Fault]:
+    """One to three nodes announce their end; not all of them do end."""
+    actions = ("drain soon", "drain soon", "drain", "drain in vain")
+    return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 3))]
+
+
+def draw_long_notices(random: Random) -> list[Fault]:
+    """One or two nodes announce their end in good time."""
+    return [_draw_fault(random, "drain late") for _ in range(random.randint(1, 2))]
+
+
 def draw_storage_faults(random: Random) -> list[Fault]:
     """One to five faults of the storage, and of those who would go back to it."""
     actions = ("damage a checkpoint", "fill the disk", "fill the disk", "kill two", "restart")

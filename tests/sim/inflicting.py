@@ -6,11 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from sim.keeper import SimKeeper
 from sim.returning import kill_controller
 from sim.worker import SimWorker
 from sim.world import World
 
 from elastic.events import (
+    KeeperSuspected,
     LayoutRequested,
     NodeDraining,
     StopRequested,
@@ -96,6 +98,33 @@ def _drain(world: World, worker: SimWorker) -> None:
     world.timeline.after(seconds, partial(_take_node, world, worker.node))
 
 
+def _drain_late(world: World, worker: SimWorker) -> None:
+    """A notice long enough to leave: whoever trains is gone from there by then."""
+    seconds = world.random.uniform(5.0, 9.0)
+    world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds))
+    world.timeline.after(seconds, partial(_take_left_node, world, worker.node))
+
+
+def _drain_soon(world: World, worker: SimWorker) -> None:
+    """A notice of a few steps, or less than one."""
+    seconds = world.random.uniform(0.01, 0.3)
+    world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds))
+    world.timeline.after(seconds, partial(_take_node, world, worker.node))
+
+
+def _drain_in_vain(world: World, worker: SimWorker) -> None:
+    """The announced end does not come."""
+    seconds = world.random.uniform(0.01, 3.0)
+    world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds))
+
+
+def _take_left_node(world: World, node: str) -> None:
+    members = set(world.shell.core.state.members())
+    late = [w.name for w in world.workers.values() if w.node == node and w.name in members]
+    assert not late, f"{late} still train on {node} at its announced end"
+    _take_node(world, node)
+
+
 def _take_node(world: World, node: str) -> None:
     world.checks.note_fault(world.timeline.now)
     world.lose_keeper(node)
@@ -109,6 +138,33 @@ def _kill_node(world: World, worker: SimWorker) -> None:
 
 def _kill_keeper(world: World, worker: SimWorker) -> None:
     world.lose_keeper(worker.node)
+
+
+def _freeze_keeper(world: World, worker: SimWorker) -> None:
+    """As SIGSTOP."""
+    keeper = world.around.keepers.get(worker.node)
+    if keeper:
+        keeper.is_frozen = True
+        _suspect_keeper_later(world, keeper)
+
+
+def _freeze_keeper_for_a_while(world: World, worker: SimWorker) -> None:
+    _freeze_keeper(world, worker)
+    keeper = world.around.keepers.get(worker.node)
+    if keeper:
+        thaw = partial(setattr, keeper, "is_frozen", False)
+        world.timeline.after(world.random.uniform(0.1, 3.0), thaw)
+
+
+def _suspect_keeper_later(world: World, keeper: SimKeeper) -> None:
+    node = keeper.keeper.node
+
+    def suspect() -> None:
+        if keeper.is_frozen and world.around.keepers.get(node) is keeper:
+            world.shell.post(KeeperSuspected(node, "no answer to a probe"))
+            _suspect_keeper_later(world, keeper)
+
+    world.timeline.after(world.random.uniform(1.0, 1.6), suspect)
 
 
 def _lose_the_store(world: World, worker: SimWorker) -> None:
@@ -183,8 +239,13 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "suspect": _suspect,
     "leave": _leave,
     "drain": _drain,
+    "drain late": _drain_late,
+    "drain soon": _drain_soon,
+    "drain in vain": _drain_in_vain,
     "kill the node": _kill_node,
     "kill the keeper": _kill_keeper,
+    "freeze the keeper": _freeze_keeper,
+    "freeze the keeper for a while": _freeze_keeper_for_a_while,
     "lose the store": _lose_the_store,
     "fill the disk": _fill_the_disk,
     "damage a checkpoint": _damage,

@@ -20,6 +20,8 @@ class SimKeeper:
     keeper: Keeper
     kept: dict[tuple[str, int], list[Part]] = field(default_factory=dict)
     parities: dict[tuple[tuple[str, ...], str, int], SimParity] = field(default_factory=dict)
+    is_frozen: bool = False
+    """It neither answers nor takes anything, and still has what it has."""
 
     def put(self, worker: str, part: Part) -> None:
         key = (worker, part.assignment.generation)

@@ -9,7 +9,10 @@ from sim.faults import (
     Fault,
     draw_bad_numbers,
     draw_controller_restarts,
+    draw_drains,
     draw_faults,
+    draw_frozen_keepers,
+    draw_long_notices,
     draw_node_faults,
     draw_relayouts,
     draw_storage_faults,
@@ -57,6 +60,7 @@ def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Po
         restart_backoff_s=0.5,
         snapshot_every=snapshot_every,
         keeper_timeout_s=0.5,
+        drain_grace_s=2.0,
     )
 
 
@@ -119,6 +123,30 @@ def drawn_with_snapshots(seed: int) -> Scenario:
     return scenario
 
 
+def drawn_with_frozen_keepers(seed: int) -> Scenario:
+    """A scenario with keepers, of which some stand still."""
+    random = Random(f"frozen/{seed}")
+    scenario = random.choice((drawn_with_snapshots, drawn_with_parities))(seed)
+    scenario.faults = [*scenario.faults, *draw_frozen_keepers(random)]
+    return scenario
+
+
+def drawn_with_scarcity(seed: int) -> Scenario:
+    """A scenario in which growth is weighed, spares are given back, and a run may give way."""
+    random = Random(f"scarcity/{seed}")
+    draws = (drawn, drawn_with_snapshots, drawn_with_relayouts)
+    scenario = random.choice(draws)(seed)
+    scenario.policy = replace(
+        scenario.policy,
+        growth_horizon_s=random.choice((0.1, 1.0, 30.0)),
+        spare_timeout_s=random.choice((0.2, 1.0)),
+        gang_timeout_s=random.choice((1.5, 4.0)),
+        gang_pause_s=0.2,
+        gang_jitter=random.random(),
+    )
+    return scenario
+
+
 def drawn_with_parities(seed: int) -> Scenario:
     """The same on several nodes, whose parts are coded in sets."""
     scenario = drawn_with_snapshots(seed)
@@ -132,6 +160,30 @@ def drawn_with_parities(seed: int) -> Scenario:
         max_workers=most,
         snapshot_redundancy=random.choice(("xor:2", "xor:3", "xor:5")),
     )
+    return scenario
+
+
+def drawn_with_drains(seed: int) -> Scenario:
+    """The scenario of a seed, with keepers and notices of all lengths among what befalls it."""
+    scenario = drawn_with_snapshots(seed)
+    random = Random(f"drains/{seed}")
+    scenario.job = replace(scenario.job, steps=random.choice((40, 120)))
+    scenario.workers_per_node = random.choice((1, 1, 2))
+    scenario.faults = [*scenario.faults, *draw_drains(random)]
+    return scenario
+
+
+def drawn_with_long_notices(seed: int) -> Scenario:
+    """A run to which nothing happens but that nodes announce their end in good time."""
+    scenario = drawn_with_snapshots(seed)
+    random = Random(f"notices/{seed}")
+    most = random.choice((3, 4, 6))
+    scenario.layout = random.choice(("", f"fsdp={most}", "dp=2", "pp=2", "tp=2"))
+    scenario.memory_bytes, scenario.num_slow_starters = None, 0
+    scenario.workers_per_node = random.choice((1, 1, 2))
+    scenario.job = replace(scenario.job, steps=250)  # they last beyond the announced ends
+    scenario.policy = replace(scenario.policy, min_workers=1, max_workers=most)
+    scenario.faults = draw_long_notices(random)
     return scenario
 
 

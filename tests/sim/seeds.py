@@ -25,6 +25,11 @@ KEPT_WITH_BAD_NUMBERS = {
     12488: "waited, about to end, for workers that such a run does not start",
 }
 
+KEPT_DRAINS = {
+    3278: "counted a leaver that had given all as a holder under the assignment after it",
+}
+"""Likewise, of scenarios with notices."""
+
 KEPT_PARITIES = {
     1180: "told of other sets at each keeper that started: three changes within a step",
     4933: "forgot, as it saved, where the state had been before it was moved",

@@ -81,6 +81,9 @@ class Snapshots:
                     return
                 if first and training.ended:
                     return
+                if there.is_frozen and around.keepers.get(there.keeper.node) is there:
+                    around.timeline.after(0.05, lambda: arrive(there, first))
+                    return
                 self._pending -= 1
                 if around.keepers.get(there.keeper.node) is there:
                     there.put(name, copy)
@@ -110,7 +113,7 @@ class Snapshots:
 
     def _living(self, keeper: Keeper) -> SimKeeper | None:
         there = self._control.around.keepers.get(keeper.node)
-        return there if there and there.keeper == keeper else None
+        return there if there and there.keeper == keeper and not there.is_frozen else None
 
     def _spread(
         self,

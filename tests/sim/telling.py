@@ -26,6 +26,7 @@ from elastic.commands import (
     StartKeeper,
     StartStore,
     StartWorkers,
+    StopKeeper,
     Stopped,
     StopWorker,
     Waited,
@@ -54,6 +55,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return _of_protect(command)
         case AskKeepers() | ForgetSnapshots():
             return f"g{command.generation} {_names(command.nodes)}"
+        case StopKeeper():
+            return f"{command.node}: {command.cause}"
         case StopWorker():
             return f"{command.worker}: {command.cause}"
         case Abort() | Pause():

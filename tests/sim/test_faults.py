@@ -12,12 +12,16 @@ from sim.scenario import (
     drawn,
     drawn_with_bad_numbers,
     drawn_with_controller_restarts,
+    drawn_with_drains,
+    drawn_with_frozen_keepers,
+    drawn_with_long_notices,
     drawn_with_parities,
     drawn_with_relayouts,
+    drawn_with_scarcity,
     drawn_with_snapshots,
     drawn_with_storage_faults,
 )
-from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
+from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
 
 from elastic.commands import Abort, RolledBack, StopWorker
@@ -26,10 +30,14 @@ NUM_SEEDS = 300
 NUM_SEEDS_RELAYOUTS = 150
 NUM_SEEDS_SNAPSHOTS = 150
 NUM_SEEDS_PARITIES = 100
+NUM_SEEDS_FROZEN = 100
+NUM_SEEDS_SCARCE = 100
 NUM_SEEDS_STORAGE = 100
 NUM_SEEDS_NUMBERS = 100
 NUM_SEEDS_CONTROLLER = 100
 NUM_SEEDS_ALONE = 150
+NUM_SEEDS_DRAINS = 150
+NUM_SEEDS_NOTICES = 50
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -57,6 +65,18 @@ def test_parities_are_kept_among_what_is_drawn(first: int) -> None:
         simulate(drawn_with_parities(seed))
 
 
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_FROZEN, 50))
+def test_keepers_stand_still_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_frozen_keepers(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_SCARCE, 50))
+def test_workers_are_scarce_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_scarcity(seed))
+
+
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_STORAGE, 50))
 def test_checkpoints_are_written_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
@@ -67,6 +87,23 @@ def test_checkpoints_are_written_among_what_is_drawn(first: int) -> None:
 def test_numbers_go_bad_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_bad_numbers(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_DRAINS, 50))
+def test_nodes_announce_their_end_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_drains(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_NOTICES, 25))
+def test_a_node_that_says_in_time_that_it_will_be_gone_costs_nothing(first: int) -> None:
+    """Nobody trains there any more by then, nothing is broken off and no step is redone."""
+    for seed in range(first, first + 25):
+        world = simulate(drawn_with_long_notices(seed))
+        told = [command for _, _, commands, _ in world.records.trace for command in commands]
+        harm = [command for command in told if isinstance(command, Abort | RolledBack)]
+        assert not harm, f"seed {seed}: {harm}"
+        assert world.shell.outcome and world.shell.outcome.outcome == "completed"
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_CONTROLLER, 50))
@@ -98,6 +135,11 @@ def test_what_was_found_once_is_not_found_again(seed: int) -> None:
 @pytest.mark.parametrize("seed", KEPT_WITH_BAD_NUMBERS)
 def test_what_was_found_among_bad_numbers_is_not_found_again(seed: int) -> None:
     simulate(drawn_with_bad_numbers(seed))
+
+
+@pytest.mark.parametrize("seed", KEPT_DRAINS)
+def test_what_was_found_among_notices_is_not_found_again(seed: int) -> None:
+    simulate(drawn_with_drains(seed))
 
 
 @pytest.mark.parametrize("seed", KEPT_PARITIES)
@@ -136,6 +178,13 @@ def test_many_more_with_bad_numbers(first: int) -> None:
 def test_many_more_with_parities(first: int) -> None:
     for seed in range(first, first + 1000):
         simulate(drawn_with_parities(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(NUM_SEEDS_DRAINS, NUM_SEEDS_SLOW // 3, 1000))
+def test_many_more_with_nodes_that_announce_their_end(first: int) -> None:
+    for seed in range(first, first + 1000):
+        simulate(drawn_with_drains(seed))
 
 
 @pytest.mark.slow

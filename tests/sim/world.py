@@ -38,6 +38,7 @@ from elastic.commands import (
     StartKeeper,
     StartStore,
     StartWorkers,
+    StopKeeper,
     Stopped,
     StopWorker,
     WishCheckpoint,
@@ -251,6 +252,8 @@ class World:
             case StartKeeper():
                 start = partial(self._keep, self.shell, command.node)
                 self.timeline.after(self.random.uniform(0.02, 0.5), start)
+            case StopKeeper():
+                self.timeline.after(self.latency_s(), partial(self.lose_keeper, command.node))
             case AskKeepers() | ForgetSnapshots():
                 for node in command.nodes:
                     reach = partial(self._reach_keeper, node, command)
@@ -310,7 +313,7 @@ class World:
 
     def _reach_keeper(self, node: str, command: AskKeepers | ForgetSnapshots) -> None:
         keeper = self.around.keepers.get(node)
-        if keeper is None:
+        if keeper is None or keeper.is_frozen:
             return
         if isinstance(command, ForgetSnapshots):
             keeper.forget(command.generation)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from elastic.commands import Command, Form, StartStore, StartWorkers, Stopped, StopWorker
 from elastic.core import Core
 from elastic.events import (
@@ -76,7 +78,7 @@ def test_a_worker_whose_loss_was_told_first_is_not_welcome() -> None:
 
 
 def test_a_worker_that_keeps_dying_is_started_ever_more_slowly_but_for_ever() -> None:
-    core = opened()
+    core = opened(gang_timeout_s=inf)
     told(core, ready("w0"))
     now, pauses, worker = 1.0, [], "w1"
     for _ in range(1100):
@@ -100,6 +102,15 @@ def test_other_sources_are_turned_away() -> None:
     assert isinstance(commands[-1], Stopped)
     assert commands[-1].outcome == "user_error"
     assert "w1 on node runs other sources" in commands[-1].reason
+
+
+def test_the_drivers_sources_count_from_the_first_worker_on() -> None:
+    core = Core()
+    job = Job(steps=100, digest="driver")
+    told(core, RunOpened(1, Policy(max_workers=2), Wish(), job), StoreReady("host", 1))
+    commands = told(core, ready("w0", digest="other"))
+    assert isinstance(commands[-1], Stopped)
+    assert "w0 on node runs other sources than the driver" in commands[-1].reason
 
 
 def test_other_sources_do_not_end_a_run_that_trains() -> None:

@@ -6,9 +6,11 @@ import re
 import shlex
 import subprocess
 import sys
+import venv
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
+from shutil import copyfile, copytree
 from typing import get_args
 
 import psutil
@@ -17,6 +19,7 @@ import typer
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
+from actors.accelerators import PREFIX
 from actors.checkpoints import publish
 from actors.launch import exit_code
 from actors.storage import DiskStorage
@@ -51,7 +54,9 @@ NUM_OPTIONS = {
 
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"`([^`\n]+)`")
-CODE_PATH = re.compile(r"(?:elastic|actors|pipelines|benchmarks|tests|docs|\.ci)/[\w./]*\w/?")
+CODE_PATH = re.compile(
+    r"(?:elastic|actors|pipelines|benchmarks|tests|docs|deploy|\.ci)/[\w./]*\w/?"
+)
 COMMAND_LINE = re.compile(r"^ +(?:\.venv/bin/)?(?:elastic|python -m pipelines) (.+)$", re.MULTILINE)
 
 
@@ -177,7 +182,8 @@ def test_the_command_lines_are_accepted(page: Path) -> None:
     command = typer.main.get_command(app)
     shown = re.sub(r"\\\n\s+", "", page.read_text())
     lines = [line for line in COMMAND_LINE.findall(shown) if "OPTIONS" not in line]
-    lines += [line.partition(" -- ")[2] for line in shown.splitlines() if " -- " in line]
+    code = [line for line in shown.splitlines() if line.startswith("    ")]
+    lines += [line.partition(" -- ")[2] for line in code if " -- " in line]
     assert lines
     for line in lines:
         words = shlex.split(re.sub(r"^(elastic|python -m pipelines) ", "", line), comments=True)
@@ -254,12 +260,73 @@ def test_the_cluster_is_valid() -> None:
     validate_config(prepare_config(cluster))
     for local in cluster["file_mounts"].values():
         assert local.startswith("~") or (ROOT / local).exists(), local
-    head, gpu = (cluster["available_node_types"][name] for name in ("head", "gpu"))
-    assert (
-        cluster["head_node_type"] == "head" and "InstanceMarketOptions" not in head["node_config"]
-    )
-    assert gpu["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
     pinned = (ROOT / "constraints.txt").read_text()
     for image in ("head_image", "worker_image"):
         version = re.search(r"ray:([\d.]+)-", cluster["docker"][image])[1]
         assert f"ray=={version}\n" in pinned, "the image's Ray is another than the pinned one"
+
+
+def test_spot_comes_before_on_demand() -> None:
+    """For each type of GPU the same machine twice; the head is on demand and takes no worker."""
+    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    types = cluster["available_node_types"]
+    head = types.pop(cluster["head_node_type"])
+    assert "InstanceMarketOptions" not in head["node_config"] and head["resources"] == {"CPU": 0}
+    spot = {name: told for name, told in types.items() if name.endswith("-spot")}
+    assert len(spot) == 2 and len(types) == 4
+    for name, told in spot.items():
+        on_demand = types[name.removesuffix("-spot")]
+        assert told["node_config"].pop("InstanceMarketOptions") == {"MarketType": "spot"}
+        assert told.pop("priority") > on_demand.pop("priority")
+        assert told == on_demand
+        [accelerator] = [key for key in told["resources"] if key.startswith(PREFIX)]
+        assert f"{accelerator.removeprefix(PREFIX)}" in (ROOT / "docs" / "cluster.md").read_text()
+
+
+@pytest.mark.slow
+def test_the_cluster_installs_what_it_copies(tmp_path: Path) -> None:
+    """The setup command as it stands, in a new virtual environment; what the project depends on is
+    not fetched, but lent from here."""
+    cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    home = tmp_path / "home"
+    for remote, local in cluster["file_mounts"].items():
+        if remote.startswith("~/elastic-training/"):
+            target = home / remote.removeprefix("~/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy = copytree if (ROOT / local).is_dir() else copyfile
+            copy(ROOT / local, target)
+    venv.create(tmp_path / "venv", with_pip=True)
+    lent = str(Path(yaml.__file__).parents[1])
+    [installed] = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (installed / "dependencies.pth").write_text(f"{lent}\n")
+    environment = {
+        "HOME": str(home),
+        "PATH": f"{tmp_path / 'venv' / 'bin'}:/usr/bin:/bin",
+        "PIP_NO_INDEX": "1",
+        "PIP_NO_DEPS": "1",
+        "PIP_NO_BUILD_ISOLATION": "0",  # so pip spells "no isolation"
+    }
+    [command] = cluster["setup_commands"]
+    with_setuptools = {**environment, "PYTHONPATH": lent}  # what the build asks for
+    subprocess.run(["bash", "-c", command], env=with_setuptools, check=True, timeout=300)
+    script = tmp_path / "venv" / "bin" / "elastic"
+    told = subprocess.run(
+        [str(script), "--help"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "train" in told.stdout
+    where = subprocess.run(
+        [str(script.with_name("python")), "-c", "import elastic; print(elastic.__file__)"],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert where.stdout.strip() == str(home / "elastic-training" / "elastic" / "__init__.py")

@@ -1,0 +1,47 @@
+"""Azure: scheduled events; a spot machine is told half a minute ahead, others minutes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+from actors.notices.notice import LINK_LOCAL, Notice, ask, epoch_of
+
+HEADERS = {"Metadata": "true"}
+EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
+NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
+ENDS = ("Preempt", "Terminate", "Reboot", "Redeploy")
+"""`Freeze` is not an end: the machine stands still for some seconds."""
+
+
+class Azure:
+    """Source: Microsoft, Azure Virtual Machines, "Scheduled Events for Linux VMs"."""
+
+    def __init__(self, address: str = LINK_LOCAL, clock: Callable[[], float] = time.time) -> None:
+        self._address = address
+        self._clock = clock
+        self._name = ""
+        self._begun: dict[str, float] = {}
+        """When an event that names no time was first seen."""
+
+    def look(self) -> Notice | None:
+        """See `Source`. Events of other machines of the same set are told as well."""
+        self._name = self._name or ask(f"{self._address}{NAME}", HEADERS) or ""
+        answer = ask(f"{self._address}{EVENTS}", HEADERS)
+        if not self._name or answer is None:
+            raise ValueError("it has no name: this is not Azure")
+        notices = [
+            Notice(f"Azure {event['EventType']}", self._deadline(event))
+            for event in json.loads(answer)["Events"]
+            if event["EventType"] in ENDS and self._name in event["Resources"]
+        ]
+        return min(notices, key=lambda notice: notice.deadline or 0.0, default=None)
+
+    def _deadline(self, event: Mapping[str, Any]) -> float:
+        """Not before this, it is said; one that has begun says no more."""
+        if event["NotBefore"]:
+            return epoch_of(parsedate_to_datetime(event["NotBefore"]))
+        return self._begun.setdefault(event["EventId"], self._clock())

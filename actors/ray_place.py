@@ -1,0 +1,25 @@
+"""Where a Ray actor's process runs: its node and, by the node's labels, its rack."""
+
+from __future__ import annotations
+
+import ray
+
+from elastic.seating import Place
+
+RACK_LABELS = ("rack", "ray.io/availability-zone")
+"""The first that a node has: `ray start --labels rack=r7`; clouds and KubeRay set the second."""
+
+NODE_GROUP = "ray.io/node-group"
+"""The label in which the autoscaler and KubeRay say of which type a node is."""
+
+
+def place_here() -> Place:
+    found = ray.get_runtime_context()
+    labels = found.get_node_labels()
+    racks = [labels[key] for key in RACK_LABELS if key in labels]
+    return Place(found.get_node_id(), *racks[:1])
+
+
+def node_type_here() -> str:
+    """As the cluster's launcher or KubeRay calls it; empty where nobody does."""
+    return str(ray.get_runtime_context().get_node_labels().get(NODE_GROUP, ""))

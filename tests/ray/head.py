@@ -1,0 +1,175 @@
+"""A Ray head as `ray start --head` makes it, with token authentication, and jobs on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copytree, ignore_patterns, rmtree
+from tempfile import mkdtemp
+from typing import Any
+
+from command_line import PATIENCE_S, ROOT, processes_of
+
+HOST = "127.0.0.1"
+BIN = Path(sys.executable).parent
+INHERITED = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_API_SERVER_ADDRESS", "PYTHONPATH")
+"""What the machine of a test may have set, and a cluster's own machine has not."""
+
+
+@dataclass
+class Head:
+    """A cluster of one machine, and the environment of whoever may use it."""
+
+    address: str
+    folder: str
+    environment: dict[str, str]
+
+    def ray(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """A `ray` command of somebody with the token."""
+        return subprocess.run(
+            [str(BIN / "ray"), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            env=self.environment,
+        )
+
+    def submit(self, name: str, working_dir: Path, *command: str) -> None:
+        """`ray job submit --no-wait`."""
+        words = ("--submission-id", name, "--no-wait", "--working-dir", str(working_dir), "--")
+        told = self.ray("job", "submit", *words, *command)
+        assert told.returncode == 0, told.stdout + told.stderr
+
+    def details(self, name: str) -> dict[str, Any]:
+        """What the job's server knows of it: `status`, `message`, `driver_exit_code`."""
+        code = (
+            "import sys; from ray.job_submission import JobSubmissionClient as C; "
+            "print(C().get_job_info(sys.argv[1]).json())"
+        )
+        told = subprocess.run(
+            [sys.executable, "-c", code, name],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            env=self.environment,
+        )
+        assert told.returncode == 0, told.stderr
+        details: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+        return details
+
+    def log(self, name: str) -> str:
+        """What the command printed; `ray job logs` begins with lines of its own."""
+        return self.ray("job", "logs", name).stdout.partition("Running entrypoint for job")[2]
+
+    def await_end(self, name: str) -> dict[str, Any]:
+        def is_over() -> bool:
+            return self.details(name)["status"] not in ("PENDING", "RUNNING")
+
+        wait_for(is_over, f"the end of job {name}", pause_s=1.0)
+        return self.details(name)
+
+    def await_end_of_actors(self) -> None:
+        """Invariant 12: nothing of any run is left."""
+        wait_for(lambda: not self.actors(), "the end of all actors")
+
+    def actors(self) -> list[str]:
+        names = [process.name() for process in processes_of(self.folder)]
+        return [name for name in names if name.startswith("ray::Ray")]
+
+
+def wait_for(condition: Callable[[], object], what: str, pause_s: float = 0.1) -> None:
+    deadline = time.monotonic() + 2 * PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited too long for {what}"
+        time.sleep(pause_s)
+
+
+@contextmanager
+def head(
+    num_cpus: int, autoscaling: Callable[[str], dict[str, Any]] | None = None, **environment: str
+) -> Iterator[Head]:
+    """Start one, with an autoscaler whose configuration `autoscaling` makes from the address.
+
+    At the end nothing of it is left.
+    """
+    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
+    port, client_port, dashboard_port, agent_port = map(str, free_ports(4))
+    inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
+    everywhere = {
+        **inherited,
+        "RAY_TMPDIR": folder,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),  # what is installed
+        **environment,
+    }
+    command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+    command += ["--node-ip-address", HOST, "--port", port, "--num-cpus", str(num_cpus)]
+    command += ["--ray-client-server-port", client_port, "--dashboard-port", dashboard_port]
+    command += ["--dashboard-agent-listen-port", agent_port, "--temp-dir", f"{folder}/ray"]
+    command += ["--min-worker-port", "0", "--max-worker-port", "0"]
+    if autoscaling:
+        configuration = Path(folder, "autoscaling.json")
+        configuration.write_text(json.dumps(autoscaling(f"{HOST}:{port}")))
+        command += ["--autoscaling-config", str(configuration)]
+    log = Path(folder, "head.log")
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=everywhere, cwd=folder
+        )
+    server = f"http://{HOST}:{dashboard_port}"
+    started = Head(f"{HOST}:{port}", folder, {**everywhere, "RAY_API_SERVER_ADDRESS": server})
+    try:
+        wait_for(lambda: _has_started(process, log), "Ray's head")
+        wait_for(
+            lambda: _has_started(process, log) and started.ray("job", "list").returncode == 0,
+            "its job server",
+            pause_s=1.0,
+        )
+        yield started
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=60.0)
+        for left in processes_of(folder):
+            left.kill()
+        rmtree(folder, ignore_errors=True)
+
+
+def _has_started(process: subprocess.Popen[bytes], log: Path) -> bool:
+    assert process.poll() is None, log.read_text()
+    return "Ray runtime started" in log.read_text()
+
+
+def free_ports(number: int) -> list[int]:
+    """All different, since all are held at once."""
+    listeners = [socket.create_server((HOST, 0)) for _ in range(number)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports
+
+
+def working_tree(folder: Path) -> Path:
+    """A copy of the three packages that differs from what is installed: where an actor ran that
+    instead, the run would be refused."""
+    for package in ("elastic", "actors", "pipelines"):
+        copytree(ROOT / package, folder / package, ignore=ignore_patterns("__pycache__"))
+    with (folder / "elastic" / "__init__.py").open("a") as file:
+        file.write("# Not what is installed.\n")
+    (folder / "mine.py").write_text(
+        "from pipelines.recipes import tiny\n\n\ndef small():\n    return tiny()\n"
+    )
+    return folder

@@ -1,0 +1,49 @@
+"""What workers ask a cluster for, on clusters that say to have this or that GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from actors.accelerators import NoSuchAccelerator, choose_resources
+
+
+@pytest.fixture
+def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
+    num_cpus, *types = request.param
+    resources = {f"accelerator_type:{name}": 1 for name in types}
+    num_gpus = len(types)
+    ray.init(
+        "local", num_cpus=num_cpus, num_gpus=num_gpus, resources=resources, log_to_driver=False
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.parametrize("cluster", [(2, "L4")], indirect=True)
+def test_the_one_type_that_is_there_is_used(cluster: None) -> None:
+    of_l4 = {"num_cpus": 0, "num_gpus": 1, "accelerator_type": "L4"}
+    assert choose_resources("auto") == choose_resources("L4") == of_l4
+    assert choose_resources("H100") == {**of_l4, "accelerator_type": "H100"}, "it may come"
+    assert choose_resources("gpu") == {"num_cpus": 0, "num_gpus": 1}
+    assert choose_resources("cpu") == {"num_cpus": 1}
+    with pytest.raises(NoSuchAccelerator, match="a type such as L4"):
+        choose_resources("L5")
+
+
+@pytest.mark.parametrize("cluster", [(2, "L4", "A10G")], indirect=True)
+def test_of_two_types_one_is_to_be_named(cluster: None) -> None:
+    with pytest.raises(NoSuchAccelerator, match="A10G and L4, and a run uses one type"):
+        choose_resources("auto")
+    assert choose_resources("A10G")["accelerator_type"] == "A10G"
+
+
+@pytest.mark.parametrize("cluster", [(2,), (0,)], indirect=True)
+def test_without_gpus(cluster: None) -> None:
+    if ray.cluster_resources().get("CPU"):
+        assert choose_resources("auto") == {"num_cpus": 1}
+        return
+    with pytest.raises(NoSuchAccelerator, match="say what its autoscaler shall start"):
+        choose_resources("auto")

@@ -1,0 +1,179 @@
+"""`ray job submit` with token authentication: to the end, stopped, resumed, refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import pytest
+from command_line import Command, read
+from head import Head, head, wait_for, working_tree
+from test_model_axes import SETTINGS, arguments
+
+sys.path.append(str(Path(__file__).parents[1] / "processes"))
+
+from expected import expected
+
+from pipelines.overrides import override
+from pipelines.recipes import load
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+NUM_STEPS = 300
+NUM_COMPARED = 240
+"""Rounding grows with the steps; see `test_controller_death.py`."""
+SECRET = "hunter2-is-no-good-password"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Head]:
+    secrets = {"MLFLOW_TRACKING_PASSWORD": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
+    with head(num_cpus=3, **secrets) as started:
+        yield started
+        started.await_end_of_actors()
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return working_tree(tmp_path_factory.mktemp("tree"))
+
+
+def train(storage: Path, workers: str, steps: int, *more: str) -> list[str]:
+    run = arguments("mine.py:small", "dp=2", workers, steps)
+    return ["python", "-m", "pipelines", "train", *run, *more, *place(storage)]
+
+
+def place(storage: Path) -> list[str]:
+    return ["--storage", str(storage), "--run-name", "run"]
+
+
+def files_of(storage: Path) -> Command:
+    """The run's files, as of a command of this machine."""
+    return Command(Popen(["true"]), storage / "run", "")
+
+
+def content_of(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def assert_undisturbed(run: Command, num_steps: int) -> None:
+    seen, _ = expected(override(load("tiny"), SETTINGS), min(num_steps, NUM_COMPARED))
+    metrics = run.metrics()
+    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), "redone or lost"
+    losses = [loss for loss, _ in seen][:NUM_COMPARED]
+    assert [line["loss"] for line in metrics][:NUM_COMPARED] == pytest.approx(losses, rel=1e-9)
+
+
+def test_a_worker_is_killed_and_the_job_succeeds(tmp_path: Path, cluster: Head, tree: Path) -> None:
+    cluster.submit("killed", tree, *train(tmp_path, "1:3", NUM_STEPS))
+    run = files_of(tmp_path)
+    wait_for(lambda: len(run.metrics()) >= 20, "step 20")
+    os.kill(run.pid_of("w1"), signal.SIGKILL)
+    ended = cluster.await_end("killed")
+    log = cluster.log("killed")
+    assert (ended["status"], ended["driver_exit_code"]) == ("SUCCEEDED", 0), log
+    assert_undisturbed(run, NUM_STEPS)
+    assert [line["worker"] for line in run.lines("WorkerLost")] == ["w1"]
+    told = [line for line in log.splitlines() if "w1 lost: its process died" in line]
+    assert len(told) == 1, log
+    assert "completed" in log and "\x1b" not in log
+    assert len(log.splitlines()) < 60, "lines now and then, not a flood"
+    told_secrets = [file for file in tmp_path.rglob("*") if SECRET.encode() in content_of(file)]
+    assert SECRET not in log and cluster.environment["RAY_AUTH_TOKEN"] not in log
+    assert not told_secrets
+
+
+def test_a_stopped_job_saves_without_its_driver_and_resumes(
+    tmp_path: Path, cluster: Head, tree: Path
+) -> None:
+    """The same name is submitted again at once, while the stopped one may still be saving."""
+    cluster.submit("stopped", tree, *train(tmp_path, "2:2", 100_000))
+    run = files_of(tmp_path)
+    wait_for(lambda: len(run.metrics()) >= 20, "step 20")
+    assert cluster.ray("job", "stop", "stopped").returncode == 0
+    assert cluster.await_end("stopped")["status"] == "STOPPED"
+    num_steps = len(run.metrics()) + 200
+    cluster.submit("resumed", tree, *train(tmp_path, "2:2", num_steps))
+    ended = cluster.await_end("resumed")
+    assert ended["status"] == "SUCCEEDED", cluster.log("resumed")
+    first, second = run.lines("Stopped")
+    assert (first["outcome"], second["outcome"]) == ("interrupted", "completed")
+    assert first["step"] in [line["step"] for line in run.lines("Checkpointed")]
+    relaid = [line for line in run.lines("Relaid") if line["source"] == "checkpoint"]
+    assert [line["step"] for line in relaid] == [first["step"]]
+    assert not run.lines("RolledBack")
+    assert_undisturbed(run, num_steps)
+    cluster.await_end_of_actors()
+
+
+def test_a_job_whose_driver_is_killed_at_once_is_waited_for(
+    tmp_path: Path, cluster: Head, tree: Path
+) -> None:
+    """It hears no signal: the controller notices the silence, saves, ends; the next one resumes."""
+    cluster.submit("silenced", tree, *train(tmp_path, "2:2", 100_000))
+    run = files_of(tmp_path)
+    wait_for(lambda: len(run.metrics()) >= 20, "step 20")
+    os.kill(int(cluster.details("silenced")["driver_info"]["pid"]), signal.SIGKILL)
+    ended = cluster.await_end("silenced")
+    assert ended["status"] == "FAILED"
+    cluster.submit("after", tree, *train(tmp_path, "2:2", len(run.metrics()) + 2000))
+    wait_for(lambda: len(run.lines("RunOpened")) == 2, "the next one")
+    [stopped] = run.lines("Stopped")
+    assert (stopped["outcome"], stopped["reason"]) == ("interrupted", "the driver is gone")
+    cluster.ray("job", "stop", "after")
+    assert cluster.await_end("after")["status"] == "STOPPED"
+    cluster.await_end_of_actors()
+
+
+def test_exit_codes_stand_in_the_jobs_status(tmp_path: Path, cluster: Head, tree: Path) -> None:
+    bad = train(tmp_path, "1:1", 5, "--set", "optimizer.lrr=1")
+    broken = train(tmp_path / "broken", "1:2", 50, "--inject", "raise in worker 1 at step 7")
+    passing = train(Path("runs"), "1:1", 5)
+    for name, command in (("bad", bad), ("broken", broken), ("passing", passing)):
+        cluster.submit(name, tree, *command)
+    codes = {name: cluster.await_end(name) for name in ("bad", "broken", "passing")}
+    told = {name: details["driver_exit_code"] for name, details in codes.items()}
+    assert told == {"bad": 2, "broken": 1, "passing": 2}
+    assert {details["status"] for details in codes.values()} == {"FAILED"}
+    assert "optimizer.lrr: there is no such setting" in codes["bad"]["message"]
+    assert "w1: RuntimeError: w1 was told to raise at step 7" in codes["broken"]["message"]
+    assert "which Ray deletes with the job" in codes["passing"]["message"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_the_token_nothing_is_submitted(cluster: Head, tree: Path) -> None:
+    stranger = {**cluster.environment, "RAY_AUTH_TOKEN": "guessed"}
+    told = Head(cluster.address, cluster.folder, stranger).ray(
+        "job", "submit", "--working-dir", str(tree), "--", "true"
+    )
+    assert told.returncode != 0
+    assert "auth" in (told.stdout + told.stderr).lower()
+
+
+def test_other_sources_on_the_cluster_are_refused_in_one_line(
+    tmp_path: Path, cluster: Head
+) -> None:
+    """They are changed when the driver has read them, and the cluster's processes have not."""
+    tree = working_tree(tmp_path / "tree")
+    command = [sys.executable, "-m", "pipelines", "train", *arguments("tiny", "dp=2", "2:2", 5)]
+    environment = {**cluster.environment, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
+    driver = Popen(
+        [*command, *place(tmp_path)],
+        stdout=PIPE,
+        stderr=PIPE,
+        text=True,
+        env=environment,
+        cwd=tree,
+    )
+    assert driver.stdout is not None and "run run:" in driver.stdout.readline()
+    with (tree / "elastic" / "__init__.py").open("a") as file:
+        file.write("# Changed.\n")
+    _, told = driver.communicate(timeout=300.0)
+    assert driver.returncode == 2, told
+    [line] = told.splitlines()
+    assert "runs other sources than this command" in line
+    assert not read(tmp_path / "run" / "journal.jsonl")
+    cluster.await_end_of_actors()

@@ -1,0 +1,119 @@
+"""A node of a real Ray cluster announces its end: it is left in time, and nothing is redone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import Command
+from test_model_axes import arguments, assert_trained_plainly
+from test_ray_parity import is_needed, node_of, on_nodes
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+NUM_NODES = 3
+NUM_STEPS = 350
+NOTICE_S = 10
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+
+
+def drain(address: str, node: str) -> float:
+    """As a person or the autoscaler does; when the node is to be gone."""
+    options = {
+        "--address": address,
+        "--node-id": node,
+        "--reason": "DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message": "a test",
+        "--deadline-remaining-seconds": str(NOTICE_S),
+    }
+    words = [word for option in options.items() for word in option]
+    deadline = time.time() + NOTICE_S
+    subprocess.run([*RAY, "drain-node", *words], check=True, timeout=60, capture_output=True)
+    return deadline
+
+
+@contextmanager
+def pod(address: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A node as in a container of Kubernetes, whose first process gets SIGTERM."""
+    process = subprocess.Popen(
+        [*RAY, "start", "--address", address, "--num-cpus", "1", "--block"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(NOTICE_S)},
+    )
+    try:
+        yield process
+    finally:
+        with suppress(psutil.NoSuchProcess):  # it has ended by itself, and all below it
+            end(psutil.Process(process.pid).children(recursive=True))
+        process.kill()
+        process.wait()
+
+
+def end(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def a_node_to_drain(command: Command) -> tuple[str, str, list[psutil.Process]]:
+    """A worker on a node without controller and store, that node, and all its processes."""
+    for line in command.lines("WorkerReady"):
+        processes = node_of(line["pid"])
+        if not is_needed(processes):
+            return line["worker"], line["node"], processes
+    raise AssertionError("the run needs every node")
+
+
+@pytest.mark.parametrize("layout", ["dp=3", "fsdp=3"])
+def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None:
+    train = arguments("tiny", layout, f"2:{NUM_NODES}", NUM_STEPS)
+    with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
+        command.wait_for_step(20)
+        worker, node, processes = a_node_to_drain(command)
+        deadline = drain(command.address, node)
+        command.wait_until(lambda: len(command.lines("Resume")) >= 2, "the others go on")
+        time.sleep(max(0.0, deadline - time.time()))
+        end(processes)
+        code, output = command.finish()
+        assert code == 0, output
+        assert_trained_plainly(command, "tiny", NUM_STEPS)
+        [told] = command.lines("NodeDraining")
+        assert (told["node"], told["cause"]) == (node, "Ray drains it")
+        assert told["deadline"] == pytest.approx(deadline, abs=5.0)
+        left = command.lines("Resume")[1]
+        assert worker not in left["workers"]
+        assert left["time"] < told["deadline"]
+        assert not [line for line in command.lines("Abort") if line["time"] < left["time"]]
+
+
+def test_sigterm_of_a_pod_is_such_a_notice(tmp_path: Path) -> None:
+    """Ray drains its own node then; nobody has to say what a pod is."""
+    train = arguments("tiny", "dp=3", f"2:{NUM_NODES}", NUM_STEPS)
+    with (
+        on_nodes(tmp_path, *train, num_nodes=NUM_NODES - 1) as command,
+        pod(command.address) as node,
+    ):
+        command.wait_for_step(20)
+        [worker] = [
+            line["worker"]
+            for line in command.lines("WorkerReady")
+            if psutil.Process(node.pid) in psutil.Process(line["pid"]).parents()
+        ]
+        node.send_signal(signal.SIGTERM)
+        command.wait_until(lambda: len(command.lines("Resume")) >= 2, "the others go on")
+        node.wait(timeout=60)
+        code, output = command.finish()
+        assert code == 0, output
+        assert_trained_plainly(command, "tiny", NUM_STEPS)
+        [told], left = command.lines("NodeDraining"), command.lines("Resume")[1]
+        assert worker not in left["workers"]
+        assert left["time"] < told["deadline"]
+        assert not [line for line in command.lines("Abort") if line["time"] < left["time"]]

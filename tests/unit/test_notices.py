@@ -1,0 +1,198 @@
+"""Each cloud's notices out of a fake metadata server, the pod's file, and the watcher of them."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from metadata_server import Metadata, metadata_server
+
+from actors.notices import NodeWatcher, Notice
+from actors.notices.aws import Aws
+from actors.notices.azure import EVENTS, NAME, Azure
+from actors.notices.gcp import Gcp
+from actors.notices.pod import Pod
+from actors.notices.watcher import clouds_by_firmware
+
+ACTION = "/latest/meta-data/spot/instance-action"
+REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
+PREEMPTED = "/computeMetadata/v1/instance/preempted"
+MOMENT = 1505722920.0
+"""2017-09-18, 08:22 UTC."""
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_aws_tells_of_an_interruption() -> None:
+    with metadata_server(Metadata(token="secret")) as aws:
+        source = Aws(aws.address)
+        assert source.look() is None
+        aws.has[ACTION] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
+        aws.has[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
+        assert source.look() == Notice("AWS spot interruption: terminate", MOMENT)
+
+
+def test_aws_recommends_to_rebalance_without_naming_an_end() -> None:
+    with metadata_server(Metadata(token="secret")) as aws:
+        aws.has[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
+        assert Aws(aws.address).look() == Notice("AWS rebalance recommendation")
+
+
+def test_a_token_of_aws_that_has_run_out_is_had_anew() -> None:
+    with metadata_server(Metadata(token="first")) as aws:
+        source = Aws(aws.address)
+        source.look()
+        aws.token = "second"
+        aws.has[REBALANCE] = "{}"
+        assert source.look() == Notice("AWS rebalance recommendation")
+
+
+def test_gcp_tells_that_it_preempts() -> None:
+    has, now = {PREEMPTED: "FALSE"}, [100.0]
+    with metadata_server(Metadata(has, wants={"Metadata-Flavor": "Google"})) as gcp:
+        source = Gcp(gcp.address, lambda: now[0])
+        assert source.look() is None
+        gcp.has[PREEMPTED] = "TRUE"
+        assert source.look() == Notice("GCP preemption", 130.0)
+        now[0] = 110.0
+        assert source.look() == Notice("GCP preemption", 130.0), "the end does not move"
+
+
+def azure_event(kind: str, not_before: str, *machines: str) -> dict[str, object]:
+    event_id = f"{kind} of {machines}"
+    status = "Scheduled" if not_before else "Started"
+    return {
+        "EventId": event_id,
+        "EventType": kind,
+        "ResourceType": "VirtualMachine",
+        "Resources": list(machines),
+        "EventStatus": status,
+        "NotBefore": not_before,
+    }
+
+
+def azure_events(*events: dict[str, object]) -> str:
+    return json.dumps({"DocumentIncarnation": 1, "Events": events})
+
+
+@pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
+def test_azure_tells_of_what_ends_this_machine(kind: str) -> None:
+    has = {NAME: "trainer_3", EVENTS: azure_events()}
+    with metadata_server(Metadata(has, wants={"Metadata": "true"})) as azure:
+        source = Azure(azure.address, lambda: 7.0)
+        assert source.look() is None
+        azure.has[EVENTS] = azure_events(
+            azure_event(kind, "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_4"),
+            azure_event("Freeze", "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_3"),
+        )
+        assert source.look() is None, "another machine, and a mere standstill"
+        azure.has[EVENTS] = azure_events(
+            azure_event(kind, "Mon, 18 Sep 2017 08:22:00 GMT", "trainer_2", "trainer_3")
+        )
+        assert source.look() == Notice(f"Azure {kind}", MOMENT)
+        azure.has[EVENTS] = azure_events(azure_event(kind, "", "trainer_3"))
+        assert source.look() == Notice(f"Azure {kind}", 7.0), "it has begun"
+
+
+def test_a_pod_is_told_by_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ends-at"
+    source = Pod(file)
+    assert source.look() is None
+    file.write_text("")  # the hook is about to write
+    assert source.look() is None
+    file.write_text("1505722920\n")
+    assert source.look() == Notice("the pod is terminated", MOMENT)
+
+
+def test_a_proxy_for_the_internet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with metadata_server(Metadata({PREEMPTED: "FALSE"})) as gcp:
+        assert Gcp(gcp.address).look() is None
+
+
+@pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
+def test_one_cloud_is_not_taken_for_another(cloud: Callable[[str], Aws | Gcp | Azure]) -> None:
+    """A server that knows nothing of what is asked, or says anything to everything."""
+    with metadata_server(Metadata()) as nobody, pytest.raises((OSError, ValueError)):
+        cloud(nobody.address).look()
+    page = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, NAME, EVENTS), "<html>")
+    with metadata_server(Metadata(page, token="any")) as page, pytest.raises((OSError, ValueError)):
+        cloud(page.address).look()
+
+
+def test_whoever_never_answers_is_soon_not_asked_any_more(tmp_path: Path) -> None:
+    """Nobody listens at one port; at another somebody does, and never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as mute, metadata_server(Metadata()) as nobody:
+        silent = f"http://127.0.0.1:{mute.getsockname()[1]}"
+        guesses = [Aws("http://127.0.0.1:1"), Gcp(silent), Azure(nobody.address)]
+        began = time.monotonic()
+        watcher = NodeWatcher([Pod(tmp_path / "none")], guesses, every_s=0.01)
+        assert time.monotonic() - began < 0.5, "the start does not wait for them"
+        wait_until(lambda: watcher.num_asked == 1)
+        num_asked = len(nobody.asked)
+        (tmp_path / "none").write_text("5")
+        wait_until(lambda: watcher.notice)
+        assert len(nobody.asked) == num_asked
+        assert watcher.notice == Notice("the pod is terminated", 5.0)
+        watcher.close()
+
+
+def test_whoever_has_answered_once_is_asked_for_ever() -> None:
+    with metadata_server(Metadata({PREEMPTED: "FALSE"})) as gcp:
+        watcher = NodeWatcher([], [Gcp(gcp.address, lambda: 0.0)], every_s=0.01)
+        wait_until(lambda: len(gcp.asked) > 3)
+        del gcp.has[PREEMPTED]
+        num_asked = len(gcp.asked)
+        wait_until(lambda: len(gcp.asked) > num_asked + 9)
+        gcp.has[PREEMPTED] = "TRUE"
+        wait_until(lambda: watcher.notice)
+        assert watcher.notice == Notice("GCP preemption", 30.0)
+        watcher.close()
+
+
+def test_the_nearest_end_counts(tmp_path: Path) -> None:
+    (tmp_path / "ends-at").write_text("5")
+    with metadata_server(Metadata({REBALANCE: "{}"}, token="secret")) as aws:
+        sources = [Aws(aws.address), Pod(tmp_path / "ends-at")]
+        watcher = NodeWatcher(sources, every_s=0.01)
+        wait_until(lambda: watcher.notice)
+        assert watcher.notice == Notice("the pod is terminated", 5.0)
+        watcher.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "clouds"),
+    [
+        ({"sys_vendor": "Amazon EC2", "bios_version": "1.0"}, [Aws]),
+        ({"sys_vendor": "Xen", "bios_version": "4.2.amazon"}, [Aws]),
+        ({"sys_vendor": "Google", "product_name": "Google Compute Engine"}, [Gcp]),
+        (
+            {
+                "sys_vendor": "Microsoft Corporation",
+                "chassis_asset_tag": "7783-7084-3265-9085-8269-3286-77",
+            },
+            [Azure],
+        ),
+        ({"sys_vendor": "Microsoft Corporation", "product_name": "Virtual Machine"}, []),
+        ({"sys_vendor": "Dell Inc."}, []),
+    ],
+)
+def test_the_firmware_says_which_cloud_it_is(
+    tmp_path: Path, fields: dict[str, str], clouds: list[type]
+) -> None:
+    for name, value in fields.items():
+        (tmp_path / name).write_text(f"{value}\n")
+    assert [type(source) for source in clouds_by_firmware(tmp_path) or []] == clouds
+
+
+def test_firmware_that_says_nothing_leaves_it_open(tmp_path: Path) -> None:
+    assert clouds_by_firmware(tmp_path) is None
