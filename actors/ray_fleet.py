@@ -90,6 +90,7 @@ class RayFleet:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._exchange_notices, name="notices", daemon=True).start()
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
@@ -334,8 +335,6 @@ class RayFleet:
         while not self._closed.wait(HEARTBEAT_S):
             with suppress(ray.exceptions.RayError, ValueError):  # the next beat tries again
                 self._send_agents()
-            with suppress(ray.exceptions.RayError):  # likewise
-                self._exchange_notices()
             with self._lock:
                 seats = list(self._seats.items())
                 agents = list(self._agents.items())
@@ -356,12 +355,17 @@ class RayFleet:
             self._agents.pop(node, None)
 
     def _exchange_notices(self) -> None:
-        """This machine has no agent; what Ray says matters of nodes where something of ours is."""
-        with self._lock:
-            nodes = {seat.node for seat in self._seats.values()} | self._keepers.keys()
-        if self._node in nodes:
-            self._drains.take(self._node, self._watcher.notice)
-        self._drains.exchange(nodes)
+        """This machine has no agent; what Ray says matters of nodes where something of ours is.
+
+        Ray's answer may take long while its GCS is away, and the heartbeat must not wait for it.
+        """
+        while not self._closed.wait(HEARTBEAT_S):
+            with self._lock:
+                nodes = {seat.node for seat in self._seats.values()} | self._keepers.keys()
+            if self._node in nodes:
+                self._drains.take(self._node, self._watcher.notice)
+            with suppress(ray.exceptions.RayError):  # the next time tries again
+                self._drains.exchange(nodes)
 
     def _send_agents(self) -> None:
         with self._lock:

@@ -7,18 +7,23 @@ runs before that, and its time counts as part of the same grace period.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from actors.notices.notice import Notice
 
 FILE = Path("/tmp/elastic-node-ends-at")
+FORGOTTEN_S = 60.0
+"""A file of a time that is over for so long is of a machine that lives on."""
 
 
 class Pod:
     """The file has the time of the end, in seconds since the epoch."""
 
-    def __init__(self, file: Path = FILE) -> None:
+    def __init__(self, file: Path = FILE, clock: Callable[[], float] = time.time) -> None:
         self._file = file
+        self._clock = clock
 
     def look(self) -> Notice | None:
         """See `Source`. A file of another user, who is not root either, does not count."""
@@ -28,4 +33,6 @@ class Pod:
             text = self._file.read_text()
         except FileNotFoundError:
             return None
-        return Notice("the pod is terminated", float(text)) if text.strip() else None
+        deadline = float(text) if text.strip() else 0.0
+        is_news = deadline > self._clock() - FORGOTTEN_S
+        return Notice("the pod is terminated", deadline) if is_news else None

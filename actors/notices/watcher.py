@@ -55,8 +55,7 @@ class NodeWatcher:
         self._asked += [_Asked(source, NUM_TRIES_OF_A_GUESS) for source in guesses]
         self._every_s = every_s
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="notices", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._serve, name="notices", daemon=True).start()
 
     @property
     def num_asked(self) -> int:

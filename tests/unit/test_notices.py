@@ -105,12 +105,15 @@ def test_azure_tells_of_what_ends_this_machine(kind: str) -> None:
 
 def test_a_pod_is_told_by_a_file(tmp_path: Path) -> None:
     file = tmp_path / "ends-at"
-    source = Pod(file)
+    now = [MOMENT - 30.0]
+    source = Pod(file, lambda: now[0])
     assert source.look() is None
     file.write_text("")  # the hook is about to write
     assert source.look() is None
     file.write_text("1505722920\n")
     assert source.look() == Notice("the pod is terminated", MOMENT)
+    now[0] = MOMENT + 90.0
+    assert source.look() is None, "nobody has taken the file away"
 
 
 def test_a_proxy_for_the_internet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +138,7 @@ def test_whoever_never_answers_is_soon_not_asked_any_more(tmp_path: Path) -> Non
         silent = f"http://127.0.0.1:{mute.getsockname()[1]}"
         guesses = [Aws("http://127.0.0.1:1"), Gcp(silent), Azure(nobody.address)]
         began = time.monotonic()
-        watcher = NodeWatcher([Pod(tmp_path / "none")], guesses, every_s=0.01)
+        watcher = NodeWatcher([Pod(tmp_path / "none", lambda: 0.0)], guesses, every_s=0.01)
         assert time.monotonic() - began < 0.5, "the start does not wait for them"
         wait_until(lambda: watcher.num_asked == 1)
         num_asked = len(nobody.asked)
@@ -162,7 +165,7 @@ def test_whoever_has_answered_once_is_asked_for_ever() -> None:
 def test_the_nearest_end_counts(tmp_path: Path) -> None:
     (tmp_path / "ends-at").write_text("5")
     with metadata_server(Metadata({REBALANCE: "{}"}, token="secret")) as aws:
-        sources = [Aws(aws.address), Pod(tmp_path / "ends-at")]
+        sources = [Aws(aws.address), Pod(tmp_path / "ends-at", lambda: 0.0)]
         watcher = NodeWatcher(sources, every_s=0.01)
         wait_until(lambda: watcher.notice)
         assert watcher.notice == Notice("the pod is terminated", 5.0)
