@@ -45,10 +45,12 @@ class Head:
             env=self.environment,
         )
 
-    def submit(self, name: str, working_dir: Path, *command: str) -> None:
+    def submit(self, name: str, working_dir: Path | None, *command: str) -> None:
         """`ray job submit --no-wait`."""
-        words = ("--submission-id", name, "--no-wait", "--working-dir", str(working_dir), "--")
-        told = self.ray("job", "submit", *words, *command)
+        sent = ("--working-dir", str(working_dir)) if working_dir else ()
+        told = self.ray(
+            "job", "submit", "--submission-id", name, "--no-wait", *sent, "--", *command
+        )
         assert told.returncode == 0, told.stdout + told.stderr
 
     def details(self, name: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import psutil
 import pytest
 import yaml
 from command_line import PATIENCE_S, ROOT, Command, processes_of
-from head import Head, head, wait_for, working_tree
+from head import Head, head, wait_for
 from ray.autoscaler._private.util import prepare_config
 from test_job_submit import files_of, place
 
@@ -69,9 +70,12 @@ def autoscaling(address: str, lacking: dict[str, str]) -> dict[str, Any]:
 
 def node_types(cluster: Head) -> list[str]:
     """Of the machines that are there beside the head."""
-    raylets = [p for p in processes_of(cluster.folder) if p.name() == "raylet"]
-    names = [process.environ().get("RAY_NODE_TYPE_NAME", "") for process in raylets]
-    return sorted(name for name in names if name)
+    found = []
+    for process in processes_of(cluster.folder):
+        with suppress(psutil.NoSuchProcess):  # it is just ending
+            if process.name() == "raylet":
+                found.append(process.environ().get("RAY_NODE_TYPE_NAME", ""))
+    return sorted(name for name in found if name)
 
 
 def kill_node_of(pid: int) -> None:
@@ -83,7 +87,9 @@ def kill_node_of(pid: int) -> None:
 
 
 def command(storage: Path, workers: str, num_steps: int) -> list[str]:
-    given = ["mine.py:small", "--workers", workers, "--steps", str(num_steps)]
+    """Of what is installed: the nodes share one folder for working directories here, and each
+    unpacks them anew, under the feet of the others."""
+    given = ["tiny", "--workers", workers, "--steps", str(num_steps)]
     for setting in SETTINGS:
         given += ["--set", setting]
     return ["python", "-m", "pipelines", "train", *given, *place(storage)]
@@ -105,11 +111,11 @@ def num_members(files: Command) -> int:
 def test_a_run_grows_survives_a_dead_machine_and_gives_all_back(tmp_path: Path) -> None:
     """Four machines on spot come at once, those on demand later; one is SIGKILLed with all on it,
     and the autoscaler makes another."""
-    tree, files = working_tree(tmp_path / "tree"), files_of(tmp_path)
+    files = files_of(tmp_path)
     come = tmp_path / "come"
     lacking = partial(autoscaling, lacking={"l4": str(come)})
     with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
-        cluster.submit("grows", tree, *command(tmp_path, "2:6", 100_000))
+        cluster.submit("grows", None, *command(tmp_path, "2:6", 100_000))
         await_members(cluster, files, 4)
         come.touch()
         await_members(cluster, files, 6)
@@ -139,7 +145,7 @@ def test_a_run_grows_survives_a_dead_machine_and_gives_all_back(tmp_path: Path) 
 def test_where_spot_cannot_be_had_the_rest_is_on_demand(tmp_path: Path) -> None:
     """Ray's autoscaler asks for the spot machines again and again; what exceeds their
     `max_workers` is the part of a run that it takes on demand."""
-    tree, files = working_tree(tmp_path / "tree"), files_of(tmp_path)
+    files = files_of(tmp_path)
     lacking = partial(autoscaling, lacking={"l4-spot": str(tmp_path / "never")})
     with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
         for name, told in (
@@ -147,10 +153,10 @@ def test_where_spot_cannot_be_had_the_rest_is_on_demand(tmp_path: Path) -> None:
             ("L5", "knows of none"),
         ):
             unknown = [*command(tmp_path, "2:6", 20), "--set", f"accelerator={name}"]
-            cluster.submit(name, tree, *unknown)
+            cluster.submit(name, None, *unknown)
             assert cluster.await_end(name)["driver_exit_code"] == 2
             assert told in cluster.log(name)
-        cluster.submit("lacking", tree, *command(tmp_path, "2:6", 20))
+        cluster.submit("lacking", None, *command(tmp_path, "2:6", 20))
         ended = cluster.await_end("lacking")
         assert ended["status"] == "SUCCEEDED", cluster.log("lacking")
     assert {len(line["workers"]) for line in files.lines("Resume")} == {2}
