@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -97,10 +97,10 @@ def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None
 def test_sigterm_of_a_pod_is_such_a_notice(tmp_path: Path) -> None:
     """Ray drains its own node then; nobody has to say what a pod is."""
     train = arguments("tiny", "dp=3", f"2:{NUM_NODES}", NUM_STEPS)
-    with (
-        on_nodes(tmp_path, *train, num_nodes=NUM_NODES - 1) as command,
-        pod(command.address) as node,
-    ):
+    with ExitStack() as stack:
+        command = stack.enter_context(on_nodes(tmp_path, *train, num_nodes=NUM_NODES - 1))
+        command.wait_until(lambda: command.lines("StoreReady"), "what the run needs has its place")
+        node = stack.enter_context(pod(command.address))
         command.wait_for_step(20)
         [worker] = [
             line["worker"]
