@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.asking import LayoutReply
 from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunRefused, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
-from actors.ray_private import end_log_monitor, hush_driver, take_token
+from actors.ray_private import ON_HEAD, end_log_monitor, hush_driver, take_token
 from elastic.commands import Stopped
 from elastic.planning import Wish
 
@@ -100,12 +99,6 @@ def _end(name: str) -> None:
         return  # it has ended meanwhile
 
 
-def beside_me() -> NodeAffinitySchedulingStrategy:
-    """On the machine of this process, or, when that is gone, anywhere. Ray would take any machine
-    for an actor without resources: the controller would land on one that is taken back."""
-    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
-
-
 class Drive:
     """A run under way, as its driver sees it."""
 
@@ -121,7 +114,7 @@ class Drive:
             max_restarts=-1,
             num_cpus=0,
             enable_task_events=False,
-            scheduling_strategy=beside_me(),
+            resources=ON_HEAD,
         )
         try:
             self._controller = kind.remote(run)

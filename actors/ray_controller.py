@@ -20,6 +20,7 @@ from actors.lease import claim
 from actors.lines import LineLog, open_lines
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
+from actors.ray_private import ON_HEAD
 from actors.ray_worker import Orphanage, end_process
 from actors.shell import JOURNAL, Shell
 from actors.sources import digest_of_sources
@@ -256,7 +257,7 @@ class RayController:
                 lifetime="detached",
                 num_cpus=0,
                 enable_task_events=False,
-                scheduling_strategy=self._fleet.beside,
+                resources=ON_HEAD,
             )
             .remote(factory, self._run.name, self._run.orphan_timeout_s)
         )

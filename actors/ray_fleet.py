@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
 from actors.ray_drains import Drains
+from actors.ray_private import ON_HEAD
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
 from actors.trainer import WorkerOptions
@@ -77,8 +78,6 @@ class RayFleet:
         self._post = post
         self._incarnation = incarnation
         self._node = ray.get_runtime_context().get_node_id()
-        self.beside = NodeAffinitySchedulingStrategy(self._node, soft=True)
-        """Where the store and the observers go; Ray would spread them over all machines."""
         self._controller = ray.get_runtime_context().current_actor
         self._seats: dict[str, _Seat] = {}
         self._probed: set[str] = set()
@@ -94,7 +93,7 @@ class RayFleet:
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
-        kind = self._detached(RayStore, name, num_cpus=0, scheduling_strategy=self.beside)
+        kind = self._detached(RayStore, name, num_cpus=0, resources=ON_HEAD)
         self._take_store(kind.remote(self._orphan_timeout_s))
 
     def _take_store(self, store: Any) -> None:

@@ -12,6 +12,11 @@ from ray._private.authentication.authentication_token_setup import (
 )
 from ray.core.generated import autoscaler_pb2
 
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""The resources of what belongs on the head: it is not taken back, and its end is the cluster's.
+Ray puts an actor without resources on any machine; a soft affinity to a node is not always kept
+(seen), and a hard one would not survive a new head. There is no public name for the head."""
+
 
 def hush_driver() -> None:
     """Keep Ray from printing a paragraph for each worker that dies.
