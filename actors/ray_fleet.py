@@ -371,6 +371,10 @@ class RayFleet:
             old = time.monotonic() - AGENT_DELAY_S
             nodes = {seat.node for seat in self._seats.values() if seat.started < old}
             lacking = sorted(nodes - self._agents.keys() - {self._node})
+            deserted = self._agents.keys() - {seat.node for seat in self._seats.values()}
+            idle = [self._agents.pop(node) for node in deserted]
+        for agent in idle:
+            ray.kill(agent)  # it would keep its machine from being given back
         for node in lacking:
             options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
             name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"

@@ -97,7 +97,8 @@ def begin_shelf(state: CoreState, now: float) -> None:
 
 
 def drop_older(state: CoreState) -> list[Command]:
-    """Free the snapshots of earlier generations once this one's are whole, or none is needed."""
+    """Free the snapshots of earlier generations once this one's are whole, or none is needed; and
+    the machines on which only a keeper is left."""
     if len(state.shelves) < 2 or state.wanted_keepers is None:
         return []
     if state.wanted_keepers and not is_protected(state):
@@ -106,7 +107,10 @@ def drop_older(state: CoreState) -> list[Command]:
     if not state.keepers:
         return []
     generation = state.shelves[0].assignment.generation
-    return [ForgetSnapshots(generation, tuple(sorted(state.keepers)))]
+    peopled = {seat.node for seat in state.seats.values()}
+    deserted = sorted(state.keepers.keys() - peopled - state.wanted_keepers)
+    forget: Command = ForgetSnapshots(generation, tuple(sorted(state.keepers)))
+    return [forget, *(StopKeeper(node, "nobody trains there any more") for node in deserted)]
 
 
 def protect_deadline(state: CoreState) -> float:
