@@ -37,7 +37,6 @@ from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
 
-_RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECIPE_FORMAT = 1
 
 
@@ -271,11 +270,6 @@ def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     plain = re.sub(r"[^A-Za-z0-9]+", "-", asked.recipe.rpartition(":")[2] or asked.recipe)
     name = asked.run_name or f"{plain}-{stamp}"
-    if not _RUN_NAME.fullmatch(name):
-        raise UserError(
-            f"--run-name {name!r}: use letters, digits, '.', '_' and '-', beginning with a letter "
-            "or digit"
-        )
     return RunFolder.of(asked.storage, name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -15,6 +16,7 @@ from actors.lines import LineLog
 from actors.storage import DiskStorage, Storage, open_storage
 from pipelines.errors import UserError
 
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RECIPE, TRACKING, TIMELINE = "recipe.json", "tracking.json", "timeline.png"
 
 
@@ -26,7 +28,12 @@ class RunFolder:
 
     @classmethod
     def of(cls, storage: str | Path, run_name: str) -> RunFolder:
-        """Raises `UserError` for a storage that cannot be."""
+        """Raises `UserError` for a storage that cannot be, and a name that would leave it."""
+        if not RUN_NAME.fullmatch(run_name):
+            raise UserError(
+                f"--run-name {run_name!r}: use letters, digits, '.', '_' and '-', beginning with a "
+                "letter or digit"
+            )
         return cls(named_storage(storage).at(run_name))
 
     @property

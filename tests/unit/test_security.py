@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_bad_input import refused
 from torch.distributed import TCPStore
 
 from actors.credentials import has_credentials, without_credentials
@@ -149,3 +150,10 @@ def test_credentials_in_options_are_refused_and_not_repeated(
     assert option[0] in line and "environment" in line
     assert SECRET not in told.out + told.err
     assert not list(tmp_path.rglob("recipe.json"))
+
+
+@pytest.mark.parametrize("command", ["status", "logs", "export", "relayout"])
+def test_no_command_leaves_the_storage(command: str, tmp_path: Path, capsys) -> None:
+    more = {"logs": ["--worker", "w0"], "relayout": ["--layout", "dp=1"]}.get(command, [])
+    told = refused(capsys, command, "../elsewhere", *more, "--storage", str(tmp_path))
+    assert "'../elsewhere'" in told and "letters, digits" in told
