@@ -80,7 +80,7 @@ def eventful(path: Path) -> WrittenRun:
 
 
 def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
-    run = eventful(tmp_path / "100 % #1")
+    run = eventful(tmp_path / "100.1-a_b")
     tracker = Tracker(run.folder)
     tracker.poll()
     client, row = only_run(default_tracking_uri(tmp_path))
@@ -90,7 +90,7 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
 
     client, row = only_run(default_tracking_uri(tmp_path))
     assert row.info.status == "FINISHED"
-    assert row.info.run_name == "100 % #1"
+    assert row.info.run_name == "100.1-a_b"
     assert row.data.params == {"model.dim": "64", "steps": "12", "betas": "[0.9]"}
     assert row.data.tags["elastic.workers_lost"] == "1"
     assert "w3 lost: connection reset" in row.data.tags["mlflow.note.content"]
