@@ -9,6 +9,8 @@ import ray
 
 from actors.accelerators import NoSuchAccelerator, choose_resources
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def cluster(request: pytest.FixtureRequest) -> Iterator[None]:

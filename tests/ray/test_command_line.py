@@ -39,7 +39,10 @@ def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> No
     assert run.info.status == "FINISHED"
 
 
-@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "exit_code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_an_interrupted_run_saves_and_goes_on(
     tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
@@ -58,6 +61,7 @@ def test_an_interrupted_run_saves_and_goes_on(
     assert [line["step"] for line in metrics] == list(range(1, stopped_at + 21))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_driven_is_refused_and_a_killed_driver_leaves_nothing(
     tmp_path: Path,
 ) -> None:
@@ -74,6 +78,7 @@ def test_a_run_that_is_driven_is_refused_and_a_killed_driver_leaves_nothing(
         # What the driver's death leaves behind is asserted by `elastic_train` itself.
 
 
+@pytest.mark.slow
 def test_changed_maths_are_refused_on_resume(tmp_path: Path) -> None:
     with elastic_train(tmp_path, *TINY, "--workers", "1", "--steps", "5") as command:
         assert command.finish()[0] == 0

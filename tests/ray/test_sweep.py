@@ -66,6 +66,7 @@ def test_a_malformed_list_is_refused_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "sweeps").exists()
 
 
+@pytest.mark.slow
 def test_a_layout_for_which_no_machines_come_is_given_up(tmp_path: Path) -> None:
     """A cluster of one processor, which nobody makes larger."""
     folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from command_line import Command, elastic, elastic_train
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 SECRET = "T0P-s3cret"
 
