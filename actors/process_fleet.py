@@ -99,10 +99,7 @@ class ProcessFleet:
         self._tell_keepers(nodes, (False, generation))
 
     def stop_worker(self, worker: str) -> None:
-        with self._lock:
-            child = self._workers.get(worker)
-        if child is not None:
-            child.process.kill()
+        self._kill(self._workers, worker)
 
     def send(self, workers: Iterable[str], order: Order) -> None:
         for worker in workers:
@@ -112,32 +109,13 @@ class ProcessFleet:
                 child.send(Envelope(self._incarnation, order))
 
     def probe(self, worker: str) -> Future[int]:
-        answer: Future[int] = Future()
-        with self._lock:
-            child = self._workers.get(worker)
-        if child is None:
-            answer.set_exception(ProcessLookupError(worker))
-            return answer
-        child.probes.append(answer)
-        child.send("probe")
-        return answer
+        return self._probe(self._workers, worker)
 
     def probe_keeper(self, node: str) -> Future[None]:
-        answer: Future[None] = Future()
-        with self._lock:
-            child = self._keepers.get(node)
-        if child is None:
-            answer.set_exception(ProcessLookupError(node))
-            return answer
-        child.probes.append(answer)
-        child.send("probe")
-        return answer
+        return self._probe(self._keepers, node)
 
     def stop_keeper(self, node: str) -> None:
-        with self._lock:
-            child = self._keepers.get(node)
-        if child is not None:
-            child.process.kill()
+        self._kill(self._keepers, node)
 
     def pids(self) -> dict[str, int]:
         """The living workers' process ids."""
@@ -170,6 +148,23 @@ class ProcessFleet:
                 child = self._keepers.get(node)
             if child is not None:
                 child.send(message)
+
+    def _probe(self, children: dict[str, _Child], name: str) -> Future[Any]:
+        answer: Future[Any] = Future()
+        with self._lock:
+            child = children.get(name)
+        if child is None:
+            answer.set_exception(ProcessLookupError(name))
+            return answer
+        child.probes.append(answer)
+        child.send("probe")
+        return answer
+
+    def _kill(self, children: dict[str, _Child], name: str) -> None:
+        with self._lock:
+            child = children.get(name)
+        if child is not None:
+            child.process.kill()
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> _Child:
         ours, theirs = START.Pipe()

@@ -166,20 +166,15 @@ class RayFleet:
         with self._lock:
             seat = self._seats.get(worker)
         if seat is None:
-            missing: Future[int] = Future()
-            missing.set_exception(ProcessLookupError(worker))
-            return missing
+            return _missing(worker)
         self._probed.add(worker)
-        answer = seat.actor.signs_of_life.remote()
-        future: Future[int] = answer.future()
-        return future
+        answer: Future[int] = seat.actor.signs_of_life.remote().future()
+        return answer
 
     def probe_keeper(self, node: str) -> Future[None]:
         keepers = self._keepers_on([node])
         if not keepers:
-            missing: Future[None] = Future()
-            missing.set_exception(ProcessLookupError(node))
-            return missing
+            return _missing(node)
         answer: Future[None] = keepers[0].hear.remote().future()
         return answer
 
@@ -384,6 +379,13 @@ class RayFleet:
                 self._agents[node] = agent
         if self._closed.is_set():
             self._end_agents()
+
+
+def _missing(name: str) -> Future[Any]:
+    """The answer of who is not there."""
+    answer: Future[Any] = Future()
+    answer.set_exception(ProcessLookupError(name))
+    return answer
 
 
 def _cause(error: BaseException | None) -> str:

@@ -12,7 +12,7 @@ from elastic.state import CoreState
 
 NUM_TIMES = 4
 """After so many generations that the same microbatch has ended the run stops: that chance did it is
-less likely than 1 to the third power of the number of data ranks."""
+less likely than one in the third power of the number of data ranks."""
 
 
 def note_loss(state: CoreState, worker: str) -> None:
@@ -23,8 +23,7 @@ def note_loss(state: CoreState, worker: str) -> None:
     if step != state.fatal_step:
         state.fatal_step, state.fatal = step, []
     layout = held.assignment.layout
-    place = layout.coordinates(held.assignment.world_rank(worker))
-    data_rank = place.dp * layout.fsdp + place.fsdp
+    data_rank = layout.data_rank(held.assignment.world_rank(worker))
     ran = deal(state.job.num_microbatches, layout.num_data_ranks)[data_rank]
     state.fatal = [*state.fatal, (state.generation, ran)]
 

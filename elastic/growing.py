@@ -12,12 +12,11 @@ from itertools import pairwise
 from math import inf
 from statistics import mean, median
 
-from elastic.assigning import capacity_of
 from elastic.commands import Command, StopWorker
 from elastic.costs import cost_of
 from elastic.forming import next_assignment
 from elastic.infeasible import Infeasible
-from elastic.links import known_job
+from elastic.links import capacity_now, known_job
 from elastic.state import CoreState
 
 NUM_RECENT_PAUSES = 5
@@ -25,7 +24,7 @@ NUM_RECENT_PAUSES = 5
 
 
 def note_pause(state: CoreState, now: float, step_s: float) -> None:
-    """The first one after a planned pause tells how long that was, in all."""
+    """The first step after a planned pause tells how long that was, in all."""
     if state.paused_at is not None:
         pause_s = max(0.0, now - state.paused_at - step_s)
         state.pauses_s = [*state.pauses_s[1 - NUM_RECENT_PAUSES :], pause_s]
@@ -92,9 +91,7 @@ def _needed_calm_s(state: CoreState) -> float:
         return pause_s
     if len(wider.members) <= len(present.members):
         return inf
-    staying = state.staying()
-    job, memory_bytes = known_job(state), state.least_memory_bytes()
-    capacity = capacity_of(tuple(staying), staying, job, memory_bytes)
+    job, capacity = known_job(state), capacity_now(state)
     gain = 1 - cost_of(wider.layout, job, capacity) / cost_of(present.layout, job, capacity)
     if gain > 0:
         return pause_s / gain

@@ -88,6 +88,11 @@ class Layout:
             rank = rank * degree + index
         return rank
 
+    def data_rank(self, world_rank: int) -> int:
+        """Which of the ranks that read different samples this one is."""
+        place = self.coordinates(world_rank)
+        return place.dp * self.fsdp + place.fsdp
+
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """The world ranks of each group along an axis; they partition all (invariant 1)."""
         place = AXES.index(axis)

@@ -25,11 +25,15 @@ def median_speeds(links: Iterable[tuple[str, str, float]], topology: Topology) -
     return LinkSpeeds(**{name: sorted(found)[len(found) // 2] for name, found in by_class.items()})
 
 
+def capacity_now(state: CoreState) -> Capacity:
+    """What those who are there and stay are together."""
+    staying = state.staying()
+    return capacity_of(tuple(staying), staying, state.job, state.least_memory_bytes())
+
+
 def known_job(state: CoreState) -> Job:
     """The job with what the steps so far tell of it."""
-    staying = state.staying()
-    capacity = capacity_of(tuple(staying), staying, state.job, state.least_memory_bytes())
-    return informed(state.job, state.timed_layout, state.median_step_s(), capacity)
+    return informed(state.job, state.timed_layout, state.median_step_s(), capacity_now(state))
 
 
 def informed(job: Job, layout: Layout | None, median_step_s: float, capacity: Capacity) -> Job:

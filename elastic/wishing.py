@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from elastic.assigning import capacity_of
 from elastic.commands import Command, LayoutAnswered
 from elastic.events import LayoutRequested
 from elastic.infeasible import Infeasible
 from elastic.layout import Layout
-from elastic.links import known_job
+from elastic.links import capacity_now, known_job
 from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Saving
 from elastic.planning import Choice, Wish, plan_layout
 from elastic.state import CoreState, FormerWish
@@ -88,8 +87,5 @@ def _plan(state: CoreState, wish: Wish, num_workers: int) -> Layout | Infeasible
 
 
 def _choose(state: CoreState, wish: Wish, num_workers: int) -> Choice | Infeasible:
-    present, staying = _present(state), state.staying()
-    job = known_job(state)
-    there = capacity_of(tuple(staying), staying, job, state.least_memory_bytes())
-    capacity = replace(there, num_workers=num_workers)
-    return plan_layout(present, capacity, wish, job, snapshots_cover=False)
+    capacity = replace(capacity_now(state), num_workers=num_workers)
+    return plan_layout(_present(state), capacity, wish, known_job(state), snapshots_cover=False)

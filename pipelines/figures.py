@@ -18,7 +18,7 @@ def figures_of(history: History, now: float) -> Iterator[Figure]:
     begun = membership.sessions[-1].start
     split = history.account.split(until)
     last_step = max(begun, progress.time)
-    checkpoints = [h.time for h in membership.happenings if h.kind == "checkpoint"]
+    checkpoint = membership.last("checkpoint")
     waiting_since = membership.waiting_since
     yield Figure("elastic_step", progress.step)
     yield Figure("elastic_loss", progress.loss)
@@ -37,7 +37,7 @@ def figures_of(history: History, now: float) -> Iterator[Figure]:
     yield Figure("elastic_waiting_s", split.waiting_s)
     yield Figure("elastic_waits_for_s", now - waiting_since if waiting_since else 0.0)
     yield Figure("elastic_since_step_s", 0.0 if is_stopped else now - last_step)
-    saved_at = max(begun, checkpoints[-1] if checkpoints else 0.0)
+    saved_at = max(begun, checkpoint.time if checkpoint else 0.0)
     yield Figure("elastic_since_checkpoint_s", 0.0 if is_stopped else now - saved_at)
     for place, spent_s in history.account.workers.by_place(until).items():
         yield Figure("elastic_worker_s", spent_s, place)

@@ -65,7 +65,7 @@ class Notifier:
     def finish(self, history: History, patience_s: float) -> str | None:
         """Tell of the end; returns one line if that could not be delivered."""
         membership = history.membership
-        end = next((h for h in reversed(membership.happenings) if h.kind == "stopped"), None)
+        end = membership.last("stopped")
         outcome = membership.outcome or "failed"
         reason = end.cause if end and membership.outcome else "its controller ended without a word"
         text = f"{outcome} at step {membership.step}" + (f": {reason}" if reason else "")

@@ -1,7 +1,7 @@
 """Kubernetes: a pod is told by a file that its preStop hook writes, ahead of SIGTERM.
 
-SIGTERM itself goes to the first process of a container, which is Ray, and ends at once. The hook
-runs before that, and its time counts as part of the same grace period.
+SIGTERM itself goes to the first process of a container, which is Ray, and leaves half a minute. The
+hook runs before that, and its time counts as part of the same grace period.
 """
 
 from __future__ import annotations

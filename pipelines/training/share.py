@@ -19,8 +19,7 @@ class Share:
     @classmethod
     def of(cls, groups: Groups) -> Share:
         layout = groups.assignment.layout
-        place = layout.coordinates(groups.world_rank)
-        return cls(place.dp * layout.fsdp + place.fsdp, layout.num_data_ranks)
+        return cls(layout.data_rank(groups.world_rank), layout.num_data_ranks)
 
     def rounds(self, num_microbatches: int, num_run: Callable[[int], int]) -> list[int | None]:
         """The microbatch of each round. None is an empty one: every data rank runs as many

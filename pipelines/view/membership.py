@@ -147,6 +147,10 @@ class Membership:
             return told_s
         return told_s + max(0.0, now - self.sessions[-1].end)
 
+    def last(self, kind: str) -> Happening | None:
+        """The newest happening of a kind."""
+        return next((h for h in reversed(self.happenings) if h.kind == kind), None)
+
     def _open(self, line: dict[str, Any]) -> None:
         """Whatever an earlier controller drove is gone."""
         if self.sessions and self.members:

@@ -79,8 +79,7 @@ class Standing:
 
     def checkpoint(self) -> Happening | None:
         """The newest that became whole."""
-        happenings = reversed(self.history.membership.happenings)
-        return next((h for h in happenings if h.kind == "checkpoint"), None)
+        return self.history.membership.last("checkpoint")
 
     def as_json(self) -> dict[str, Any]:
         """What docs/files.md lists; its keys stay."""
@@ -129,9 +128,8 @@ class Standing:
     def _reason(self) -> str:
         membership = self.history.membership
         if membership.outcome:
-            return next(
-                (h.cause for h in reversed(membership.happenings) if h.kind == "stopped"), ""
-            )
+            end = membership.last("stopped")
+            return end.cause if end else ""
         _, colon, reason = self.phase.partition(": ")
         return reason if colon else ""
 

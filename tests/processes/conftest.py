@@ -1,8 +1,21 @@
-"""Lets the tests in plain processes use the geometry by elements of those of laws."""
+"""Lets the tests in plain processes use the geometry by elements of those of laws, and S3."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from s3 import CREDENTIALS, Door, s3_server
+
 sys.path.append(str(Path(__file__).parents[1] / "properties"))
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+    """An S3 server of the test's own, and the keys to it in the environment."""
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with s3_server() as opened:
+        yield opened

@@ -13,7 +13,7 @@ from threading import Timer
 import pytest
 from checks import assert_nothing_redone
 from harness import Outcome, run_plainly
-from s3 import CREDENTIALS, Door, s3_server
+from s3 import CREDENTIALS, Door
 
 from actors.faults import Fault
 from elastic.events import Event, PartFailed, StepCommitted
@@ -138,14 +138,6 @@ def test_a_full_disk_stops_no_training(small_disk: Path, undisturbed: Outcome) -
     steps = saved_steps(run)
     assert steps[:2] == [8, 16] and steps[-1] == NUM_STEPS
     assert steps == [line["step"] for line in run.told("Checkpointed")]
-
-
-@pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with s3_server() as opened:
-        yield opened
 
 
 @pytest.mark.slow

@@ -5,25 +5,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from s3 import CREDENTIALS, Door, s3_server
+from s3 import Door
 from written_runs import WrittenRun
 
 from actors.lease import claim
 from actors.lines import LineLog, open_lines
 from actors.storage import Storage, open_storage
 from pipelines.cli import main
-
-
-@pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with s3_server() as opened:
-        yield opened
 
 
 def shipped(run: WrittenRun, there: Storage) -> None:

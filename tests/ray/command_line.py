@@ -9,9 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from tempfile import mkdtemp
 from typing import Any
 
@@ -87,12 +88,29 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
+@contextmanager
+def ray_folder() -> Iterator[str]:
+    """For a cluster's own files; at the end neither they nor a process of the cluster is left."""
+    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
+    try:
+        yield folder
+    finally:
+        left = processes_of(folder)
+        for process in left:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, PATIENCE_S)  # one that still writes would put its file back
+        rmtree(folder)
+
+
 def processes_of(ray_folder: str) -> list[psutil.Process]:
     """Every process that was started, however indirectly, for this test's cluster."""
     found = []
     for process in psutil.process_iter():
         try:
-            if process.environ().get("RAY_TMPDIR") == ray_folder and process.status() != "zombie":
+            is_ours = process.environ().get("RAY_TMPDIR") == ray_folder
+            is_ours = is_ours or any(ray_folder in word for word in process.cmdline())
+            if is_ours and process.status() != "zombie":
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -123,16 +141,15 @@ def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
 @contextmanager
 def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
     """Start a command on a cluster of its own; at the end nothing of it may be left."""
-    ray_folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    command = start(name, storage, ray_folder, "local", *arguments)
-    try:
-        yield command
-    finally:
-        if command.process.poll() is None:
-            command.process.send_signal(signal.SIGKILL)
-        command.process.communicate()
-        assert_nothing_is_left(ray_folder)
-        subprocess.run(["rm", "-rf", ray_folder], check=True)
+    with ray_folder() as folder:
+        command = start(name, storage, folder, "local", *arguments)
+        try:
+            yield command
+        finally:
+            if command.process.poll() is None:
+                command.process.send_signal(signal.SIGKILL)
+            command.process.communicate()
+            assert_nothing_is_left(folder)
 
 
 def start(name: str, storage: Path, ray_folder: str, address: str, *arguments: str) -> Command:
@@ -153,7 +170,4 @@ def assert_nothing_is_left(ray_folder: str, patience_s: float = 20.0) -> None:
     deadline = time.monotonic() + patience_s
     while (left := processes_of(ray_folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    names = [process.name() for process in left]
-    for process in left:
-        process.kill()
-    assert not names, f"left behind: {names}"
+    assert not left, f"left behind: {[process.name() for process in left]}"

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import copytree, ignore_patterns, rmtree
-from tempfile import mkdtemp
+from shutil import copytree, ignore_patterns
 from typing import Any
 
-from command_line import PATIENCE_S, ROOT, processes_of
+from command_line import PATIENCE_S, ROOT, processes_of, ray_folder
 
 HOST = "127.0.0.1"
 BIN = Path(sys.executable).parent
@@ -106,48 +105,45 @@ def head(
 
     At the end nothing of it is left.
     """
-    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    port, client_port, dashboard_port, agent_port = map(str, free_ports(4))
-    inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
-    everywhere = {
-        **inherited,
-        "RAY_TMPDIR": folder,
-        "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": secrets.token_hex(32),
-        "PATH": f"{BIN}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),  # what is installed
-        **environment,
-    }
-    command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
-    command += ["--node-ip-address", HOST, "--port", port, "--num-cpus", str(num_cpus)]
-    command += ["--ray-client-server-port", client_port, "--dashboard-port", dashboard_port]
-    command += ["--dashboard-agent-listen-port", agent_port, "--temp-dir", f"{folder}/ray"]
-    command += ["--min-worker-port", "0", "--max-worker-port", "0"]
-    if autoscaling:
-        configuration = Path(folder, "autoscaling.json")
-        configuration.write_text(json.dumps(autoscaling(f"{HOST}:{port}")))
-        command += ["--autoscaling-config", str(configuration)]
-    log = Path(folder, "head.log")
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=everywhere, cwd=folder
-        )
-    server = f"http://{HOST}:{dashboard_port}"
-    started = Head(f"{HOST}:{port}", folder, {**everywhere, "RAY_API_SERVER_ADDRESS": server})
-    try:
-        wait_for(lambda: _has_started(process, log), "Ray's head")
-        wait_for(
-            lambda: _has_started(process, log) and started.ray("job", "list").returncode == 0,
-            "its job server",
-            pause_s=1.0,
-        )
-        yield started
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=60.0)
-        for left in processes_of(folder):
-            left.kill()
-        rmtree(folder, ignore_errors=True)
+    with ray_folder() as folder:
+        port, client_port, dashboard_port, agent_port = map(str, free_ports(4))
+        inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
+        everywhere = {
+            **inherited,
+            "RAY_TMPDIR": folder,
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": secrets.token_hex(32),
+            "PATH": f"{BIN}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),  # what is installed
+            **environment,
+        }
+        command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
+        command += ["--node-ip-address", HOST, "--port", port, "--num-cpus", str(num_cpus)]
+        command += ["--ray-client-server-port", client_port, "--dashboard-port", dashboard_port]
+        command += ["--dashboard-agent-listen-port", agent_port, "--temp-dir", f"{folder}/ray"]
+        command += ["--min-worker-port", "0", "--max-worker-port", "0"]
+        if autoscaling:
+            configuration = Path(folder, "autoscaling.json")
+            configuration.write_text(json.dumps(autoscaling(f"{HOST}:{port}")))
+            command += ["--autoscaling-config", str(configuration)]
+        log = Path(folder, "head.log")
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env=everywhere, cwd=folder
+            )
+        server = f"http://{HOST}:{dashboard_port}"
+        started = Head(f"{HOST}:{port}", folder, {**everywhere, "RAY_API_SERVER_ADDRESS": server})
+        try:
+            wait_for(lambda: _has_started(process, log), "Ray's head")
+            wait_for(
+                lambda: _has_started(process, log) and started.ray("job", "list").returncode == 0,
+                "its job server",
+                pause_s=1.0,
+            )
+            yield started
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(timeout=60.0)
 
 
 def _has_started(process: subprocess.Popen[bytes], log: Path) -> bool:

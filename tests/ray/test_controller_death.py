@@ -9,11 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 
 import pytest
-from command_line import PATIENCE_S, Command, elastic_train, processes_of, start
+from command_line import PATIENCE_S, Command, elastic_train, processes_of, ray_folder, start
 from ray.cluster_utils import Cluster
 from test_model_axes import SETTINGS, arguments
 
@@ -159,16 +157,14 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 
 @pytest.fixture
 def ground(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ground]:
-    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    monkeypatch.setenv("RAY_TMPDIR", folder)
-    made = Path(folder, "ray")
-    made.mkdir()
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "temp_dir": str(made)})
-    yield Ground(cluster.address, folder)
-    cluster.shutdown()
-    for process in processes_of(folder):
-        process.kill()
-    rmtree(folder, ignore_errors=True)
+    with ray_folder() as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        made = Path(folder, "ray")
+        made.mkdir()
+        head = {"num_cpus": 4, "temp_dir": str(made)}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        yield Ground(cluster.address, folder)
+        cluster.shutdown()
 
 
 def test_the_driver_of_an_attached_run_is_killed(tmp_path: Path, ground: Ground) -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import mkdtemp
 
 import psutil
 import pytest
-from command_line import ROOT, Command
+from command_line import Command, ray_folder, start
 from ray.cluster_utils import Cluster
 from test_model_axes import arguments
 from test_ray_snapshots import are_protected, assert_nothing_is_lost
@@ -27,27 +22,19 @@ NUM_STEPS = 120
 @contextmanager
 def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator[Command]:
     """`elastic train` on a cluster of so many nodes of one processor each."""
-    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    head = {"num_cpus": 1, "temp_dir": folder, "labels": {"rack": "r0"}}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    for number in range(1, num_nodes):
-        cluster.add_node(num_cpus=1, labels={"rack": f"r{number}"})
-    command = [sys.executable, "-m", "pipelines", "train", *train, "--run-name", "run"]
-    process = subprocess.Popen(
-        [*command, "--storage", str(storage)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "RAY_ADDRESS": cluster.address},
-        cwd=ROOT,
-    )
-    try:
-        yield Command(process, storage / "run", folder, cluster.address)
-    finally:
-        process.kill()
-        process.communicate()
-        cluster.shutdown()
-        shutil.rmtree(folder, ignore_errors=True)
+    with ray_folder() as folder:
+        head = {"num_cpus": 1, "temp_dir": folder, "labels": {"rack": "r0"}}
+        cluster = Cluster(initialize_head=True, head_node_args=head)
+        for number in range(1, num_nodes):
+            cluster.add_node(num_cpus=1, labels={"rack": f"r{number}"})
+        arguments = (*train, "--run-name", "run")
+        command = start("train", storage, folder, cluster.address, *arguments)
+        try:
+            yield command
+        finally:
+            command.process.kill()
+            command.process.communicate()
+            cluster.shutdown()
 
 
 def node_of(pid: int) -> list[psutil.Process]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 import signal
 from pathlib import Path
-from tempfile import mkdtemp
 
 import pytest
-from command_line import elastic, on_own_cluster, read
+from command_line import elastic, on_own_cluster, ray_folder, read
 from mlflow import MlflowClient
 from ray.cluster_utils import Cluster
 
@@ -69,14 +67,13 @@ def test_a_malformed_list_is_refused_at_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_layout_for_which_no_machines_come_is_given_up(tmp_path: Path) -> None:
     """A cluster of one processor, which nobody makes larger."""
-    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})
     sweep = ("sweep", *TINY, "--layouts", "dp=2; dp=1", "--steps", "4", "--storage", str(tmp_path))
-    try:
-        ended = elastic(*sweep, "--start-timeout", "20", RAY_ADDRESS=cluster.address)
-    finally:
-        cluster.shutdown()
-        shutil.rmtree(folder)
+    with ray_folder() as folder:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})
+        try:
+            ended = elastic(*sweep, "--start-timeout", "20", RAY_ADDRESS=cluster.address)
+        finally:
+            cluster.shutdown()
     assert ended.returncode == 0, ended.stderr
     refusal = "only 1 of 2 workers were ready within 20 s; add machines, or raise --start-timeout"
     assert f"dp=2: not feasible: {refusal}" in ended.stdout
