@@ -143,27 +143,30 @@ class Bucket:
         """Begin to sum the gradients over the shards' ranks, and add this rank's part of them to
         `reduced`. Gradients of the whole are let go of, unless they are to be kept."""
         self.num_ready = 0
-        if self.num_chunks == self.num_replicas == 1:
-            self._keep_whole()
-            return _nothing
         rows = torch.cat([part.chunks.padded(part.whole_gradient()) for part in self.parts], dim=1)
         for part in () if keeps_whole else self.parts:
             part.summed = None
-        if self.num_chunks == 1:
-            received, work = rows.view(-1), None
-        else:
-            received = rows.new_empty(rows.shape[1])
-            flat = rows.view(-1)
-            work = reduce_scatter(received, flat, group=self.shards, async_op=True)
+        received = rows.new_empty(rows.shape[1])
+        work = reduce_scatter(received, rows.view(-1), group=self.shards, async_op=True)
 
         def finish() -> None:
             nonlocal rows
-            if work is not None:
-                wait_for(work)
+            wait_for(work)
             del rows  # until here the collective reads it
             self.reduced = received if self.reduced is None else self.reduced.add_(received)
 
         return finish
+
+    def reduce_wholes(self) -> Finish:
+        """Begin to sum over the replicas what is not cut: the sum takes the gradients' place."""
+        self.num_ready = 0
+        if self.num_replicas == 1:
+            self._keep_whole()
+            return _nothing
+        self.reduced = torch.cat([part.whole_gradient().view(-1) for part in self.parts])
+        for part in self.parts:
+            part.summed = None
+        return self.reduce_replicas()
 
     def reduce_replicas(self) -> Finish:
         """Begin to sum `reduced` over the replicas; then each part has its gradient."""

@@ -1,4 +1,4 @@
-"""ZeRO's stage 3, and 0 where `fsdp` is one of the axes of replicas: torch's FSDP2."""
+"""ZeRO's stage 3 where there is something to divide: torch's FSDP2."""
 
 from __future__ import annotations
 

@@ -28,21 +28,21 @@ def parallelise(
     settings: TrainSettings,
 ) -> Sharded:
     """Cut the modules of a rank's stages over `tp`, then shard them over `fsdp` as the layout's
-    ZeRO stage says. What one data rank has alone needs none of what FSDP does at each forward."""
+    ZeRO stage says. Parameters of which each data rank has the whole need none of what FSDP does
+    at each forward and backward."""
     for module in modules:
         if spread.tp is not None:
             cut_modules(module, workload.shape(), spread.tp, spread.num_held)
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
-    fully = groups.layout.zero in (0, 3) and not _is_alone(groups)
+    fully = groups.layout.zero == 3 and not _has_wholes(groups)
     shards = FullySharded if fully else PartlySharded
     return shards(modules, workload, groups, settings)
 
 
-def _is_alone(groups: Groups) -> bool:
-    """Whether nobody else has anything of this rank's parameters."""
-    meshes = [groups.mesh, groups.experts or groups.mesh]
-    return all(mesh[axis].size() == 1 for mesh in meshes for axis in ("replica", "fsdp"))
+def _has_wholes(groups: Groups) -> bool:
+    """Whether nothing of this rank's parameters is divided among data ranks."""
+    return all(mesh["fsdp"].size() == 1 for mesh in (groups.mesh, groups.experts or groups.mesh))
 
 
 class Interruptible:

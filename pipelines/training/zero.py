@@ -1,4 +1,5 @@
-"""ZeRO's stages 1 and 2: whole parameters to compute with, of which each rank keeps its shard."""
+"""Whole parameters to compute with, of which each rank keeps its shard: ZeRO's stages 1 and 2, and
+plain replicas, whose shard is the whole."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ class PartlySharded:
     A rank steps its shard alone, so a step's first forward begins with gathering those of the
     others: `fsdp` is never talked along in apply. Gradients are reduced block by block while the
     backward goes on: at stage 1 in a step's last, at stage 2 in each, and then only the shard
-    of the sum is kept. Under bfloat16, and with `offload`, the shard is a tensor of its own; else
+    of the sum is kept. Gradients that are not cut are summed over the replicas at once, those of
+    shards after the last backward. Under bfloat16, and with `offload`, the shard is a tensor of its own; else
     it is a part of the whole parameter's memory.
     """
 
@@ -153,7 +155,10 @@ class PartlySharded:
                 self._reduce(bucket)
 
     def _reduce(self, bucket: Bucket) -> None:
-        self._follow(bucket.reduce_shards(keeps_whole=not self.divides_gradients))
+        if bucket.num_chunks == 1:
+            self._follow(bucket.reduce_wholes())
+        else:
+            self._follow(bucket.reduce_shards(keeps_whole=not self.divides_gradients))
 
     def _follow(self, begun: Finish | None) -> None:
         """Finish the collective before the one that has just begun: two are under way at most."""
