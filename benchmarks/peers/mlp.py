@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 DIMS = (512, 1024, 1024, 512)
-BATCH = 192
+BATCH = 64
 CHECKPOINT_EVERY = 10
 PID = os.getpid()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -71,9 +72,12 @@ class InfiniteGradient(Spoiling):
 
 
 class NanForEver(Spoiling):
+    """In steps that take long beside the word that goes to the controller and back."""
+
     def _spoil(self, step: int, microbatch: int) -> None:
         if step >= SPOILT_STEP:
             self.spoilt.factor = math.nan
+            time.sleep(0.1)
 
 
 class SpikingBatch(Spoiling):
