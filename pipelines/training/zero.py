@@ -26,9 +26,9 @@ class PartlySharded:
     A rank steps its shard alone, so a step's first forward begins with gathering those of the
     others: `fsdp` is never talked along in apply. Gradients are reduced block by block while the
     backward goes on: at stage 1 in a step's last, at stage 2 in each, and then only the shard
-    of the sum is kept. Gradients that are not cut are summed over the replicas at once, those of
-    shards after the last backward. Under bfloat16, and with `offload`, the shard is a tensor of its own; else
-    it is a part of the whole parameter's memory.
+    of the sum is kept. Gradients that are not cut are summed over the replicas amid the last one,
+    those of shards after it. Under bfloat16, and with `offload`, the shard is a tensor of its own;
+    else it is a part of the whole parameter's memory.
     """
 
     def __init__(
@@ -52,6 +52,8 @@ class PartlySharded:
         self.is_stale = True
         self.is_last = False
         self._in_flight: Finish | None = None
+        self._sums: list[Finish] = []
+        """Of whole gradients, which need no memory but their own: all may be under way."""
 
     def shards(self) -> dict[str, Tensor]:
         return {part.name: part.shard for part in self._parts()}
@@ -112,6 +114,9 @@ class PartlySharded:
             interrupt()
             self._follow(bucket.reduce_replicas())
         self._follow(None)
+        while self._sums:
+            interrupt()
+            self._sums.pop(0)()
         self.is_last = False
 
     def gradients(self) -> dict[str, Tensor]:
@@ -119,6 +124,7 @@ class PartlySharded:
 
     def drop_gradients(self) -> None:
         self._in_flight = None
+        self._sums.clear()
         for bucket in self.buckets:
             bucket.drop_gradients()
 
@@ -156,7 +162,7 @@ class PartlySharded:
 
     def _reduce(self, bucket: Bucket) -> None:
         if bucket.num_chunks == 1:
-            self._follow(bucket.reduce_wholes())
+            self._sums.append(bucket.reduce_wholes())
         else:
             self._follow(bucket.reduce_shards(keeps_whole=not self.divides_gradients))
 
