@@ -16,7 +16,8 @@ from elastic.assignment import Assignment
 from elastic.layout import Layout
 
 CPU = torch.device("cpu")
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=200)
+"""A rank that has no part in some layouts waits at the next for those that have."""
 GENERATION = 7
 
 
