@@ -22,7 +22,7 @@ from typing import assert_never
 import torch
 import torch.distributed as dist
 
-from actors.errors import DamagedCheckpoint, Interrupted
+from actors.errors import DamagedCheckpoint, Interrupted, UnfitMachine
 from actors.groups import Formation
 from actors.interruption import Interruption, SaveWish
 from actors.program import Factory, Program
@@ -228,6 +228,8 @@ class Worker:
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         kind = kind_of(error)
+        if kind == "machine":
+            message = f"node {self._place.node} ({socket.gethostname()}): {error}"
         held_bytes = peak_bytes() if kind == "memory" else 0
         wanted_bytes = wanted_of(error) if kind == "memory" else 0
         self._report(
@@ -246,8 +248,10 @@ def wanted_of(error: BaseException) -> int:
 
 
 def kind_of(error: BaseException) -> str:
-    """What an exception says of its cause: `peer`, `device`, `memory` or `program`."""
+    """What an exception says of its cause: `peer`, `device`, `memory`, `machine` or `program`."""
     text = str(error)
+    if isinstance(error, UnfitMachine):
+        return "machine"
     is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if is_memory or any(mark in text for mark in NO_MEMORY):
         return "memory"

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from pipelines.data import find_corpus, find_tokenizer, prepare
+from pipelines.data import find_corpus, find_tokenizer, prepare_at
 from pipelines.drive import drive
 from pipelines.errors import UserError
 from pipelines.hugging_face.export import export
@@ -80,7 +80,8 @@ def train(
     data: Annotated[
         str | None,
         typer.Option(
-            help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow), or 'random'."
+            help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow); token shards, "
+            "also by URL (s3://bucket/folder); or 'random'."
         ),
     ] = None,
     set_: Changes = None,
@@ -217,7 +218,9 @@ def prepare_command(
     data: Annotated[
         str, typer.Argument(help="Text: a folder, file or glob; '' is the standard library.")
     ],
-    out: Annotated[Path, typer.Argument(help="The folder for the token shards.")],
+    out: Annotated[
+        str, typer.Argument(help="The folder for the token shards, or its URL, e.g. s3://bucket/x.")
+    ],
     tokenizer: Annotated[
         str, typer.Option(help="'bytes', or a Hugging Face tokenizers JSON file.")
     ] = "bytes",
@@ -229,7 +232,8 @@ def prepare_command(
     ] = 0.02,
 ) -> None:
     """Turn text into memory-mapped token shards, to be given to --data."""
-    index = prepare(find_corpus(data), out, find_tokenizer(tokenizer, separator), held_out_fraction)
+    chosen = find_tokenizer(tokenizer, separator)
+    index = prepare_at(find_corpus(data), out, chosen, held_out_fraction)
     counts = ", ".join(
         f"{name}: {split.num_tokens:,} tokens" for name, split in index.splits.items()
     )

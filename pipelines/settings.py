@@ -140,6 +140,24 @@ class DataSettings(Settings):
     held_out_fraction: Fraction = 0.02
 
 
+class CacheSettings(Settings):
+    """How token shards that lie at a URL come to a machine; see docs/data.md.
+
+    They are fetched into `folder` (None: one of this user's in the machine's temporary folder),
+    which all workers of a machine share and which never holds more than `max_bytes`, `num_fetchers`
+    at once a worker, for the samples of the next `prefetch_steps` steps. A worker that has needed
+    data out of its reach for `patience_s` is given up, one that is starting after
+    `reach_timeout_s`.
+    """
+
+    folder: str | None = None
+    max_bytes: PositiveInt = 32 * 2**30
+    num_fetchers: PositiveInt = 2
+    prefetch_steps: PositiveInt = 8
+    patience_s: PositiveFloat = 600.0
+    reach_timeout_s: PositiveFloat = 30.0
+
+
 class OptimizerSettings(Settings):
     """AdamW (Loshchilov and Hutter, 2019), its learning-rate schedule and gradient clipping.
 
@@ -196,6 +214,7 @@ class TrainSettings(Settings):
         TransformerSettings()
     )
     data: DataSettings = DataSettings()
+    cache: CacheSettings = CacheSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: NonNegativeInt = 0
     init_from: str | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -48,6 +48,15 @@ class RandomWindows:
         tokens = (skewed * np.uint64(self.vocab_size) >> 32).astype(np.int64)
         shape = (len(indices), self.seq_len)
         return batch_of(tokens, np.zeros(shape, np.int32) if self._with_documents else None)
+
+    def reach(self) -> None:
+        """They are everywhere."""
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """They are near."""
+
+    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+        """They are near."""
 
 
 def mixed(bits: np.ndarray) -> np.ndarray:

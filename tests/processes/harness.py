@@ -75,6 +75,7 @@ def run_plainly(
     stop_after_losses: int | None = None,
     environment: dict[str, str] | None = None,
     node_of: Callable[[str], str] = lambda worker: NODE,
+    data_folder: str | None = None,
     strikes: Sequence[Strike] = (),
     hear: Callable[[Event], None] = lambda event: None,
     **policy: float | str,
@@ -84,7 +85,7 @@ def run_plainly(
     `hear` is called with each event. Each of the `strikes` is done once all snapshots of a
     generation are whole, one a generation.
     """
-    kwargs = {"settings": settings.model_dump(mode="json")}
+    kwargs = {"settings": settings.model_dump(mode="json"), "data_folder": data_folder}
     made = TrainingProgram(**kwargs, device="cpu")
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
     rules = Policy(

@@ -15,6 +15,7 @@ from pipelines.data import find_corpus, find_tokenizer, prepare, prepared_folder
 from pipelines.data.columns import Column
 from pipelines.data.corpus import Corpus
 from pipelines.data.index import INDEX, Index, read_index
+from pipelines.data.shards import FolderShards
 from pipelines.errors import UserError
 
 TEXTS = [f"document {i}: " + "ä word " * (i % 7) for i in range(200)] + ["long " * 1000]
@@ -46,9 +47,9 @@ def stored(folder: Path, split: str) -> list[str]:
     index = read_index(folder)
     held = index.splits[split]
     tokens = np.empty(held.num_tokens, np.int64)
-    Column(folder, "token", index.dtype, held.tokens).read_into(0, tokens)
+    Column(FolderShards(folder), "token", index.dtype, held.tokens).read_into(0, tokens)
     starts = np.empty(held.num_documents, np.int64)
-    Column(folder, "start", "int64", held.starts).read_into(0, starts)
+    Column(FolderShards(folder), "start", "int64", held.starts).read_into(0, starts)
     assert (tokens[starts] == index.separator).all()
     pieces = np.split(tokens, starts[1:])
     return [bytes(piece[1:].tolist()).decode() for piece in pieces]
