@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from actors.errors import DamagedCheckpoint, Interrupted, UnfitMachine
 from actors.groups import Formation
+from actors.interface import choose_interface
 from actors.interruption import Interruption, SaveWish
 from actors.program import Factory, Program
 from actors.standstill import Standstill
@@ -74,8 +75,11 @@ class Worker:
         program: Factory,
         options: WorkerOptions,
         report: Callable[[Event], None],
+        store_host: str,
     ) -> None:
+        """`store_host` is where the store will be, or some host on the same way."""
         self.name = name
+        self._store_host = store_host
         self._place = place
         self._factory = program
         self._options = options
@@ -150,6 +154,7 @@ class Worker:
         self._kept.pop(threading.get_ident(), None)
 
     def _warm_up(self) -> None:
+        choose_interface(self._options.network, self._store_host)
         program: Program = self._factory.make()
         if program.device.type == "cpu":
             keep_freed_memory()

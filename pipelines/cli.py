@@ -97,6 +97,14 @@ def train(
         str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
     ] = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
+    interface: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Talk over this interface, not that on the way to head."),
+    ] = None,
+    ports: Annotated[
+        str | None,
+        typer.Option(metavar="FIRST:LAST", help="Listen on these ports only, e.g. 20000:20100."),
+    ] = None,
     notify: NotifyUrl = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave the run to its cluster and return.")
@@ -117,6 +125,8 @@ def train(
         record_samples=record_samples,
         tracking_uri=tracking_uri,
         experiment=experiment,
+        interface=interface,
+        ports=ports,
         notify=notify,
         detach=detach,
     )

@@ -42,6 +42,7 @@ WHERE_AND_HOW = frozenset(
         "accelerator",
         "notify_after_s",
         "cache",
+        "network",
     }
 )
 """The fields that may change when a run is resumed, with all in them; others define the maths."""

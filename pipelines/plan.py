@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.credentials import has_credentials, without_credentials
+from actors.listening import Network
 from actors.program import Factory
 from actors.ray_controller import Run
 from actors.sources import digest_of_program, digest_of_sources
@@ -57,6 +58,8 @@ class Asked:
     record_samples: bool = False
     tracking_uri: str | None = None
     experiment: str = "elastic"
+    interface: str | None = None
+    ports: str | None = None
     notify: str | None = field(default=None, repr=False)
     detach: bool = False
     data_cache: Path | None = None
@@ -114,6 +117,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             faults=faults,
             snapshot_every=settings.snapshot_every,
             audit_every=settings.audit_every,
+            network=Network(settings.network.interface, settings.network.port_range),
         ),
         leavers=leavers,
         observers=(
@@ -210,6 +214,8 @@ def _settings(asked: Asked) -> TrainSettings:
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
     audit_every = asked.audit_every
     changes += [f"audit_every={audit_every}"] if audit_every is not None else []
+    changes += [f"network.interface={asked.interface}"] if asked.interface else []
+    changes += [f"network.ports={asked.ports}"] if asked.ports else []
     return override(load(asked.recipe), changes)
 
 

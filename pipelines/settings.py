@@ -158,6 +158,33 @@ class CacheSettings(Settings):
     reach_timeout_s: PositiveFloat = 30.0
 
 
+def _ports_in_order(text: str) -> str:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
+        raise ValueError("write the first and the last port, from 1 to 65535, e.g. 20000:20100")
+    return text
+
+
+class NetworkSettings(Settings):
+    """Where a run's processes listen; see docs/security.md.
+
+    `interface` is the network interface of all traffic between them (None: on each machine the one
+    on the route to the store), `ports` are the first and the last that are listened on, as
+    `20000:20100` (None: any).
+    """
+
+    interface: str | None = None
+    ports: Annotated[str, AfterValidator(_ports_in_order)] | None = None
+
+    @property
+    def port_range(self) -> tuple[int, int] | None:
+        """The first and the last."""
+        if self.ports is None:
+            return None
+        first, _, last = self.ports.partition(":")
+        return int(first), int(last)
+
+
 class OptimizerSettings(Settings):
     """AdamW (Loshchilov and Hutter, 2019), its learning-rate schedule and gradient clipping.
 
@@ -215,6 +242,7 @@ class TrainSettings(Settings):
     )
     data: DataSettings = DataSettings()
     cache: CacheSettings = CacheSettings()
+    network: NetworkSettings = NetworkSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: NonNegativeInt = 0
     init_from: str | None = None

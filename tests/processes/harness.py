@@ -13,6 +13,7 @@ from typing import Any
 from actors.faults import Fault
 from actors.lease import claim
 from actors.lines import LineLog
+from actors.listening import ANYWHERE, Network
 from actors.process_fleet import NODE, ProcessFleet
 from actors.program import Factory
 from actors.shell import Shell
@@ -76,6 +77,7 @@ def run_plainly(
     environment: dict[str, str] | None = None,
     node_of: Callable[[str], str] = lambda worker: NODE,
     data_folder: str | None = None,
+    network: Network = ANYWHERE,
     strikes: Sequence[Strike] = (),
     hear: Callable[[Event], None] = lambda event: None,
     **policy: float | str,
@@ -107,6 +109,7 @@ def run_plainly(
         faults,
         rules.snapshot_every,
         rules.audit_every,
+        network,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])
