@@ -125,8 +125,12 @@ def turn_away_unfit(state: CoreState, now: float, event: WorkerRaised) -> list[C
 
 def _count_start_failure(state: CoreState, now: float, cause: str, outcome: str = "failed") -> None:
     state.num_start_failures += 1
+    told = f"workers die while they start: {cause}"
     first_s, num_failures = state.policy.restart_backoff_s, state.num_start_failures
     state.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
-    if state.num_start_failures >= state.policy.max_start_failures and not state.ever_ready:
-        told = f"workers die while they start: {cause}" if outcome == "failed" else cause
+    most = state.policy.max_start_failures
+    if outcome == "user_error":
+        most += state.policy.max_workers  # all of one machine fail at once, and others may not
+        told = cause
+    if state.num_start_failures >= most and not state.ever_ready:
         state.ending = Ending(outcome, told)

@@ -44,6 +44,24 @@ Faults = Annotated[
     list[str] | None,
     typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow); token shards, also at "
+        "a URL (s3://bucket/folder); or 'random'."
+    ),
+]
+Interface = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The network interface to talk over; default: that on the route to the head.",
+    ),
+]
+Ports = Annotated[
+    str | None,
+    typer.Option(metavar="FIRST:LAST", help="Listen on these ports only, e.g. 20000:20100."),
+]
 NotifyUrl = Annotated[
     str | None,
     typer.Option(
@@ -77,13 +95,7 @@ def train(
         str | None, typer.Option(help="The layout wished for at full strength, e.g. dp=2,fsdp=2.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow); token shards, "
-            "also by URL (s3://bucket/folder); or 'random'."
-        ),
-    ] = None,
+    data: Data = None,
     set_: Changes = None,
     audit_every: Annotated[
         int | None,
@@ -97,14 +109,8 @@ def train(
         str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
     ] = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
-    interface: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Talk over this interface, not that on the way to head."),
-    ] = None,
-    ports: Annotated[
-        str | None,
-        typer.Option(metavar="FIRST:LAST", help="Listen on these ports only, e.g. 20000:20100."),
-    ] = None,
+    interface: Interface = None,
+    ports: Ports = None,
     notify: NotifyUrl = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave the run to its cluster and return.")

@@ -90,16 +90,7 @@ def run_plainly(
     kwargs = {"settings": settings.model_dump(mode="json"), "data_folder": data_folder}
     made = TrainingProgram(**kwargs, device="cpu")
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
-    rules = Policy(
-        **{
-            "min_workers": min_workers,
-            "max_workers": workers,
-            "quiesce_deadline_s": 3.0,
-            "collective_timeout_s": 30.0,
-            "growth_settle_s": 0.2,
-            **policy,
-        }
-    )
+    rules = rules_of(min_workers, workers, policy)
     run = open_storage(str(folder))
     shell = Shell(run, lease := claim(run), due)
     options = WorkerOptions(
@@ -125,6 +116,20 @@ def run_plainly(
         guard.cancel()
     lease.release()
     return Outcome(stopped, run)
+
+
+def rules_of(min_workers: int, workers: int, changes: dict[str, float | str]) -> Policy:
+    """The policy of a test: quicker than that of the product, but patient with a busy machine."""
+    return Policy(
+        **{
+            "min_workers": min_workers,
+            "max_workers": workers,
+            "quiesce_deadline_s": 3.0,
+            "collective_timeout_s": 30.0,
+            "growth_settle_s": 0.2,
+            **changes,
+        }
+    )
 
 
 def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
