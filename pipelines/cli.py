@@ -47,8 +47,8 @@ Faults = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow); token shards, also at "
-        "a URL (s3://bucket/folder); or 'random'."
+        help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow); token shards, also "
+        "at a URL (s3://bucket/folder); or 'random'."
     ),
 ]
 Interface = Annotated[

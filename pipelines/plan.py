@@ -288,6 +288,8 @@ def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: Tra
     if stored is None:
         return
     differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
+    if stored["data_digest"] == recipe["data_digest"]:  # then they may have been moved
+        differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored[key]} -> {recipe[key]}"
         for key in ("num_samples", "data_digest")

@@ -130,6 +130,8 @@ class ShardCache:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        # Whoever tidies the temporary folder may have removed it.
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.folder / ROOM, "ab") as room:
             fcntl.flock(room, fcntl.LOCK_EX)
             yield

@@ -34,6 +34,8 @@ IDLE_S = 1.0
 """Whatever has not been read for so long is not in use any more."""
 LOOK_EVERY_S = 0.05
 MAX_OPEN = 64
+AHEAD_SHARE = 16
+"""One part in so many of the cache is for what one worker fetches ahead of need."""
 
 T = TypeVar("T")
 
@@ -87,21 +89,40 @@ class InUse:
 
 @dataclass
 class Queue:
-    """What is wanted, soonest first; what somebody waits for comes before all else."""
+    """What is wanted, soonest first; what somebody waits for comes before all else.
 
+    What has come ahead of need may take `max_ahead_bytes`: more would drive out of the cache, as
+    used least recently, what is to be read soonest.
+    """
+
+    max_ahead_bytes: int
     needed: list[str] = field(default_factory=list)
-    ahead: dict[str, None] = field(default_factory=dict)
+    ahead: dict[str, int] = field(default_factory=dict)
+    """What is to come, and its size."""
+    unread: dict[str, int] = field(default_factory=dict)
+    """What has come ahead of need, in that order, and its size."""
     under_way: set[str] = field(default_factory=set)
     not_before: dict[str, float] = field(default_factory=dict)
 
     def take(self, now: float, near: Container[str]) -> str | None:
         """What to see to now: neither `near` nor seen to by another."""
-        for name in (*self.needed, *self.ahead):
+        ahead = self.ahead if sum(self.unread.values()) < self.max_ahead_bytes else ()
+        for name in (*self.needed, *ahead):
             is_free = name not in near and name not in self.under_way
             if is_free and self.not_before.get(name, 0.0) <= now:
                 self.under_way.add(name)
                 return name
         return None
+
+    def has_come(self, name: str) -> None:
+        if name in self.ahead:
+            self.unread[name] = self.ahead.pop(name)
+
+    def is_read(self, name: str) -> None:
+        """Whatever came before it has been read too, or is not read any more."""
+        names = list(self.unread)
+        for other in names[: names.index(name) + 1] if name in self.unread else names:
+            del self.unread[other]
 
 
 class FetchedShards:
@@ -116,10 +137,10 @@ class FetchedShards:
         self._files: dict[str, tuple[ShardFile, pa.Schema]] = {}
         self._cache: ShardCache | None = None
         self._changed = threading.Condition()
-        self._queue = Queue()
+        self._queue = Queue(settings.max_bytes // AHEAD_SHARE)
         self._open: dict[str, InUse] = {}
         self._trouble: dict[str, Trouble] = {}
-        self._spoilt: dict[str, UserError] = {}
+        self._spoilt: dict[str, Exception] = {}
         self._suspected: set[str] = set()
         self._verified: dict[str, int] = {}
         """The file of the cache, by its number there, of which this process knows it is whole."""
@@ -165,7 +186,7 @@ class FetchedShards:
             self._start()
             for name in names:
                 if name not in self._open:
-                    self._queue.ahead.setdefault(name)
+                    self._queue.ahead[name] = self._files[name][0].num_bytes
             self._changed.notify_all()
 
     def opened(self, name: str, interrupt: Callable[[], None] = nothing) -> OpenShard:
@@ -192,6 +213,7 @@ class FetchedShards:
             self._start()
             if name not in self._open:
                 self._queue.not_before.pop(name, None)
+                self._queue.is_read(name)
             self._queue.needed.append(name)
         try:
             yield
@@ -241,14 +263,14 @@ class FetchedShards:
             if not is_near:
                 pause_s = self._fetch(name)
             self._note_success(name)
-        except UserError as error:
-            self._spoilt[name] = error
-            is_near = True  # as near as it will come
         except OSError as error:
             is_near, pause_s = False, self._note_failure(name, error)
+        except Exception as error:  # raised where it is waited for
+            self._spoilt[name] = error
+            is_near = True  # as near as it will come
         with self._changed:
             if is_near:
-                self._queue.ahead.pop(name, None)
+                self._queue.has_come(name)
             else:
                 self._queue.not_before[name] = time.monotonic() + pause_s
 
@@ -290,7 +312,7 @@ class FetchedShards:
     def _download(self, file: ShardFile, out: BinaryIO) -> None:
         digest, num_bytes = sha256(), 0
         while num_bytes < file.num_bytes:
-            data = self._there.read(file.name, num_bytes, READ_BYTES)
+            data = self._read(file.name, num_bytes)
             if not data:
                 break
             out.write(data)
@@ -303,6 +325,14 @@ class FetchedShards:
         else:
             self._suspected.add(file.name)
             raise OSError("what has come is not what the index says")
+
+    def _read(self, name: str, offset: int) -> bytes:
+        try:
+            return self._there.read(name, offset, READ_BYTES)
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.place_of(name)}: is not there any more; prepare the data again"
+            ) from None
 
     def _let_go(self, idle_s: float) -> None:
         """Of what has not been read for so long."""
@@ -320,10 +350,6 @@ class FetchedShards:
                 _tell(f"{self.place_of(name)}: the data can be read again")
 
     def _note_failure(self, name: str, error: OSError) -> float:
-        if isinstance(error, FileNotFoundError):
-            self._spoilt[name] = UserError(
-                f"{self.place_of(name)}: is not there any more; prepare the data again"
-            )
         with self._changed:
             if not self._trouble:
                 _tell(f"{unreachable(self._there.at(name).url, error)}; trying again")

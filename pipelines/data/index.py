@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.storage import DiskStorage, Storage
-from pipelines.errors import UserError
+from pipelines.errors import DataUnreachable, UserError
 
 FORMAT = "elastic-tokens/1"
 INDEX = "index.json"
@@ -87,7 +87,8 @@ def write_index(there: Storage, index: Index) -> None:
 
 
 def read_index(there: Path | Storage) -> Index:
-    """The index of a folder; raises `UserError` if there is none, or one of something else.
+    """The index of a folder; raises `UserError` if it is one of something else, `DataUnreachable`
+    if there is none on this machine.
 
     Of a folder elsewhere also `OSError`, if its store does not answer.
     """
@@ -114,7 +115,9 @@ def read_json(storage: Storage) -> object:
         if not isinstance(storage, DiskStorage) and not isinstance(error, FileNotFoundError):
             raise
         why = error.strerror or "there is no such file"
-        raise UserError(f"{file}: cannot be read ({why}); prepare the data first") from error
+        raise DataUnreachable(
+            f"{file}: cannot be read ({why}); prepare the data first, where every machine sees them"
+        ) from error
     except ValueError as error:
         raise damaged(file) from error
 

@@ -18,6 +18,8 @@ class RandomWindows:
     their keys.
     """
 
+    is_far = False
+
     def __init__(
         self,
         split: str,

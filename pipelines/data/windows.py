@@ -35,6 +35,8 @@ class Samples(Protocol):
     vocab_size: int
     digest: str
     """Identifies the data: with `num_samples` it fixes what every sample id stands for."""
+    is_far: bool
+    """Whether samples have to be brought before they can be read."""
 
     def read(self, indices: Sequence[int]) -> Batch:
         """These samples as one batch, (B, T) = (len(indices), seq_len)."""
@@ -67,6 +69,7 @@ class Windows:
     ) -> None:
         data = open_prepared(data) if isinstance(data, Path) else data
         index, self._shards = data.index, data.shards
+        self.is_far = isinstance(self._shards, FetchedShards)
         held = index.splits[split]
         self.seq_len = seq_len
         self.vocab_size = index.vocab_size

@@ -48,6 +48,7 @@ class LanguageModelWorkload:
         self.digest = train.digest
         self.num_samples = train.num_samples
         self.seq_len = train.seq_len
+        self.is_far = train.is_far
         self.num_held_out = held_out.num_samples if held_out else 0
 
     def module(self, spread: Spread = ALONE) -> nn.Module:

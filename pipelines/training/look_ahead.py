@@ -21,6 +21,8 @@ class LookAhead:
 
     def tell(self, step: int, left_out: Sequence[int]) -> None:
         """Have the samples of this step and the next `cache.prefetch_steps` begin to come."""
+        if not self._workload.is_far:
+            return
         last = min(step + self._settings.cache.prefetch_steps, self._settings.steps)
         for coming in range(max(step, self._last_step + 1), last + 1):
             self._workload.prefetch(self._trained(coming, left_out))

@@ -52,6 +52,7 @@ class MlpWorkload:
         self.num_samples = settings.num_samples
         self.num_held_out = settings.num_samples
         self.seq_len = 1
+        self.is_far = False
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
         return Mlp(self.settings)

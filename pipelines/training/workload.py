@@ -77,6 +77,9 @@ class Workload(Protocol):
     seq_len: int
     """Tokens of a sample; 1 where samples are no sequences."""
 
+    is_far: bool
+    """Whether samples have to be brought to this machine before they can be read."""
+
     def module(self, spread: Spread = ALONE) -> nn.Module:
         """A new module; called under the meta device, so values given here are lost.
 
