@@ -18,7 +18,6 @@ from actors.listening import Network
 from actors.program import Factory
 from actors.ray_controller import Run
 from actors.sources import digest_of_program, digest_of_sources
-from actors.storage import is_remote
 from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
@@ -34,7 +33,7 @@ from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
 from pipelines.recipes import load
-from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri
+from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
 
@@ -62,7 +61,7 @@ class Asked:
     ports: str | None = None
     notify: str | None = field(default=None, repr=False)
     detach: bool = False
-    data_cache: Path | None = None
+    data_cache: str | None = None
     """Where text is prepared; by default in the storage."""
 
 
@@ -97,7 +96,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         there = str(Path(settings.init_from).expanduser().resolve())
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
-    factory = _program(settings, asked.data_cache or _data_cache(asked.storage))
+    factory = _program(settings, asked.data_cache or named_storage(asked.storage).at("data").url)
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
@@ -148,24 +147,19 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _data_cache(storage: str) -> Path:
-    """Where text is prepared: in the storage, or here, if that is none of this machine."""
-    return Path("data") if is_remote(storage) else Path(storage) / "data"
-
-
-def _program(settings: TrainSettings, data_cache: Path) -> Factory:
-    """How workers make the program; its data are prepared here if need be."""
+def _program(settings: TrainSettings, data_cache: str) -> Factory:
+    """How workers make the program; its data are prepared if need be."""
     data = settings.data
     folder = prepared_folder(
         data.source,
-        data_cache.resolve(),
+        data_cache,
         tokenizer=data.tokenizer,
         separator=data.separator,
         held_out_fraction=data.held_out_fraction,
     )
     kwargs: dict[str, Any] = {
         "settings": settings.model_dump(mode="json"),
-        "data_folder": str(folder) if folder else None,
+        "data_folder": folder,
     }
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU

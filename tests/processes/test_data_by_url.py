@@ -239,6 +239,19 @@ def test_the_driver_says_in_one_line_what_it_cannot_read(door: Door, tmp_path: P
     assert not list(tmp_path.iterdir())
 
 
+def test_text_of_a_run_without_a_shared_disk_is_prepared_in_its_storage(
+    door: Door, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("some words " * 5000)
+    places = []
+    for name in ("one", "two"):
+        asked = Asked("tiny", name, door.url_of("text/runs"), data=str(tmp_path / "a.txt"))
+        places.append(make_plan(asked, num_gpus=0).run.program.kwargs["data_folder"])
+    assert places[0] == places[1] and places[0].startswith("s3://bucket/text/runs/data/")
+    assert open_prepared(places[0]).index.splits["train"].num_tokens > 50_000
+    assert [file.name for file in tmp_path.iterdir()] == ["a.txt"], "nothing is kept here"
+
+
 def test_data_are_prepared_at_a_url(
     here: Path, door: Door, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,10 +165,11 @@ def test_a_held_out_fraction_is_a_part(tmp_path: Path, fraction: float):
 
 def test_data_are_prepared_once_a_cache(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
-    first = prepared_folder(str(source), tmp_path / "cache")
-    assert prepared_folder(str(source), tmp_path / "cache") == first
-    assert prepared_folder(str(first), tmp_path / "cache") == first, "prepared data are taken as is"
-    second = prepared_folder(str(source), tmp_path / "cache", held_out_fraction=0.2)
+    cache = str(tmp_path / "cache")
+    first = prepared_folder(str(source), cache)
+    assert prepared_folder(str(source), cache) == first
+    assert prepared_folder(str(first), cache) == first, "prepared data are taken as is"
+    second = prepared_folder(str(source), cache, held_out_fraction=0.2)
     assert second != first
-    assert set((tmp_path / "cache").iterdir()) == {first, second}
-    assert prepared_folder("random", tmp_path / "cache") is None
+    assert set((tmp_path / "cache").iterdir()) == {Path(first), Path(second)}
+    assert prepared_folder("random", cache) is None
