@@ -235,6 +235,7 @@ class Worker:
         kind = kind_of(error)
         if kind == "machine":
             message = f"node {self._place.node} ({socket.gethostname()}): {error}"
+            text = ""  # it is no bug
         held_bytes = peak_bytes() if kind == "memory" else 0
         wanted_bytes = wanted_of(error) if kind == "memory" else 0
         self._report(
