@@ -209,7 +209,9 @@ class KeeperServer:
         send_all(connection, memory)
 
 
-def host_keeper(pipe: Connection, node: str, rack: str, host: str, network: Network) -> None:
+def host_keeper(
+    pipe: Connection, node: str, rack: str, host: str, network: Network = ANYWHERE
+) -> None:
     """A child's main: serve, and answer through the pipe, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = KeeperServer(node, rack, host, network)

@@ -23,7 +23,7 @@ def open_store(host: str, network: Network = ANYWHERE) -> TCPStore:
     )
 
 
-def host_store(pipe: Connection, host: str, network: Network) -> None:
+def host_store(pipe: Connection, host: str, network: Network = ANYWHERE) -> None:
     """A child's main: tell the port, then serve until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = open_store(host, network)
