@@ -17,6 +17,10 @@ class DamagedCheckpoint(Exception):
     """A file of a checkpoint is not what was written; the message names it."""
 
 
+class UnfitMachine(Exception):
+    """A worker cannot serve the run where it is: the message says what this machine lacks."""
+
+
 class ControllerLost(RuntimeError):
     """The controller's process is gone, and with it the run, until it is resumed."""
 

@@ -16,19 +16,19 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from actors.listening import ANYWHERE, BACKLOG, Network, listen
 from actors.messages import hear, receive_into, send_all, tell
 from actors.parity import ParityRoom, send_chunk, take_chunk
 from actors.room import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, Room, Version
 from elastic.events import KeeperReady, KeeperTold
 from elastic.keeping import Keeper, ParitySlot, Slot
 
-BACKLOG = 128
-
 
 class KeeperServer:
     """Serves until its process ends; `keeper` is how to reach it."""
 
-    def __init__(self, node: str, rack: str, host: str) -> None:
+    def __init__(self, node: str, rack: str, host: str, network: Network = ANYWHERE) -> None:
+        """Raises `UnfitMachine` if there is no port to listen on."""
         self._rooms: dict[tuple[str, int], Room] = {}
         self._parities: dict[tuple[tuple[str, ...], str, int], ParityRoom] = {}
         self._lock = threading.Lock()
@@ -36,11 +36,10 @@ class KeeperServer:
         beside = socket.socket(socket.AF_UNIX)
         name = f"elastic-keeper-{uuid.uuid4().hex}"
         beside.bind(address_of(name))
-        afar = socket.socket()
-        afar.bind((host, 0))
+        beside.listen(BACKLOG)
+        afar = listen(host, network)
         self.keeper = Keeper(node, rack, name, host, afar.getsockname()[1])
         for listener in (beside, afar):
-            listener.listen(BACKLOG)
             threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def told(self, generation: int) -> KeeperTold:
@@ -210,10 +209,12 @@ class KeeperServer:
         send_all(connection, memory)
 
 
-def host_keeper(pipe: Connection, node: str, rack: str, host: str) -> None:
+def host_keeper(
+    pipe: Connection, node: str, rack: str, host: str, network: Network = ANYWHERE
+) -> None:
     """A child's main: serve, and answer through the pipe, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = KeeperServer(node, rack, host)
+    server = KeeperServer(node, rack, host, network)
     pipe.send(KeeperReady(server.keeper))
     while True:
         try:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from actors.interface import own_address
 from actors.keeper import host_keeper
 from actors.program import Factory
 from actors.store import host_store
@@ -61,6 +62,7 @@ class ProcessFleet:
     ) -> None:
         """`node_of` lets workers pass for such on several nodes."""
         START.set_forkserver_preload(["actors.worker", program.target.partition(":")[0]])
+        self._host = own_address(options.network, HOST)
         self._program = program
         self._options = options
         self._post = post
@@ -76,7 +78,7 @@ class ProcessFleet:
         self._reader.start()
 
     def start_store(self) -> None:
-        self._store = self._spawn(host_store, HOST)
+        self._store = self._spawn(host_store, self._host, self._options.network)
 
     def start_workers(self, workers: Sequence[str]) -> None:
         for worker in workers:
@@ -87,7 +89,7 @@ class ProcessFleet:
         self._wake_reader.send(None)
 
     def start_keeper(self, node: str) -> None:
-        child = self._spawn(host_keeper, node, "", HOST)
+        child = self._spawn(host_keeper, node, "", self._host, self._options.network)
         with self._lock:
             self._keepers[node] = child
         self._wake_reader.send(None)
@@ -194,7 +196,7 @@ class ProcessFleet:
 
     def _read_store(self, store: _Child) -> None:
         try:
-            self._post(StoreReady(HOST, store.pipe.recv()))
+            self._post(StoreReady(self._host, store.pipe.recv()))
         except (EOFError, OSError):
             self._store = None
             if not self._closed:
@@ -238,7 +240,6 @@ def serve_worker(
     pipe: Connection, name: str, node: str, program: Factory, options: WorkerOptions
 ) -> None:
     """The child's main: obey until the parent is gone."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)  # a worker is one CPU slot, as Ray has it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides how a run ends
     sending = threading.Lock()
@@ -247,7 +248,7 @@ def serve_worker(
         with sending:
             pipe.send(message)
 
-    worker = Worker(name, Place(node), program, options, report)
+    worker = Worker(name, Place(node), program, options, report, HOST)
     worker.start()
     while True:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
 import time
 import traceback
@@ -14,12 +15,15 @@ from typing import Any, ClassVar, Protocol
 import ray
 
 from actors.asking import LayoutReply, ask_for_layout
-from actors.errors import RunRefused
+from actors.errors import RunRefused, UnfitMachine
 from actors.figures import Figure, Gauges
+from actors.interface import own_address
 from actors.lease import claim
 from actors.lines import LineLog, open_lines
+from actors.listening import Network, listen
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
+from actors.ray_place import head_host
 from actors.ray_private import ON_HEAD
 from actors.ray_worker import Orphanage, end_process
 from actors.shell import JOURNAL, Shell
@@ -43,6 +47,14 @@ OTHER_SOURCES = (
     "the controller on {} runs other sources than this command: install one working tree "
     "everywhere, or send it along with `ray job submit --working-dir .`"
 )
+
+
+def _refuse_network(network: Network) -> None:
+    """The store will listen on this machine. Raises `RunRefused` if it cannot."""
+    try:
+        listen(own_address(network, head_host()), network).close()
+    except UnfitMachine as error:
+        raise RunRefused(f"{socket.gethostname()}: {error}") from None
 
 
 class Observer(Protocol):
@@ -123,6 +135,7 @@ class RayController:
     def __init__(self, run: Run) -> None:
         if run.sources not in ("", digest_of_sources()):
             raise RunRefused(OTHER_SOURCES.format(ray.util.get_node_ip_address()))
+        _refuse_network(run.options.network)
         self._run = run
         self._driver_silence_s = 0.0
         self._is_stopping = False

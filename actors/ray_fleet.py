@@ -94,7 +94,7 @@ class RayFleet:
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
         kind = self._detached(RayStore, name, num_cpus=0, resources=ON_HEAD)
-        self._take_store(kind.remote(self._orphan_timeout_s))
+        self._take_store(kind.remote(self._options.network, self._orphan_timeout_s))
 
     def _take_store(self, store: Any) -> None:
         self._store = store
@@ -124,7 +124,7 @@ class RayFleet:
         name = f"keeper-{self._incarnation}-{node}-{time.monotonic_ns()}"
         options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
         kind = self._detached(RayKeeper, name, num_cpus=0, **options)
-        self._take_keeper(node, kind.remote(self._orphan_timeout_s))
+        self._take_keeper(node, kind.remote(self._options.network, self._orphan_timeout_s))
 
     def _take_keeper(self, node: str, keeper: Any) -> None:
         with self._lock:

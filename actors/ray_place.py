@@ -20,6 +20,12 @@ def place_here() -> Place:
     return Place(found.get_node_id(), *racks[:1])
 
 
+def head_host() -> str:
+    """The head's address, as this machine reaches it; the store is there."""
+    host: str = ray.get_runtime_context().gcs_address.rpartition(":")[0]
+    return host.strip("[]")
+
+
 def node_type_here() -> str:
     """As the cluster's launcher or KubeRay calls it; empty where nobody does."""
     return str(ray.get_runtime_context().get_node_labels().get(NODE_GROUP, ""))

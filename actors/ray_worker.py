@@ -12,13 +12,16 @@ from typing import Any, ClassVar
 
 import psutil
 import ray
+from torch.distributed import TCPStore
 
-from actors.interface import choose_interface
+from actors.errors import UnfitMachine
+from actors.interface import own_address
 from actors.keeper import KeeperServer
+from actors.listening import Network
 from actors.notices import Notice, watch_this_machine
 from actors.output import KeptOutput
 from actors.program import Factory
-from actors.ray_place import node_type_here, place_here
+from actors.ray_place import head_host, node_type_here, place_here
 from actors.storage import open_storage
 from actors.store import open_store
 from actors.system import sample
@@ -29,6 +32,7 @@ from elastic.keeping import Keeper
 from elastic.reattaching import Outbox
 
 SAMPLE_EVERY_S = 10.0
+NUM_PORT_TRIES = 20
 
 
 def end_process() -> None:
@@ -72,7 +76,6 @@ class RayWorker:
         incarnation: int,
         orphan_timeout_s: float,
     ) -> None:
-        choose_interface()
         self._name = name
         self._place = place_here()
         self._node_type = node_type_here()
@@ -82,7 +85,7 @@ class RayWorker:
         self._telling = threading.Lock()
         self._look = threading.Event()
         self._output = KeptOutput(open_storage(options.run_folder), name)
-        self._worker = Worker(name, self._place, program, options, self._report)
+        self._worker = Worker(name, self._place, program, options, self._report, head_host())
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
@@ -147,10 +150,19 @@ class RayStore:
 
     GROUPS: ClassVar = {"life": 1}
 
-    def __init__(self, orphan_timeout_s: float) -> None:
+    def __init__(self, network: Network, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
-        self._host = ray.util.get_node_ip_address()
-        self._store = open_store(self._host)
+        self._host = own_address(network, head_host())
+        self._store = self._open(network)
+
+    def _open(self, network: Network) -> TCPStore:
+        """A store that cannot begin is replaced at once: one that finds no port takes its time."""
+        for _ in range(NUM_PORT_TRIES):
+            try:
+                return open_store(self._host, network)
+            except UnfitMachine:
+                time.sleep(1.0)
+        return open_store(self._host, network)
 
     def address(self) -> tuple[str, int]:
         return self._host, self._store.port
@@ -168,10 +180,10 @@ class RayKeeper:
 
     GROUPS: ClassVar = {"life": 1}
 
-    def __init__(self, orphan_timeout_s: float) -> None:
+    def __init__(self, network: Network, orphan_timeout_s: float) -> None:
         self._orphanage = Orphanage(orphan_timeout_s)
-        place = place_here()
-        self._server = KeeperServer(place.node, place.rack, ray.util.get_node_ip_address())
+        place, host = place_here(), own_address(network, head_host())
+        self._server = KeeperServer(place.node, place.rack, host, network)
 
     def keeper(self) -> Keeper:
         return self._server.keeper

@@ -14,6 +14,7 @@ from actors.faults import Fault, Faults
 from actors.groups import Formation
 from actors.interruption import Interruption
 from actors.links import measure_links
+from actors.listening import ANYWHERE, Network
 from actors.moving import Moved, Parts, move, stage
 from actors.part_writer import Part, PartWriter
 from actors.program import Program, Replica, StateBytes
@@ -57,6 +58,7 @@ class WorkerOptions:
     faults: tuple[Fault, ...] = ()
     snapshot_every: int = 1
     audit_every: int = 0
+    network: Network = ANYWHERE
 
 
 @dataclass

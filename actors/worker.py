@@ -22,8 +22,9 @@ from typing import assert_never
 import torch
 import torch.distributed as dist
 
-from actors.errors import DamagedCheckpoint, Interrupted
+from actors.errors import DamagedCheckpoint, Interrupted, UnfitMachine
 from actors.groups import Formation
+from actors.interface import choose_interface
 from actors.interruption import Interruption, SaveWish
 from actors.program import Factory, Program
 from actors.standstill import Standstill
@@ -74,8 +75,11 @@ class Worker:
         program: Factory,
         options: WorkerOptions,
         report: Callable[[Event], None],
+        store_host: str,
     ) -> None:
+        """`store_host` is where the store will be, or some host on the same way."""
         self.name = name
+        self._store_host = store_host
         self._place = place
         self._factory = program
         self._options = options
@@ -150,6 +154,7 @@ class Worker:
         self._kept.pop(threading.get_ident(), None)
 
     def _warm_up(self) -> None:
+        choose_interface(self._options.network, self._store_host)
         program: Program = self._factory.make()
         if program.device.type == "cpu":
             keep_freed_memory()
@@ -228,6 +233,9 @@ class Worker:
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         kind = kind_of(error)
+        if kind == "machine":
+            message = f"node {self._place.node} ({socket.gethostname()}): {error}"
+            text = ""  # it is no bug
         held_bytes = peak_bytes() if kind == "memory" else 0
         wanted_bytes = wanted_of(error) if kind == "memory" else 0
         self._report(
@@ -246,8 +254,10 @@ def wanted_of(error: BaseException) -> int:
 
 
 def kind_of(error: BaseException) -> str:
-    """What an exception says of its cause: `peer`, `device`, `memory` or `program`."""
+    """What an exception says of its cause: `peer`, `device`, `memory`, `machine` or `program`."""
     text = str(error)
+    if isinstance(error, UnfitMachine):
+        return "machine"
     is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
     if is_memory or any(mark in text for mark in NO_MEMORY):
         return "memory"

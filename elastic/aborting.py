@@ -17,7 +17,7 @@ from elastic.judging import commit
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.protecting import is_protected
 from elastic.recovery import living
-from elastic.roster import forget
+from elastic.roster import forget, turn_away_unfit
 from elastic.saving import stop
 from elastic.state import CoreState, Held
 from elastic.uploads import break_upload
@@ -58,17 +58,20 @@ def abort(
 
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
-    """Sort an exception: a peer's death, a broken device, too little memory, or a bug."""
+    """Sort an exception: a peer's death, a broken device, too little memory, a machine that lacks
+    something, or a bug."""
     failure = Ending("failed", _reason(state, event), event.traceback)
     if event.worker not in state.seats:
         return []
+    if event.worker not in state.warm and event.kind == "machine":
+        return turn_away_unfit(state, now, event)
     if event.worker not in state.warm:
         # Before anything has trained it is the program's fault; later, that machine's.
         if not state.ever_formed and event.kind != "device":
             state.ending = failure
         return [StopWorker(event.worker, event.message)]
     commands: list[Command] = []
-    if event.kind == "device":
+    if event.kind in ("device", "machine"):
         commands.append(StopWorker(event.worker, event.message))
     elif isinstance(state.phase, Saving) and event.generation == state.generation:
         return stop(state, f"the last checkpoint could not be written: {failure.reason}")

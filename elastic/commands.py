@@ -244,8 +244,8 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something that a person should know of: `kind` is `skipped`, `spike`, `audit` or
-    `notice`."""
+    """Something that a person should know of: `kind` is `skipped`, `spike`, `audit`, `notice` or
+    `machine`."""
 
     generation: int
     step: int

@@ -264,7 +264,8 @@ class Settled:
 class WorkerRaised:
     """An exception came out of a worker's training thread.
 
-    `kind` is `peer` (a collective broke: somebody else may be gone), `device`, `memory` or
+    `kind` is `peer` (a collective broke: somebody else may be gone), `device`, `memory`, `machine`
+    (where it runs something is lacking that it may find elsewhere, as the way to the data) or
     `program` (the user's code). Of `memory` it is told how much the worker held at most and, if
     the allocator says so, how much more it asked for.
     """

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from elastic.backoff import backoff_s
 from elastic.blaming import note_loss
-from elastic.commands import Command, StartWorkers, StopWorker
-from elastic.events import WorkerReady
+from elastic.commands import Command, StartWorkers, StopWorker, Warned
+from elastic.events import WorkerRaised, WorkerReady
 from elastic.phases import Ending, Running, Waiting
 from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
@@ -44,12 +44,12 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     return []
 
 
-def forget(state: CoreState, now: float, worker: str, cause: str) -> None:
+def forget(state: CoreState, now: float, worker: str, cause: str, outcome: str = "failed") -> None:
     """A worker is gone: whatever it held or was writing is gone too."""
     if worker not in state.seats:
         return
     if worker not in state.warm | state.leaving:
-        _count_start_failure(state, now, cause)
+        _count_start_failure(state, now, cause, outcome)
     if worker not in state.leaving and worker in state.members():
         note_change(state, now)
         note_loss(state, worker)
@@ -113,9 +113,24 @@ def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command
     return [StopWorker(event.worker, cause)]
 
 
-def _count_start_failure(state: CoreState, now: float, cause: str) -> None:
+def turn_away_unfit(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
+    """A joiner's machine lacks something: the run goes on with others, unless there are none."""
+    text = f"{event.worker}: {event.message}"
+    forget(state, now, event.worker, event.message, outcome="user_error")
+    return [
+        Warned(state.generation, state.committed_step, "machine", text),
+        StopWorker(event.worker, event.message),
+    ]
+
+
+def _count_start_failure(state: CoreState, now: float, cause: str, outcome: str = "failed") -> None:
     state.num_start_failures += 1
+    told = f"workers die while they start: {cause}"
     first_s, num_failures = state.policy.restart_backoff_s, state.num_start_failures
     state.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
-    if state.num_start_failures >= state.policy.max_start_failures and not state.ever_ready:
-        state.ending = Ending("failed", f"workers die while they start: {cause}")
+    most = state.policy.max_start_failures
+    if outcome == "user_error":
+        most += state.policy.max_workers  # all of one machine fail at once, and others may not
+        told = cause
+    if state.num_start_failures >= most and not state.ever_ready:
+        state.ending = Ending(outcome, told)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from pipelines.data import find_corpus, find_tokenizer, prepare
+from pipelines.data import find_corpus, find_tokenizer, prepare_at
 from pipelines.drive import drive
 from pipelines.errors import UserError
 from pipelines.hugging_face.export import export
@@ -44,6 +44,24 @@ Faults = Annotated[
     list[str] | None,
     typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
 ]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow); token shards, also "
+        "at a URL (s3://bucket/folder); or 'random'."
+    ),
+]
+Interface = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The network interface to talk over; default: that on the route to the head.",
+    ),
+]
+Ports = Annotated[
+    str | None,
+    typer.Option(metavar="FIRST:LAST", help="Listen on these ports only, e.g. 20000:20100."),
+]
 NotifyUrl = Annotated[
     str | None,
     typer.Option(
@@ -77,12 +95,7 @@ def train(
         str | None, typer.Option(help="The layout wished for at full strength, e.g. dp=2,fsdp=2.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
-    data: Annotated[
-        str | None,
-        typer.Option(
-            help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow), or 'random'."
-        ),
-    ] = None,
+    data: Data = None,
     set_: Changes = None,
     audit_every: Annotated[
         int | None,
@@ -96,6 +109,8 @@ def train(
         str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
     ] = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
+    interface: Interface = None,
+    ports: Ports = None,
     notify: NotifyUrl = None,
     detach: Annotated[
         bool, typer.Option("--detach", help="Leave the run to its cluster and return.")
@@ -116,6 +131,8 @@ def train(
         record_samples=record_samples,
         tracking_uri=tracking_uri,
         experiment=experiment,
+        interface=interface,
+        ports=ports,
         notify=notify,
         detach=detach,
     )
@@ -217,7 +234,9 @@ def prepare_command(
     data: Annotated[
         str, typer.Argument(help="Text: a folder, file or glob; '' is the standard library.")
     ],
-    out: Annotated[Path, typer.Argument(help="The folder for the token shards.")],
+    out: Annotated[
+        str, typer.Argument(help="The folder for the token shards, or its URL, e.g. s3://bucket/x.")
+    ],
     tokenizer: Annotated[
         str, typer.Option(help="'bytes', or a Hugging Face tokenizers JSON file.")
     ] = "bytes",
@@ -229,7 +248,8 @@ def prepare_command(
     ] = 0.02,
 ) -> None:
     """Turn text into memory-mapped token shards, to be given to --data."""
-    index = prepare(find_corpus(data), out, find_tokenizer(tokenizer, separator), held_out_fraction)
+    chosen = find_tokenizer(tokenizer, separator)
+    index = prepare_at(find_corpus(data), out, chosen, held_out_fraction)
     counts = ", ".join(
         f"{name}: {split.num_tokens:,} tokens" for name, split in index.splits.items()
     )

@@ -1,5 +1,7 @@
 """What is the user's doing: told in one line, ends with exit code 2."""
 
+from actors.errors import UnfitMachine
+
 
 class UserError(Exception):
     """The message says what is wrong, where, and how to mend it."""
@@ -7,3 +9,7 @@ class UserError(Exception):
 
 class LayoutRefused(UserError):
     """A layout that no number of workers of this run can be brought into."""
+
+
+class DataUnreachable(UserError, UnfitMachine):
+    """The data of the run cannot be read from this machine, though perhaps from others."""

@@ -41,9 +41,11 @@ WHERE_AND_HOW = frozenset(
         "offload",
         "accelerator",
         "notify_after_s",
+        "cache",
+        "network",
     }
 )
-"""The fields that may change when a run is resumed; all others define the maths."""
+"""The fields that may change when a run is resumed, with all in them; others define the maths."""
 
 
 def override(settings: TrainSettings, changes: Iterable[str]) -> TrainSettings:
@@ -71,7 +73,7 @@ def differing_maths(old: TrainSettings, new: TrainSettings) -> list[str]:
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in before | after
-        if key not in WHERE_AND_HOW and before.get(key) != after.get(key)
+        if key.partition(".")[0] not in WHERE_AND_HOW and before.get(key) != after.get(key)
     ]
 
 

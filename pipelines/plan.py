@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from actors.credentials import has_credentials, without_credentials
+from actors.listening import Network
 from actors.program import Factory
 from actors.ray_controller import Run
 from actors.sources import digest_of_program, digest_of_sources
-from actors.storage import is_remote
 from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
@@ -33,7 +33,7 @@ from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
 from pipelines.program import TrainingProgram
 from pipelines.recipes import load
-from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri
+from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
 
@@ -57,9 +57,11 @@ class Asked:
     record_samples: bool = False
     tracking_uri: str | None = None
     experiment: str = "elastic"
+    interface: str | None = None
+    ports: str | None = None
     notify: str | None = field(default=None, repr=False)
     detach: bool = False
-    data_cache: Path | None = None
+    data_cache: str | None = None
     """Where text is prepared; by default in the storage."""
 
 
@@ -94,7 +96,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         there = str(Path(settings.init_from).expanduser().resolve())
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
-    factory = _program(settings, asked.data_cache or _data_cache(asked.storage))
+    factory = _program(settings, asked.data_cache or named_storage(asked.storage).at("data").url)
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
@@ -114,6 +116,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             faults=faults,
             snapshot_every=settings.snapshot_every,
             audit_every=settings.audit_every,
+            network=Network(settings.network.interface, settings.network.port_range),
         ),
         leavers=leavers,
         observers=(
@@ -144,24 +147,19 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _data_cache(storage: str) -> Path:
-    """Where text is prepared: in the storage, or here, if that is none of this machine."""
-    return Path("data") if is_remote(storage) else Path(storage) / "data"
-
-
-def _program(settings: TrainSettings, data_cache: Path) -> Factory:
-    """How workers make the program; its data are prepared here if need be."""
+def _program(settings: TrainSettings, data_cache: str) -> Factory:
+    """How workers make the program; its data are prepared if need be."""
     data = settings.data
     folder = prepared_folder(
         data.source,
-        data_cache.resolve(),
+        data_cache,
         tokenizer=data.tokenizer,
         separator=data.separator,
         held_out_fraction=data.held_out_fraction,
     )
     kwargs: dict[str, Any] = {
         "settings": settings.model_dump(mode="json"),
-        "data_folder": str(folder) if folder else None,
+        "data_folder": folder,
     }
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
@@ -210,6 +208,8 @@ def _settings(asked: Asked) -> TrainSettings:
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
     audit_every = asked.audit_every
     changes += [f"audit_every={audit_every}"] if audit_every is not None else []
+    changes += [f"network.interface={asked.interface}"] if asked.interface else []
+    changes += [f"network.ports={asked.ports}"] if asked.ports else []
     return override(load(asked.recipe), changes)
 
 
@@ -282,6 +282,8 @@ def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: Tra
     if stored is None:
         return
     differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
+    if stored["data_digest"] == recipe["data_digest"]:  # then they may have been moved
+        differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored[key]} -> {recipe[key]}"
         for key in ("num_samples", "data_digest")

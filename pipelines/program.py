@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, assert_never
 
 import torch
@@ -13,6 +12,7 @@ from actors.program import Groups, WrittenPart
 from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
+from pipelines.data.prepared import open_prepared
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
 from pipelines.training.checkpoint import read_regions
@@ -28,8 +28,8 @@ from pipelines.training.workload import Workload
 class TrainingProgram:
     """Trains what the settings name; see `actors.program.Program`.
 
-    `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, if
-    they are not synthetic; `device` is the GPU if there is one, unless told.
+    `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, or
+    is their URL, if they are not synthetic; `device` is the GPU if there is one, unless told.
     Raises `UserError` for data, or a model to begin from, that cannot be used.
     """
 
@@ -48,7 +48,9 @@ class TrainingProgram:
         return state_specs(self.workload, self.settings)
 
     def warm_up(self) -> None:
-        """One throw-away build and step; see `pipelines.training.warm_up`."""
+        """See that the data can be read here; one throw-away build and step, see
+        `pipelines.training.warm_up`. Raises `UnfitMachine`."""
+        self.workload.reach()
         warm_up(self.workload, self.settings, self.device)
 
     def build(self, groups: Groups) -> ShardedReplica:
@@ -79,10 +81,10 @@ def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Wo
         case MlpSettings():
             return MlpWorkload(settings.model, settings.seed, dtype)
         case TransformerSettings():
-            folder = Path(data_folder) if data_folder else None
+            prepared = open_prepared(data_folder, settings.cache) if data_folder else None
             vocab_size = settings.model.vocab_size
             train, held_out = (
-                open_samples(settings.data, vocab_size, settings.seed, split, folder)
+                open_samples(settings.data, vocab_size, settings.seed, split, prepared)
                 if split == "train" or settings.eval_every
                 else None
                 for split in ("train", "held_out")

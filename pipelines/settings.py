@@ -140,6 +140,51 @@ class DataSettings(Settings):
     held_out_fraction: Fraction = 0.02
 
 
+class CacheSettings(Settings):
+    """How token shards that lie at a URL come to a machine; see docs/data.md.
+
+    They are fetched into `folder` (None: one of this user's in the machine's temporary folder),
+    which all workers of a machine share and which never holds more than `max_bytes`, `num_fetchers`
+    at once a worker, for the samples of the next `prefetch_steps` steps. A worker that has needed
+    data out of its reach for `patience_s` is given up, one that is starting after
+    `reach_timeout_s`.
+    """
+
+    folder: str | None = None
+    max_bytes: PositiveInt = 32 * 2**30
+    num_fetchers: PositiveInt = 2
+    prefetch_steps: PositiveInt = 8
+    patience_s: PositiveFloat = 600.0
+    reach_timeout_s: PositiveFloat = 30.0
+
+
+def _ports_in_order(text: str) -> str:
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
+        raise ValueError("write the first and the last port, from 1 to 65535, e.g. 20000:20100")
+    return text
+
+
+class NetworkSettings(Settings):
+    """Where a run's processes listen; see docs/security.md.
+
+    `interface` is the network interface of all traffic between them (None: on each machine the one
+    on the route to the store), `ports` are the first and the last that are listened on, as
+    `20000:20100` (None: any).
+    """
+
+    interface: str | None = None
+    ports: Annotated[str, AfterValidator(_ports_in_order)] | None = None
+
+    @property
+    def port_range(self) -> tuple[int, int] | None:
+        """The first and the last."""
+        if self.ports is None:
+            return None
+        first, _, last = self.ports.partition(":")
+        return int(first), int(last)
+
+
 class OptimizerSettings(Settings):
     """AdamW (Loshchilov and Hutter, 2019), its learning-rate schedule and gradient clipping.
 
@@ -196,6 +241,8 @@ class TrainSettings(Settings):
         TransformerSettings()
     )
     data: DataSettings = DataSettings()
+    cache: CacheSettings = CacheSettings()
+    network: NetworkSettings = NetworkSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     seed: NonNegativeInt = 0
     init_from: str | None = None

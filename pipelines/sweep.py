@@ -119,7 +119,7 @@ def _trial(asked: SweepAsked, folder: Path, layout: Layout, num_gpus: int) -> Tr
         changes=(*UNDISTURBED, *asked.changes),
         tracking_uri=default_tracking_uri(asked.storage),
         experiment=EXPERIMENT,
-        data_cache=Path(asked.storage) / "data",
+        data_cache=str(Path(asked.storage) / "data"),
     )
     try:
         return Trial(layout, make_plan(run, num_gpus))

@@ -4,6 +4,8 @@ from pipelines.data.corpus import Corpus, find_corpus
 from pipelines.data.index import Index, read_index
 from pipelines.data.opening import prepared_folder
 from pipelines.data.prepare import prepare
+from pipelines.data.prepared import Prepared, open_prepared
+from pipelines.data.publishing import prepare_at
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.data.windows import Batch, Samples, Windows, verify
@@ -12,13 +14,16 @@ __all__ = [
     "Batch",
     "Corpus",
     "Index",
+    "Prepared",
     "RandomWindows",
     "Samples",
     "Tokenizer",
     "Windows",
     "find_corpus",
     "find_tokenizer",
+    "open_prepared",
     "prepare",
+    "prepare_at",
     "prepared_folder",
     "read_index",
     "verify",

@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from pipelines.data.index import FORMAT, ShardFile, damaged
-from pipelines.errors import UserError
+from pipelines.data.shards import Shards
 
 NUM_BATCH_ROWS = 1 << 20
 """Rows of a record batch: what a writer holds in memory."""
@@ -99,99 +99,133 @@ class Shard:
         self.num_rows = 0
         self._path = path
         self._schema = schema
-        self._file = path.open("wb")
-        self._writer = pa.ipc.new_file(self._file, schema)
+        self._first: int | None = None
+        self._file = HashedFile(path)
+        self._writer = pa.ipc.new_file(pa.PythonFile(self._file, "w"), schema)
 
     def write(self, rows: np.ndarray) -> None:
+        if self._first is None:
+            self._first = int(rows[0])
         self._writer.write_batch(pa.record_batch([pa.array(rows)], schema=self._schema))
         self.num_rows += len(rows)
 
     def finish(self, digest: str) -> ShardFile:
         self._writer.close()
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        num_bytes = self._file.tell()
-        self._file.close()
+        self._file.finish()
         return ShardFile(
-            name=self._path.name, num_bytes=num_bytes, num_rows=self.num_rows, sha256=digest
+            name=self._path.name,
+            num_bytes=self._file.num_bytes,
+            num_rows=self.num_rows,
+            sha256=digest,
+            checksum=self._file.checksum,
+            first=self._first,
         )
 
     def abandon(self) -> None:
         self._file.close()
 
 
+class HashedFile:
+    """A new file, and the SHA-256 of all that is written to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.num_bytes = 0
+        self.closed = False
+        self._file = path.open("wb")
+        self._sha256 = sha256()
+
+    @property
+    def checksum(self) -> str:
+        return self._sha256.hexdigest()
+
+    def write(self, data: bytes) -> int:
+        self._sha256.update(data)
+        self.num_bytes += len(data)
+        return self._file.write(data)
+
+    def tell(self) -> int:
+        return self.num_bytes
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish(self) -> None:
+        """Have it outlive the machine's end."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.close()
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()
+
+
 class Column:
     """A column, memory-mapped: only the pages that are read take memory.
 
-    Raises `UserError`, naming the file, if one is missing, of another size, or no Arrow file of
-    this column: a matter of microseconds a file. What lies inside is checked by `verify`.
+    Raises `UserError`, naming the file, if one that lies here is missing, of another size, or no
+    Arrow file of this column: a matter of microseconds a file. What lies inside is checked by
+    `verify`; of files that are fetched it is checked whenever they are.
     """
 
-    def __init__(self, folder: Path, name: str, dtype: str, files: tuple[ShardFile, ...]) -> None:
-        self._folder = folder
+    def __init__(self, shards: Shards, name: str, dtype: str, files: tuple[ShardFile, ...]) -> None:
+        self._shards = shards
         self._files = files
-        self._chunks: list[np.ndarray] = []
         self._firsts: list[int] = []
-        self._ends: list[int] = []
         self.num_rows = 0
+        schema = schema_of(name, dtype)
         for file in files:
-            for chunk in open_shard(folder / file.name, file, schema_of(name, dtype)):
-                self._firsts.append(self.num_rows)
-                self._chunks.append(chunk)
-                self.num_rows += len(chunk)
-            self._ends.append(len(self._chunks))
+            shards.add(file, schema)
+            self._firsts.append(self.num_rows)
+            self.num_rows += file.num_rows
+
+    def files_of(self, first: int, num_rows: int) -> list[str]:
+        """The names of the files in which these rows lie."""
+        places = range(self._place(first), self._place(first + max(num_rows, 1) - 1) + 1)
+        return [self._files[place].name for place in places]
 
     def read_into(self, first: int, out: np.ndarray) -> None:
         """Copy the rows from `first` on into `out` (1-D, any integer dtype that is wide enough)."""
         if first < 0 or first + len(out) > self.num_rows:
             raise IndexError(f"rows {first}..{first + len(out)} of {self.num_rows}")
-        place = bisect_right(self._firsts, first) - 1
-        num_done = 0
+        num_done, place = 0, self._place(first)
         while num_done < len(out):
-            offset = first + num_done - self._firsts[place]
-            piece = self._chunks[place][offset : offset + len(out) - num_done]
-            out[num_done : num_done + len(piece)] = piece
-            num_done += len(piece)
+            shard = self._shards.opened(self._files[place].name)
+            num_done += shard.read_into(first + num_done - self._firsts[place], out[num_done:])
             place += 1
+
+    def files_between(self, low: int, high: int) -> list[str]:
+        """The names of the files that say which rows are over `low` and at most `high`, in a
+        column that ascends."""
+        first, last = self._place_of(low), self._place_of(high)
+        return [file.name for file in self._files[max(first, 0) : last + 1]]
 
     def count_up_to(self, value: int) -> int:
         """How many rows are at most `value`, in a column that ascends."""
-        place = bisect_right(self._chunks, value, key=lambda chunk: int(chunk[0])) - 1
+        place = self._place_of(value)
         if place < 0:
             return 0
-        return self._firsts[place] + int(self._chunks[place].searchsorted(value, side="right"))
+        shard = self._shards.opened(self._files[place].name)
+        return self._firsts[place] + shard.count_up_to(value)
 
     def verify(self) -> None:
         """Read everything; raise `UserError` with the first file whose content has changed."""
         digest = sha256()
-        for file, begin, end in zip(self._files, [0, *self._ends], self._ends, strict=False):
-            for chunk in self._chunks[begin:end]:
+        for file in self._files:
+            for chunk in self._shards.opened(file.name).chunks:
                 digest.update(chunk.data)
             if digest.hexdigest() != file.sha256:
-                raise damaged(self._folder / file.name)
+                raise damaged(self._shards.place_of(file.name))
 
+    def _place(self, row: int) -> int:
+        return bisect_right(self._firsts, row) - 1
 
-def open_shard(path: Path, file: ShardFile, schema: pa.Schema) -> list[np.ndarray]:
-    """The record batches of one file as read-only views of the mapped memory."""
-    try:
-        num_bytes = path.stat().st_size
-        if num_bytes != file.num_bytes:
-            raise UserError(
-                f"{path}: holds {num_bytes} bytes, not {file.num_bytes}: cut off or replaced; "
-                f"delete {path.parent} and prepare the data again"
-            )
-        # The views keep the mapping alive, not the file: many shards must not use up descriptors.
-        with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as reader:
-            if not reader.schema.equals(schema, check_metadata=True):
-                raise damaged(path)
-            chunks = [view_of(reader.get_batch(i)) for i in range(reader.num_record_batches)]
-    except (OSError, pa.ArrowException) as error:
-        raise damaged(path) from error
-    if sum(map(len, chunks)) != file.num_rows:
-        raise damaged(path)
-    return [chunk for chunk in chunks if len(chunk)]
+    def _place_of(self, value: int) -> int:
+        """Of the file with the last row of at most `value`; -1 if there is none."""
+        return bisect_right(range(len(self._files)), value, key=self._first_value) - 1
 
-
-def view_of(batch: pa.RecordBatch) -> np.ndarray:
-    batch.validate()
-    return batch.column(0).to_numpy(zero_copy_only=True)
+    def _first_value(self, place: int) -> int:
+        first = self._files[place].first
+        if first is not None:
+            return first
+        return int(self._shards.opened(self._files[place].name).chunks[0][0])

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from hashlib import sha256
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from actors.storage import DiskStorage
-from pipelines.errors import UserError
+from actors.storage import DiskStorage, Storage
+from pipelines.errors import DataUnreachable, UserError
 
 FORMAT = "elastic-tokens/1"
 INDEX = "index.json"
@@ -26,12 +26,19 @@ class Record(BaseModel):
 
 class ShardFile(Record):
     """One Arrow file; `sha256` is of all values of the column from its first up to this file's
-    last, so that the last file's does not depend on where the column was cut into files."""
+    last, so that the last file's does not depend on where the column was cut into files.
+
+    `checksum` is the SHA-256 of the file itself, and `first` the value of its first row: with them
+    a file is verified, and found to be the right one, alone. Data that were prepared before there
+    were such fields have neither.
+    """
 
     name: str
     num_bytes: int
     num_rows: int
     sha256: str
+    checksum: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    first: int | None = None
 
 
 class Split(Record):
@@ -73,16 +80,21 @@ def is_prepared(folder: Path) -> bool:
     return (folder / LOCK).is_file()
 
 
-def write_index(folder: Path, index: Index) -> None:
+def write_index(there: Storage, index: Index) -> None:
     """Make prepared data visible, all at once and durably."""
     told = index.model_dump() | {"digest": index.digest}
-    DiskStorage(folder).write(INDEX, (json.dumps(told, indent=1) + "\n").encode())
+    there.write(INDEX, (json.dumps(told, indent=1) + "\n").encode())
 
 
-def read_index(folder: Path) -> Index:
-    """The index of a folder; raises `UserError` if there is none, or one of something else."""
-    file = folder / INDEX
-    told = read_json(file)
+def read_index(there: Path | Storage) -> Index:
+    """The index of a folder; raises `UserError` if it is one of something else, `DataUnreachable`
+    if there is none on this machine.
+
+    Of a folder elsewhere also `OSError`, if its store does not answer.
+    """
+    storage = DiskStorage(there) if isinstance(there, Path) else there
+    file = storage.at(INDEX).url
+    told = read_json(storage)
     if not isinstance(told, dict) or told.get("format") != FORMAT:
         raise UserError(f"{file}: no index of prepared data ({FORMAT}); prepare the data again")
     digest = told.pop("digest", None)
@@ -95,16 +107,22 @@ def read_index(folder: Path) -> Index:
     return index
 
 
-def read_json(file: Path) -> object:
+def read_json(storage: Storage) -> object:
+    file = storage.at(INDEX).url
     try:
-        return json.loads(file.read_bytes())
+        return json.loads(storage.read(INDEX))
     except OSError as error:
-        raise UserError(
-            f"{file}: cannot be read ({error.strerror}); prepare the data first"
+        if not isinstance(storage, DiskStorage) and not isinstance(error, FileNotFoundError):
+            raise
+        why = error.strerror or "there is no such file"
+        raise DataUnreachable(
+            f"{file}: cannot be read ({why}); prepare the data first, where every machine sees them"
         ) from error
     except ValueError as error:
         raise damaged(file) from error
 
 
-def damaged(file: Path) -> UserError:
-    return UserError(f"{file}: is damaged; delete {file.parent} and prepare the data again")
+def damaged(file: str | Path) -> UserError:
+    return UserError(
+        f"{file}: is damaged; delete the folder that it lies in and prepare the data again"
+    )

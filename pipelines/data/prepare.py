@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from actors.storage import DiskStorage
 from pipelines.data.columns import NUM_SHARD_ROWS, ColumnWriter
 from pipelines.data.corpus import Corpus
 from pipelines.data.index import (
@@ -73,7 +74,7 @@ def prepare(
                 held_out_fraction=held_out_fraction,
                 splits=splits,
             )
-            write_index(out, index)
+            write_index(DiskStorage(out), index)
     return index
 
 
@@ -116,12 +117,16 @@ def locked(out: Path) -> Iterator[None]:
 
 def finished(out: Path, wanted: str) -> Index:
     index = read_index(out)
+    refuse_other(str(out), index, wanted)
+    return index
+
+
+def refuse_other(place: str, index: Index, wanted: str) -> None:
     if index.input != wanted:
         raise UserError(
-            f"{out}: was prepared from other text or settings ({index.source}); "
+            f"{place}: was prepared from other text or settings ({index.source}); "
             "name another folder or delete it"
         )
-    return index
 
 
 def write_splits(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 
 import numpy as np
@@ -17,6 +17,8 @@ class RandomWindows:
     something to learn. The whole stream is one document. The splits differ in
     their keys.
     """
+
+    is_far = False
 
     def __init__(
         self,
@@ -48,6 +50,15 @@ class RandomWindows:
         tokens = (skewed * np.uint64(self.vocab_size) >> 32).astype(np.int64)
         shape = (len(indices), self.seq_len)
         return batch_of(tokens, np.zeros(shape, np.int32) if self._with_documents else None)
+
+    def reach(self) -> None:
+        """They are everywhere."""
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """They are near."""
+
+    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+        """They are near."""
 
 
 def mixed(bits: np.ndarray) -> np.ndarray:

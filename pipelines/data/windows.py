@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from pipelines.data.columns import Column
-from pipelines.data.index import read_index
+from pipelines.data.fetching import FetchedShards
+from pipelines.data.prepared import Prepared, open_prepared
 from pipelines.errors import UserError
 
 
@@ -34,9 +35,20 @@ class Samples(Protocol):
     vocab_size: int
     digest: str
     """Identifies the data: with `num_samples` it fixes what every sample id stands for."""
+    is_far: bool
+    """Whether samples have to be brought before they can be read."""
 
     def read(self, indices: Sequence[int]) -> Batch:
         """These samples as one batch, (B, T) = (len(indices), seq_len)."""
+
+    def reach(self) -> None:
+        """See that they can be read on this machine. Raises `DataUnreachable`."""
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to bring these samples near, if they are far; returns at once."""
+
+    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+        """Have these samples near; who has to wait for them calls `interrupt`, which may raise."""
 
 
 class Windows:
@@ -53,9 +65,11 @@ class Windows:
     """
 
     def __init__(
-        self, folder: Path, split: str, seq_len: int, *, with_documents: bool = True
+        self, data: Path | Prepared, split: str, seq_len: int, *, with_documents: bool = True
     ) -> None:
-        index = read_index(folder)
+        data = open_prepared(data) if isinstance(data, Path) else data
+        index, self._shards = data.index, data.shards
+        self.is_far = isinstance(self._shards, FetchedShards)
         held = index.splits[split]
         self.seq_len = seq_len
         self.vocab_size = index.vocab_size
@@ -63,11 +77,14 @@ class Windows:
         self.num_samples = max(0, held.num_tokens - 1) // seq_len
         if self.num_samples == 0:
             raise UserError(
-                f"{folder}: the {split} split holds {held.num_tokens} tokens, less than one window "
-                f"of {seq_len} + 1; give more text, a shorter sequence or another held-out fraction"
+                f"{data.place}: the {split} split holds {held.num_tokens} tokens, less than one "
+                f"window of {seq_len} + 1; give more text, a shorter sequence or another held-out "
+                "fraction"
             )
-        self._tokens = Column(folder, "token", index.dtype, held.tokens)
-        self._starts = Column(folder, "start", "int64", held.starts) if with_documents else None
+        self._tokens = Column(self._shards, "token", index.dtype, held.tokens)
+        self._starts = (
+            Column(self._shards, "start", "int64", held.starts) if with_documents else None
+        )
 
     def read(self, indices: Sequence[int]) -> Batch:
         """These windows as one batch; raises `IndexError` for one that does not exist."""
@@ -77,6 +94,31 @@ class Windows:
                 raise IndexError(f"sample {index} of {self.num_samples}")
             self._tokens.read_into(index * self.seq_len, row)
         return batch_of(tokens, self._documents(indices))
+
+    def reach(self) -> None:
+        """See that the shards can be fetched, if they must be. Raises `DataUnreachable`."""
+        if isinstance(self._shards, FetchedShards):
+            self._shards.reach()
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to fetch the shards of these windows, if they are elsewhere; returns at once."""
+        if isinstance(self._shards, FetchedShards):
+            self._shards.prefetch(self._files_of(indices))
+
+    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+        """Have the shards of these windows near; who waits for them calls `interrupt`."""
+        if isinstance(self._shards, FetchedShards):
+            for name in self._files_of(indices):
+                self._shards.opened(name, interrupt)
+
+    def _files_of(self, indices: Sequence[int]) -> list[str]:
+        names: dict[str, None] = {}
+        for index in indices:
+            first = index * self.seq_len
+            names |= dict.fromkeys(self._tokens.files_of(first, self.seq_len + 1))
+            if self._starts is not None:
+                names |= dict.fromkeys(self._starts.files_between(first, first + self.seq_len - 1))
+        return list(names)
 
     def _documents(self, indices: Sequence[int]) -> np.ndarray | None:
         if self._starts is None:
@@ -100,9 +142,9 @@ def batch_of(windows: np.ndarray, documents: np.ndarray | None) -> Batch:
     )
 
 
-def verify(folder: Path) -> None:
+def verify(place: str | Path) -> None:
     """Read all prepared data of a folder; raise `UserError` with the first damaged file."""
-    index = read_index(folder)
-    for split in index.splits.values():
-        Column(folder, "token", index.dtype, split.tokens).verify()
-        Column(folder, "start", "int64", split.starts).verify()
+    data = open_prepared(place)
+    for split in data.index.splits.values():
+        Column(data.shards, "token", data.index.dtype, split.tokens).verify()
+        Column(data.shards, "start", "int64", split.starts).verify()

@@ -19,10 +19,10 @@ from pipelines.training.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class Source:
-    """A run's settings, where its prepared data lie (None: random), and a step of it to read."""
+    """A run's settings, where its prepared data lie (path or URL; None: random), and a step."""
 
     settings: TrainSettings
-    data_folder: Path | None
+    data_folder: str | None
     step: int
     read: Read
 
@@ -32,11 +32,10 @@ def open_source(run_name: str, storage: str | Path, step: int | None = None) -> 
     run = find_run(run_name, storage)
     recipe = run.recipe()
     assert recipe is not None
-    data_folder = recipe["data_folder"]
     found_step, read = _open_checkpoint(run, step)
     return Source(
         TrainSettings.model_validate(recipe["settings"]),
-        Path(data_folder) if data_folder else None,
+        recipe["data_folder"],
         found_step,
         read,
     )

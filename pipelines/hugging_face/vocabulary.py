@@ -9,6 +9,7 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from actors.storage import open_storage
 from pipelines.data.index import Index, read_index
 from pipelines.data.tokens import SEPARATORS, ByteTokenizer, find_tokenizer
 from pipelines.errors import UserError
@@ -23,13 +24,13 @@ class Vocabulary(NamedTuple):
     lacking: str = ""
 
 
-def vocabulary_of(data: DataSettings, folder: Path | None) -> Vocabulary:
-    """Of the run that was trained on the prepared data in `folder`, None for random tokens."""
+def vocabulary_of(data: DataSettings, folder: str | None) -> Vocabulary:
+    """Of the run that was trained on the prepared data in `folder` (None: random)."""
     if folder is None:
         return Vocabulary(None, None, "the data are random")
     try:
-        index = read_index(folder)
-    except UserError as error:
+        index = read_index(open_storage(folder))
+    except (UserError, OSError) as error:
         return Vocabulary(None, None, str(error))
     if index.tokenizer == ByteTokenizer.name:
         return Vocabulary(index.separator, _with_separator(_byte_tokenizer(), index.separator))

@@ -7,12 +7,12 @@ import math
 import torch
 import torch.distributed as dist
 
-from actors.program import Groups
+from actors.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.passes import Passes
 from pipelines.training.share import Share
 from pipelines.training.spread import Spread
-from pipelines.training.workload import PADDING, Fed, Workload, joined
+from pipelines.training.workload import PADDING, Fed, Workload, joined, nothing
 
 
 def evaluate(
@@ -22,6 +22,7 @@ def evaluate(
     share: Share,
     spread: Spread,
     groups: Groups,
+    interrupt: Interrupt = nothing,
 ) -> float:
     """The mean loss per token over the first `eval_samples` held-out samples.
 
@@ -37,7 +38,7 @@ def evaluate(
     def fed(microbatch: int | None) -> Fed:
         first = starts[microbatch] if microbatch is not None else num_samples
         samples = range(first, min(first + settings.microbatch, num_samples))
-        batches = [workload.read(samples, held_out=True)] if samples else []
+        batches = [workload.read(samples, held_out=True, interrupt=interrupt)] if samples else []
         missing = settings.microbatch - len(samples)
         if passes.needs_full_size and missing:
             batches.append(workload.empty(missing))

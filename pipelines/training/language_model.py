@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
 from elastic.regions import chunk_interval
+from pipelines.data.prepared import Prepared
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.errors import UserError
@@ -19,7 +19,7 @@ from pipelines.training.ring import positions
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.tensor_parallel import whole_vocabulary
 from pipelines.training.transformer_shape import transformer_shape
-from pipelines.training.workload import Fed, Shape
+from pipelines.training.workload import Fed, Shape, nothing
 
 IGNORED = -100
 """The target of a position that is not to be predicted."""
@@ -48,6 +48,7 @@ class LanguageModelWorkload:
         self.digest = train.digest
         self.num_samples = train.num_samples
         self.seq_len = train.seq_len
+        self.is_far = train.is_far
         self.num_held_out = held_out.num_samples if held_out else 0
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
@@ -65,9 +66,25 @@ class LanguageModelWorkload:
         else:
             tensor.normal_(std=initial_std(name, self.settings), generator=generator)
 
-    def read(self, samples: Sequence[int], held_out: bool = False) -> Batch:
-        split = self.held_out if held_out else self.train
+    def reach(self) -> None:
+        for split in filter(None, (self.train, self.held_out)):
+            split.reach()
+
+    def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
+        self._split(held_out).prefetch(samples)
+
+    def read(
+        self,
+        samples: Sequence[int],
+        held_out: bool = False,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Batch:
+        split = self._split(held_out)
+        split.bring(samples, interrupt)
         return split.read(samples)
+
+    def _split(self, held_out: bool) -> Samples:
+        return self.held_out if held_out else self.train
 
     def empty(self, num_samples: int = 0) -> Batch:
         shape = (num_samples, self.seq_len) if num_samples else (1, 1)
@@ -125,9 +142,9 @@ class LanguageModelWorkload:
 
 
 def open_samples(
-    data: DataSettings, vocab_size: int, seed: int, split: str, folder: Path | None
+    data: DataSettings, vocab_size: int, seed: int, split: str, prepared: Prepared | None
 ) -> Samples:
-    """One split of the data that the settings name; `folder` holds them prepared.
+    """One split of the data that the settings name, `prepared`.
 
     Raises `UserError` if there is nothing usable there.
     """
@@ -136,6 +153,6 @@ def open_samples(
         return RandomWindows(
             split, data.seq_len, vocab_size=vocab_size, seed=seed, with_documents=documents
         )
-    if folder is None:
+    if prepared is None:
         raise UserError(f"data.source={data.source}: is not prepared; run `elastic prepare` first")
-    return Windows(folder, split, data.seq_len, with_documents=documents)
+    return Windows(prepared, split, data.seq_len, with_documents=documents)

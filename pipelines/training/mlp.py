@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from elastic.limits import Limits
 from pipelines.settings import MlpSettings
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
-from pipelines.training.workload import Fed, Layer, Shape
+from pipelines.training.workload import Fed, Layer, Shape, nothing
 
 
 class VectorBatch(NamedTuple):
@@ -52,6 +52,7 @@ class MlpWorkload:
         self.num_samples = settings.num_samples
         self.num_held_out = settings.num_samples
         self.seq_len = 1
+        self.is_far = False
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
         return Mlp(self.settings)
@@ -72,7 +73,18 @@ class MlpWorkload:
         else:
             nn.init.kaiming_uniform_(tensor, nonlinearity="relu", generator=generator)
 
-    def read(self, samples: Sequence[int], held_out: bool = False) -> VectorBatch:
+    def reach(self) -> None:
+        """They are made here."""
+
+    def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
+        """They are made here."""
+
+    def read(
+        self,
+        samples: Sequence[int],
+        held_out: bool = False,
+        interrupt: Callable[[], None] = nothing,
+    ) -> VectorBatch:
         inputs = torch.stack([self._vector(sample, held_out) for sample in samples])
         width = self.settings.dims[-1]
         repeats = -(-width // inputs.shape[1])

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 
 from actors.program import Applied, Groups, Interrupt, StateBytes
-from elastic.samples import batch_ids, microbatch_seed, sample_of
+from elastic.samples import microbatch_seed, sample_of
 from elastic.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.evaluation import evaluate
 from pipelines.training.local_state import LocalState
+from pipelines.training.look_ahead import LookAhead
 from pipelines.training.optimizer import learning_rate
 from pipelines.training.parallelise import Interruptible, parallelise
 from pipelines.training.passes import OneByOne, Passes
 from pipelines.training.pipeline import Pipelined
 from pipelines.training.sample_log import append_samples
 from pipelines.training.seeds import seed_device
-from pipelines.training.share import Share
+from pipelines.training.share import Share, ids_of
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage, build_stages
 from pipelines.training.tensor_parallel import sum_over_sequence, summed_over_sequence
@@ -38,6 +39,7 @@ class ShardedReplica:
         self.settings = settings
         self.groups = groups
         self.share = Share.of(groups)
+        self.look_ahead = LookAhead(workload, settings, self.share)
         self.spread = Spread.of(groups, workload.seq_len)
         stages = build_stages(workload, settings, groups.layout, groups.place.pp, self.spread)
         modules = [stage.module for stage in stages]
@@ -70,6 +72,7 @@ class ShardedReplica:
         self.left_out = left_out
         rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         self._record(step, rounds)
+        self.look_ahead.tell(step, left_out)
         feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.sharded.gather(interrupt)
@@ -109,7 +112,13 @@ class ShardedReplica:
         self.interruptible.interrupt = interrupt
         self.sharded.gather(interrupt)
         return evaluate(
-            self.passes, self.workload, self.settings, self.share, self.spread, self.groups
+            self.passes,
+            self.workload,
+            self.settings,
+            self.share,
+            self.spread,
+            self.groups,
+            interrupt,
         )
 
     def state_bytes(self) -> StateBytes:
@@ -125,19 +134,17 @@ class ShardedReplica:
         seed_device(device, seed)
         num_samples = self.workload.num_samples
         samples = [
-            sample_of(self.settings.seed, one, num_samples) for one in self._ids(step, microbatch)
+            sample_of(self.settings.seed, one, num_samples)
+            for one in ids_of(self.settings, step, microbatch, self.left_out)
         ]
-        return self.workload.feed(self.workload.read(samples), device, spread, seed)
-
-    def _ids(self, step: int, microbatch: int) -> range:
-        size = self.settings.microbatch
-        ids = batch_ids(step, self.settings.batch, self.left_out)
-        return ids[microbatch * size : (microbatch + 1) * size]
+        batch = self.workload.read(samples, interrupt=self.interruptible.interrupt)
+        return self.workload.feed(batch, device, spread, seed)
 
     def _record(self, step: int, rounds: Sequence[int | None]) -> None:
         file = self.settings.record_samples
         if file and self.spread.is_first_reader:
             own = [microbatch for microbatch in rounds if microbatch is not None]
-            ids = [one for microbatch in own for one in self._ids(step, microbatch)]
+            spans = (ids_of(self.settings, step, one, self.left_out) for one in own)
+            ids = [one for span in spans for one in span]
             generation = self.groups.assignment.generation
             append_samples(file, step, generation, self.groups.world_rank, ids)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.program import Groups
-from elastic.samples import deal, num_rounds
+from elastic.samples import batch_ids, deal, num_rounds
+from pipelines.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,3 +31,11 @@ class Share:
         own = deal(num_microbatches, self.num_data_ranks)[self.data_rank]
         padding = num_run(num_rounds(num_microbatches, self.num_data_ranks)) - len(own)
         return [*own, *[None] * padding]
+
+
+def ids_of(
+    settings: TrainSettings, step: int, microbatch: int, left_out: Sequence[int] = ()
+) -> range:
+    """The ids of the samples of one microbatch of a step."""
+    size, ids = settings.microbatch, batch_ids(step, settings.batch, left_out)
+    return ids[microbatch * size : (microbatch + 1) * size]

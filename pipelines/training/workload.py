@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -49,6 +49,10 @@ PADDING = -1
 """The seed of a microbatch that only pads."""
 
 
+def nothing() -> None:
+    """Nobody interrupts."""
+
+
 class Fed(NamedTuple):
     """What one microbatch feeds to a rank's module, on its device, the samples in dim 0.
 
@@ -73,6 +77,9 @@ class Workload(Protocol):
     seq_len: int
     """Tokens of a sample; 1 where samples are no sequences."""
 
+    is_far: bool
+    """Whether samples have to be brought to this machine before they can be read."""
+
     def module(self, spread: Spread = ALONE) -> nn.Module:
         """A new module; called under the meta device, so values given here are lost.
 
@@ -88,8 +95,20 @@ class Workload(Protocol):
     def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """Write a parameter's (or buffer's) values at step 0 into a whole float32 tensor."""
 
-    def read(self, samples: Sequence[int], held_out: bool = False) -> Any:
-        """The batch of these samples, in this order, on the host."""
+    def reach(self) -> None:
+        """See that the data can be read on this machine. Raises `UnfitMachine`."""
+
+    def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
+        """These samples will be read soon; returns at once."""
+
+    def read(
+        self,
+        samples: Sequence[int],
+        held_out: bool = False,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Any:
+        """The batch of these samples, in this order, on the host; who has to wait for them calls
+        `interrupt`, which may raise."""
 
     def empty(self, num_samples: int = 0) -> Any:
         """A batch whose loss is 0 and has gradient 0: so many samples of full size, or, for 0,

@@ -13,6 +13,7 @@ from typing import Any
 from actors.faults import Fault
 from actors.lease import claim
 from actors.lines import LineLog
+from actors.listening import ANYWHERE, Network
 from actors.process_fleet import NODE, ProcessFleet
 from actors.program import Factory
 from actors.shell import Shell
@@ -75,6 +76,8 @@ def run_plainly(
     stop_after_losses: int | None = None,
     environment: dict[str, str] | None = None,
     node_of: Callable[[str], str] = lambda worker: NODE,
+    data_folder: str | None = None,
+    network: Network = ANYWHERE,
     strikes: Sequence[Strike] = (),
     hear: Callable[[Event], None] = lambda event: None,
     **policy: float | str,
@@ -84,19 +87,10 @@ def run_plainly(
     `hear` is called with each event. Each of the `strikes` is done once all snapshots of a
     generation are whole, one a generation.
     """
-    kwargs = {"settings": settings.model_dump(mode="json")}
+    kwargs = {"settings": settings.model_dump(mode="json"), "data_folder": data_folder}
     made = TrainingProgram(**kwargs, device="cpu")
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
-    rules = Policy(
-        **{
-            "min_workers": min_workers,
-            "max_workers": workers,
-            "quiesce_deadline_s": 3.0,
-            "collective_timeout_s": 30.0,
-            "growth_settle_s": 0.2,
-            **policy,
-        }
-    )
+    rules = rules_of(min_workers, workers, policy)
     run = open_storage(str(folder))
     shell = Shell(run, lease := claim(run), due)
     options = WorkerOptions(
@@ -106,6 +100,7 @@ def run_plainly(
         faults,
         rules.snapshot_every,
         rules.audit_every,
+        network,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])
@@ -121,6 +116,20 @@ def run_plainly(
         guard.cancel()
     lease.release()
     return Outcome(stopped, run)
+
+
+def rules_of(min_workers: int, workers: int, changes: dict[str, float | str]) -> Policy:
+    """The policy of a test: quicker than that of the product, but patient with a busy machine."""
+    return Policy(
+        **{
+            "min_workers": min_workers,
+            "max_workers": workers,
+            "quiesce_deadline_s": 3.0,
+            "collective_timeout_s": 30.0,
+            "growth_settle_s": 0.2,
+            **changes,
+        }
+    )
 
 
 def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:

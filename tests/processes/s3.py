@@ -6,6 +6,7 @@ The server keeps what it has in memory; so that an outage loses nothing, it is t
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -14,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -25,6 +27,7 @@ sys.stdin.read()
 """
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 START_TIMEOUT_S = 60.0
+GET = re.compile(rb"GET [^ ?]*/([^ /?]+)[ ?]")
 
 
 class Door:
@@ -35,12 +38,17 @@ class Door:
         self.port = free_port()
         self._listener: socket.socket | None = None
         self._open_ones: set[socket.socket] = set()
+        self.fetched: Counter[str] = Counter()
+        """How often a file has been asked for, by its name."""
 
     @property
     def url(self) -> str:
-        """Of a bucket behind it."""
+        """Of a folder in a bucket behind it."""
+        return self.url_of("runs")
+
+    def url_of(self, folder: str) -> str:
         endpoint = f"http://127.0.0.1:{self.port}"
-        return f"s3://bucket/runs?endpoint_override={endpoint}&region=us-east-1"
+        return f"s3://bucket/{folder}?endpoint_override={endpoint}&region=us-east-1"
 
     def open(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", self.port), reuse_port=True)
@@ -72,6 +80,8 @@ class Door:
                     data = sock.recv(1 << 16)
                     if not data:
                         return
+                    if asked := GET.match(data):
+                        self.fetched[asked[1].decode()] += 1
                     pair[1 - pair.index(sock)].sendall(data)
         except OSError:
             return  # one of the two has hung up, or the door has been shut

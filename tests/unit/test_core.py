@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from math import inf
 
-from elastic.commands import Command, Form, StartStore, StartWorkers, Stopped, StopWorker
+from elastic.commands import (
+    Abort,
+    Command,
+    Form,
+    StartStore,
+    StartWorkers,
+    Stopped,
+    StopWorker,
+    Warned,
+)
 from elastic.core import Core
 from elastic.events import (
     Event,
@@ -127,6 +136,32 @@ def test_a_broken_device_at_the_start_is_that_machines_fault() -> None:
     core = opened()
     broken = WorkerRaised("w0", 0, "device", "CUDA error: no such device")
     assert told(core, broken) == [StopWorker("w0", broken.message)]
+    assert core.state.ending is None
+
+
+def test_a_machine_that_lacks_something_does_not_end_a_run_that_others_can_do() -> None:
+    """All workers of one machine say so at once, before those of others are warm."""
+    core = opened(1, 8)
+    for number in range(1, 8):
+        unfit = WorkerRaised(f"w{number}", 0, "machine", "node n: no way to the data")
+        warned, stop, *_ = told(core, unfit)
+        assert isinstance(warned, Warned) and warned.kind == "machine"
+        assert stop == StopWorker(unfit.worker, unfit.message)
+    assert core.state.ending is None
+    told(core, ready("w0"), now=1.0)
+    told(core, Woke(), now=100.0)
+    assert isinstance(core.state.phase, Forming)
+
+
+def test_a_member_whose_machine_lost_the_way_to_the_data_is_replaced() -> None:
+    core = opened(1, 2)
+    told(core, ready("w0"), ready("w1"), now=1.0)
+    assert isinstance(core.state.phase, Forming)
+    generation = core.state.generation
+    unfit = WorkerRaised("w1", generation, "machine", "node n: no way to the data")
+    commands = told(core, unfit, now=2.0)
+    assert commands[0] == StopWorker("w1", unfit.message)
+    assert isinstance(commands[1], Abort)
     assert core.state.ending is None
 
 

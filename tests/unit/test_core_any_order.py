@@ -104,7 +104,7 @@ def any_event(random: Random, core: Core) -> Event:
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
     record, vote = step_of(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
     complete, torn = random.random() < 0.8, random.random() < 0.2
-    kind = random.choice(("peer", "device", "memory", "program"))
+    kind = random.choice(("peer", "device", "memory", "machine", "program"))
     events: list[Event] = [
         WorkerReady(worker, "node0", 1, digest="same"),
         GroupFormed(worker, generation),

@@ -15,6 +15,7 @@ from pipelines.data import find_corpus, find_tokenizer, prepare, prepared_folder
 from pipelines.data.columns import Column
 from pipelines.data.corpus import Corpus
 from pipelines.data.index import INDEX, Index, read_index
+from pipelines.data.shards import FolderShards
 from pipelines.errors import UserError
 
 TEXTS = [f"document {i}: " + "ä word " * (i % 7) for i in range(200)] + ["long " * 1000]
@@ -46,9 +47,9 @@ def stored(folder: Path, split: str) -> list[str]:
     index = read_index(folder)
     held = index.splits[split]
     tokens = np.empty(held.num_tokens, np.int64)
-    Column(folder, "token", index.dtype, held.tokens).read_into(0, tokens)
+    Column(FolderShards(folder), "token", index.dtype, held.tokens).read_into(0, tokens)
     starts = np.empty(held.num_documents, np.int64)
-    Column(folder, "start", "int64", held.starts).read_into(0, starts)
+    Column(FolderShards(folder), "start", "int64", held.starts).read_into(0, starts)
     assert (tokens[starts] == index.separator).all()
     pieces = np.split(tokens, starts[1:])
     return [bytes(piece[1:].tolist()).decode() for piece in pieces]
@@ -164,10 +165,11 @@ def test_a_held_out_fraction_is_a_part(tmp_path: Path, fraction: float):
 
 def test_data_are_prepared_once_a_cache(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
-    first = prepared_folder(str(source), tmp_path / "cache")
-    assert prepared_folder(str(source), tmp_path / "cache") == first
-    assert prepared_folder(str(first), tmp_path / "cache") == first, "prepared data are taken as is"
-    second = prepared_folder(str(source), tmp_path / "cache", held_out_fraction=0.2)
+    cache = str(tmp_path / "cache")
+    first = prepared_folder(str(source), cache)
+    assert prepared_folder(str(source), cache) == first
+    assert prepared_folder(str(first), cache) == first, "prepared data are taken as is"
+    second = prepared_folder(str(source), cache, held_out_fraction=0.2)
     assert second != first
-    assert set((tmp_path / "cache").iterdir()) == {first, second}
-    assert prepared_folder("random", tmp_path / "cache") is None
+    assert set((tmp_path / "cache").iterdir()) == {Path(first), Path(second)}
+    assert prepared_folder("random", cache) is None

@@ -41,7 +41,7 @@ README = ROOT / "README.md"
 FILES = ROOT / "docs" / "files.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 NUM_OPTIONS = {
-    "train": 14,
+    "train": 16,
     "status": 4,
     "logs": 2,
     "sweep": 6,

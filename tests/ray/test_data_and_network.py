@@ -1,0 +1,74 @@
+"""`elastic train` on a real Ray with its data at a URL, on one interface and a few ports."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import elastic, elastic_train, processes_of
+
+sys.path.append(str(Path(__file__).parents[1] / "processes"))
+from s3 import CREDENTIALS, s3_server
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+PORTS = (22_000, 22_999)
+TINY = ("tiny", "--set", "dtype=float64", "--layout", "fsdp=2", "--workers", "2:2")
+
+
+def listeners(ray_folder: str, name: str) -> set[tuple[str, int]]:
+    """Where the actors of a kind listen."""
+    found = [process for process in processes_of(ray_folder) if name in process.name()]
+    there = [one for process in found for one in process.net_connections("tcp")]
+    return {tuple(one.laddr) for one in there if one.status == psutil.CONN_LISTEN}
+
+
+def test_prepared_at_a_url_and_trained_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    text, cache = tmp_path / "text.txt", tmp_path / "cache"
+    text.write_text("\n".join(f"{number} and {number * number}" for number in range(3000)))
+    with s3_server() as door:
+        url = door.url_of("data")
+        told = elastic("prepare", str(text), url)
+        assert told.returncode == 0, told.stderr
+        data = ("--data", url, "--set", f"cache.folder={cache}", "--steps", "60")
+        network = ("--interface", "lo", "--ports", "{}:{}".format(*PORTS))
+        with elastic_train(tmp_path / "there", *TINY, *data, *network) as command:
+            command.wait_until(lambda: command.lines("KeeperReady"), "a keeper")
+            command.wait_for_step(5)
+            ours = {kind: listeners(command.ray_folder, kind) for kind in ("RayStore", "RayKeeper")}
+            code, output = command.finish()
+            assert code == 0, output
+            losses = [line["loss"] for line in command.metrics()]
+            store, keeper = command.lines("StoreReady")[-1], command.lines("KeeperReady")[0]
+        assert door.fetched["train-tokens-00000.arrow"] == 1, "the driver reads the index alone"
+    wanted = {(store["host"], store["port"]), (keeper["keeper"]["host"], keeper["keeper"]["port"])}
+    assert all(host == "127.0.0.1" and PORTS[0] <= port <= PORTS[1] for host, port in wanted)
+    assert wanted <= ours["RayStore"] | ours["RayKeeper"]
+    assert ("127.0.0.1", store["port"]) in ours["RayStore"]
+    here = ("--data", str(text), "--steps", "60")
+    with elastic_train(tmp_path / "here", *TINY, *here) as command:
+        code, output = command.finish()
+        assert code == 0, output
+        assert [line["loss"] for line in command.metrics()] == losses
+
+
+@pytest.mark.parametrize(
+    ("option", "told"),
+    [
+        (("--interface", "eth77"), "--interface eth77: this machine has none of that name"),
+        (("--ports", "1:x"), "first and the last port"),
+    ],
+)
+def test_what_cannot_be_is_told_in_one_line(
+    option: tuple[str, str], told: str, tmp_path: Path
+) -> None:
+    with elastic_train(tmp_path, *TINY, "--data", "random", *option) as command:
+        _, error = command.process.communicate()
+        assert command.process.returncode == 2
+    [line] = error.splitlines()
+    assert told in line

@@ -1,0 +1,152 @@
+"""What is fetched, and when: what is needed first, then ahead, no more than may lie unread."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+
+from actors.storage import DiskStorage
+from pipelines.data import Windows, find_corpus, find_tokenizer, prepare, read_index
+from pipelines.data.cache import ROOM
+from pipelines.data.fetching import FetchedShards, Queue
+from pipelines.data.index import INDEX
+from pipelines.data.prepared import Prepared
+from pipelines.errors import DataUnreachable, UserError
+from pipelines.settings import CacheSettings
+
+
+class Store(DiskStorage):
+    """A folder that stands for an object store: it can refuse, and what it gives is counted."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.read_names: list[str] = []
+        self.error: OSError | None = None
+        self.refused = threading.Event()
+
+    def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
+        if self.error is not None:
+            self.refused.set()
+            raise self.error
+        self.read_names.append(name)
+        return super().read(name, offset, max_bytes)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    (tmp_path / "a.txt").write_text("".join(f"{number} " for number in range(3000)))
+    prepare(find_corpus(str(tmp_path / "a.txt")), tmp_path / "out", find_tokenizer(), 0, 1000)
+    return Store(tmp_path / "out")
+
+
+def far(store: Store, cache: Path, **changes: float) -> Windows:
+    settings = CacheSettings(folder=str(cache), **changes)
+    shards = FetchedShards(store, settings)
+    return Windows(Prepared("there", read_index(store), shards), "train", 100)
+
+
+def same(samples: Windows, store: Store) -> bool:
+    near, ids = Windows(store.path, "train", 100), range(samples.num_samples)
+    return all(a.equal(b) for a, b in zip(samples.read(ids), near.read(ids), strict=True))
+
+
+def test_windows_are_those_of_the_folder(store: Store, tmp_path: Path) -> None:
+    samples = far(store, tmp_path / "cache")
+    assert samples.is_far and store.read_names == [INDEX], "nothing before it is asked for"
+    assert same(samples, store)
+    assert len(store.read_names) == len(set(store.read_names)) > 10
+
+
+def test_what_the_store_holds_damaged_is_named(store: Store, tmp_path: Path) -> None:
+    samples = far(store, tmp_path / "cache")
+    shard = store.path / "train-tokens-00002.arrow"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-500] + b"?" + content[-499:])
+    with pytest.raises(UserError, match=r"train-tokens-00002\.arrow: is damaged"):
+        samples.read(range(samples.num_samples))
+    shard.unlink()
+    with pytest.raises(UserError, match=r"train-tokens-00002\.arrow: is not there any more"):
+        far(store, tmp_path / "other").read(range(samples.num_samples))
+
+
+def test_patience_ends(store: Store, tmp_path: Path) -> None:
+    samples = far(store, tmp_path / "cache", patience_s=1.0)
+    store.error = ConnectionRefusedError("nobody answers")
+    with pytest.raises(DataUnreachable, match=r"cannot be read \(nobody answers\)"):
+        samples.read([3])
+    store.error = None
+    assert same(samples, store)
+
+
+def test_who_waits_can_be_interrupted(store: Store, tmp_path: Path) -> None:
+    samples = far(store, tmp_path / "cache")
+    store.error = ConnectionRefusedError("nobody answers")
+
+    def stop() -> None:
+        if store.refused.is_set():
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        samples.bring([3], stop)
+
+
+def test_a_cache_that_is_tidied_away_is_made_again(store: Store, tmp_path: Path) -> None:
+    samples = far(store, tmp_path / "cache")
+    samples.read([0])
+    rmtree(tmp_path / "cache")
+    assert same(samples, store)
+    assert (tmp_path / "cache" / ROOM).exists()
+
+
+def test_data_without_checksums_are_refused(store: Store, tmp_path: Path) -> None:
+    index = read_index(store)
+    old = {
+        name: split.model_copy(
+            update={"tokens": tuple(f.model_copy(update={"checksum": ""}) for f in split.tokens)}
+        )
+        for name, split in index.splits.items()
+    }
+    there = Prepared(
+        "there",
+        index.model_copy(update={"splits": old}),
+        FetchedShards(store, CacheSettings(folder=str(tmp_path / "cache"))),
+    )
+    with pytest.raises(UserError, match=r"no checksum of it.* prepare the data again"):
+        Windows(there, "train", 100)
+
+
+def test_a_cache_that_cannot_hold_a_shard_is_refused(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cache\.max_bytes=1000: .* allow more"):
+        far(store, tmp_path / "cache", max_bytes=1000)
+
+
+def test_a_folder_that_cannot_be_the_cache_is_told(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataUnreachable, match=r"cache\.folder=.*file/cache: cannot be used"):
+        far(store, tmp_path / "file" / "cache").reach()
+
+
+def test_what_is_needed_goes_before_what_comes_ahead_and_that_has_a_bound() -> None:
+    queue = Queue(max_ahead_bytes=20)
+    queue.ahead = {"a": 10, "b": 10, "c": 10}
+    assert queue.take(0.0, ()) == "a"
+    queue.needed.append("c")
+    assert queue.take(0.0, ()) == "c"
+    assert queue.take(0.0, ()) == "b"
+    for name in "ab":
+        queue.has_come(name)
+        queue.under_way.discard(name)
+    queue.needed.remove("c")
+    queue.under_way.discard("c")
+    assert queue.take(0.0, ()) is None, "as much lies unread as may"
+    queue.is_read("a")
+    assert queue.take(0.0, ()) == "c"
+    queue.has_come("c")
+    queue.is_read("elsewhere")
+    assert not queue.unread, "who reads something else does not follow the plan any more"
+    queue.needed.append("z")
+    queue.not_before["z"] = 5.0
+    assert (queue.take(1.0, ()), queue.take(5.0, {"z"}), queue.take(5.0, ())) == (None, None, "z")
