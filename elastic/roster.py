@@ -80,8 +80,9 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
     num_missing = _num_missing(state)
     names = tuple(f"w{state.next_worker + i}" for i in range(num_missing))
     state.next_worker += num_missing
-    state.seats.update({name: Seat(now) for name in names})
-    return [StartWorkers(names)]
+    avoided = tuple(sorted(state.avoided))
+    state.seats.update({name: Seat(now, avoided=avoided) for name in names})
+    return [StartWorkers(names, avoided)]
 
 
 def start_deadline(state: CoreState) -> float:
