@@ -15,6 +15,7 @@ from actors.groups import Formation
 from actors.interruption import Interruption
 from actors.links import measure_links
 from actors.moving import Moved, Parts, move, stage
+from actors.own_time import own_times
 from actors.part_writer import Part, PartWriter
 from actors.program import Program, Replica, StateBytes
 from actors.side_stream import held_still
@@ -26,6 +27,7 @@ from actors.storage import open_storage
 from elastic.assignment import Assignment
 from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import (
+    ComputeTimed,
     Evaluated,
     Event,
     GroupFormed,
@@ -57,6 +59,7 @@ class WorkerOptions:
     faults: tuple[Fault, ...] = ()
     snapshot_every: int = 1
     audit_every: int = 0
+    straggler_every: int = 0
 
 
 @dataclass
@@ -138,6 +141,7 @@ class Trainer:
                 self.faults,
                 self.snapshots,
                 self.writer,
+                own_times(self.options.straggler_every, self.program.device),
             )
             held = self.replica.state_bytes()
         self.report(
@@ -177,6 +181,9 @@ class Trainer:
             self.snapshots.take(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
+                if stepper.compute_s:
+                    told = (resume.generation, record.step, stepper.compute_s)
+                    self.report(ComputeTimed(*told))
             if not self._audit(audit, record.step, held.tensors):
                 break  # nobody trains on, or saves, what is in doubt
             if vote.saves(self.options.checkpoint_every):

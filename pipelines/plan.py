@@ -114,6 +114,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             faults=faults,
             snapshot_every=settings.snapshot_every,
             audit_every=settings.audit_every,
+            straggler_every=settings.straggler_every,
         ),
         leavers=leavers,
         observers=(

@@ -106,6 +106,7 @@ def run_plainly(
         faults,
         rules.snapshot_every,
         rules.audit_every,
+        rules.straggler_every,
     )
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])

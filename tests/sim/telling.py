@@ -12,12 +12,15 @@ from elastic.commands import (
     ForgetSnapshots,
     Form,
     LayoutAnswered,
+    NodeAvoided,
+    NodeUsedAgain,
     Pause,
     Protect,
     PublishCheckpoint,
     RecordStep,
     Relaid,
     Relayout,
+    Replaced,
     Resume,
     RolledBack,
     SaveCheckpoint,
@@ -48,7 +51,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartStore():
             return ""
         case StartWorkers():
-            return " ".join(command.workers)
+            avoided = f", not on {_names(command.avoided)}" if command.avoided else ""
+            return " ".join(command.workers) + avoided
         case StartKeeper():
             return command.node
         case Protect():
@@ -92,6 +96,10 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} to {steps}, {command.source}{left_out}{cause}"
         case Warned():
             return f"{command.kind}: {command.text}"
+        case Replaced():
+            return f"{command.worker}: {command.cause}"
+        case NodeAvoided() | NodeUsedAgain():
+            return f"{command.node}: {command.cause}"
         case Waited():
             return command.reason
         case LayoutAnswered():
