@@ -22,9 +22,9 @@ from elastic.events import WorkerLost
 from elastic.phases import Aborting, Pausing, Running, Waiting
 from elastic.state import CoreState, Crash
 
-TOGETHER_S = 2.0
+TOGETHER_S = 1.0
 """What happens within this time of a crash is the same moment. A worker that is started again takes
-longer to crash once more, and the death of a node is told in less."""
+longer to crash once more; those of a node that is gone are missed in less."""
 
 
 def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
@@ -70,7 +70,7 @@ def _counts(state: CoreState) -> Counter[str]:
     for crash in state.crashes:
         if crash.step and len(nodes_by_step[crash.step]) > 1:
             continue
-        if not moments or crash.time - moments[-1][0] > TOGETHER_S:
+        if not moments or crash.time - moments[-1][0] >= TOGETHER_S:
             moments.append((crash.time, set()))
         moments[-1][1].add(crash.node)
     return Counter(node for _, nodes in moments if len(nodes) == 1 for node in nodes)

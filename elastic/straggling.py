@@ -85,7 +85,8 @@ def _takes_its_place(state: CoreState, worker: str) -> bool:
     """Whether a spare does, under the same layout; then the worker is about to leave."""
     assert state.held is not None
     spares = state.warm - state.leaving - set(state.members())
-    if not spares or worker not in state.warm - state.leaving or state.ending:
+    has_enough = state.num_staying() > state.policy.min_workers
+    if not spares or not has_enough or worker in state.leaving or state.ending:
         return False
     state.leaving.add(worker)
     proposal = next_assignment(state, state.held.assignment)
