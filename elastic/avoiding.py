@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from math import inf
 
-from elastic.aborting import participants
 from elastic.commands import Command, NodeAvoided, NodeUsedAgain, StopWorker
 from elastic.events import WorkerLost
 from elastic.phases import Aborting, Pausing, Running, Waiting
+from elastic.roster import participants
 from elastic.state import CoreState, Crash
 
 TOGETHER_S = 1.0
@@ -58,7 +58,21 @@ def follow_up(state: CoreState, now: float) -> list[Command]:
     over = {n: "its time is over" for n, until in state.avoided.items() if now >= until}
     if now >= _starving_until(state):
         over = dict.fromkeys(state.avoided, "too few workers have come elsewhere")
-    return _use_again(state, over) + _let_go(state)
+    return _use_again(state, over) + let_go_of_spares(state)
+
+
+def let_go_of_spares(state: CoreState) -> list[Command]:
+    """Those on avoided nodes: others shall take their places elsewhere."""
+    if not state.avoided:
+        return []
+    busy = participants(state).union(*(held.holders for held in state.holdings()))
+    commands: list[Command] = []
+    for worker in sorted(state.warm - state.leaving - busy):
+        is_enough = state.num_staying() > state.policy.min_workers
+        if state.seats[worker].node in state.avoided and is_enough:
+            state.leaving.add(worker)
+            commands.append(StopWorker(worker, "its node is avoided"))
+    return commands
 
 
 def _counts(state: CoreState) -> Counter[str]:
@@ -116,16 +130,3 @@ def _use_again(state: CoreState, causes: dict[str, str]) -> list[Command]:
     state.leaving.update(late)
     told: list[Command] = [NodeUsedAgain(node, cause) for node, cause in causes.items()]
     return told + [StopWorker(worker, "it may be started on more nodes now") for worker in late]
-
-
-def _let_go(state: CoreState) -> list[Command]:
-    """Spares on avoided nodes, whose places others shall take elsewhere."""
-    busy = participants(state).union(*(held.holders for held in state.holdings()))
-    idle = (w for w in sorted(state.warm - state.leaving - busy))
-    commands: list[Command] = []
-    for worker in idle:
-        is_enough = state.num_staying() > state.policy.min_workers
-        if state.seats[worker].node in state.avoided and is_enough:
-            state.leaving.add(worker)
-            commands.append(StopWorker(worker, "its node is avoided"))
-    return commands

@@ -239,7 +239,7 @@ class Core:
 
     def _lose(self, now: float, event: WorkerLost) -> list[Command]:
         state = self.state
-        concerned = event.worker in aborting.participants(state)
+        concerned = event.worker in roster.participants(state)
         told = avoiding.on_crash(state, now, event)
         roster.forget(state, now, event.worker, event.cause)
         match state.phase:
@@ -263,7 +263,7 @@ class Core:
         state = self.state
         if event.worker not in state.warm:
             return []
-        if event.worker not in aborting.participants(state):
+        if event.worker not in roster.participants(state):
             return [StopWorker(event.worker, event.cause)]
         if isinstance(state.phase, Breakable):
             return aborting.abort(state, now, f"{event.worker}: {event.cause}")
