@@ -99,15 +99,7 @@ def run_plainly(
     )
     run = open_storage(str(folder))
     shell = Shell(run, lease := claim(run), due)
-    options = WorkerOptions(
-        str(folder),
-        rules.collective_timeout_s,
-        settings.checkpoint_steps,
-        faults,
-        rules.snapshot_every,
-        rules.audit_every,
-        rules.straggler_every,
-    )
+    options = _options(folder, settings, faults, rules)
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])
     factory = Factory(program, kwargs, environment or {})
@@ -122,6 +114,20 @@ def run_plainly(
         guard.cancel()
     lease.release()
     return Outcome(stopped, run)
+
+
+def _options(
+    folder: Path | str, settings: TrainSettings, faults: tuple[Fault, ...], rules: Policy
+) -> WorkerOptions:
+    return WorkerOptions(
+        str(folder),
+        rules.collective_timeout_s,
+        settings.checkpoint_steps,
+        faults,
+        rules.snapshot_every,
+        rules.audit_every,
+        rules.straggler_every,
+    )
 
 
 def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:

@@ -51,8 +51,7 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartStore():
             return ""
         case StartWorkers():
-            avoided = f", not on {_names(command.avoided)}" if command.avoided else ""
-            return " ".join(command.workers) + avoided
+            return " ".join((*command.workers, *(f"not on {node}" for node in command.avoided)))
         case StartKeeper():
             return command.node
         case Protect():
@@ -96,10 +95,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} to {steps}, {command.source}{left_out}{cause}"
         case Warned():
             return f"{command.kind}: {command.text}"
-        case Replaced():
-            return f"{command.worker}: {command.cause}"
-        case NodeAvoided() | NodeUsedAgain():
-            return f"{command.node}: {command.cause}"
+        case Replaced() | NodeAvoided() | NodeUsedAgain():
+            return _of_watching(command)
         case Waited():
             return command.reason
         case LayoutAnswered():
@@ -108,6 +105,11 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case Stopped():
             reason = f": {command.reason}" if command.reason else ""
             return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_watching(command: Replaced | NodeAvoided | NodeUsedAgain) -> str:
+    whom = command.worker if isinstance(command, Replaced) else command.node
+    return f"{whom}: {command.cause}"
 
 
 def _of_saving(
