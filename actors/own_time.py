@@ -122,10 +122,10 @@ class Product:
 class ThreadClock:
     """Of the thread that makes it."""
 
-    def __init__(self) -> None:
+    def __init__(self, schedstat: Path = SCHEDSTAT) -> None:
         self._file = None
         with suppress(OSError):
-            self._file = SCHEDSTAT.open("rb", buffering=0)
+            self._file = schedstat.open("rb", buffering=0)
 
     def now(self) -> float:
         """Seconds that it has computed, or would have."""
