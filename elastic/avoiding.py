@@ -36,9 +36,10 @@ def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
     is_at_work = isinstance(state.phase, Running | Pausing | Aborting)
     step = state.committed_step + 1 if is_at_work and event.worker in state.members() else 0
     recent = [c for c in state.crashes if now - c.time < state.policy.avoid_window_s]
-    state.crashes = [*recent, Crash(now, node, step)]
+    crash = Crash(now, node, step)
+    state.crashes = [*recent, crash]
     counts = _counts(state)
-    commands = _acquit(state, step, counts)
+    commands = _acquit(state, crash, counts)
     if node not in state.avoided and _is_to_blame(state, node, counts):
         state.avoided[node] = now + state.policy.avoid_for_s
         told = f"workers have crashed there {counts[node]} times"
@@ -52,17 +53,19 @@ def avoid_deadline(state: CoreState) -> float:
 
 
 def follow_up(state: CoreState, now: float) -> list[Command]:
-    """Use nodes again whose time has come, and let spares go that are on avoided ones."""
+    """Use nodes again whose time has come."""
     if not state.avoided:
         return []
     over = {n: "its time is over" for n, until in state.avoided.items() if now >= until}
     if now >= _starving_until(state):
         over = dict.fromkeys(state.avoided, "too few workers have come elsewhere")
-    return _use_again(state, over) + let_go_of_spares(state)
+    state.crashes = [crash for crash in state.crashes if crash.node not in over]
+    return _use_again(state, over)
 
 
 def let_go_of_spares(state: CoreState) -> list[Command]:
-    """Those on avoided nodes: others shall take their places elsewhere."""
+    """Those on avoided nodes: others shall take their places elsewhere. To be called where
+    workers come or go, and before a generation is formed."""
     if not state.avoided:
         return []
     busy = participants(state).union(*(held.holders for held in state.holdings()))
@@ -99,13 +102,17 @@ def _is_to_blame(state: CoreState, node: str, counts: Counter[str]) -> bool:
     )
 
 
-def _acquit(state: CoreState, step: int, counts: Counter[str]) -> list[Command]:
-    """What has crashed amid this step elsewhere as well was not the node's fault."""
-    struck = {crash.node for crash in state.crashes if step and crash.step == step}
+def _acquit(state: CoreState, crash: Crash, counts: Counter[str]) -> list[Command]:
+    """What has struck elsewhere as well, at that moment or amid that step, was not its fault."""
+    struck = {
+        other.node
+        for other in state.crashes
+        if crash.time - other.time < TOGETHER_S or (crash.step and other.step == crash.step)
+    }
     if len(struck) < 2:
         return []
-    cause = f"step {step} has ended workers elsewhere as well"
     cleared = [n for n in struck & state.avoided.keys() if counts[n] < state.policy.avoid_after]
+    cause = "workers elsewhere have been struck by the same"
     return _use_again(state, dict.fromkeys(sorted(cleared), cause))
 
 
@@ -124,7 +131,6 @@ def _use_again(state: CoreState, causes: dict[str, str]) -> list[Command]:
     """Who still looks for a place elsewhere is started anew, and may come there."""
     for node in causes:
         del state.avoided[node]
-    state.crashes = [crash for crash in state.crashes if crash.node not in causes]
     starting = state.seats.keys() - state.warm - state.leaving
     late = sorted(w for w in starting if causes.keys() & set(state.seats[w].avoided))
     state.leaving.update(late)

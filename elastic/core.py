@@ -133,9 +133,10 @@ class Core:
             case KeeperReady() | KeeperSuspected() | KeeperLost() | KeeperTold():
                 return protecting.on_keeper(state, now, event)
             case WorkerReady():
-                return roster.welcome(state, now, event)
+                told = roster.welcome(state, now, event)
+                return told + avoiding.let_go_of_spares(state)
             case WorkerLost():
-                return self._lose(now, event)
+                return self._lose(now, event) + avoiding.let_go_of_spares(state)
             case WorkerSuspected():
                 return self._suspect(now, event)
             case WorkerLeaving() | NodeDraining() | NodeAtRisk():

@@ -228,3 +228,13 @@ def test_the_state_survives_the_journal() -> None:
     life = with_one_missing()
     crash_as_they_start(life, "b", 2)
     assert decode(type(life.core.state), encode(life.core.state)) == life.core.state
+
+
+def test_what_strikes_others_at_that_moment_as_they_start_was_not_the_node() -> None:
+    life = training("aabc", avoid_after=1)
+    life.tell(WorkerLost("w3", "killed", "c"))
+    life.tell(WorkerLost("w2", "killed", "b"))
+    assert life.core.state.avoided == {}
+    life.now += 5.0
+    commands = life.tell(WorkerLost("w1", "killed", "a"))
+    assert of(NodeAvoided, commands) == [], "all of one step"
