@@ -167,10 +167,10 @@ class Checks:
     def _check_form(self, form: Form, state: CoreState) -> None:
         assert form.generation > self._generation, "invariant 6: a generation again"
         self._generation = form.generation
-        self._form = form
+        taken_in, self._form = self._form, form
         check_mesh(form.assignment)
         staying = sorted(state.warm - state.leaving)
-        self._check_nodes(form, state)
+        self._check_nodes(form, taken_in, state)
         assert set(form.assignment.members) <= set(staying), "a rank for one who is not there"
         memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
         shuffled = self._random.sample(staying, len(staying))
@@ -185,9 +185,11 @@ class Checks:
         )
         assert again == form.assignment, "invariant 2: the order of arrival decides"
 
-    def _check_nodes(self, form: Form, state: CoreState) -> None:
-        """Nobody comes in on an avoided node while there are enough others."""
-        before = {*(form.plan.old.members if form.plan.old else ()), *self._members}
+    def _check_nodes(self, form: Form, taken_in: Form | None, state: CoreState) -> None:
+        """Nobody comes in on an avoided node while there are enough others; who has been taken in
+        by a forming that was broken off may have a part of the state, and stays."""
+        before = set(taken_in.assignment.members if taken_in else ())
+        before |= {*(form.plan.old.members if form.plan.old else ()), *self._members}
         avoided = {w for w in state.warm if state.seats[w].node in state.avoided} - before
         num_others = len(state.warm - state.leaving - avoided)
         if num_others >= state.policy.min_workers:

@@ -282,3 +282,11 @@ def drawn_with_spoilt_nodes(seed: int) -> Scenario:
     others = [fault for fault in scenario.faults if fault.action != "restart"]
     scenario.faults = [*others[:2], *draw_spoilt_nodes(random, num_spoilt)]
     return scenario
+
+
+def drawn_with_watching_and_restarts(seed: int) -> Scenario:
+    """Slow workers or spoilt nodes, and a controller that dies now and then."""
+    random = Random(f"watching/{seed}")
+    scenario = random.choice((drawn_with_slow_workers, drawn_with_spoilt_nodes))(seed)
+    scenario.faults = [*scenario.faults, *draw_controller_restarts(random)]
+    return scenario

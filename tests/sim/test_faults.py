@@ -22,6 +22,7 @@ from sim.scenario import (
     drawn_with_snapshots,
     drawn_with_spoilt_nodes,
     drawn_with_storage_faults,
+    drawn_with_watching_and_restarts,
 )
 from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
@@ -133,6 +134,12 @@ def test_a_slow_worker_costs_nothing_but_its_time(first: int) -> None:
 def test_nodes_are_spoilt_among_what_is_drawn(first: int) -> None:
     for seed in range(first, first + 50):
         simulate(drawn_with_spoilt_nodes(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_SPOILT, 50))
+def test_what_is_watched_outlives_controllers(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_watching_and_restarts(seed))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_CONTROLLER, 50))
