@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +13,8 @@ from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+
+from actors.own_time import NUM_PRODUCTS, Product
 
 Moment = Literal[
     "compute",
@@ -26,13 +29,15 @@ Moment = Literal[
     "writing",
     "written",
 ]
+IN_VAIN = 64
+"""The width of the matrices that a slow worker multiplies."""
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """`kill`, `stop` (SIGSTOP), `hang`, `raise`, `flip` (a bit of a parameter) or `nan` (its loss):
-    done by `worker` to itself, once.
+    done by `worker` to itself, once. `slow`: from that step on it computes `factor` times as much.
 
     At the given moment of `step`, or of any step if it is 0. In `reading` the vote is decided and
     this worker has not seen it; in `settling` it comes to it after an abort. In `snapshot` its own
@@ -41,10 +46,11 @@ class Fault:
     step of their own: there `step` is the first one that the generation would train.
     """
 
-    action: Literal["kill", "stop", "hang", "raise", "flip", "nan"]
+    action: Literal["kill", "stop", "hang", "raise", "flip", "nan", "slow"]
     worker: str
     step: int
     moment: Moment = "compute"
+    factor: float = 1.0
 
 
 class Faults:
@@ -52,6 +58,7 @@ class Faults:
 
     def __init__(self, worker: str, faults: tuple[Fault, ...] = ()) -> None:
         self._due = [fault for fault in faults if fault.worker == worker]
+        self._computed_s = 0.0
 
     def at(self, moment: Moment, step: int) -> None:
         """Do what is due now. `hang` blocks without ever asking for interruptions."""
@@ -79,6 +86,28 @@ class Faults:
         for _ in self._take(("nan",), "compute", step):
             sums[0] = sums[2] = math.nan
 
+    def slow_down(self, step: int, device: torch.device, interrupt: Callable[[], None]) -> None:
+        """Compute in vain beside the work: on a CPU by so much longer than since the last time, on
+        a GPU as if others used it as well."""
+        slow = [fault for fault in self._due if fault.action == "slow" and fault.step <= step]
+        if slow and device.type == "cuda":
+            self._due = [fault for fault in self._due if fault not in slow]
+            for _ in range(max(1, round(slow[-1].factor) - 1)):
+                threading.Thread(target=_occupy, args=(device,), daemon=True).start()
+        elif slow:
+            self._compute_in_vain(slow[-1].factor, interrupt)
+
+    def _compute_in_vain(self, factor: float, interrupt: Callable[[], None]) -> None:
+        begun_s, self._computed_s = self._computed_s, time.thread_time()
+        if not begun_s:
+            return
+        surplus_s = (factor - 1.0) * (self._computed_s - begun_s)
+        numbers = torch.ones(IN_VAIN, IN_VAIN)
+        while time.thread_time() < self._computed_s + surplus_s:
+            numbers.mm(numbers)
+            interrupt()
+        self._computed_s = time.thread_time()
+
     def _take(self, actions: tuple[str, ...], moment: Moment, step: int) -> list[Fault]:
         """What of this is due now; it happens once."""
         due = [
@@ -89,3 +118,14 @@ class Faults:
         for fault in due:
             self._due.remove(fault)
         return due
+
+
+def _occupy(device: torch.device) -> None:
+    """Keep a GPU busy, for ever."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        product = Product(device)
+        while True:
+            for _ in range(NUM_PRODUCTS):
+                product.compute()
+            stream.synchronize()

@@ -16,8 +16,9 @@ class Fleet(Protocol):
     def start_store(self) -> None:
         """Answered by `StoreReady`; later, perhaps, `StoreLost`."""
 
-    def start_workers(self, workers: Sequence[str]) -> None:
-        """Each is answered by `WorkerReady`, or by `WorkerLost`."""
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+        """Each is answered by `WorkerReady`, or by `WorkerLost`; none is started on the nodes
+        `avoided`: who finds no other waits for one."""
 
     def start_keeper(self, node: str) -> None:
         """Answered by `KeeperReady`, or by `KeeperLost`, which may come later, too."""

@@ -43,6 +43,7 @@ class _Child:
     pipe: Connection
     sending: threading.Lock = field(default_factory=threading.Lock)
     probes: list[Future[Any]] = field(default_factory=list)
+    node: str = ""
 
     def send(self, message: Any) -> None:
         with self.sending, suppress(OSError):  # its death is told by its sentinel
@@ -60,7 +61,8 @@ class ProcessFleet:
         incarnation: int = 1,
         node_of: Callable[[str], str] = lambda worker: NODE,
     ) -> None:
-        """`node_of` lets workers pass for such on several nodes."""
+        """`node_of` lets workers pass for such on several nodes. Who would be on an avoided one is
+        on another where there are workers, or waits."""
         START.set_forkserver_preload(["actors.worker", program.target.partition(":")[0]])
         self._host = own_address(options.network, HOST)
         self._program = program
@@ -68,6 +70,8 @@ class ProcessFleet:
         self._post = post
         self._incarnation = incarnation
         self._workers: dict[str, _Child] = {}
+        self._waiting: set[str] = set()
+        """For a node that they need not avoid."""
         self._node_of = node_of
         self._store: _Child | None = None
         self._keepers: dict[str, _Child] = {}
@@ -80,13 +84,25 @@ class ProcessFleet:
     def start_store(self) -> None:
         self._store = self._spawn(host_store, self._host, self._options.network)
 
-    def start_workers(self, workers: Sequence[str]) -> None:
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
         for worker in workers:
-            node = self._node_of(worker)
+            node = self._place(worker, avoided)
+            if node is None:
+                self._waiting.add(worker)
+                continue
             child = self._spawn(serve_worker, worker, node, self._program, self._options)
+            child.node = node
             with self._lock:
                 self._workers[worker] = child
         self._wake_reader.send(None)
+
+    def _place(self, worker: str, avoided: Sequence[str]) -> str | None:
+        node = self._node_of(worker)
+        if node not in avoided:
+            return node
+        with self._lock:
+            others = {child.node for child in self._workers.values()} - set(avoided)
+        return min(others, default=None)
 
     def start_keeper(self, node: str) -> None:
         child = self._spawn(host_keeper, node, "", self._host, self._options.network)
@@ -101,7 +117,11 @@ class ProcessFleet:
         self._tell_keepers(nodes, (False, generation))
 
     def stop_worker(self, worker: str) -> None:
-        self._kill(self._workers, worker)
+        if worker in self._waiting:
+            self._waiting.discard(worker)
+            self._post(WorkerLost(worker, "it had found no node"))
+        else:
+            self._kill(self._workers, worker)
 
     def send(self, workers: Iterable[str], order: Order) -> None:
         for worker in workers:
@@ -227,7 +247,8 @@ class ProcessFleet:
                 self._workers.pop(worker, None)
             if not self._closed:
                 child.process.join()
-                self._post(WorkerLost(worker, f"exit code {child.process.exitcode}"))
+                cause = f"exit code {child.process.exitcode}"
+                self._post(WorkerLost(worker, cause, child.node))
                 child.pipe.close()
             return
         if isinstance(message, int):

@@ -19,6 +19,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
 from actors.ray_drains import Drains
+from actors.ray_losses import cause_of, tell_loss
+from actors.ray_place import away_from
 from actors.ray_private import ON_HEAD
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
@@ -101,9 +103,10 @@ class RayFleet:
         self._when_done(store.address.remote(), self._store_ready)
         self._when_done(store.live.remote(), self._store_lost)
 
-    def start_workers(self, workers: Sequence[str]) -> None:
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+        options = self._resources | away_from(avoided)
         for worker in workers:
-            actor = self._detached(RayWorker, worker, **self._resources).remote(
+            actor = self._detached(RayWorker, worker, **options).remote(
                 worker,
                 self._program,
                 self._options,
@@ -210,7 +213,7 @@ class RayFleet:
             elif worker in state.warm:
                 self._post(WorkerLost(worker, GONE))
             else:
-                self.start_workers([worker])
+                self.start_workers([worker], state.seats[worker].avoided)
 
     def observer(self, number: int) -> Any:
         """The observer of this number that an earlier controller has started, or None."""
@@ -284,7 +287,7 @@ class RayFleet:
 
     def _store_lost(self, answer: Future[Any]) -> None:
         if not self._closed.is_set():
-            self._post(StoreLost(_cause(answer.exception())))
+            self._post(StoreLost(cause_of(answer.exception())))
 
     def _keepers_on(self, nodes: Sequence[str]) -> list[Any]:
         with self._lock:
@@ -302,7 +305,7 @@ class RayFleet:
         with self._lock:
             self._keepers.pop(node, None)
         if not self._closed.is_set():
-            self._post(KeeperLost(node, _cause(life.exception())))
+            self._post(KeeperLost(node, cause_of(life.exception())))
 
     def _worker_started(self, worker: str, answer: Future[tuple[str, int]]) -> None:
         """Where a worker runs, so that it can be ended by signal."""
@@ -317,9 +320,9 @@ class RayFleet:
 
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
         with self._lock:
-            self._seats.pop(worker, None)
-        if not self._closed.is_set():
-            self._post(WorkerLost(worker, _cause(life.exception())))
+            seat = self._seats.pop(worker, None)
+        if not self._closed.is_set() and seat is not None:
+            tell_loss(self._post, worker, seat.actor, seat.node, cause_of(life.exception()))
 
     def _beat(self) -> None:
         """Keep the actors that get no probes from thinking themselves orphans.
@@ -386,13 +389,3 @@ def _missing(name: str) -> Future[Any]:
     answer: Future[Any] = Future()
     answer.set_exception(ProcessLookupError(name))
     return answer
-
-
-def _cause(error: BaseException | None) -> str:
-    """Ray tells of a death in a paragraph; what matters of it is one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" in lines[0]:
-        return lines[-1]
-    if isinstance(error, ray.exceptions.ActorDiedError):
-        return "its process died"
-    return lines[0] if lines else "it ended"

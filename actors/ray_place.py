@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import ray
 
 from elastic.seating import Place
@@ -11,6 +14,17 @@ RACK_LABELS = ("rack", "ray.io/availability-zone")
 
 NODE_GROUP = "ray.io/node-group"
 """The label in which the autoscaler and KubeRay say of which type a node is."""
+
+
+NODE_ID = "ray.io/node-id"
+"""The label that every node has."""
+
+
+def away_from(nodes: Sequence[str]) -> dict[str, Any]:
+    """Options of an actor that is started on none of these nodes, and waits for another."""
+    if not nodes:
+        return {}
+    return {"label_selector": {NODE_ID: f"!in({','.join(sorted(nodes))})"}}
 
 
 def place_here() -> Place:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import ray._private.worker as driver
 from ray._private import state
@@ -51,6 +52,13 @@ def draining_nodes() -> dict[str, float]:
     tells only of the dead. Raises RayError."""
     told = state.state.get_draining_nodes()
     return {node: deadline_ms / 1000 for node, deadline_ms in told.items()}
+
+
+def node_of_actor(actor: Any) -> str:
+    """The id of the node where it runs or last ran; empty if it never did. The public state API
+    needs the dashboard, which a local cluster has not. Raises RayError."""
+    told = state.state.actor_table(actor._actor_id.hex())
+    return str(told.get("Address", {}).get("NodeID", "") or "")
 
 
 def drain_node(node: str, cause: str, deadline: float) -> None:

@@ -24,12 +24,15 @@ from elastic.commands import (
     ForgetSnapshots,
     Form,
     LayoutAnswered,
+    NodeAvoided,
+    NodeUsedAgain,
     Pause,
     Protect,
     PublishCheckpoint,
     RecordStep,
     Relaid,
     Relayout,
+    Replaced,
     Resume,
     RolledBack,
     SaveCheckpoint,
@@ -222,7 +225,7 @@ class Shell:
             case StartStore():
                 fleet.start_store()
             case StartWorkers():
-                fleet.start_workers(command.workers)
+                fleet.start_workers(command.workers, command.avoided)
             case StopWorker():
                 fleet.stop_worker(command.worker)
             case Form():
@@ -249,6 +252,8 @@ class Shell:
                 self.outcome = command
             case Relaid() | RolledBack() | Warned() | Waited() | LayoutAnswered():
                 pass  # telling it was all there was to do
+            case Replaced() | NodeAvoided() | NodeUsedAgain():
+                pass  # likewise
 
     def _reach_keepers(
         self, command: StartKeeper | StopKeeper | AskKeepers | ForgetSnapshots

@@ -11,6 +11,7 @@ import torch
 from actors.errors import TornApply
 from actors.faults import Faults
 from actors.interruption import Interruption
+from actors.own_time import OwnTimes
 from actors.part_writer import PartWriter
 from actors.program import Groups, Replica
 from actors.snapshots import Snapshots
@@ -37,11 +38,15 @@ class Stepper:
         faults: Faults,
         snapshots: Snapshots,
         writer: PartWriter,
+        own_times: OwnTimes,
     ) -> None:
         self.left_out: tuple[int, ...] = ()
         """The numbers of the batches that no step reads."""
         self._snapshots = snapshots
         self._writer = writer
+        self._own_times = own_times
+        self.compute_s: tuple[float, ...] = ()
+        """Of all ranks, as the latest step's vote told, if it did."""
         self._groups = groups
         self._replica = replica
         self._interruption = interruption
@@ -57,17 +62,21 @@ class Stepper:
         """Train one step; raises if the generation is aborted or a peer is gone."""
         self._began = time.perf_counter()
         step = self.committed_step + 1
+        self._own_times.begin()
         with self._interruption.leavable():
             self._faults.flip_a_bit(step, self._replica.tensors)
             self._faults.at("compute", step)
             sums = self._replica.compute(step, self._interruption.check, self.left_out)
             self._faults.poison(step, sums)
+            self._faults.slow_down(step, sums.device, self._interruption.check)
             self._snapshots.await_whole(self._interruption.check)
             self._faults.at("vote", step)
             vote = self._cast(step, sums)
         self.vote = vote
         self._faults.at("apply", step)
-        return self.apply(vote), vote
+        record = self.apply(vote)
+        self._own_times.end(step)
+        return record, vote
 
     def apply(self, vote: Vote) -> StepRecord:
         """Take the decided step. Raises `TornApply` if it breaks half-way."""
@@ -114,7 +123,10 @@ class Stepper:
             self._interruption.save_is_wished(self._writer.begun_step),
             self._writer.is_busy,
         )
-        extra = [1.0, 0.0, *map(float, told)]
+        world_rank = self._groups.world_rank
+        num_workers = self._groups.assignment.layout.num_workers
+        times = self._own_times.ballot(step, world_rank, num_workers)
+        extra = [1.0, 0.0, *map(float, told), *times]
         ballot = torch.cat(
             [torch.where(finite, sums, 0.0), torch.tensor(extra, dtype=torch.float64).to(sums)]
         )
@@ -122,8 +134,9 @@ class Stepper:
         self.gradients_complete = True
         wait_for(self._groups.world.allreduce([ballot]))
         self._faults.at("reading", step)
-        loss_sum, num_tokens, sq_grad_norm, *counts = ballot.tolist()
-        num_workers = self._groups.assignment.layout.num_workers
+        read = ballot.tolist()
+        self.compute_s = tuple(read[len(read) - len(times) :])
+        loss_sum, num_tokens, sq_grad_norm, *counts = read[: len(read) - len(times)]
         if not all(map(math.isfinite, (num_tokens, *counts))) or round(counts[0]) != num_workers:
             raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
         num_contributions, num_nonfinite, num_wishes, kept, *of_saving = map(round, counts)

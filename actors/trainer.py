@@ -16,6 +16,7 @@ from actors.interruption import Interruption
 from actors.links import measure_links
 from actors.listening import ANYWHERE, Network
 from actors.moving import Moved, Parts, move, stage
+from actors.own_time import own_times
 from actors.part_writer import Part, PartWriter
 from actors.program import Program, Replica, StateBytes
 from actors.side_stream import held_still
@@ -27,6 +28,7 @@ from actors.storage import open_storage
 from elastic.assignment import Assignment
 from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import (
+    ComputeTimed,
     Evaluated,
     Event,
     GroupFormed,
@@ -59,6 +61,7 @@ class WorkerOptions:
     snapshot_every: int = 1
     audit_every: int = 0
     network: Network = ANYWHERE
+    straggler_every: int = 0
 
 
 @dataclass
@@ -140,6 +143,7 @@ class Trainer:
                 self.faults,
                 self.snapshots,
                 self.writer,
+                own_times(self.options.straggler_every, self.program.device),
             )
             held = self.replica.state_bytes()
         self.report(
@@ -179,6 +183,9 @@ class Trainer:
             self.snapshots.take(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
+                if stepper.compute_s:
+                    told = (resume.generation, record.step, stepper.compute_s)
+                    self.report(ComputeTimed(*told))
             if not self._audit(audit, record.step, held.tensors):
                 break  # nobody trains on, or saves, what is in doubt
             if vote.saves(self.options.checkpoint_every):

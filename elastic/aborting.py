@@ -17,19 +17,11 @@ from elastic.judging import commit
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.protecting import is_protected
 from elastic.recovery import living
-from elastic.roster import forget, turn_away_unfit
+from elastic.roster import forget, participants, turn_away_unfit
 from elastic.saving import stop
 from elastic.state import CoreState, Held
 from elastic.uploads import break_upload
 from elastic.votes import StepRecord
-
-
-def participants(state: CoreState) -> set[str]:
-    """Who takes part in what is going on now, as far as alive."""
-    phase = state.phase
-    if isinstance(phase, Forming | Relaying):
-        return set(phase.attempt.plan.participants) & state.seats.keys()
-    return set(state.members()) & state.seats.keys()
 
 
 def abort(

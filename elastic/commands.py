@@ -24,6 +24,8 @@ class StartStore:
 @dataclass(frozen=True, slots=True)
 class StartWorkers:
     workers: tuple[str, ...]
+    avoided: tuple[str, ...] = ()
+    """Not on these nodes; rather nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,12 +247,35 @@ class RolledBack:
 @dataclass(frozen=True, slots=True)
 class Warned:
     """Something that a person should know of: `kind` is `skipped`, `spike`, `audit`, `notice` or
-    `machine`."""
+    `machine` or `straggler`."""
 
     generation: int
     step: int
     kind: str
     text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A worker leaves at the next step boundary, and a spare takes its place."""
+
+    worker: str
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAvoided:
+    """No worker is started on a node any more until then (seconds since the epoch)."""
+
+    node: str
+    until: float
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class NodeUsedAgain:
+    node: str
+    cause: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,6 +339,9 @@ Command = (
     | Relaid
     | RolledBack
     | Warned
+    | Replaced
+    | NodeAvoided
+    | NodeUsedAgain
     | Waited
     | LayoutAnswered
     | Stopped

@@ -13,6 +13,7 @@ from typing import assert_never
 from elastic import (
     aborting,
     auditing,
+    avoiding,
     forming,
     giving_way,
     growing,
@@ -22,6 +23,7 @@ from elastic import (
     roster,
     running,
     saving,
+    straggling,
     wishing,
 )
 from elastic.commands import Command, StartStore, StopWorker
@@ -29,6 +31,7 @@ from elastic.events import (
     Audited,
     CheckpointDamaged,
     Checkpointed,
+    ComputeTimed,
     ControllerRestarted,
     Evaluated,
     Event,
@@ -92,7 +95,7 @@ class Core:
         """When the core wants to be woken, in seconds, if nothing happens before."""
         state, phase = self.state, self.state.phase
         times = [roster.start_deadline(state), leaving.leave_deadline(state)]
-        times += [leaving.drain_end(state)]
+        times += [leaving.drain_end(state), avoiding.avoid_deadline(state)]
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
@@ -130,9 +133,10 @@ class Core:
             case KeeperReady() | KeeperSuspected() | KeeperLost() | KeeperTold():
                 return protecting.on_keeper(state, now, event)
             case WorkerReady():
-                return roster.welcome(state, now, event)
+                told = roster.welcome(state, now, event)
+                return told + avoiding.let_go_of_spares(state)
             case WorkerLost():
-                return self._lose(now, event)
+                return self._lose(now, event) + avoiding.let_go_of_spares(state)
             case WorkerSuspected():
                 return self._suspect(now, event)
             case WorkerLeaving() | NodeDraining() | NodeAtRisk():
@@ -156,6 +160,7 @@ class Core:
         | StateReady
         | StepCommitted
         | Progressed
+        | ComputeTimed
         | Evaluated
         | Audited
         | Paused
@@ -175,10 +180,10 @@ class Core:
                 return forming.on_state_ready(state, now, event)
             case StepCommitted():
                 return running.on_step_committed(state, now, event)
-            case Progressed():
+            case Progressed() | Evaluated():
                 running.on_progressed(state, now, event)
-            case Evaluated():
-                running.on_evaluated(state, now, event)
+            case ComputeTimed():
+                return straggling.on_timed(state, now, event)
             case Audited():
                 return auditing.on_audited(state, now, event)
             case Paused():
@@ -235,16 +240,18 @@ class Core:
 
     def _lose(self, now: float, event: WorkerLost) -> list[Command]:
         state = self.state
-        concerned = event.worker in aborting.participants(state)
+        concerned = event.worker in roster.participants(state)
+        told = avoiding.on_crash(state, now, event)
         roster.forget(state, now, event.worker, event.cause)
         match state.phase:
             case Aborting():
-                return aborting.on_lost(state, now, event.worker)
+                return told + aborting.on_lost(state, now, event.worker)
             case Saving() if concerned:
-                return self._save_anew(now)
+                return told + self._save_anew(now)
             case Forming() | Relaying() | Running() | Pausing() if concerned:
-                return aborting.abort(state, now, f"{event.worker}: {event.cause}", num_lost=1)
-        return []
+                cause = f"{event.worker}: {event.cause}"
+                return told + aborting.abort(state, now, cause, num_lost=1)
+        return told
 
     def _save_anew(self, now: float) -> list[Command]:
         """A writer of the last checkpoint is gone. A complete run that is lost goes back."""
@@ -257,7 +264,7 @@ class Core:
         state = self.state
         if event.worker not in state.warm:
             return []
-        if event.worker not in aborting.participants(state):
+        if event.worker not in roster.participants(state):
             return [StopWorker(event.worker, event.cause)]
         if isinstance(state.phase, Breakable):
             return aborting.abort(state, now, f"{event.worker}: {event.cause}")
@@ -286,6 +293,7 @@ class Core:
 
     def _follow_up(self, now: float) -> list[Command]:
         state, commands = self.state, saving.publish_whole(self.state)
+        commands += avoiding.follow_up(state, now)
         if isinstance(state.phase, Waiting):
             commands += giving_way.give_way(state, now) + forming.go_on(state, now)
         elif isinstance(state.phase, Running):

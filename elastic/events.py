@@ -86,6 +86,8 @@ class WorkerLost:
 
     worker: str
     cause: str
+    node: str = ""
+    """Where it ran, as far as anybody knows: one that has never been ready could not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +200,16 @@ class Progressed:
     """No step has committed for a while, but some worker's training thread gets on."""
 
     generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComputeTimed:
+    """How long each member has computed for a step, without its waits for others: the mean of the
+    latest steps up to `step`, in seconds and in world-rank order; 0 where nothing was timed."""
+
+    generation: int
+    step: int
+    compute_s: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,6 +372,7 @@ Event = (
     | StateReady
     | StepCommitted
     | Progressed
+    | ComputeTimed
     | Evaluated
     | Audited
     | Paused

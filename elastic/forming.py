@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from elastic.assigning import Proposal, propose
 from elastic.assignment import Assignment
+from elastic.avoiding import let_go_of_spares
 from elastic.commands import (
     Command,
     Form,
@@ -39,7 +40,7 @@ def go_on(state: CoreState, now: float) -> list[Command]:
     let_go_of_the_living(state)
     if state.ending and not _can_come_back(state):
         return end(state, now)
-    return try_form(state, now)
+    return let_go_of_spares(state) + try_form(state, now)
 
 
 def try_form(state: CoreState, now: float) -> list[Command]:

@@ -15,12 +15,12 @@ from __future__ import annotations
 from collections.abc import Set
 from math import inf
 
-from elastic.aborting import abort, participants
+from elastic.aborting import abort
 from elastic.commands import Command, StopWorker, Warned
 from elastic.events import NodeAtRisk, NodeDraining, WorkerLeaving
 from elastic.phases import Breakable, Forming, Relaying
 from elastic.recovery import living
-from elastic.roster import forget, note_change
+from elastic.roster import forget, note_change, participants
 from elastic.saving import want_at_once
 from elastic.state import CoreState, Drain
 

@@ -75,5 +75,17 @@ class Policy:
     """So many workers that died while warming up, none of them ever ready: failed."""
     restart_backoff_s: float = 1.0
     """The pause after a worker died while warming up; it doubles, up to a minute."""
+    straggler_every: int = 0
+    """Members tell how long they computed at each multiple of so many steps; 0 is never."""
+    straggler_factor: float = 2.0
+    """Over so many times the median of the others that do the same work is a straggler."""
+    straggler_reports: int = 3
+    """After so many such reports in a row it is replaced, or told of."""
+    avoid_after: int = 3
+    """A node on which workers have crashed so often is avoided; 0 is never."""
+    avoid_window_s: float = 600.0
+    """Crashes that are older do not count."""
+    avoid_for_s: float = 3600.0
+    """After so long an avoided node is used again."""
     drain_grace_s: float = 60.0
     """A node that is still there so long after its announced end is used again."""

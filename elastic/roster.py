@@ -6,13 +6,21 @@ from elastic.backoff import backoff_s
 from elastic.blaming import note_loss
 from elastic.commands import Command, StartWorkers, StopWorker, Warned
 from elastic.events import WorkerRaised, WorkerReady
-from elastic.phases import Ending, Running, Waiting
+from elastic.phases import Ending, Forming, Relaying, Running, Waiting
 from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
 
 MAX_BACKOFF_S = 60.0
 NUM_RECENT_CHANGES = 5
 """Of so many the mean time between them counts."""
+
+
+def participants(state: CoreState) -> set[str]:
+    """Who takes part in what is going on now, as far as alive."""
+    phase = state.phase
+    if isinstance(phase, Forming | Relaying):
+        return set(phase.attempt.plan.participants) & state.seats.keys()
+    return set(state.members()) & state.seats.keys()
 
 
 def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
@@ -80,8 +88,9 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
     num_missing = _num_missing(state)
     names = tuple(f"w{state.next_worker + i}" for i in range(num_missing))
     state.next_worker += num_missing
-    state.seats.update({name: Seat(now) for name in names})
-    return [StartWorkers(names)]
+    avoided = tuple(sorted(state.avoided))
+    state.seats.update({name: Seat(now, avoided=avoided) for name in names})
+    return [StartWorkers(names, avoided)]
 
 
 def start_deadline(state: CoreState) -> float:

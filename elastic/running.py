@@ -38,16 +38,13 @@ def on_step_committed(state: CoreState, now: float, event: StepCommitted) -> lis
     return commands + drop_older(state)
 
 
-def on_evaluated(state: CoreState, now: float, event: Evaluated) -> None:
-    if event.generation == state.generation:
+def on_progressed(state: CoreState, now: float, event: Progressed | Evaluated) -> None:
+    if event.generation != state.generation:
+        return
+    if isinstance(event, Evaluated):
         state.evaluated_step = max(state.evaluated_step, event.step)
         note_loss(state, event)
-        _progress(state, now)
-
-
-def on_progressed(state: CoreState, now: float, event: Progressed) -> None:
-    if event.generation == state.generation:
-        _progress(state, now)
+    _progress(state, now)
 
 
 def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:

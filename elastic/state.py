@@ -24,6 +24,8 @@ class Seat:
     rack: str = ""
     pid: int = 0
     memory_bytes: int | None = None
+    avoided: tuple[str, ...] = ()
+    """Where it was not to be started."""
 
     @property
     def place(self) -> Place:
@@ -36,6 +38,16 @@ class Drain:
 
     deadline: float
     leavers: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """A worker's process ended on a node, at `time`, by nobody's plan; amid `step`, if it was a
+    member at work, else 0."""
+
+    time: float
+    node: str
+    step: int = 0
 
 
 @dataclass(slots=True)
@@ -131,6 +143,17 @@ class CoreState:
     leaving: set[str] = field(default_factory=set)
     draining: dict[str, Drain] = field(default_factory=dict)
     """By node."""
+    crashes: list[Crash] = field(default_factory=list)
+    """The latest, the oldest first."""
+    avoided: dict[str, float] = field(default_factory=dict)
+    """By node, until when."""
+    timed: tuple[int, int] = (0, 0)
+    """Generation and step of the latest report of how long members computed."""
+    num_slow: dict[str, int] = field(default_factory=dict)
+    """Of the members that were stragglers in it: in how many reports in a row."""
+    told_slow: set[str] = field(default_factory=set)
+    num_replaced: int = 0
+    """So many stragglers have been replaced."""
     next_worker: int = 0
     num_start_failures: int = 0
     no_start_before: float = 0.0

@@ -11,15 +11,16 @@ from elastic.events import WorkerLeaving
 from pipelines.errors import UserError
 
 _SENTENCE = re.compile(
-    r"(?P<action>kill|stop|hang|raise in|remove|flip a bit in|nan in) workers? "
+    r"(?P<action>kill|stop|hang|raise in|remove|flip a bit in|nan in|slow) workers? "
     r"(?P<workers>\d+(?:(?:,| and|, and) \d+)*)"
+    r"(?: by (?P<factor>\d+(?:\.\d+)?)x)?"
     r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))? (?:at|of|in|before|after) step (?P<step>\d+)"
 )
 _MOMENTS = {**{moment: moment for moment in MOMENTS}, "re-laying-out": "relaying"}
 EXAMPLES = (
     "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
     "remove worker 2 at step 40; kill worker 1 while forming before step 61; "
-    "flip a bit in worker 1 at step 7; nan in worker 1 at step 9"
+    "flip a bit in worker 1 at step 7; nan in worker 1 at step 9; slow worker 2 by 3x at step 30"
 )
 
 
@@ -42,11 +43,18 @@ def parse_faults(
                 f"(moments: {', '.join(get_args(Moment))})"
             )
         step, action = int(match["step"]), match["action"].split()[0]
-        if action in ("flip", "nan") and moment != "compute":
+        factor = float(match["factor"] or 1.0)
+        if (action == "slow") != (factor > 1.0) or (match["factor"] and factor <= 1.0):
+            raise UserError(
+                f"--inject {sentence!r}: a factor over 1 belongs to `slow`, and to nothing else: "
+                "slow worker 2 by 3x at step 30"
+            )
+        if action in ("flip", "nan", "slow") and moment != "compute":
             raise UserError(f"--inject {sentence!r}: that happens in compute, leave the moment out")
         for number in re.findall(r"\d+", match["workers"]):
             if action == "remove":
                 leavers.append((step, WorkerLeaving(f"w{number}", "asked for by --inject")))
             else:
-                faults.append(Fault(action, f"w{number}", step, cast(Moment, moment)))  # type: ignore[arg-type]
+                told = (action, f"w{number}", step, cast(Moment, moment), factor)
+                faults.append(Fault(*told))  # type: ignore[arg-type]
     return tuple(faults), tuple(leavers)

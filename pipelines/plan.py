@@ -117,6 +117,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             snapshot_every=settings.snapshot_every,
             audit_every=settings.audit_every,
             network=Network(settings.network.interface, settings.network.port_range),
+            straggler_every=settings.straggler_every,
         ),
         leavers=leavers,
         observers=(

@@ -35,6 +35,15 @@ def _over_one(factor: float) -> float:
     return factor
 
 
+def _slower(factor: float) -> float:
+    if factor <= 1.0:
+        raise ValueError("who takes as long as the others is no straggler: give more than 1")
+    return factor
+
+
+StragglerFactor = Annotated[PositiveFloat, AfterValidator(_slower)]
+"""How many times as long as the others a straggler computes."""
+
 SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_over_one)]
 """How many times the usual loss is a spike; 0 is never."""
 
@@ -234,6 +243,10 @@ class TrainSettings(Settings):
     workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
     after `spare_timeout_s`, and all workers where fewer than the minimum have come and no other
     comes in `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
+    Workers tell after every `straggler_every` steps (0: never) how long they computed; who took
+    over `straggler_factor` times as long as others with the same work, `straggler_reports` times in
+    a row, is replaced by a spare or told of. A node on which workers crash `avoid_after` times (0:
+    never) within `avoid_window_s` gets no new ones for `avoid_for_s`.
     `--notify` tells of a run that has waited for `notify_after_s`.
     """
 
@@ -268,6 +281,12 @@ class TrainSettings(Settings):
     growth_horizon_s: PositiveFloat = 600.0
     spare_timeout_s: PositiveFloat = 600.0
     gang_timeout_s: PositiveFloat = 1800.0
+    straggler_every: NonNegativeInt = 20
+    straggler_factor: StragglerFactor = 2.0
+    straggler_reports: PositiveInt = 3
+    avoid_after: NonNegativeInt = 3
+    avoid_window_s: PositiveFloat = 600.0
+    avoid_for_s: PositiveFloat = 3600.0
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
     sync_each_microbatch: bool = True

@@ -33,7 +33,7 @@ class Lane:
 
 LANES = (
     Lane("lost", ("lost",), "#d55e00", "X", is_line=True),
-    Lane("leaving", ("left", "draining"), "#cc79a7", "v"),
+    Lane("leaving", ("left", "draining", "straggler", "avoided"), "#cc79a7", "v"),
     Lane("joined", ("joined",), "#009e73", "^"),
     Lane("layout", ("layout",), "#0072b2", "D", marker_size=6),
     Lane("rolled back", ("rolled back",), "#e69f00", "<", is_line=True),

@@ -24,6 +24,8 @@ COLOURS = {
     "refused layout": "yellow",
     "controller restarted": "yellow",
     "draining": "yellow",
+    "straggler": "yellow",
+    "avoided": "yellow",
     "joined": "green",
     "resumed": "green",
 }

@@ -20,6 +20,8 @@ PHASES = {
 """What the run is doing after a line of each name."""
 
 
+AVOIDED = "its node is avoided"
+
 OF_THEIR_OWN_STEP = ("checkpoint", "evaluated", "skipped", "spike", "audit")
 """The kinds of which the line itself tells the step."""
 
@@ -29,9 +31,8 @@ class Happening:
     """One thing that a person wants to know of; `time` is in seconds since the epoch.
 
     `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, skipped, spike,
-    audit, checkpoint, failed checkpoint, evaluated, starting, waiting, layout, refused layout,
-    controller restarted,
-    stopping or stopped;
+    audit, straggler, avoided, used again, checkpoint, failed checkpoint, evaluated, starting,
+    waiting, layout, refused layout, controller restarted, stopping or stopped;
     `short` says what it is about in a word or two; `value` is the held-out loss, or how many
     seconds a recovery took.
     """
@@ -91,6 +92,10 @@ class Membership:
     """Asked for, but not warm yet."""
     places: dict[str, Place] = field(default_factory=dict)
     """Of every worker that was ever warm."""
+    avoided: dict[str, float] = field(default_factory=dict)
+    """Nodes on which nobody is started, and until when (seconds since the epoch)."""
+    compute_s: dict[str, float] = field(default_factory=dict)
+    """How long each member lately computed for a step, without its waits for others."""
     layout: str = ""
     generation: int = 0
     step: int = 0
@@ -137,6 +142,10 @@ class Membership:
                 self.starting.update(line["workers"])
             case "StepCommitted":
                 self.step = line["record"]["step"]
+            case "ComputeTimed":
+                self.compute_s = dict(zip(self.ranked, line["compute_s"], strict=False))
+            case "Replaced" | "NodeAvoided" | "NodeUsedAgain":
+                self._take_watch(name, line)
             case _:
                 self._tell(name, line)
 
@@ -159,6 +168,7 @@ class Membership:
         self.members, self.outcome, self._has_resumed = (), None, False
         self.spares.clear()
         self.starting.clear()
+        self.avoided.clear()
         self._leaving.clear()
         self._trouble_since = None
         self.max_workers = line.get("policy", {}).get("max_workers", self.max_workers)
@@ -177,6 +187,8 @@ class Membership:
         self.starting.discard(worker)
         self.spares.add(worker)
         self._gone.discard(worker)
+        if node in self.avoided:
+            self._leaving[worker] = AVOIDED
         text = f"{worker} is ready on {shortened(node, 16)} (pid {line['pid']})"
         self._note(line, "ready", text, worker=worker)
 
@@ -210,6 +222,26 @@ class Membership:
         notice = duration(max(0.0, line.get("deadline", line["time"]) - line["time"]))
         text = f"node {shortened(node, 16)} will be gone in {notice}"
         self._note(line, "draining", text, shortened(node, 16), node=node)
+
+    def _take_watch(self, name: str, line: dict[str, Any]) -> None:
+        """Who is slow goes by plan, and so does whoever is idle where nobody shall be."""
+        cause = line["cause"]
+        if name == "Replaced":
+            worker = line["worker"]
+            self._leaving[worker] = cause
+            text = f"{worker} will be replaced: {cause}"
+            self._note(line, "straggler", text, worker=worker, cause=cause)
+            return
+        node, shown = line["node"], shortened(line["node"], 16)
+        if name == "NodeAvoided":
+            self.avoided[node] = line["until"]
+            for worker in (w for w, place in self.places.items() if place.node == node):
+                self._leaving[worker] = AVOIDED
+            self._note(line, "avoided", f"node {shown} is avoided: {cause}", shown, node=node)
+            return
+        self.avoided.pop(node, None)
+        self._leaving |= dict.fromkeys(self.starting, f"node {shown} is used again")
+        self._note(line, "used again", f"node {shown} is used again: {cause}", shown, node=node)
 
     def _break_off(self, time: float) -> None:
         if self._trouble_since is None:

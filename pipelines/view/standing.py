@@ -77,6 +77,11 @@ class Standing:
             rows += [_worker(self.history, worker, role) for worker in sorted(those, key=by_number)]
         return rows
 
+    def avoided_nodes(self) -> list[dict[str, Any]]:
+        """Where nobody is started, and until when."""
+        avoided = self.history.membership.avoided if self.is_driven else {}
+        return [{"node": node, "until": until} for node, until in sorted(avoided.items())]
+
     def checkpoint(self) -> Happening | None:
         """The newest that became whole."""
         return self.history.membership.last("checkpoint")
@@ -103,6 +108,7 @@ class Standing:
             "generation": membership.generation,
             "max_workers": membership.max_workers,
             "workers": self.workers(),
+            "avoided_nodes": self.avoided_nodes(),
             "checkpoint": checkpoint and {"step": checkpoint.step, "time": checkpoint.time},
             "events": [
                 {"time": h.time, "kind": h.kind, "step": h.step, "text": h.text}
@@ -168,6 +174,9 @@ class Standing:
             table.add_row("world", world(history.membership))
         elif history.membership.layout:
             table.add_row("last layout", history.membership.layout)
+        for row in self.avoided_nodes():
+            left = duration(max(0.0, row["until"] - self.now))
+            table.add_row("avoided", f"node {shortened(row['node'], NODE_LENGTH)}, for {left} more")
         checkpoint = self.checkpoint()
         told = "none yet"
         if checkpoint:
@@ -178,17 +187,19 @@ class Standing:
     def _workers_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         rows = self.workers()
-        for name in ("rank", "worker", "node", "pid", "since") if rows else ():
-            table.add_column(justify="right" if name in ("rank", "pid") else "left", no_wrap=True)
+        for name in ("rank", "worker", "node", "pid", "compute", "since") if rows else ():
+            is_number = name in ("rank", "pid", "compute")
+            table.add_column(justify="right" if is_number else "left", no_wrap=True)
         if rows:
-            table.add_row("rank", "worker", "node", "pid", "warm since", style="dim")
+            table.add_row("rank", "worker", "node", "pid", "compute", "warm since", style="dim")
         for row in rows[:MAX_WORKERS_SHOWN]:
             rank = row["role"] if row["world_rank"] is None else str(row["world_rank"])
             where = (
                 (shortened(row["node"], NODE_LENGTH), str(row["pid"])) if row["pid"] else ("", "")
             )
             since = ago(row["since"], self.now) if row["since"] else ""
-            table.add_row(rank, row["worker"], *where, since)
+            compute = duration(row["compute_s"]) if row["compute_s"] else ""
+            table.add_row(rank, row["worker"], *where, compute, since)
         if len(rows) > MAX_WORKERS_SHOWN:
             table.add_row("", f"and {len(rows) - MAX_WORKERS_SHOWN} more: --json tells of all")
         return table
@@ -235,6 +246,7 @@ def _worker(
         "node": place.node if place else None,
         "pid": place.pid if place else None,
         "since": place.since if place else None,
+        "compute_s": history.membership.compute_s.get(worker) if role == "member" else None,
     }
 
 

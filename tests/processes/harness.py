@@ -93,15 +93,7 @@ def run_plainly(
     rules = rules_of(min_workers, workers, policy)
     run = open_storage(str(folder))
     shell = Shell(run, lease := claim(run), due)
-    options = WorkerOptions(
-        str(folder),
-        rules.collective_timeout_s,
-        settings.checkpoint_steps,
-        faults,
-        rules.snapshot_every,
-        rules.audit_every,
-        network,
-    )
+    options = _options(folder, settings, faults, rules, network)
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])
     factory = Factory(program, kwargs, environment or {})
@@ -129,6 +121,25 @@ def rules_of(min_workers: int, workers: int, changes: dict[str, float | str]) ->
             "growth_settle_s": 0.2,
             **changes,
         }
+    )
+
+
+def _options(
+    folder: Path | str,
+    settings: TrainSettings,
+    faults: tuple[Fault, ...],
+    rules: Policy,
+    network: Network,
+) -> WorkerOptions:
+    return WorkerOptions(
+        str(folder),
+        rules.collective_timeout_s,
+        settings.checkpoint_steps,
+        faults,
+        rules.snapshot_every,
+        rules.audit_every,
+        network,
+        rules.straggler_every,
     )
 
 

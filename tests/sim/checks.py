@@ -29,6 +29,7 @@ from elastic.commands import Stopped as RunStopped
 from elastic.core import Core
 from elastic.events import (
     Audited,
+    ComputeTimed,
     Evaluated,
     Event,
     GroupFormed,
@@ -55,6 +56,7 @@ GENERATION_BOUND = (
     GroupFormed
     | StateReady
     | StepCommitted
+    | ComputeTimed
     | Evaluated
     | Audited
     | Paused
@@ -88,6 +90,7 @@ class Checks:
         self._formed: set[tuple[str, int]] = set()
         self._ready: set[tuple[str, int]] = set()
         self._form: Form | None = None
+        self._members: tuple[str, ...] = ()
         self._has_rewound = False
         self._wish = Wish()
         self._old_reports: list[Event] = []
@@ -164,9 +167,10 @@ class Checks:
     def _check_form(self, form: Form, state: CoreState) -> None:
         assert form.generation > self._generation, "invariant 6: a generation again"
         self._generation = form.generation
-        self._form = form
+        taken_in, self._form = self._form, form
         check_mesh(form.assignment)
         staying = sorted(state.warm - state.leaving)
+        self._check_nodes(form, taken_in, state)
         assert set(form.assignment.members) <= set(staying), "a rank for one who is not there"
         memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
         shuffled = self._random.sample(staying, len(staying))
@@ -181,7 +185,18 @@ class Checks:
         )
         assert again == form.assignment, "invariant 2: the order of arrival decides"
 
+    def _check_nodes(self, form: Form, taken_in: Form | None, state: CoreState) -> None:
+        """Nobody comes in on an avoided node while there are enough others; who has been taken in
+        by a forming that was broken off may have a part of the state, and stays."""
+        before = set(taken_in.assignment.members if taken_in else ())
+        before |= {*(form.plan.old.members if form.plan.old else ()), *self._members}
+        avoided = {w for w in state.warm if state.seats[w].node in state.avoided} - before
+        num_others = len(state.warm - state.leaving - avoided)
+        if num_others >= state.policy.min_workers:
+            assert avoided.isdisjoint(form.assignment.members), "a rank on an avoided node"
+
     def _check_resume(self, resume: Resume) -> None:
+        self._members = resume.workers
         assert self._form, "invariant 7: resumed what was never formed"
         assert resume.generation == self._form.generation, "invariant 6: resumed an older one"
         everyone = {(worker, resume.generation) for worker in self._form.plan.participants}

@@ -50,6 +50,7 @@ class Surroundings:
     newest_vote: tuple[int, int] = (0, 0)
     snapshot_every: int = 0
     audit_every: int = 0
+    straggler_every: int = 0
     read: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """By generation and step: the ids of the samples that all ranks together read."""
     keepers: dict[str, SimKeeper] = field(default_factory=dict)
@@ -74,6 +75,7 @@ class Control:
         self.num_nans = 0
         self.next_loss = 1.0
         self.lies = False
+        self.slowness = 1.0
         self.world_rank: int | None = None
         self.aborted_generation = 0
         self.running_generation = 0

@@ -164,6 +164,18 @@ def draw_storage_faults(random: Random) -> list[Fault]:
     return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 5))]
 
 
+def draw_slow_workers(random: Random) -> list[Fault]:
+    """One to four workers turn slow amid training."""
+    moments = ("compute", "vote", "applied")
+    number = random.randint(1, 4)
+    return [Fault("slow", random.choice(moments), random.randrange(60)) for _ in range(number)]
+
+
+def draw_spoilt_nodes(random: Random, number: int) -> list[Fault]:
+    """On so many nodes workers die from now on as they start, or soon after."""
+    return [_draw_fault(random, "spoil the node") for _ in range(number)]
+
+
 def draw_controller_restarts(random: Random) -> list[Fault]:
     """The controller dies one to four times."""
     number = random.randint(1, 4)

@@ -209,6 +209,15 @@ def _lie(world: World, worker: SimWorker) -> None:
     worker.control.lies = True
 
 
+def _slow(world: World, worker: SimWorker) -> None:
+    worker.control.slowness = world.random.uniform(3.0, 6.0)
+
+
+def _spoil_the_node(world: World, worker: SimWorker) -> None:
+    world.nodes.spoilt.add(worker.node)
+    world.kill(worker, "killed")
+
+
 def _restart(world: World, worker: SimWorker) -> None:
     """The whole job dies and is begun anew, with another number of workers."""
     least = world.scenario.wish.num_model_ranks
@@ -255,6 +264,8 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "nans": _tell_nans,
     "spike": _tell_spike,
     "lie": _lie,
+    "slow": _slow,
+    "spoil the node": _spoil_the_node,
     "restart": _restart,
     "restart the controller": _restart_controller,
 }

@@ -56,12 +56,13 @@ def _come_back(world: World) -> None:
         world.shell.close()
         return
     seats = {name: name in state.warm for name in sorted(state.seats)}
+    avoided = {name: seat.avoided for name, seat in state.seats.items()}
     committed_step = state.committed_step
     world.shell.post(ControllerRestarted(world.incarnation, before.now))
     _hear_late(world)
     _find_store(world, state)
     _find_keepers(world, state)
-    _find_workers(world, seats, committed_step)
+    _find_workers(world, seats, avoided, committed_step)
     for command in again:
         world.carry_out(command)
 
@@ -95,8 +96,12 @@ def _find_keepers(world: World, state: CoreState) -> None:
             world.carry_out(StartKeeper(node))
 
 
-def _find_workers(world: World, seats: dict[str, bool], committed_step: int) -> None:
+def _find_workers(
+    world: World, seats: dict[str, bool], avoided: dict[str, tuple[str, ...]], committed_step: int
+) -> None:
     """`seats` tells of each whether it had been warm."""
+    for stranger in world.nodes.waiting.keys() - seats.keys():
+        del world.nodes.waiting[stranger]
     for stranger in [w for name, w in world.workers.items() if name not in seats]:
         world.kill(stranger, "nobody knows it")
     for name, was_warm in seats.items():
@@ -108,5 +113,5 @@ def _find_workers(world: World, seats: dict[str, bool], committed_step: int) -> 
                 world.suspect_later(worker)
         elif was_warm:
             world.post_soon(WorkerLost(name, GONE))
-        else:
-            world.start_worker(name)
+        elif name not in world.nodes.waiting:
+            world.start_worker(name, avoided[name])

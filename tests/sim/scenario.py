@@ -15,6 +15,8 @@ from sim.faults import (
     draw_long_notices,
     draw_node_faults,
     draw_relayouts,
+    draw_slow_workers,
+    draw_spoilt_nodes,
     draw_storage_faults,
 )
 
@@ -35,6 +37,8 @@ class Scenario:
     eval_every: int = 0
     memory_bytes: int | None = None
     workers_per_node: int = 1
+    num_nodes: int | None = None
+    """Each with room for so many workers; without a number there is always another."""
     num_slow_starters: int = 0
     faults: list[Fault] = field(default_factory=list)
 
@@ -235,5 +239,54 @@ def drawn_with_controller_restarts(seed: int) -> Scenario:
     scenario = random.choice(draws)(seed)
     if random.random() < 0.5:
         scenario.faults = random.sample(scenario.faults, min(1, len(scenario.faults)))
+    scenario.faults = [*scenario.faults, *draw_controller_restarts(random)]
+    return scenario
+
+
+def drawn_with_slow_workers(seed: int) -> Scenario:
+    """A scenario with workers that turn slow, and mostly a spare or two."""
+    random = Random(f"slow/{seed}")
+    scenario = random.choice((drawn, drawn_with_snapshots, drawn_with_relayouts))(seed)
+    most = scenario.policy.max_workers + random.choice((0, 1, 1, 2))
+    num_members = max(1, most - random.choice((0, 1, 1, 2)))
+    if not scenario.memory_bytes:
+        scenario.layout = random.choice((f"dp={num_members}", f"fsdp={num_members}", ""))
+    scenario.job = replace(scenario.job, steps=random.choice((30, 60)))
+    scenario.policy = replace(
+        scenario.policy,
+        max_workers=most,
+        straggler_every=random.choice((1, 2, 3)),
+        straggler_reports=random.choice((1, 2, 3)),
+    )
+    scenario.faults = [*scenario.faults, *draw_slow_workers(random)]
+    return scenario
+
+
+def drawn_with_spoilt_nodes(seed: int) -> Scenario:
+    """A few nodes that are used again and again, on some of which workers die and die."""
+    random = Random(f"spoilt/{seed}")
+    scenario = random.choice((drawn, drawn_with_snapshots))(seed)
+    scenario.num_nodes = random.choice((2, 2, 3, 4))
+    most = scenario.policy.max_workers
+    scenario.workers_per_node = -(-most // scenario.num_nodes) + random.choice((0, 1, most))
+    scenario.job = replace(scenario.job, steps=random.choice((60, 200)))
+    num_spoilt = 1 if scenario.num_nodes == 2 else random.choice((1, 2))
+    healthy_room = scenario.workers_per_node * (scenario.num_nodes - num_spoilt)
+    scenario.policy = replace(
+        scenario.policy,
+        min_workers=min(scenario.policy.min_workers, healthy_room),
+        avoid_after=random.choice((1, 2, 3)),
+        avoid_window_s=random.choice((10.0, 100.0)),
+        avoid_for_s=random.choice((1.0, 5.0, 500.0)),
+    )
+    others = [fault for fault in scenario.faults if fault.action != "restart"]
+    scenario.faults = [*others[:2], *draw_spoilt_nodes(random, num_spoilt)]
+    return scenario
+
+
+def drawn_with_watching_and_restarts(seed: int) -> Scenario:
+    """Slow workers or spoilt nodes, and a controller that dies now and then."""
+    random = Random(f"watching/{seed}")
+    scenario = random.choice((drawn_with_slow_workers, drawn_with_spoilt_nodes))(seed)
     scenario.faults = [*scenario.faults, *draw_controller_restarts(random)]
     return scenario

@@ -12,12 +12,15 @@ from elastic.commands import (
     ForgetSnapshots,
     Form,
     LayoutAnswered,
+    NodeAvoided,
+    NodeUsedAgain,
     Pause,
     Protect,
     PublishCheckpoint,
     RecordStep,
     Relaid,
     Relayout,
+    Replaced,
     Resume,
     RolledBack,
     SaveCheckpoint,
@@ -48,7 +51,7 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartStore():
             return ""
         case StartWorkers():
-            return " ".join(command.workers)
+            return " ".join((*command.workers, *(f"not on {node}" for node in command.avoided)))
         case StartKeeper():
             return command.node
         case Protect():
@@ -92,6 +95,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} to {steps}, {command.source}{left_out}{cause}"
         case Warned():
             return f"{command.kind}: {command.text}"
+        case Replaced() | NodeAvoided() | NodeUsedAgain():
+            return _of_watching(command)
         case Waited():
             return command.reason
         case LayoutAnswered():
@@ -100,6 +105,11 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case Stopped():
             reason = f": {command.reason}" if command.reason else ""
             return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_watching(command: Replaced | NodeAvoided | NodeUsedAgain) -> str:
+    whom = command.worker if isinstance(command, Replaced) else command.node
+    return f"{whom}: {command.cause}"
 
 
 def _of_saving(

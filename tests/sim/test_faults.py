@@ -18,8 +18,11 @@ from sim.scenario import (
     drawn_with_parities,
     drawn_with_relayouts,
     drawn_with_scarcity,
+    drawn_with_slow_workers,
     drawn_with_snapshots,
+    drawn_with_spoilt_nodes,
     drawn_with_storage_faults,
+    drawn_with_watching_and_restarts,
 )
 from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
@@ -38,6 +41,8 @@ NUM_SEEDS_CONTROLLER = 100
 NUM_SEEDS_ALONE = 150
 NUM_SEEDS_DRAINS = 150
 NUM_SEEDS_NOTICES = 50
+NUM_SEEDS_STRAGGLERS = 100
+NUM_SEEDS_SPOILT = 100
 NUM_SEEDS_SLOW = 12_000
 
 
@@ -104,6 +109,37 @@ def test_a_node_that_says_in_time_that_it_will_be_gone_costs_nothing(first: int)
         harm = [command for command in told if isinstance(command, Abort | RolledBack)]
         assert not harm, f"seed {seed}: {harm}"
         assert world.shell.outcome and world.shell.outcome.outcome == "completed"
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_STRAGGLERS, 50))
+def test_workers_turn_slow_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_slow_workers(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_STRAGGLERS, 50))
+def test_a_slow_worker_costs_nothing_but_its_time(first: int) -> None:
+    """It leaves by plan: nobody is aborted and no step is redone."""
+    for seed in range(first, first + 50):
+        scenario = drawn_with_slow_workers(seed)
+        slow = [fault for fault in scenario.faults if fault.action == "slow"]
+        world = simulate(replace(scenario, faults=slow))
+        told = [command for _, _, commands, _ in world.records.trace for command in commands]
+        harm = [command for command in told if isinstance(command, Abort | RolledBack)]
+        assert not harm, f"seed {seed}: {harm}"
+        assert world.shell.outcome and world.shell.outcome.outcome == "completed"
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_SPOILT, 50))
+def test_nodes_are_spoilt_among_what_is_drawn(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_spoilt_nodes(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_SPOILT, 50))
+def test_what_is_watched_outlives_controllers(first: int) -> None:
+    for seed in range(first, first + 50):
+        simulate(drawn_with_watching_and_restarts(seed))
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_CONTROLLER, 50))

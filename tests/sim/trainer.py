@@ -18,6 +18,7 @@ from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
 from elastic.events import (
     Audited,
     CheckpointDamaged,
+    ComputeTimed,
     Evaluated,
     GroupFormed,
     Paused,
@@ -42,6 +43,7 @@ class Stepper:
 
     committed_step: int
     vote: Vote | None = None
+    compute_s: tuple[float, ...] = ()
     gradients_complete: bool = False
     torn: bool = False
     records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_RECORDS))
@@ -125,6 +127,8 @@ class Trainer:
             record = yield from self._apply(stepper, vote)
             if control.world_rank == 0:
                 control.report(StepCommitted(generation, record, vote))
+                if stepper.compute_s:
+                    control.report(ComputeTimed(generation, record.step, stepper.compute_s))
             self.snapshots.take(self.holdings[generation], self._around.snapshot_every)
             yield from control.at("reported")
             is_equal = yield from self._audit(record.step)
@@ -192,7 +196,8 @@ class Trainer:
         """Compute and vote; the vote is read on the host before anything is applied."""
         control, around, step = self._control, self._around, stepper.committed_step + 1
         yield from control.at("compute")
-        yield from control.work(around.draw(0.02, 0.05))
+        compute_s = control.slowness * around.draw(0.02, 0.05)
+        yield from control.work(compute_s)
         yield from self.snapshots.wait()
         yield from control.at("vote")
         stepper.gradients_complete = True
@@ -200,8 +205,11 @@ class Trainer:
         is_bad, control.num_nans = control.num_nans > 0, max(0, control.num_nans - 1)
         saves, writes = control.save_is_wished(self._writer.begun_step), self._writer.is_busy
         flags = (is_bad, control.pause_is_wished, self.snapshots.ballot, saves, writes)
-        ballot = (*self._samples(step), loss, flags)
+        ballot = (*self._samples(step), compute_s, loss, flags)
         brought = yield from control.meet("vote", self._order, step, ballot)
+        every, members = around.straggler_every, self._order.assignment.members
+        is_told = every and step % every == 0
+        stepper.compute_s = tuple(brought[w][2] for w in members) if is_told else ()
         by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
         read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
         wanted = list(batch_ids(step, self._batch, self._left_out))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -13,6 +13,7 @@ from sim.faults import HARMFUL, STANDSTILLS
 from sim.keeper import SimKeeper
 from sim.lineage import Part
 from sim.meetings import Meetings
+from sim.nodes import Nodes
 from sim.scenario import Scenario, bound_s
 from sim.shell import Records, SimShell, replay_whole
 from sim.storage import Storage
@@ -96,7 +97,7 @@ class World:
         self.num_flaps = 0
         self.read: dict[tuple[int, int], list[int]] = {}
         self._num_slow_starters = scenario.num_slow_starters
-        self._num_started = 0
+        self.nodes = Nodes(scenario.num_nodes, scenario.workers_per_node)
         self._num_stores = self._num_keepers = 0
         self._published = Channel(self.timeline)
         self.unheard: list[Callable[[], None]] = []
@@ -141,6 +142,7 @@ class World:
             self.incarnation,
             snapshot_every=policy.snapshot_every,
             audit_every=policy.audit_every,
+            straggler_every=policy.straggler_every,
             read=self.read,
         )
         self.shell = self.shell_of(core)
@@ -155,6 +157,7 @@ class World:
             self.links[worker.name].cut = True
             worker.die()
         self.workers.clear()
+        self.nodes.waiting.clear()
         self.open(replay_whole(self.records).core, policy)
 
     def shell_of(self, core: Core) -> SimShell:
@@ -172,7 +175,9 @@ class World:
         self.around.meetings.break_connections(worker.name)
         self.links[worker.name].cut = self.random.random() < 0.3
         told_after_s = told_after_s or self.random.uniform(0.0005, 0.06)
-        self.timeline.after(told_after_s, partial(self.shell.post, WorkerLost(worker.name, cause)))
+        lost = WorkerLost(worker.name, cause, worker.node)
+        self.timeline.after(told_after_s, partial(self.shell.post, lost))
+        self._find_places()
         if told_after_s > 1.0:
             self.suspect_later(worker)
 
@@ -229,12 +234,9 @@ class World:
                 listens = partial(self._store_listens, self.shell)
                 self.timeline.after(self.random.uniform(0.02, 0.2), listens)
             case StartWorkers():
-                for name in command.workers:
-                    self.start_worker(name)
+                self._start(command.workers, command.avoided)
             case StopWorker():
-                worker = self.workers.get(command.worker)
-                if worker:
-                    self.timeline.after(self.latency_s(), partial(self.kill, worker, "stopped"))
+                self._stop_worker(command.worker)
             case Form():
                 self._send(command.plan.participants, command)
             case Resume():
@@ -327,9 +329,11 @@ class World:
         if self.around.keepers.pop(node, None):
             self.post_soon(KeeperLost(node, "killed"))
 
-    def start_worker(self, name: str) -> None:
-        node = f"n{self._num_started // self.scenario.workers_per_node}"
-        self._num_started += 1
+    def start_worker(self, name: str, avoided: tuple[str, ...] = ()) -> None:
+        node = self.nodes.place([worker.node for worker in self.workers.values()], avoided)
+        if node is None:
+            self.nodes.waiting[name] = avoided
+            return
         warm_up_s = self.random.uniform(0.4, 1.5)
         if self._num_slow_starters:
             self._num_slow_starters -= 1
@@ -340,8 +344,30 @@ class World:
         self.links[name] = Link(Channel(self.timeline), Channel(self.timeline))
         if self.num_flaps:
             self.num_flaps -= 1
-            self.checks.note_fault(self.timeline.now)
-            self.timeline.after(warm_up_s / 2, partial(self.kill, worker, "dies at each start"))
+            self._die_at_start(worker, warm_up_s / 2)
+        elif node in self.nodes.spoilt:
+            self._die_at_start(worker, warm_up_s * self.random.choice((0.5, 1.5, 3.0)))
+
+    def _start(self, names: Iterable[str], avoided: tuple[str, ...]) -> None:
+        for name in names:
+            self.start_worker(name, avoided)
+
+    def _stop_worker(self, name: str) -> None:
+        worker = self.workers.get(name)
+        if worker:
+            self.timeline.after(self.latency_s(), partial(self.kill, worker, "stopped"))
+        elif self.nodes.waiting.pop(name, None) is not None:
+            self.post_soon(WorkerLost(name, "it had found no node"))
+
+    def _die_at_start(self, worker: SimWorker, after_s: float) -> None:
+        self.checks.note_fault(self.timeline.now + after_s)
+        self.timeline.after(after_s, partial(self.kill, worker, "dies at each start"))
+
+    def _find_places(self) -> None:
+        """For those that wait: there is room again."""
+        waiting, self.nodes.waiting = self.nodes.waiting, {}
+        for name, avoided in waiting.items():
+            self.start_worker(name, avoided)
 
     def latency_s(self) -> float:
         return self.random.uniform(0.0005, 0.005)

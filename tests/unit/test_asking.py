@@ -26,7 +26,7 @@ class EmptyFleet:
     def start_store(self) -> None:
         pass
 
-    def start_workers(self, workers: Sequence[str]) -> None:
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
         pass
 
     def stop_worker(self, worker: str) -> None:

@@ -57,7 +57,7 @@ class Crew:
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
 
-    def start_workers(self, workers: Sequence[str]) -> None:
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
         for worker in workers:
             self.shell.post(WorkerReady(worker, "node", 1))
 

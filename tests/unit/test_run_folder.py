@@ -14,8 +14,8 @@ from written_runs import WrittenRun, append
 
 from actors.lines import LineLog
 from actors.storage import DiskStorage
-from elastic.commands import StopWorker
-from elastic.events import Checkpointed, Evaluated, NodeDraining, WorkerLeaving
+from elastic.commands import NodeAvoided, NodeUsedAgain, Replaced, StopWorker
+from elastic.events import Checkpointed, ComputeTimed, Evaluated, NodeDraining, WorkerLeaving
 from pipelines.run_folder import Tail
 from pipelines.view.history import History, read_history
 from pipelines.view.progress import Curve
@@ -115,6 +115,34 @@ def test_a_planned_departure_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -
     assert membership.num_lost == 1
     assert membership.happenings[-1].cause == "it did not unwind in time"
     assert membership.members == ("w0", "w1")
+
+
+def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(2)
+    run.ready("w2", "node-1")
+    run.ready("w3", "node-1")
+    run.hear(ComputeTimed(1, 20, (0.1, 0.3)))
+    run.tell(Replaced("w1", "it is slow"))
+    run.resume("w0", "w2")
+    run.tell(StopWorker("w1", "it leaves by plan"))
+    run.tell(NodeAvoided("node-1", run.now + 60, "3 crashes"))
+    run.tell(StopWorker("w3", "its node is avoided"))
+    membership = read_history(run.folder).membership
+    assert membership.compute_s == {"w0": 0.1, "w1": 0.3}
+    assert membership.avoided == {"node-1": run.now + 60}
+    told = [h.text for h in membership.happenings if h.kind in ("straggler", "avoided", "left")]
+    assert told == [
+        "w1 will be replaced: it is slow",
+        "w1 left: it is slow",
+        "node node-1 is avoided: 3 crashes",
+        "w3 left: its node is avoided",
+    ]
+    assert (membership.num_lost, membership.members) == (0, ("w0", "w2"))
+    run.lose("w2")
+    run.tell(NodeUsedAgain("node-1", "its time is over"))
+    membership = read_history(run.folder).membership
+    assert (membership.num_lost, membership.avoided) == (1, {}), "a member there that dies is lost"
 
 
 def test_the_time_between_two_sessions_is_not_driven(tmp_path: Path) -> None:

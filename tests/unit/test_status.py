@@ -15,8 +15,8 @@ import pytest
 from written_runs import MIDNIGHT, WrittenRun
 
 from actors.storage import DiskStorage
-from elastic.commands import StartWorkers, Waited
-from elastic.events import Checkpointed, WorkerRaised
+from elastic.commands import NodeAvoided, StartWorkers, Waited
+from elastic.events import Checkpointed, ComputeTimed, WorkerRaised
 from pipelines.cli import main
 from pipelines.errors import UserError
 from pipelines.status import parse_prices
@@ -112,6 +112,18 @@ def test_json_tells_the_same(run: WrittenRun, capsys) -> None:
     hours = {row["place"]: row["hours"] * 3600 for row in told["worker_hours"]}
     assert hours["node-0"] == pytest.approx(60 + 60 + 30.5, abs=60)
     assert hours["node-1"] == pytest.approx(29, abs=30)
+
+
+def test_slow_workers_and_avoided_nodes_are_shown(run: WrittenRun, capsys) -> None:
+    drive(run)
+    run.hear(ComputeTimed(2, 61, (0.25, 0.75)))
+    run.tell(NodeAvoided("node-1", time.time() + 3600, "workers have crashed there 3 times"))
+    told = object_of(capsys, run)
+    assert [w["compute_s"] for w in told["workers"]] == [0.25, 0.75, None, None]
+    assert [row["node"] for row in told["avoided_nodes"]] == ["node-1"]
+    page = page_of(capsys, run)
+    assert "node node-1, for " in page and "0.75 s" in page
+    assert "node node-1 is avoided: workers have crashed there 3 times" in page
 
 
 def test_a_run_that_waits_says_what_for(run: WrittenRun, capsys) -> None:

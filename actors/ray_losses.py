@@ -1,0 +1,41 @@
+"""What is told of an actor that has died: why, and on which node it was."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import ray
+
+from actors.ray_private import node_of_actor
+from elastic.events import Event, WorkerLost
+
+
+def cause_of(error: BaseException | None) -> str:
+    """Ray tells of a death in a paragraph; what matters of it is one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" in lines[0]:
+        return lines[-1]
+    if isinstance(error, ray.exceptions.ActorDiedError):
+        return "its process died"
+    return lines[0] if lines else "it ended"
+
+
+def tell_loss(
+    post: Callable[[Event], None], worker: str, actor: Any, node: str, cause: str
+) -> None:
+    """Post `WorkerLost`. Where one was that died before it could say so, Ray knows; it is asked on
+    a thread of its own, since its callbacks must not wait for it."""
+    if node:
+        post(WorkerLost(worker, cause, node))
+        return
+
+    def ask() -> None:
+        where = ""
+        with suppress(ray.exceptions.RayError, ValueError, RuntimeError):  # then nobody knows
+            where = node_of_actor(actor)
+        post(WorkerLost(worker, cause, where))
+
+    threading.Thread(target=ask, name="loss", daemon=True).start()

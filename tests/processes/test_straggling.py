@@ -1,0 +1,72 @@
+"""Workers that are slow but get on: replaced by a spare at a step boundary, or told of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checks import assert_nothing_redone
+from harness import Outcome, run_plainly
+
+from actors.faults import Fault
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "dtype": "float64",
+        "steps": 60,
+        "batch": 12,
+    }
+)
+SLOW = Fault("slow", "w1", 10, factor=6.0)
+WATCHED = {"straggler_every": 5}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+
+
+def test_a_slow_worker_is_replaced_by_a_spare(tmp_path: Path, undisturbed: Outcome) -> None:
+    run = run_plainly(tmp_path, SETTINGS, 4, layout="dp=3", faults=(SLOW,), **WATCHED)
+    assert run.stopped.outcome == "completed", run.stopped
+    [replaced] = run.told("Replaced")
+    assert replaced["worker"] == "w1" and "times as long as the others" in replaced["cause"]
+    members = [set(line["workers"]) for line in run.told("Resume")]
+    assert members == [{"w0", "w1", "w2"}, {"w0", "w2", "w3"}]
+    assert not run.told("Abort"), "it leaves by plan"
+    assert_nothing_redone(run)
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+
+
+def test_without_a_spare_it_is_told_of_once(tmp_path: Path, undisturbed: Outcome) -> None:
+    run = run_plainly(tmp_path, SETTINGS, 3, faults=(SLOW,), **WATCHED)
+    assert run.stopped.outcome == "completed", run.stopped
+    [warned] = [line for line in run.told("Warned") if line["kind"] == "straggler"]
+    assert "w1 on this-machine is a straggler" in warned["text"]
+    assert len(run.told("Resume")) == 1
+    assert_nothing_redone(run)
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=3",
+        pytest.param("fsdp=3", marks=pytest.mark.slow),
+        pytest.param("dp=2,pp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2", marks=pytest.mark.slow),
+    ],
+)
+def test_who_waits_for_a_slow_one_is_not_slow_itself(tmp_path: Path, layout: str) -> None:
+    """All steps last equally long, and only the slow one's own time says why."""
+    workers = {"dp=2,pp=2": 4, "tp=2": 2}.get(layout, 3)
+    settings = SETTINGS.model_copy(update={"steps": 30})
+    run = run_plainly(tmp_path, settings, workers, layout=layout, faults=(SLOW,), **WATCHED)
+    [members] = [line["workers"] for line in run.told("Resume")]
+    for told in run.told("ComputeTimed")[3:]:
+        times = dict(zip(members, told["compute_s"], strict=True))
+        slow_s = times.pop("w1")
+        assert max(times.values()) < slow_s / 1.5, told

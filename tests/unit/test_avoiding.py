@@ -1,0 +1,240 @@
+"""Which nodes are avoided, and what comes of it."""
+
+from __future__ import annotations
+
+from test_core import opened
+from test_growing import Life
+
+from elastic.commands import (
+    Command,
+    NodeAvoided,
+    NodeUsedAgain,
+    StartWorkers,
+    Stopped,
+    StopWorker,
+    Waited,
+)
+from elastic.events import NodeDraining, WorkerLeaving, WorkerLost, WorkerReady
+from elastic.phases import Forming, Running, Waiting
+from elastic.planning import Job, Wish
+from elastic.wire import decode, encode
+
+
+def come(life: Life, worker: str, node: str) -> list[Command]:
+    return life.tell(WorkerReady(worker, node, 1, digest="same"))
+
+
+def training(nodes: str, least: int = 1, spare: int = 0, **policy: float) -> Life:
+    """A worker a letter, on the node of that name; the last ones are spares."""
+    life = Life(opened(least, len(nodes), hang_timeout_s=1e9, **policy))
+    life.core.state.wish = Wish.parse(f"dp={len(nodes) - spare}", len(nodes))
+    life.core.state.job = Job(12, steps=10_000)
+    for number, node in enumerate(nodes):
+        come(life, f"w{number}", node)
+    if isinstance(life.core.state.phase, Waiting):
+        life.wake()
+    life.form()
+    return life
+
+
+def newest(life: Life) -> str:
+    return f"w{life.core.state.next_worker - 1}"
+
+
+def crash_as_they_start(life: Life, node: str, times: int = 1) -> list[Command]:
+    """The newest worker dies while it warms up there; another is started in its place."""
+    commands: list[Command] = []
+    for _ in range(times):
+        life.now += 5.0
+        dead = newest(life)
+        commands += life.tell(WorkerLost(dead, "exit code -11", node))
+        while newest(life) == dead:
+            commands += life.wake()
+    return commands
+
+
+def of(kind: type, commands: list[Command]) -> list[Command]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def with_one_missing(nodes: str = "aab", **policy: float) -> Life:
+    """The last has crashed once, as a member, and its replacement is starting."""
+    life = training(nodes, **policy)
+    lost = f"w{len(nodes) - 1}"
+    life.lose(lost)
+    life.form()
+    assert newest(life) in life.core.state.seats.keys() - life.core.state.warm
+    return life
+
+
+def test_a_node_on_which_workers_crash_again_and_again_is_avoided() -> None:
+    life = with_one_missing()
+    assert of(NodeAvoided, crash_as_they_start(life, "b")) == []
+    commands = crash_as_they_start(life, "b")
+    [avoided] = of(NodeAvoided, commands)
+    assert avoided == NodeAvoided("b", avoided.until, "workers have crashed there 3 times")
+    assert of(StartWorkers, commands) == [StartWorkers((newest(life),), ("b",))]
+    assert isinstance(life.core.state.phase, Running), "the others train on"
+
+
+def test_old_crashes_do_not_count() -> None:
+    life = with_one_missing(avoid_window_s=300.0)
+    crash_as_they_start(life, "b")
+    life.commit(600)
+    assert of(NodeAvoided, crash_as_they_start(life, "b", 2)) == []
+    assert of(NodeAvoided, crash_as_they_start(life, "b"))
+
+
+def test_the_only_node_is_not_avoided() -> None:
+    life = with_one_missing("aa")
+    assert of(NodeAvoided, crash_as_they_start(life, "a", 10)) == []
+    assert life.core.state.ending is None
+
+
+def test_zero_is_never() -> None:
+    life = with_one_missing(avoid_after=0)
+    assert of(NodeAvoided, crash_as_they_start(life, "b", 10)) == []
+
+
+def test_a_node_that_is_lost_with_all_its_workers_has_crashed_once() -> None:
+    life = training("aabbbb", avoid_after=2)
+    commands = life.tell(*(WorkerLost(f"w{i}", "killed", "b") for i in range(2, 6)))
+    assert of(NodeAvoided, commands) == []
+
+
+def test_a_loss_that_strikes_several_nodes_is_none_of_a_node() -> None:
+    life = training("aabc", avoid_after=1)
+    commands = life.tell(WorkerLost("w1", "killed", "a"), WorkerLost("w2", "killed", "b"))
+    assert [c.node for c in of(NodeAvoided, commands)] == ["a"], "the first alone was one"
+    assert life.core.state.avoided == {}, "until others were struck at that moment"
+
+
+def test_leaving_by_plan_is_no_crash() -> None:
+    life = training("aab", avoid_after=1)
+    life.tell(WorkerLeaving("w2", "asked to"))
+    assert of(NodeAvoided, life.tell(WorkerLost("w2", "killed", "b"))) == []
+    life = training("aab", avoid_after=1)
+    life.tell(NodeDraining("b", life.now + 1e6))
+    assert of(NodeAvoided, life.tell(WorkerLost("w2", "its node is gone", "b"))) == []
+
+
+def test_what_follows_the_batch_is_not_the_nodes_fault() -> None:
+    """The same step ends workers on b, then on a: b is cleared of it."""
+    life = training("aabbb", avoid_after=2)
+    life.lose("w2")
+    life.core.step(life.now, WorkerReady("x", "a", 1))
+    participants = life.core.state.phase.attempt.plan.participants  # type: ignore[union-attr]
+    assert "w2" not in participants
+    life.now += 10.0
+    commands = life.tell(WorkerLost("w3", "killed", "b"))
+    assert of(NodeAvoided, commands), "of two on one node both count"
+    life.now += 10.0
+    commands = life.tell(WorkerLost("w1", "killed", "a"))
+    [cleared] = of(NodeUsedAgain, commands)
+    assert (cleared.node, life.core.state.avoided) == ("b", {})
+
+
+def test_where_others_crash_as_often_it_is_not_the_node() -> None:
+    life = with_one_missing("abc")
+    crash_as_they_start(life, "a")
+    crash_as_they_start(life, "b")
+    assert of(NodeAvoided, crash_as_they_start(life, "b", 1)) == []
+    assert life.core.state.avoided == {}
+
+
+def test_members_there_train_on() -> None:
+    life = training("aabb", avoid_after=2)
+    life.lose("w3")
+    life.form()
+    come(life, "w4", "b")
+    life.pause()
+    life.form()
+    life.now += 5.0
+    life.lose("w4")
+    assert "b" in life.core.state.avoided
+    life.form()
+    assert life.core.state.members() == ("w0", "w1", "w2")
+    assert life.core.state.seats["w2"].node == "b"
+    assert life.core.state.seats["w5"].avoided == ("b",)
+
+
+def test_spares_there_are_let_go() -> None:
+    life = training("aabb", spare=1, avoid_after=1)
+    commands = life.tell(WorkerLost("w2", "killed", "b"))
+    assert of(StopWorker, commands) == [StopWorker("w3", "its node is avoided")]
+
+
+def test_a_spare_there_stays_if_there_are_too_few_others() -> None:
+    life = training("aabb", least=3, spare=1, avoid_after=1)
+    commands = life.tell(WorkerLost("w2", "killed", "b"))
+    assert of(NodeAvoided, commands) and not of(StopWorker, commands)
+
+
+def test_who_comes_up_on_an_avoided_node_is_sent_away() -> None:
+    life = with_one_missing()
+    crash_as_they_start(life, "b", 2)
+    late = newest(life)
+    commands = come(life, late, "b")
+    assert of(StopWorker, commands) == [StopWorker(late, "its node is avoided")]
+    [start] = of(StartWorkers, commands)
+    assert start.avoided == ("b",)
+    life.tell(WorkerLost(late, "stopped", "b"))
+    assert come(life, newest(life), "a") and life.core.state.warm >= {newest(life)}
+
+
+def test_after_a_while_it_is_used_again() -> None:
+    life = with_one_missing(avoid_for_s=40.0)
+    crash_as_they_start(life, "b", 2)
+    waiting, until = newest(life), life.core.state.avoided["b"]
+    while life.core.state.avoided:
+        commands = life.wake()
+    assert life.now == until
+    assert commands == [
+        NodeUsedAgain("b", "its time is over"),
+        StopWorker(waiting, "it may be started on more nodes now"),
+        StartWorkers((newest(life),), ()),
+    ]
+    assert of(NodeAvoided, crash_as_they_start(life, "b", 2)) == [], "all is forgiven"
+    assert of(NodeAvoided, crash_as_they_start(life, "b"))
+
+
+def test_it_is_used_again_where_there_are_too_few_without_it() -> None:
+    life = training("aab", least=3, start_timeout_s=60.0)
+    life.lose("w2")
+    assert isinstance(life.core.state.phase, Waiting)
+    commands = crash_as_they_start(life, "b", 2)
+    assert of(NodeAvoided, commands)
+    avoided_at = life.now
+    while life.core.state.avoided:
+        commands = life.wake()
+    assert life.now <= avoided_at + 60.0
+    assert of(NodeUsedAgain, commands) == [
+        NodeUsedAgain("b", "too few workers have come elsewhere")
+    ]
+    come(life, newest(life), "b")
+    assert isinstance(life.core.state.phase, Forming)
+
+
+def test_it_is_told_that_the_run_waits_meanwhile() -> None:
+    life = training("ab", least=2)
+    life.lose("w1")
+    assert not of(Stopped, crash_as_they_start(life, "b", 2))
+    assert isinstance(life.core.state.phase, Waiting)
+    assert "1 of at least 2 workers" in life.core.state.phase.reason
+    assert of(Waited, life.wake()) == []
+
+
+def test_the_state_survives_the_journal() -> None:
+    life = with_one_missing()
+    crash_as_they_start(life, "b", 2)
+    assert decode(type(life.core.state), encode(life.core.state)) == life.core.state
+
+
+def test_what_strikes_others_at_that_moment_as_they_start_was_not_the_node() -> None:
+    life = training("aabc", avoid_after=1)
+    life.tell(WorkerLost("w3", "killed", "c"))
+    life.tell(WorkerLost("w2", "killed", "b"))
+    assert life.core.state.avoided == {}
+    life.now += 5.0
+    commands = life.tell(WorkerLost("w1", "killed", "a"))
+    assert of(NodeAvoided, commands) == [], "all of one step"
