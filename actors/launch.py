@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -81,7 +82,8 @@ def close_cluster(run_name: str, keep_actors: bool) -> None:
     if not ray.is_initialized():
         return
     if not keep_actors:
-        end_actors(run_name)
+        with suppress(ray.exceptions.RayError):  # the cluster is gone, and all actors with it
+            end_actors(run_name)
     ray.shutdown()
 
 

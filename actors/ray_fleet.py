@@ -325,13 +325,8 @@ class RayFleet:
             tell_loss(self._post, worker, seat.actor, seat.node, cause_of(life.exception()))
 
     def _beat(self) -> None:
-        """Keep the actors that get no probes from thinking themselves orphans.
-
-        New nodes get their agents here. (Ray's callbacks may not create actors.)
-        """
+        """Keep the actors that get no probes from thinking themselves orphans."""
         while not self._closed.wait(HEARTBEAT_S):
-            with suppress(ray.exceptions.RayError, ValueError):  # the next beat tries again
-                self._send_agents()
             with self._lock:
                 seats = list(self._seats.items())
                 agents = list(self._agents.items())
@@ -354,9 +349,12 @@ class RayFleet:
     def _exchange_notices(self) -> None:
         """This machine has no agent; what Ray says matters of nodes where something of ours is.
 
-        Ray's answer may take long while its GCS is away, and the heartbeat must not wait for it.
+        Ray's answer may take long while its GCS is away, and so may a new agent: the heartbeat must
+        not wait for either. (Ray's callbacks may not create actors.)
         """
         while not self._closed.wait(HEARTBEAT_S):
+            with suppress(ray.exceptions.RayError, ValueError):  # the next time tries again
+                self._send_agents()
             with self._lock:
                 nodes = {seat.node for seat in self._seats.values()} | self._keepers.keys()
             if self._node in nodes:

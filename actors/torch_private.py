@@ -28,12 +28,20 @@ def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
         options._timeout = timeout
         return "nccl", options
     if not _gloo_device:
-        _gloo_device.append(dist.ProcessGroupGloo.create_default_device())
+        _gloo_device.append(_device_of(os.environ.get("GLOO_SOCKET_IFNAME", "")))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = list(_gloo_device)
     options._threads = NUM_GLOO_THREADS
     return SHARED_GLOO, options
+
+
+def _device_of(interface: str) -> Any:
+    """The default one does not look at the variable, and where the machine's name does not resolve
+    to an address that others reach, it offers them the loopback."""
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
 
 
 def _gloo_group(arguments: Any, options: Any) -> Any:

@@ -99,7 +99,7 @@ class Core:
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
-                times += [state.asked_until if state.asked else inf]
+                times += [protecting.asking_deadline(state)]
                 times += [giving_way.give_way_deadline(state)]
             case Running():
                 times += [running.hang_deadline(state, phase), growing.growth_deadline(state)]

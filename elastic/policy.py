@@ -56,6 +56,9 @@ class Policy:
     at 1/k of the memory."""
     keeper_timeout_s: float = 10.0
     """How long the keepers get to say what they have."""
+    keeper_grace_s: float = 0.5
+    """The same where the others have a state no older than snapshots promise: a silent keeper may
+    be gone with its machine."""
     max_skipped: int = 20
     """So many steps in a row that were skipped, since a number was not finite: the run has failed;
     0 is never."""

@@ -11,7 +11,7 @@ from elastic.events import KeeperLost, KeeperReady, KeeperSuspected, KeeperTold
 from elastic.keeping import Placement, place_snapshots, shortfall
 from elastic.parity import num_chunks_of
 from elastic.phases import Running
-from elastic.recovery import living
+from elastic.recovery import choose_source, living
 from elastic.state import CoreState, Shelf
 
 MAX_BACKOFF_S = 60.0
@@ -48,6 +48,7 @@ def on_keeper(
                 state.asked.discard(event.node)
                 state.slots[event.node] = event.slots
                 state.parities[event.node] = event.parities
+                stop_asking(state, now)
     return []
 
 
@@ -61,13 +62,34 @@ def ask_keepers(state: CoreState, now: float) -> list[Command]:
     state.parities.clear()
     state.asked = set(state.keepers)
     state.asked_until = now + state.policy.keeper_timeout_s
+    state.are_keepers_late = False
     return [AskKeepers(state.generation, tuple(sorted(state.keepers)))]
 
 
+def asking_deadline(state: CoreState) -> float:
+    """When those who have not answered are late, or too late."""
+    if not state.asked:
+        return inf
+    policy = state.policy
+    grace_s = min(policy.keeper_grace_s, policy.keeper_timeout_s)
+    return state.asked_until - (not state.are_keepers_late) * (policy.keeper_timeout_s - grace_s)
+
+
 def stop_asking(state: CoreState, now: float) -> None:
-    """Who has not answered by now is not waited for any longer."""
-    if now >= state.asked_until:
+    """Who is late is not waited for once the others have what snapshots promise; who is too late
+    not at all."""
+    state.are_keepers_late |= now >= asking_deadline(state)
+    if state.asked and state.are_keepers_late and (now >= state.asked_until or _are_enough(state)):
         state.asked.clear()
+
+
+def _are_enough(state: CoreState) -> bool:
+    """Whether what has been told of brings back a state that is as new as a promised one."""
+    source = choose_source(state)
+    return (
+        source.kind == "snapshot"
+        and state.committed_step - source.step <= state.policy.snapshot_every
+    )
 
 
 def is_protected(state: CoreState) -> bool:

@@ -204,6 +204,8 @@ class CoreState:
     asked: set[str] = field(default_factory=set)
     """The keepers that have not said yet what they have."""
     asked_until: float = 0.0
+    are_keepers_late: bool = False
+    """Those that have not said it are waited for only if the others do not have enough."""
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
     """What they have said, by node."""
     parities: dict[str, tuple[ParitySlot, ...]] = field(default_factory=dict)

@@ -134,9 +134,9 @@ def head(
         server = f"http://{HOST}:{dashboard_port}"
         started = Head(f"{HOST}:{port}", folder, {**everywhere, "RAY_API_SERVER_ADDRESS": server})
         try:
-            wait_for(lambda: _has_started(process, log), "Ray's head")
+            wait_for(lambda: has_started(process, log), "Ray's head")
             wait_for(
-                lambda: _has_started(process, log) and started.ray("job", "list").returncode == 0,
+                lambda: has_started(process, log) and started.ray("job", "list").returncode == 0,
                 "its job server",
                 pause_s=1.0,
             )
@@ -146,7 +146,8 @@ def head(
             process.wait(timeout=60.0)
 
 
-def _has_started(process: subprocess.Popen[bytes], log: Path) -> bool:
+def has_started(process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Whether `ray start --block` says so."""
     assert process.poll() is None, log.read_text()
     return "Ray runtime started" in log.read_text()
 

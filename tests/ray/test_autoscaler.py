@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from functools import partial
@@ -18,13 +17,7 @@ from command_line import PATIENCE_S, ROOT, Command, processes_of
 from head import Head, head, wait_for
 from ray.autoscaler._private.util import prepare_config
 from test_job_submit import files_of, place
-
-sys.path.append(str(Path(__file__).parents[1] / "processes"))
-
-from expected import expected
-
-from pipelines.overrides import override
-from pipelines.recipes import load
+from unhurried import SETTINGS, assert_one_history
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
@@ -38,11 +31,7 @@ ENVIRONMENT = {
     "RAY_OVERRIDE_NODE_ID_FOR_TESTING": HEAD_ID,
     "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}",
 }
-SETTINGS = (
-    "data.source=random", "data.seq_len=64", "dtype=float64", "batch=24",
-    "model.dim=96", "model.hidden_dim=192", "accelerator=L4",
-)  # fmt: skip
-"""Steps of some tenths of a second, so that machines come and go within a few hundred."""
+NOTICE_S = 60
 
 
 def autoscaling(address: str, lacking: dict[str, str]) -> dict[str, Any]:
@@ -90,7 +79,7 @@ def command(storage: Path, workers: str, num_steps: int) -> list[str]:
     """Of what is installed: the nodes share one folder for working directories here, and each
     unpacks them anew, under the feet of the others."""
     given = ["tiny", "--workers", workers, "--steps", str(num_steps)]
-    for setting in SETTINGS:
+    for setting in (*SETTINGS, "accelerator=L4"):
         given += ["--set", setting]
     return ["python", "-m", "pipelines", "train", *given, *place(storage)]
 
@@ -108,9 +97,33 @@ def num_members(files: Command) -> int:
     return len(resumes[-1]["workers"]) if resumes else 0
 
 
-def test_a_run_grows_survives_a_dead_machine_and_gives_all_back(tmp_path: Path) -> None:
-    """Four machines on spot come at once, those on demand later; one is SIGKILLed with all on it,
-    and the autoscaler makes another."""
+def await_without(files: Command, worker: str) -> dict[str, Any]:
+    """The first generation that this one is not in, ten steps on."""
+
+    def resume() -> dict[str, Any]:
+        told: dict[str, Any] = files.lines("Resume")[-1]
+        return told
+
+    wait_for(lambda: worker not in resume()["workers"], f"the others go on without {worker}")
+    await_ten_steps(files, resume())
+    return resume()
+
+
+def await_ten_steps(files: Command, resume: dict[str, Any]) -> None:
+    wait_for(lambda: files.metrics()[-1]["step"] >= resume["step"] + 10, "ten steps")
+
+
+def drain_node_of(cluster: Head, files: Command, worker: str) -> None:
+    [node] = [line["node"] for line in files.lines("WorkerReady") if line["worker"] == worker]
+    why = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test")
+    until = ("--deadline-remaining-seconds", str(NOTICE_S))
+    told = cluster.ray("drain-node", "--address", cluster.address, "--node-id", node, *why, *until)
+    assert told.returncode == 0, told.stdout + told.stderr
+
+
+def test_a_run_grows_is_drained_survives_a_dead_machine_and_gives_all_back(tmp_path: Path) -> None:
+    """Four machines on spot come at once, those on demand later; one is drained and left, one is
+    SIGKILLed with all on it, and the autoscaler makes others."""
     files = files_of(tmp_path)
     come = tmp_path / "come"
     lacking = partial(autoscaling, lacking={"l4": str(come)})
@@ -121,25 +134,21 @@ def test_a_run_grows_survives_a_dead_machine_and_gives_all_back(tmp_path: Path) 
         await_members(cluster, files, 6)
         assert node_types(cluster) == ["l4", "l4", *["l4-spot"] * 4]
         grown = files.lines("Resume")[-1]
-        wait_for(lambda: files.metrics()[-1]["step"] >= grown["step"] + 10, "ten steps of six")
-        victim = grown["workers"][-1]
+        await_ten_steps(files, grown)
+        leaver, victim = grown["workers"][-2:]
+        drain_node_of(cluster, files, leaver)
+        left = await_without(files, leaver)
+        assert not [line for line in files.lines("Abort") if line["time"] < left["time"]]
         kill_node_of(files.pid_of(victim))
-        wait_for(lambda: files.lines("Resume")[-1]["generation"] > grown["generation"], "the next")
-        after = files.lines("Resume")[-1]
-        wait_for(lambda: files.metrics()[-1]["step"] >= after["step"] + 10, "ten steps more")
+        await_without(files, victim)
         cluster.ray("job", "stop", "grows")
         wait_for(lambda: files.lines("Stopped"), "the end")
         wait_for(lambda: not node_types(cluster), "the end of idle machines")
     [stopped] = files.lines("Stopped")
     assert stopped["outcome"] == "interrupted"
     assert victim in [line["worker"] for line in files.lines("WorkerLost")]
-    assert not files.lines("RolledBack")
-    metrics = files.metrics()
-    assert [line["step"] for line in metrics] == list(range(1, stopped["step"] + 1)), (
-        "redone or lost"
-    )
-    seen, _ = expected(override(load("tiny"), SETTINGS), len(metrics))
-    assert [line["loss"] for line in metrics] == pytest.approx([loss for loss, _ in seen], rel=1e-6)
+    assert [line["cause"] for line in files.lines("NodeDraining")] == ["Ray drains it"]
+    assert_one_history(files)
 
 
 def test_where_spot_cannot_be_had_the_rest_is_on_demand(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Po
         restart_backoff_s=0.5,
         snapshot_every=snapshot_every,
         keeper_timeout_s=0.5,
+        keeper_grace_s=0.1,
         drain_grace_s=2.0,
     )
 

@@ -1,0 +1,61 @@
+"""A worker, or its machine, stands still: the run goes on, and who comes back does no harm."""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import Command
+from test_ray_notices import a_node_to_drain
+from test_ray_parity import on_nodes
+from unhurried import assert_one_history, unhurried
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+NUM_NODES = 3
+HANG_TIMEOUT_S = 5.0
+FROZEN_S = 8.0
+"""Less than Ray needs to call a machine dead: it comes back into a cluster that knows it."""
+
+
+def stands_still(command: Command, processes: list[psutil.Process]) -> float:
+    """SIGSTOP to all; return when."""
+    frozen = time.time()
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.suspend()
+    return frozen
+
+
+@pytest.mark.parametrize("what", ["worker", "machine"])
+def test_who_stands_still_is_left_and_fenced(tmp_path: Path, what: str) -> None:
+    """Of a worker nothing is left by the time at which it could go on; where its whole machine
+    stood, it goes on, and ends before it has done anything."""
+    train = unhurried("dp=3", f"2:{NUM_NODES}", f"hang_timeout_s={HANG_TIMEOUT_S:g}")
+    with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
+        command.wait_for_step(20)
+        worker, _, machine = a_node_to_drain(command)
+        frozen_one = psutil.Process(command.pid_of(worker))
+        processes = [frozen_one] if what == "worker" else machine
+        frozen = stands_still(command, processes)
+        command.wait_until(lambda: command.metrics()[-1]["generation"] > 1, "the next generation")
+        next_one = next(line for line in command.metrics() if line["generation"] > 1)
+        took = next_one["time"] - frozen
+        print(f"{what}: {took:.2f} s from SIGSTOP to the next committed step")
+        assert took < HANG_TIMEOUT_S + 2.0
+        time.sleep(max(0.0, frozen + FROZEN_S - time.time()))
+        assert what == "machine" or not frozen_one.is_running()
+        for process in processes:
+            with suppress(psutil.NoSuchProcess):
+                process.resume()
+        command.wait_until(lambda: not frozen_one.is_running(), "the end of who stood still")
+        command.wait_until(lambda: len(command.lines("Resume")) > 2, "a replacement")
+        command.wait_for_step(len(command.metrics()) + 10)
+        command.process.terminate()
+        code, output = command.finish()
+        assert code == 143, output
+    for resume in command.lines("Resume")[1:]:
+        assert worker not in resume["workers"]
+    assert_one_history(command)
