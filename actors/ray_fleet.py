@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
 from actors.ray_drains import Drains
-from actors.ray_losses import cause_of, tell_loss
+from actors.ray_losses import cause_of, end_unreachable, tell_loss
 from actors.ray_place import away_from
 from actors.ray_private import ON_HEAD
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
@@ -322,6 +322,7 @@ class RayFleet:
         with self._lock:
             seat = self._seats.pop(worker, None)
         if not self._closed.is_set() and seat is not None:
+            end_unreachable(seat.actor, life.exception())
             tell_loss(self._post, worker, seat.actor, seat.node, cause_of(life.exception()))
 
     def _beat(self) -> None:

@@ -26,8 +26,7 @@ def cause_of(error: BaseException | None) -> str:
 def tell_loss(
     post: Callable[[Event], None], worker: str, actor: Any, node: str, cause: str
 ) -> None:
-    """Post `WorkerLost`. Where one was that died before it could say so, Ray knows; it is asked on
-    a thread of its own, since its callbacks must not wait for it."""
+    """Post `WorkerLost`. Where one was that died before it could say so, Ray knows."""
     if node:
         post(WorkerLost(worker, cause, node))
         return
@@ -38,4 +37,20 @@ def tell_loss(
             where = node_of_actor(actor)
         post(WorkerLost(worker, cause, where))
 
-    threading.Thread(target=ask, name="loss", daemon=True).start()
+    _beside(ask)
+
+
+def end_unreachable(actor: Any, error: BaseException | None) -> None:
+    """Who cannot be reached may live, and shall not keep its place until it hears nobody."""
+
+    def end() -> None:
+        with suppress(ray.exceptions.RayError, ValueError):  # it is gone
+            ray.kill(actor)
+
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        _beside(end)
+
+
+def _beside(call: Callable[[], None]) -> None:
+    """On a thread of its own, since Ray's callbacks must not wait for Ray."""
+    threading.Thread(target=call, name="loss", daemon=True).start()

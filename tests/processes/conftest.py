@@ -7,15 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from s3 import CREDENTIALS, Door, s3_server
+from s3 import Door, s3_with_keys
 
 sys.path.append(str(Path(__file__).parents[1] / "properties"))
 
 
 @pytest.fixture
-def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[Door]:
+def door() -> Iterator[Door]:
     """An S3 server of the test's own, and the keys to it in the environment."""
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
-    with s3_server() as opened:
+    with s3_with_keys() as opened:
         yield opened

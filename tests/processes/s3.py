@@ -19,6 +19,8 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+import pytest
+
 SERVER = """
 import sys, threading
 from moto.moto_server.threaded_moto_server import ThreadedMotoServer
@@ -89,6 +91,15 @@ class Door:
             self._open_ones -= set(pair)
             for sock in pair:
                 sock.close()
+
+
+@contextmanager
+def s3_with_keys() -> Iterator[Door]:
+    """A server, and the keys to it in the environment."""
+    with pytest.MonkeyPatch.context() as environment, s3_server() as door:
+        for name, value in CREDENTIALS.items():
+            environment.setenv(name, value)
+        yield door
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from cut_off import NOBODY
 from harness import Outcome, run_plainly
-from s3 import CREDENTIALS, Door, s3_server
+from s3 import CREDENTIALS, Door, s3_with_keys
 
 from actors.launch import exit_code
 from actors.process_fleet import NODE
@@ -43,11 +43,8 @@ OUTAGE_S = 6.0
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in CREDENTIALS.items():
-            environment.setenv(name, value)
-        with s3_server() as opened:
-            yield opened
+    with s3_with_keys() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from s3 import CREDENTIALS, Door, s3_server
+from s3 import Door, s3_with_keys
 
 from actors.errors import LeaseLost, RunTaken
 from actors.lease import claim, owner_of
@@ -20,11 +20,8 @@ from actors.storage import Storage, is_remote, open_storage
 
 @pytest.fixture(scope="module")
 def door() -> Iterator[Door]:
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in CREDENTIALS.items():
-            environment.setenv(name, value)
-        with s3_server() as opened:
-            yield opened
+    with s3_with_keys() as opened:
+        yield opened
 
 
 @pytest.fixture(params=["disk", "s3"])

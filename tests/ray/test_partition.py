@@ -10,12 +10,10 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from shutil import rmtree
-from tempfile import mkdtemp
 
 import psutil
 import pytest
-from command_line import ROOT, Command, processes_of
+from command_line import ROOT, Command, ray_folder
 from head import INHERITED, has_started, wait_for
 from networks import Host, Switch, networked
 from test_ray_snapshots import are_protected
@@ -47,15 +45,13 @@ def node(host: Host, environment: dict[str, str], *words: str) -> Iterator[None]
 @contextmanager
 def two_hosts(storage: Path, layout: str) -> Iterator[tuple[Command, Switch, Host]]:
     """A run of two workers on each, the switch, and the host without the controller."""
-    folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
     inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
     token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    environment = {**inherited, **token, "RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
     train = [*unhurried(layout, "2:4"), "--storage", str(storage), "--run-name", "run"]
     with ExitStack() as stack:
         switch, [near, far] = stack.enter_context(networked(2))
-        stack.callback(rmtree, folder, ignore_errors=True)
-        stack.callback(end_all, folder)
+        folder = stack.enter_context(ray_folder())
+        environment = {**inherited, **token, "RAY_TMPDIR": folder, "PYTHONPATH": str(ROOT)}
         address = f"{near.address}:{PORT}"
         head = ("--head", "--port", PORT, "--include-dashboard", "false", "--temp-dir", folder)
         stack.enter_context(node(near, environment, *head))
@@ -71,11 +67,6 @@ def two_hosts(storage: Path, layout: str) -> Iterator[tuple[Command, Switch, Hos
         stack.callback(process.communicate)
         stack.callback(process.kill)
         yield Command(process, storage / "run", folder, address), switch, far
-
-
-def end_all(folder: str) -> None:
-    for process in processes_of(folder):
-        process.kill()
 
 
 def members(command: Command) -> set[str]:
