@@ -134,17 +134,18 @@ class ShardedReplica:
         seed_device(device, seed)
         num_samples = self.workload.num_samples
         samples = [
-            sample_of(self.settings.seed, one, num_samples)
-            for one in ids_of(self.settings, step, microbatch, self.left_out)
+            sample_of(self.settings.seed, one, num_samples) for one in self._ids(step, microbatch)
         ]
         batch = self.workload.read(samples, interrupt=self.interruptible.interrupt)
         return self.workload.feed(batch, device, spread, seed)
+
+    def _ids(self, step: int, microbatch: int) -> range:
+        return ids_of(self.settings, step, microbatch, self.left_out)
 
     def _record(self, step: int, rounds: Sequence[int | None]) -> None:
         file = self.settings.record_samples
         if file and self.spread.is_first_reader:
             own = [microbatch for microbatch in rounds if microbatch is not None]
-            spans = (ids_of(self.settings, step, one, self.left_out) for one in own)
-            ids = [one for span in spans for one in span]
+            ids = [one for microbatch in own for one in self._ids(step, microbatch)]
             generation = self.groups.assignment.generation
             append_samples(file, step, generation, self.groups.world_rank, ids)
