@@ -29,7 +29,7 @@ from actors.interruption import Interruption, SaveWish
 from actors.program import Factory, Program
 from actors.standstill import Standstill
 from actors.storage import open_storage
-from actors.system import keep_freed_memory, peak_bytes
+from actors.system import drop_tiny_numbers, keep_freed_memory, peak_bytes
 from actors.torch_private import groups_in_use
 from actors.traces import keep_stacks
 from actors.trainer import Trainer, WorkerOptions
@@ -128,6 +128,7 @@ class Worker:
 
     def _serve(self) -> None:
         """The training thread: the only one that touches the model and torch.distributed."""
+        drop_tiny_numbers()  # before torch makes threads of its own, which take after this one
         try:
             self._warm_up()
         except Exception as error:
@@ -136,6 +137,7 @@ class Worker:
         self._obey_all()
 
     def _obey_all(self) -> None:
+        drop_tiny_numbers()
         while not self._interruption.is_left():
             order = self._orders.get()
             try:
