@@ -95,7 +95,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
 
 def _plan(state: CoreState, source: Source, assignment: Assignment) -> RelayoutPlan:
     carried: tuple[Carried, ...] = ()
-    if source.old:
+    if source.old and (source.snapshots or source.remade):
         staying = state.staying()
         carried = carry(source.old, source.snapshots, assignment, staying, source.remade)
     holders = tuple(sorted(source.holders))

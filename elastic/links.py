@@ -33,6 +33,8 @@ def capacity_now(state: CoreState) -> Capacity:
 
 def known_job(state: CoreState) -> Job:
     """The job with what the steps so far tell of it."""
+    if state.job.links == LinkSpeeds():
+        return state.job
     return informed(state.job, state.timed_layout, state.median_step_s(), capacity_now(state))
 
 
