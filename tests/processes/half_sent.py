@@ -15,28 +15,32 @@ from pipelines.program import TrainingProgram
 from pipelines.training.replica import ShardedReplica
 
 FATAL_STEP = 9
+DOOMED = "w3"
 MESSAGE_BYTES = 128 << 20
 HALF_WAY_S = 0.02
 """Three such messages over loopback take ten times as long."""
 
 
 class HalfSent(ShardedReplica):
-    """Before one step of the first generation the last rank sends to all others."""
+    """Before one step a worker sends to all others, for as long as it is among them."""
 
     def compute(
         self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()
     ) -> torch.Tensor:
-        if step == FATAL_STEP and self.groups.assignment.generation == 1:
-            self._receive_from_the_last()
+        members = self.groups.assignment.members
+        if step == FATAL_STEP and DOOMED in members:
+            self._receive_from(members.index(DOOMED), len(members))
         return super().compute(step, interrupt, left_out)
 
-    def _receive_from_the_last(self) -> None:
-        world, last = self.groups.world, self.groups.layout.num_workers - 1
+    def _receive_from(self, sender: int, num_members: int) -> None:
+        world = self.groups.world
         message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        if self.groups.world_rank != last:
-            wait_for(world.recv([message], last, 0))
-        for receiver in range(last):
-            world.send([message], receiver, 0)
+        if self.groups.world_rank != sender:
+            wait_for(world.recv([message], sender, 0))
+            return
+        for receiver in range(num_members):
+            if receiver != sender:
+                world.send([message], receiver, 0)
         time.sleep(HALF_WAY_S)
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -57,6 +57,12 @@ class Outcome:
         """The journal's lines of one event or command."""
         return [line for line in self.journal if kind in (line.get("event"), line.get("command"))]
 
+    def story(self) -> str:
+        """What happened beside steps, for the message of an assertion."""
+        left_out = ("StepCommitted", "ComputeTimed")
+        lines = [line for line in self.journal if line.get("event") not in left_out]
+        return "\n".join(str(line)[:300] for line in lines)
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]

@@ -49,8 +49,12 @@ def test_killed_twice_while_training(tmp_path: Path) -> None:
                 lambda number=number: len(command.lines("ControllerRestarted")) == number,
                 "the controller's return",
             )
-            command.wait_for_step(len(command.metrics()) + 5)
             back = command.lines("ControllerRestarted")[-1]
+            # What was committed before the SIGKILL may be told after it, and comes first.
+            command.wait_until(
+                lambda back=back: command.metrics()[-1]["time"] > back["time"],
+                "a step after its return",
+            )
             told = [line for line in command.metrics() if killed < line["time"] < back["time"]]
             print(
                 f"back {back['time'] - killed:.2f} s after SIGKILL, "
