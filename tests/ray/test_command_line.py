@@ -92,6 +92,7 @@ def test_changed_maths_are_refused_on_resume(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "recipe.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     """In one line, with the lease given back, and nothing of it changed."""
     journal = tmp_path / "run" / "journal.jsonl"
@@ -105,6 +106,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     assert len(journal.read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
     """SIGKILL of one and SIGSTOP of another, at no chosen moment."""
     with elastic_train(

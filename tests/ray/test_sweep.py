@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
 
+@pytest.mark.slow
 def test_a_table_of_layouts_of_which_one_is_not_feasible(tmp_path: Path) -> None:
     layouts = "dp=1; tp=2; tp=4"
     with on_own_cluster("sweep", tmp_path, *TINY, "--layouts", layouts, "--steps", "4") as command:
