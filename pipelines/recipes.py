@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipelines.errors import UserError
+from pipelines.hugging_face.recipe import PREFIX, hugging_face
 from pipelines.overrides import near
 from pipelines.settings import (
     DataSettings,
@@ -79,11 +80,13 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 
 
 def load(name: str) -> TrainSettings:
-    """The settings of a recipe: one of `RECIPES`, `path/to/file.py:function` or
-    `module:function`.
+    """The settings of a recipe: one of `RECIPES`, `hf:` and a folder or `config.json`,
+    `path/to/file.py:function` or `module:function`.
 
     Raises `UserError` if there is no such recipe, or it gives no settings.
     """
+    if name.startswith(PREFIX):
+        return hugging_face(name.removeprefix(PREFIX))
     place, colon, function = name.rpartition(":")
     recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
     if recipe is None:

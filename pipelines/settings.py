@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -133,6 +133,13 @@ class MlpSettings(Settings):
         return self
 
 
+class HuggingFaceSettings(Settings):
+    """A causal language model of the installed `transformers`; `config` is its `config.json`."""
+
+    kind: Literal["hugging_face"] = "hugging_face"
+    config: dict[str, Any]
+
+
 class DataSettings(Settings):
     """Where the text comes from and how it becomes samples.
 
@@ -250,9 +257,9 @@ class TrainSettings(Settings):
     `--notify` tells of a run that has waited for `notify_after_s`.
     """
 
-    model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
-        TransformerSettings()
-    )
+    model: Annotated[
+        TransformerSettings | MlpSettings | HuggingFaceSettings, Field(discriminator="kind")
+    ] = TransformerSettings()
     data: DataSettings = DataSettings()
     cache: CacheSettings = CacheSettings()
     network: NetworkSettings = NetworkSettings()

@@ -16,6 +16,7 @@ from pipelines.training.fully_sharded import FullySharded
 from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
 from pipelines.training.tensor_parallel import cut_modules
+from pipelines.training.whole_hidden import cut_parameters
 from pipelines.training.workload import Workload
 from pipelines.training.zero import PartlySharded
 
@@ -32,7 +33,11 @@ def parallelise(
     at each forward and backward."""
     for module in modules:
         if spread.tp is not None:
-            cut_modules(module, workload.shape(), spread.tp, spread.num_held)
+            shape = workload.shape()
+            if shape.sequence_parallel:
+                cut_modules(module, shape, spread.tp, spread.num_held)
+            else:
+                cut_parameters(module, shape, spread.tp)
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
     fully = groups.layout.zero == 3 and not _has_wholes(groups)
@@ -61,9 +66,10 @@ class Interruptible:
     def _before_forward(self, block: nn.Module, inputs: Any) -> None:
         self.interrupt()
 
-    def _after_forward(self, block: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self._before_backward)
+    def _after_forward(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad:
+            hidden.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()
