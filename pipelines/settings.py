@@ -153,6 +153,12 @@ class LoraSettings(Settings):
     targets: tuple[str, ...] = ()
 
 
+class OwnModelSettings(Settings):
+    """A module that is the user's own, as a `pipelines.recipe.Recipe` gives it."""
+
+    kind: Literal["own"] = "own"
+
+
 class DataSettings(Settings):
     """Where the text comes from and how it becomes samples.
 
@@ -273,7 +279,8 @@ class TrainSettings(Settings):
     """
 
     model: Annotated[
-        TransformerSettings | MlpSettings | HuggingFaceSettings, Field(discriminator="kind")
+        TransformerSettings | MlpSettings | HuggingFaceSettings | OwnModelSettings,
+        Field(discriminator="kind"),
     ] = TransformerSettings()
     data: DataSettings = DataSettings()
     cache: CacheSettings = CacheSettings()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,10 +9,12 @@ from typing import Any, NamedTuple, Protocol
 
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.errors import UserError
+from pipelines.hugging_face.library import library
 
 Message = Mapping[str, str]
 ASSISTANT = "assistant"
-SHAPES = '{"messages": [{"role": "user", "content": "..."}, ...]} or {"prompt": "...", "response": "..."}'
+MESSAGES = '{"messages": [{"role": "user", "content": "..."}, ...]}'
+PAIR = '{"prompt": "...", "response": "..."}'
 
 
 class Conversation(NamedTuple):
@@ -103,10 +104,8 @@ def find_rendering(tokenizer: str, separator: str | None) -> Rendering:
     if tokenizer == "bytes" or not (folder / "tokenizer_config.json").is_file():
         return plain
     try:
-        loaded = importlib.import_module("transformers").AutoTokenizer.from_pretrained(
-            folder, local_files_only=True
-        )
-    except (ImportError, OSError, ValueError) as error:
+        loaded = library().AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder}: transformers cannot read its tokenizer ({error})") from None
     return TemplateRendering(folder, loaded) if loaded.chat_template else plain
 
@@ -136,7 +135,7 @@ def _messages(line: bytes, where: str) -> list[Message]:
             {"role": ASSISTANT, "content": record["response"]},
         ]
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise UserError(f"{where}: is no conversation; each line is {SHAPES}")
+        raise UserError(f"{where}: is no conversation; each line is {MESSAGES} or {PAIR}")
     if not any(message["role"] == ASSISTANT for message in messages):
         raise UserError(f"{where}: has no message of role {ASSISTANT}, so nothing to learn")
     return messages

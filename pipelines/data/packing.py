@@ -112,8 +112,9 @@ def _packed(
     kept = {"vocab_size": np.array(rendering.vocab_size)}
     for split, chosen in (("train", False), ("held_out", True)):
         those = [one for value, one in said if (value < below) is chosen]
-        for name, rows in zip(("tokens", "targets", "documents"), pack(those, seq_len), strict=True):
-            kept[f"{split}.{name}"] = rows
+        tokens, targets, documents = pack(those, seq_len)
+        kept |= {f"{split}.tokens": tokens, f"{split}.targets": targets}
+        kept |= {f"{split}.documents": documents}
     return kept
 
 

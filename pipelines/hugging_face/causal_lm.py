@@ -12,9 +12,16 @@ from elastic.regions import chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
 from pipelines.errors import UserError
+from pipelines.hugging_face.adapters import (
+    add_adapters,
+    base_name,
+    fill_adapter,
+    is_adapter,
+    with_adapters,
+)
 from pipelines.hugging_face.anatomy import Anatomy, StandIn, anatomy_of
 from pipelines.hugging_face.building import build, fill_tensor
-from pipelines.settings import HuggingFaceSettings
+from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.training.next_token import NextToken
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.workload import Fed, Shape
@@ -44,11 +51,16 @@ class CausalLMWorkload(NextToken):
         train: Samples,
         held_out: Samples | None,
         dtype: torch.dtype = torch.float32,
+        lora: LoraSettings | None = None,
     ) -> None:
         """Raises `UserError` if `transformers` has no such model, or it does not fit the data."""
         self.settings = settings
+        self.lora = lora if lora is not None and lora.rank else None
         self.example = build(settings.config)
         self.anatomy = anatomy_of(self.example)
+        if self.lora:
+            self.anatomy = with_adapters(self.anatomy)
+            add_adapters(build(settings.config), self.lora)  # refused here
         head = self.example.get_output_embeddings()
         super().__init__(head.weight.shape[0], train, held_out, dtype)
         self.cuts_head = self.anatomy.is_head_cut
@@ -74,6 +86,8 @@ class CausalLMWorkload(NextToken):
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
         model = build(self.settings.config)
+        if self.lora:
+            add_adapters(model, self.lora)
         model.forward = staged_forward(model, self.anatomy)
         return model
 
@@ -85,7 +99,10 @@ class CausalLMWorkload(NextToken):
         return self.anatomy.shape
 
     def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        fill_tensor(self.example, name, tensor, generator.initial_seed())
+        if is_adapter(name):
+            fill_adapter(name, tensor, generator)
+        else:
+            fill_tensor(self.example, base_name(name), tensor, generator.initial_seed())
 
     def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
         keywords = {}
@@ -116,7 +133,6 @@ def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:
     whole = model.forward
 
     def forward(hidden: Tensor, positions: Tensor | None = None) -> Tensor:
-        _bring_buffers(model, hidden.device)
         inputs = {("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden}
         if positions is not None:
             inputs["position_ids"] = positions.to(hidden.device)
@@ -134,12 +150,3 @@ def positions_of(documents: Tensor) -> Tensor:
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return places - torch.where(begins, places, 0).cummax(1).values
-
-
-def _bring_buffers(model: nn.Module, device: torch.device) -> None:
-    """Those that are no state are made on the host."""
-    for module in model.modules():
-        for key in module._non_persistent_buffers_set:
-            buffer = module._buffers[key]
-            if buffer is not None and buffer.device != device:
-                module._buffers[key] = buffer.to(device)

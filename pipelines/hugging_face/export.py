@@ -14,6 +14,7 @@ import torch
 
 from actors.storage import make_durable
 from pipelines.errors import UserError
+from pipelines.hugging_face.adapter_files import write_adapter
 from pipelines.hugging_face.configuration import CONFIG, config_of
 from pipelines.hugging_face.names import Whole, their_tensors
 from pipelines.hugging_face.own_names import files_beside, own_tensors, stored_config
@@ -55,6 +56,10 @@ def export(
     kept = getattr(torch, dtype) if dtype else stored_dtype(source.settings)
     vocabulary = vocabulary_of(source.settings.data, source.data_folder)
     name_of_dtype, seq_len = str(kept).removeprefix("torch."), source.settings.data.seq_len
+    if isinstance(model, HuggingFaceSettings) and source.settings.lora.rank:
+        with _draft_of(out) as draft:
+            told = write_adapter(draft, source, kept, window_bytes)
+        return f"{out}: run {run_name} at step {source.step} as {told} of {name_of_dtype}"
     if isinstance(model, HuggingFaceSettings):
         config, tensors = stored_config(model, name_of_dtype), own_tensors(model)
     else:

@@ -18,12 +18,7 @@ from pipelines.hugging_face.names import EMBEDDING, HEAD, Place, parameter_shape
 from pipelines.hugging_face.stored_model import StoredModel
 from pipelines.hugging_face.tensor_files import TensorFiles
 from pipelines.overrides import differing_maths
-from pipelines.settings import (
-    HuggingFaceSettings,
-    MlpSettings,
-    TrainSettings,
-    TransformerSettings,
-)
+from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
 
 DTYPES = ("F64", "F32", "BF16", "F16")
 SLAB_ELEMENTS = 1 << 24
@@ -39,7 +34,7 @@ def open_pretrained(settings: TrainSettings) -> Pretrained | StoredModel | None:
         return None
     if isinstance(settings.model, HuggingFaceSettings):
         return StoredModel(Path(settings.init_from), settings.model)
-    if isinstance(settings.model, MlpSettings):
+    if not isinstance(settings.model, TransformerSettings):
         raise UserError("init_from: only a transformer can begin from a folder; leave it out")
     return Pretrained(Path(settings.init_from), settings.model)
 

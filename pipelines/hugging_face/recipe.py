@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from pipelines.errors import UserError
 from pipelines.hugging_face.building import config_of_model, read_fields
 from pipelines.hugging_face.tensor_files import has_weights
 from pipelines.settings import (
@@ -13,6 +16,40 @@ from pipelines.settings import (
 
 PREFIX = "hf:"
 TOKENIZER = "tokenizer.json"
+
+
+def finetune() -> TrainSettings:
+    """Conversations of a JSONL file, of which the responses are learnt, by the model in the folder
+    that `--set init_from=FOLDER` names: its weights, or with `--set lora.rank=8` adapters."""
+    return TrainSettings(
+        model=HuggingFaceSettings(),
+        data=DataSettings(format="chat", seq_len=1024),
+        optimizer=OptimizerSettings(lr=2e-5, warmup_steps=10, decay_steps=200, weight_decay=0.0),
+        batch=16,
+        steps=200,
+        eval_every=50,
+        checkpoint_every=50,
+    )
+
+
+def with_model_of_folder(settings: TrainSettings) -> TrainSettings:
+    """With the config, and the tokenizer, of the folder that `init_from` names, where the settings
+    leave them open. Raises `UserError`."""
+    model = settings.model
+    if not isinstance(model, HuggingFaceSettings):
+        if settings.lora.rank:
+            raise UserError("lora.rank: adapters are for models of transformers; leave it 0")
+        return settings
+    if model.config:
+        return settings
+    if settings.init_from is None:
+        raise UserError("which model? --set init_from=FOLDER, one that transformers has saved")
+    begun = hugging_face(settings.init_from)
+    changes: dict[str, Any] = {"model": begun.model}
+    if settings.data.tokenizer == "bytes":
+        tokenizer = {"tokenizer": begun.data.tokenizer}
+        changes["data"] = settings.data.model_copy(update=tokenizer)
+    return settings.model_copy(update=changes)
 
 
 def hugging_face(path: str) -> TrainSettings:

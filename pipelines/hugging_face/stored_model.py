@@ -11,6 +11,7 @@ from torch import Tensor
 from elastic.regions import Region
 from elastic.specs import TensorSpec
 from pipelines.errors import UserError
+from pipelines.hugging_face.adapters import base_name
 from pipelines.hugging_face.building import build
 from pipelines.hugging_face.library import library
 from pipelines.hugging_face.tensor_files import TensorFiles
@@ -44,15 +45,16 @@ class StoredModel:
         """Whether the folder, and not the seed, says what this tensor begins with."""
         if spec.kind == "optimizer":
             return False
-        return spec.name in (self.names if self.is_direct else self._whole)
+        name = base_name(spec.name)
+        return name in (self.names if self.is_direct else self._whole)
 
     def read(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of a tensor, on the host, in the dtype that we keep."""
         if self.is_direct:
-            found = self.files.slice(self.names[spec.name], region)
+            found = self.files.slice(self.names[base_name(spec.name)], region)
         else:
             ends = zip(region.offsets, region.shape, strict=True)
-            found = self._whole[spec.name][tuple(slice(a, a + n) for a, n in ends)]
+            found = self._whole[base_name(spec.name)][tuple(slice(a, a + n) for a, n in ends)]
         return found.to(getattr(torch, spec.dtype), copy=True).contiguous()
 
     @cached_property

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from pipelines.data.prepared import Prepared
@@ -15,7 +15,7 @@ from pipelines.errors import UserError
 from pipelines.settings import DataSettings
 from pipelines.training.spread import Spread
 from pipelines.training.tensor_parallel import whole_vocabulary
-from pipelines.training.workload import nothing
+from pipelines.training.workload import Fed, Sums, nothing, output_losses
 
 IGNORED = -100
 """The target of a position that is not to be predicted."""
@@ -40,6 +40,8 @@ class NextToken:
         self.num_samples = train.num_samples
         self.seq_len = train.seq_len
         self.is_far = train.is_far
+        self.optimising = None
+        self.keeps_its_size = False
         self.num_held_out = held_out.num_samples if held_out else 0
 
     def reach(self) -> None:
@@ -66,6 +68,9 @@ class NextToken:
         shape = (num_samples, self.seq_len) if num_samples else (1, 1)
         tokens = torch.zeros(shape, dtype=torch.int64)
         return Batch(tokens, torch.full_like(tokens, IGNORED), None)
+
+    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+        return output_losses(self, module, fed, spread)
 
     def num_tokens(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum()

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from actors.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.fully_sharded import FullySharded
-from pipelines.training.sharded import Sharded
+from pipelines.training.sharded import Sharded, bring_constants
 from pipelines.training.spread import Spread
 from pipelines.training.tensor_parallel import cut_modules
+from pipelines.training.trees import tensors_in
 from pipelines.training.whole_hidden import cut_parameters
 from pipelines.training.workload import Workload
 from pipelines.training.zero import PartlySharded
@@ -32,6 +33,7 @@ def parallelise(
     ZeRO stage says. Parameters of which each data rank has the whole need none of what FSDP does
     at each forward and backward."""
     for module in modules:
+        bring_constants(module, groups.device)
         if spread.tp is not None:
             shape = workload.shape()
             if shape.sequence_parallel:
@@ -67,9 +69,9 @@ class Interruptible:
         self.interrupt()
 
     def _after_forward(self, block: nn.Module, inputs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        if hidden.requires_grad:
-            hidden.register_hook(self._before_backward)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()

@@ -67,9 +67,18 @@ def assign(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
         given = {name: values[name] for name in module.state_dict() if name not in tied}
         for name, source in tied.items():
             if not isinstance(given[source], nn.Parameter):
-                given[source] = nn.Parameter(given[source])
+                trained = module.get_parameter(name).requires_grad
+                given[source] = nn.Parameter(given[source], requires_grad=trained)
             given[name] = given[source]
         module.load_state_dict(given, assign=True)
+
+
+def bring_constants(module: nn.Module, device: torch.device) -> None:
+    """Move buffers that have values already, which are no part of the state, to the device."""
+    for name, value in list(module.named_buffers()):
+        if not value.is_meta:
+            owner, _, key = name.rpartition(".")
+            setattr(module.get_submodule(owner), key, value.to(device))
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
