@@ -26,8 +26,11 @@ from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
 from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
+from pipelines.data.opening import RANDOM
+from pipelines.data.packing import prepare_chats
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
@@ -111,7 +114,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     )
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     if own is not None:
-        refuse_unfit_recipe(own, program.workload, settings, wish)
+        refuse_unfit_recipe(program.workload, settings)
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
@@ -172,13 +175,16 @@ def _program(settings: TrainSettings, own: Recipe | None, data_cache: str) -> Fa
         kwargs["recipe"] = own
     else:
         data = settings.data
-        kwargs["data_folder"] = prepared_folder(
-            data.source,
-            data_cache,
-            tokenizer=data.tokenizer,
-            separator=data.separator,
-            held_out_fraction=data.held_out_fraction,
-        )
+        options: dict[str, Any] = {
+            "tokenizer": data.tokenizer,
+            "separator": data.separator,
+            "held_out_fraction": data.held_out_fraction,
+        }
+        if data.format == "chat" and data.source != RANDOM:
+            folder = prepare_chats(data.source, data_cache, data.seq_len, **options)
+        else:
+            folder = prepared_folder(data.source, data_cache, **options)
+        kwargs["data_folder"] = folder
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
@@ -231,7 +237,7 @@ def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | None]:
     changes += [f"network.interface={asked.interface}"] if asked.interface else []
     changes += [f"network.ports={asked.ports}"] if asked.ports else []
     if isinstance(found, TrainSettings):
-        return override(found, changes), None
+        return with_model_of_folder(override(found, changes)), None
     refuse_brought(changes)
     return override(found.settings, changes), found
 
@@ -291,7 +297,8 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
 
 def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", asked.recipe.rpartition(":")[2] or asked.recipe)
+    last = (asked.recipe.rpartition(":")[2] or asked.recipe).rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-")
     name = asked.run_name or f"{plain}-{stamp}"
     return RunFolder.of(asked.storage, name)
 

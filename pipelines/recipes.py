@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipelines.errors import UserError
+from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
 from pipelines.overrides import near
 from pipelines.recipe import Recipe
 from pipelines.settings import (
@@ -79,15 +80,18 @@ def mlp() -> TrainSettings:
 
 
 RECIPES: dict[str, Callable[[], TrainSettings]] = {
-    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp)
+    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp, finetune)
 }
 
 
 def load(name: str) -> TrainSettings | Recipe:
-    """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`.
+    """What a recipe gives: one of `RECIPES`, `hf:` and a folder or `config.json`,
+    `path/to/file.py:function` or `module:function`.
 
     Raises `UserError` if there is no such recipe, or it gives something else.
     """
+    if name.startswith(PREFIX):
+        return hugging_face(name.removeprefix(PREFIX))
     place, colon, function = name.rpartition(":")
     recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
     if recipe is None:
