@@ -26,7 +26,7 @@ def refuse_brought(changes: list[str]) -> None:
         key = change.partition("=")[0]
         part = key.partition(".")[0]
         if part in BROUGHT:
-            raise UserError(f"{key}: the recipe has a {part} of its own; change it there")
+            raise UserError(f"{key}: the recipe brings its own {part}; change it there")
 
 
 def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:

@@ -318,9 +318,11 @@ def _refuse_other_maths(
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
-        for key in ("num_samples", "data_digest", STATE_DIGEST)
+        for key in ("num_samples", "data_digest")
         if stored.get(key) != recipe.get(key)
     ]
+    if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
+        differing.append("the state has other names, shapes or dtypes")
     if differing:
         raise UserError(
             f"run '{folder.name}' in {folder.storage} was begun with other maths "
