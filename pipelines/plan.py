@@ -26,12 +26,23 @@ from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
 from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
+from pipelines.data.opening import RANDOM
+from pipelines.data.packing import prepare_chats
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
+from pipelines.own_plan import (
+    STATE_DIGEST,
+    changed_source,
+    identity,
+    refuse_brought,
+    refuse_unfit_recipe,
+)
 from pipelines.program import TrainingProgram
+from pipelines.recipe import Recipe
 from pipelines.recipes import load
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
@@ -76,6 +87,8 @@ class Plan:
     use_gpus: bool
     tracking_uri: str
     recipe: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    """Lines for the user, of what is not as it was."""
 
 
 def make_plan(asked: Asked, num_gpus: int) -> Plan:
@@ -83,7 +96,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
 
     Raises `UserError`.
     """
-    settings = _settings(asked)
+    settings, own = _settings(asked)
     notify_url = check_url(asked.notify) if asked.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
@@ -96,12 +109,17 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         there = str(Path(settings.init_from).expanduser().resolve())
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
-    factory = _program(settings, asked.data_cache or named_storage(asked.storage).at("data").url)
+    factory = _program(
+        settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
+    )
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
+    if own is not None:
+        refuse_unfit_recipe(program.workload, settings)
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
-    _refuse_other_maths(folder, recipe, settings)
+    recipe |= identity(own, program) if own is not None else {}
+    notes = _refuse_other_maths(folder, recipe, settings)
     _refuse_unwritable(folder)
     tracking_uri = _tracking_uri(asked)
     run = Run(
@@ -126,7 +144,9 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         detached=asked.detach,
         sources=digest_of_sources(),
     )
-    return Plan(run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe)
+    return Plan(
+        run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe, notes
+    )
 
 
 def _tracking_uri(asked: Asked) -> str:
@@ -148,20 +168,23 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, data_cache: str) -> Factory:
+def _program(settings: TrainSettings, own: Recipe | None, data_cache: str) -> Factory:
     """How workers make the program; its data are prepared if need be."""
-    data = settings.data
-    folder = prepared_folder(
-        data.source,
-        data_cache,
-        tokenizer=data.tokenizer,
-        separator=data.separator,
-        held_out_fraction=data.held_out_fraction,
-    )
-    kwargs: dict[str, Any] = {
-        "settings": settings.model_dump(mode="json"),
-        "data_folder": folder,
-    }
+    kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
+    if own is not None:
+        kwargs["recipe"] = own
+    else:
+        data = settings.data
+        options: dict[str, Any] = {
+            "tokenizer": data.tokenizer,
+            "separator": data.separator,
+            "held_out_fraction": data.held_out_fraction,
+        }
+        if data.format == "chat" and data.source != RANDOM:
+            folder = prepare_chats(data.source, data_cache, data.seq_len, **options)
+        else:
+            folder = prepared_folder(data.source, data_cache, **options)
+        kwargs["data_folder"] = folder
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
@@ -203,7 +226,9 @@ def _sidecar(
     return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
-def _settings(asked: Asked) -> TrainSettings:
+def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | None]:
+    """Those of the run, and the recipe if it has a model of its own."""
+    found = load(asked.recipe)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -211,7 +236,10 @@ def _settings(asked: Asked) -> TrainSettings:
     changes += [f"audit_every={audit_every}"] if audit_every is not None else []
     changes += [f"network.interface={asked.interface}"] if asked.interface else []
     changes += [f"network.ports={asked.ports}"] if asked.ports else []
-    return override(load(asked.recipe), changes)
+    if isinstance(found, TrainSettings):
+        return with_model_of_folder(override(found, changes)), None
+    refuse_brought(changes)
+    return override(found.settings, changes), found
 
 
 def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
@@ -269,32 +297,38 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
 
 def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", asked.recipe.rpartition(":")[2] or asked.recipe)
+    last = (asked.recipe.rpartition(":")[2] or asked.recipe).rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-")
     name = asked.run_name or f"{plain}-{stamp}"
     return RunFolder.of(asked.storage, name)
 
 
-def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings) -> None:
-    """A stored run of that name may not compute something else."""
+def _refuse_other_maths(
+    folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings
+) -> tuple[str, ...]:
+    """A stored run of that name may not compute something else. What only may is told."""
     try:
         stored = folder.recipe()
     except OSError as error:
         raise UserError(f"--storage {folder.storage}: cannot be read ({error})") from None
     if stored is None:
-        return
+        return ()
     differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
     if stored["data_digest"] == recipe["data_digest"]:  # then they may have been moved
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
-        f"{key}: {stored[key]} -> {recipe[key]}"
+        f"{key}: {stored.get(key)} -> {recipe.get(key)}"
         for key in ("num_samples", "data_digest")
-        if stored[key] != recipe[key]
+        if stored.get(key) != recipe.get(key)
     ]
+    if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
+        differing.append("the state has other names, shapes or dtypes")
     if differing:
         raise UserError(
             f"run '{folder.name}' in {folder.storage} was begun with other maths "
             f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
         )
+    return tuple(filter(None, [changed_source(stored, recipe)]))
 
 
 def _refuse_unwritable(folder: RunFolder) -> None:

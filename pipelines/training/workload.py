@@ -11,10 +11,18 @@ import torch
 from torch import Generator, Tensor, nn
 
 from elastic.limits import Limits
+from pipelines.training.optimizer import Optimising
 from pipelines.training.spread import ALONE, Spread
 
-Style = Literal["colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated"]
-"""How tensor parallelism treats a module: see `pipelines.training.tensor_parallel`."""
+Style = Literal[
+    "colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated", "partial"
+]
+"""How tensor parallelism treats a module: see `pipelines.training.tensor_parallel` and, without
+sequence parallelism, `pipelines.training.whole_hidden`."""
+
+
+def no_module(lacking: nn.Module) -> None:
+    """Nothing stands in for a module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +34,32 @@ class Layer:
     cost: int
 
 
+def starred(module: str) -> str:
+    """The name of a module with a star for each number, as plans have it."""
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", module)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a model offers to the model axes.
 
     `layers` stand in forward order. `styles` names the modules that `tp` cuts; a star stands
     for any layer's number. `limits` are those of the axes. `experts` are the last parts of the
-    names of the parameters that `ep` cuts, in dim 0.
+    names of the parameters that `ep` cuts, in dim 0. Without `sequence_parallel` each rank of `tp`
+    has the hidden states of all tokens. `stand_in` makes what a pipeline stage has in the place of
+    a module that it lacks.
     """
 
     layers: tuple[Layer, ...]
     limits: Limits
     styles: Mapping[str, Style] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
+    sequence_parallel: bool = True
+    stand_in: Callable[[nn.Module], nn.Module | None] = no_module
 
     def style_of(self, module: str) -> Style | None:
         """How tensor parallelism treats the module of this name."""
-        return self.styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
+        return self.styles.get(starred(module))
 
 
 PADDING = -1
@@ -65,6 +82,13 @@ class Fed(NamedTuple):
     targets: Tensor
 
 
+class Sums(NamedTuple):
+    """The loss and the number of tokens of a microbatch, as far as this rank counts them."""
+
+    loss: Tensor
+    num_tokens: Tensor
+
+
 class Workload(Protocol):
     """One kind of training job. `Batch` is its own: whatever `read` gives and `feed` takes."""
 
@@ -76,6 +100,12 @@ class Workload(Protocol):
     """How many samples are held out for evaluation."""
     seq_len: int
     """Tokens of a sample; 1 where samples are no sequences."""
+
+    optimising: Optimising | None
+    """How its parameters are stepped; None: with AdamW, as the run's settings say."""
+
+    keeps_its_size: bool
+    """Whether microbatches are always whole: also those of `miniature`, and of `empty`."""
 
     is_far: bool
     """Whether samples have to be brought to this machine before they can be read."""
@@ -118,6 +148,10 @@ class Workload(Protocol):
         """This rank's part of a batch. `seed` is the microbatch's, negative for one that only
         pads."""
 
+    def losses(self, module: nn.Module, fed: Any, spread: Spread) -> Sums:
+        """The sum of the losses of what `feed` gave, through a whole module, and how many they
+        are; `output_losses` makes it of `loss` and `num_tokens`, which only a pipeline needs."""
+
     def num_tokens(self, targets: Tensor) -> Tensor:
         """How many losses these targets sum; what the whole step's gradient is divided by."""
 
@@ -136,8 +170,15 @@ def forward_loss(workload: Workload, module: nn.Module, fed: Fed, spread: Spread
     return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, spread)
 
 
+def output_losses(workload: Workload, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+    """`Workload.losses` where the loss is a function of the module's output and the targets."""
+    return Sums(forward_loss(workload, module, fed, spread), workload.num_tokens(fed.targets))
+
+
 def joined(feds: Sequence[Fed]) -> Fed:
     """Several in a row; keywords that one lacks and others have are 0."""
+    if len(feds) == 1:
+        return feds[0]
     known = {name: value for fed in feds for name, value in fed.keywords.items()}
     keywords = {
         name: torch.cat([fed.keywords.get(name, _nothing_like(known[name], fed)) for fed in feds])
