@@ -54,6 +54,18 @@ def join_cluster(address: str, namespace: str) -> None:
     hush_driver()
 
 
+def join_cluster_at_hand(address: str | None, namespace: str) -> bool:
+    """Join the cluster at `address`, or the one at hand; whether there is one.
+
+    Raises OSError if an address is named and nobody answers there.
+    """
+    take_token()
+    joined = _join(address, _common(namespace))
+    if joined:
+        hush_driver()
+    return joined
+
+
 def _common(namespace: str) -> dict[str, Any]:
     return {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
 

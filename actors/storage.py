@@ -38,6 +38,10 @@ class Storage(Protocol):
     def size(self, name: str) -> int | None:
         """In bytes; None if there is no such file."""
 
+    def modified(self, name: str) -> float | None:
+        """When a file was written by the storage's clock, in seconds since the epoch, if it tells;
+        None if there is no such file."""
+
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
         """A file from `offset` on. Raises `FileNotFoundError`."""
 
@@ -106,6 +110,10 @@ class DiskStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def modified(self, name: str) -> float | None:
+        file = self.path / name
+        return file.stat().st_mtime if file.exists() else None
+
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
         with open(self.path / name, "rb") as file:
             file.seek(offset)
@@ -170,6 +178,10 @@ class ObjectStorage:
     def size(self, name: str) -> int | None:
         info = self._system.get_file_info(f"{self._path}/{name}")
         return int(info.size) if info.type == fs.FileType.File else None
+
+    def modified(self, name: str) -> float | None:
+        info = self._system.get_file_info(f"{self._path}/{name}")
+        return info.mtime.timestamp() if info.mtime else None
 
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
         with self._system.open_input_file(f"{self._path}/{name}") as file:

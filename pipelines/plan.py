@@ -31,6 +31,7 @@ from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.inject import parse_faults
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
+from pipelines.profile import parse_profile
 from pipelines.program import TrainingProgram
 from pipelines.recipes import load
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
@@ -61,6 +62,7 @@ class Asked:
     ports: str | None = None
     notify: str | None = field(default=None, repr=False)
     detach: bool = False
+    profile: str | None = None
     data_cache: str | None = None
     """Where text is prepared; by default in the storage."""
 
@@ -83,7 +85,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
 
     Raises `UserError`.
     """
-    settings = _settings(asked)
+    settings = settings_of(asked)
     notify_url = check_url(asked.notify) if asked.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
@@ -118,6 +120,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
             audit_every=settings.audit_every,
             network=Network(settings.network.interface, settings.network.port_range),
             straggler_every=settings.straggler_every,
+            profiled=parse_profile(asked.profile) if asked.profile else None,
         ),
         leavers=leavers,
         observers=(
@@ -203,7 +206,8 @@ def _sidecar(
     return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
-def _settings(asked: Asked) -> TrainSettings:
+def settings_of(asked: Asked) -> TrainSettings:
+    """The recipe's, with what the command line overrides. Raises `UserError`."""
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []

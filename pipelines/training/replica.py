@@ -24,6 +24,7 @@ from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share, ids_of
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage, build_stages
+from pipelines.training.statistics import Statistics, Told
 from pipelines.training.tensor_parallel import sum_over_sequence, summed_over_sequence
 from pipelines.training.workload import PADDING, Fed, Workload
 
@@ -49,6 +50,7 @@ class ShardedReplica:
         self.state = LocalState(self.sharded, settings, groups.device)
         self.passes = self._passes(stages)
         self.left_out: Sequence[int] = ()
+        self.inside = Statistics(workload, settings, groups, self.state)
         self.norms = summed_over_sequence(self.state.shards, workload.shape(), self.spread)
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
@@ -73,6 +75,7 @@ class ShardedReplica:
         rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         self._record(step, rounds)
         self.look_ahead.tell(step, left_out)
+        self.inside.begin(step, rounds)
         feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.sharded.gather(interrupt)
@@ -84,6 +87,7 @@ class ShardedReplica:
         if self.spread.tp is not None and self.norms:
             gradients = self.state.gradients()
             sum_over_sequence([gradients[name] for name in self.norms], self.spread.tp)
+        self.inside.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
 
@@ -94,14 +98,20 @@ class ShardedReplica:
         lr = learning_rate(self.settings.optimizer, step)
         skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0
         norm = None
+        self.inside.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
             clip = min(1.0, self.settings.optimizer.max_grad_norm / (norm + NORM_EPS))
             gradients = self.state.gradients()
             torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
             self.state.step(gradients, lr)
+        self.inside.after_step(vote.num_tokens)
         self.state.drop_gradients()
         return Applied(lr, norm, skipped)
+
+    def statistics(self) -> Told | None:
+        """Of the step just applied, if they are due; see `pipelines.training.statistics`."""
+        return self.inside.told()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that nobody has seen the vote of."""
