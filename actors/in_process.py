@@ -57,7 +57,7 @@ class InProcessFleet:
         hear: Callable[[Event], None] = lambda event: None,
         incarnation: int = 1,
     ) -> None:
-        """`hear` is called with each of the worker's events, on the thread that trains."""
+        """`hear` is called with each event of the thread that trains, on it."""
         self._post = post
         self._incarnation = incarnation
         self._host = own_address(options.network, HOST)
@@ -65,7 +65,10 @@ class InProcessFleet:
 
         def report(event: Event) -> None:
             post(event)
-            hear(event)
+            if threading.get_ident() == self._serving:
+                hear(event)
+
+        self._serving = 0
 
         self._begun: Future[str | None] = Future()
         """The worker's name once it is wanted; None if the run has ended before."""
@@ -80,6 +83,7 @@ class InProcessFleet:
         if name is None:
             return
         assert self.worker is not None
+        self._serving = threading.get_ident()
         num_threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -154,7 +158,7 @@ def run_in_process(
 ) -> Ended:
     """Drive a run and be its one worker, until it has stopped.
 
-    `hear` gets each of the worker's events, on this thread, and where to post others. Raises
+    `hear` gets each event of the training, on this thread, and where to post others. Raises
     `RunTaken` if somebody drives the run, `RunRefused` if it cannot be opened.
     """
     storage = open_storage(run.folder)

@@ -160,7 +160,8 @@ def train(
         profile=profile,
     )
     if dry_run_:
-        raise typer.Exit(dry_run(asked, Console()))
+        width = None if sys.stdout.isatty() else TABLE_WIDTH
+        raise typer.Exit(dry_run(asked, Console(width=width)))
     raise typer.Exit(train_in_process(asked, Console()) if in_process else drive(asked, Console()))
 
 

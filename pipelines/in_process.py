@@ -39,7 +39,7 @@ def train_in_process(asked: Asked, console: Console) -> int:
     plan = make_plan(replace(asked, workers="1"), torch.cuda.device_count())
     if plan.run.leavers:
         raise UserError("--in-process: there is nobody to go on when the one worker is removed")
-    plan = replace(plan, run=_unhurried(plan.run))
+    plan = replace(plan, run=unhurried(plan.run))
     console.print(
         f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}  ·  process of "
         "this command",
@@ -69,7 +69,7 @@ def _refuse_others(asked: Asked) -> None:
         raise UserError("--in-process trains in this command: drop --detach, or the other")
 
 
-def _unhurried(run: Run) -> Run:
+def unhurried(run: Run) -> Run:
     """No snapshots, since there is nobody to outlive this process, and no deadlines."""
     policy = replace(
         run.opening.policy,

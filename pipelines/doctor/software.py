@@ -17,15 +17,18 @@ from packaging.specifiers import SpecifierSet
 from pipelines.doctor.finding import Finding
 
 PROJECT = "elastic-training"
+ALWAYS_TOLD = ("torch", "ray", "mlflow")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> Iterator[Finding]:
-    """Python and the packages that the project asks for. The rest goes without a row."""
+    """Python, the packages that matter most, and the others only where they are amiss."""
     asked_python, asked = asked_for()
     yield python_version(platform.python_version(), asked_python)
     for requirement in asked:
-        yield package_version(requirement, _installed(requirement.name))
+        found = package_version(requirement, _installed(requirement.name))
+        if found.verdict != "ok" or requirement.name in ALWAYS_TOLD:
+            yield found
 
 
 def asked_for() -> tuple[str, list[Requirement]]:
