@@ -23,6 +23,7 @@ from actors.lines import LineLog, open_lines
 from actors.listening import Network, listen
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
+from actors.ray_names import NAMESPACE
 from actors.ray_place import head_host
 from actors.ray_private import ON_HEAD
 from actors.ray_worker import Orphanage, end_process
@@ -267,6 +268,7 @@ class RayController:
             ray.remote(concurrency_groups=RayObserver.GROUPS)(RayObserver)
             .options(
                 name=f"{self._run.name}:observer-{number}-{self._lease.epoch}",
+                namespace=NAMESPACE,
                 lifetime="detached",
                 num_cpus=0,
                 enable_task_events=False,
