@@ -33,9 +33,9 @@ class Display:
     """Shows a run from its lines; use it as a context manager, so that the terminal is restored.
 
     On a terminal or in a notebook it draws a panel, at most four times a second; elsewhere it
-    prints a line an event and one about every ten seconds. Nothing before `since` (seconds since the epoch) is
-    told as an event: a resumed run's past is not news. A `history` that somebody else feeds is
-    shown as it is.
+    prints a line an event and one about every ten seconds. Nothing before `since` (seconds since
+    the epoch) is told as an event: a resumed run's past is not news. A `history` that somebody
+    else feeds is shown as it is.
     """
 
     def __init__(

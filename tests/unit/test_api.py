@@ -51,16 +51,15 @@ def test_what_a_run_config_says(tmp_path: Path) -> None:
         ),
         ({"scaling_config": ScalingConfig(2, accelerator_type="L4")}, "use_gpu=True"),
         (
-            {
-                "scaling_config": ScalingConfig(
-                    2, use_gpu=True, resources_per_worker={"GPU": 2}
-                )
-            },
+            {"scaling_config": ScalingConfig(2, use_gpu=True, resources_per_worker={"GPU": 2})},
             "one device",
         ),
         ({"scaling_config": {"num_workers": 2}}, "give a ray.train.ScalingConfig"),
         ({"run_config": tune.RunConfig(name="mine")}, "give a ray.train.RunConfig"),
-        ({"run_config": RunConfig(failure_config=FailureConfig(max_failures=3))}, "without a limit"),
+        (
+            {"run_config": RunConfig(failure_config=FailureConfig(max_failures=3))},
+            "without a limit",
+        ),
         ({"run_config": RunConfig(worker_runtime_env={"pip": ["x"]})}, "ray.init"),
         (
             {
@@ -81,7 +80,10 @@ def test_what_a_run_knows_nothing_of_is_refused(arguments, told) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"layout": "dp=3"}, "layout dp=3 needs 3 workers, ScalingConfig\\(num_workers\\) allows 2"),
+        (
+            {"layout": "dp=3"},
+            "layout dp=3 needs 3 workers, ScalingConfig\\(num_workers\\) allows 2",
+        ),
         ({"set": {"optimizer.lrx": 1}}, "set optimizer.lrx: there is no such setting"),
         ({"inject": ["hit worker 1"]}, "inject 'hit worker 1' is not understood"),
         ({"run_config": RunConfig(name="no/name")}, "RunConfig\\(name\\) 'no/name'"),
@@ -99,7 +101,10 @@ def test_refusals_are_told_in_terms_of_python(tmp_path, arguments, told) -> None
 
 def test_only_options_are_renamed() -> None:
     told = "--set seed=1 for run-name a--b: resume it, or choose another --run-name"
-    assert renamed(told) == "set seed=1 for run-name a--b: resume it, or choose another RunConfig(name)"
+    assert (
+        renamed(told)
+        == "set seed=1 for run-name a--b: resume it, or choose another RunConfig(name)"
+    )
 
 
 def test_values_become_those_of_the_command_line() -> None:
@@ -152,7 +157,7 @@ def test_how_a_run_ended_in_terms_of_ray(tmp_path: Path) -> None:
         assert (Path(folder) / "manifest.json").exists()
     assert result.get_best_checkpoint("loss", "min").path == result.checkpoint.path
     assert ended(run.folder, Progress(Stopped("interrupted", 2))).metrics == result.metrics
-    with pytest.raises(TrainingFailedError, match="(?s)'run' has failed at step 2: no.*Traceback"):
+    with pytest.raises(TrainingFailedError, match=r"(?s)'run' has failed at step 2: no.*Traceback"):
         ended(run.folder, Progress(Stopped("failed", 2, "no", "Traceback: theirs")))
     with pytest.raises(UserError, match="RunConfig"):
         ended(run.folder, Progress(Stopped("user_error", 0, "choose another --run-name")))
