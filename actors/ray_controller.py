@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -161,7 +162,9 @@ class RayController:
     def _take_run(self, storage: Storage) -> None:
         """Whoever comes back has a run to go on with, and insists where storage does not answer."""
         deadline = time.monotonic()
-        if self._me.was_current_actor_reconstructed:
+        with warnings.catch_warnings(action="ignore"):  # Ray asks itself in a way that is to go
+            has_been_here = self._me.was_current_actor_reconstructed
+        if has_been_here:
             deadline += STORAGE_PATIENCE_S
         while True:
             try:

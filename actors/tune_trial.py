@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from ray import tune
 
+from actors.ray_private import ON_HEAD
+
 
 class TrialRun(Protocol):
     """A run under way, as a trial sees it."""
@@ -29,7 +31,8 @@ Begin = Callable[[str, dict[str, Any]], TrialRun]
 
 
 def trainable_of(begin: Begin, name: str) -> Any:
-    """What `tune.Tuner` takes. The trial itself asks for no CPU: its run's workers do."""
+    """What `tune.Tuner` takes. The trial itself asks for no CPU, since its run's workers do; one
+    that asks for nothing at all is refused by Tune."""
 
     class Trial(tune.Trainable):  # type: ignore[misc]
         _run: TrialRun
@@ -51,4 +54,4 @@ def trainable_of(begin: Begin, name: str) -> Any:
                 self._run.stop()
 
     Trial.__name__ = name
-    return tune.with_resources(Trial, {"CPU": 0})
+    return tune.with_resources(Trial, {"CPU": 0, **ON_HEAD})
