@@ -19,6 +19,9 @@ from pipelines.settings import (
     TransformerSettings,
 )
 
+RecipeLike = str | TrainSettings | Callable[[], TrainSettings]
+"""What may stand for a recipe; see `load`."""
+
 SYNC_EACH = False
 """Of models this small, whole gradients cost less than to reduce them in every backward."""
 
@@ -78,12 +81,41 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 }
 
 
-def load(name: str) -> TrainSettings:
-    """The settings of a recipe: one of `RECIPES`, `path/to/file.py:function` or
-    `module:function`.
+def load(recipe: RecipeLike) -> TrainSettings:
+    """The settings of a recipe: one of `RECIPES`, `path/to/file.py:function`, `module:function`,
+    such a function itself, or what it would return.
 
     Raises `UserError` if there is no such recipe, or it gives no settings.
     """
+    name = name_of(recipe)
+    settings = recipe if isinstance(recipe, TrainSettings) else _function(recipe)()
+    if not isinstance(settings, TrainSettings):
+        raise UserError(f"recipe {name}: returns {type(settings).__name__}, not TrainSettings")
+    return settings
+
+
+def name_of(recipe: RecipeLike) -> str:
+    """How it is called in messages, files and the names of runs."""
+    if isinstance(recipe, str):
+        return recipe
+    if isinstance(recipe, TrainSettings):
+        return recipe.model.kind
+    named = getattr(recipe, "__qualname__", type(recipe).__qualname__)
+    return f"{getattr(recipe, '__module__', '')}:{named}"
+
+
+def _function(recipe: RecipeLike) -> Callable[[], TrainSettings]:
+    if callable(recipe):
+        return recipe
+    if not isinstance(recipe, str):
+        raise UserError(
+            f"recipe: {type(recipe).__name__} is none; give a name, file.py:function, a function "
+            "that returns TrainSettings, or these settings"
+        )
+    return _named(recipe)
+
+
+def _named(name: str) -> Callable[[], TrainSettings]:
     place, colon, function = name.rpartition(":")
     recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
     if recipe is None:
@@ -91,10 +123,7 @@ def load(name: str) -> TrainSettings:
             f"recipe {name}: there is none of that name; {near(name, list(RECIPES))}; "
             "or give path/to/file.py:function or module:function"
         )
-    settings = recipe()
-    if not isinstance(settings, TrainSettings):
-        raise UserError(f"recipe {name}: returns {type(settings).__name__}, not TrainSettings")
-    return settings
+    return recipe
 
 
 def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings]:
