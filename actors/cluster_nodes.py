@@ -50,7 +50,8 @@ def see_nodes(address: str | None, namespace: str) -> list[NodeSeen] | None:
 
     Joins it and leaves it again. Raises OSError if an address is named and nobody answers there.
     """
-    if not join_cluster_at_hand(address, namespace):
+    was_there = ray.is_initialized()
+    if not was_there and not join_cluster_at_hand(address, namespace):
         return None
     try:
         living = sorted(
@@ -58,7 +59,8 @@ def see_nodes(address: str | None, namespace: str) -> list[NodeSeen] | None:
         )
         return [_see(node) for node in living]
     finally:
-        ray.shutdown()
+        if not was_there:
+            ray.shutdown()
 
 
 def _see(node: dict[str, Any]) -> NodeSeen:

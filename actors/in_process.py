@@ -72,9 +72,11 @@ class InProcessFleet:
 
         self._begun: Future[str | None] = Future()
         """The worker's name once it is wanted; None if the run has ended before."""
-        self._make = lambda name: LoneWorker(
-            name, Place(NODE), program, options, report, self._host
-        )
+
+        def make(name: str) -> LoneWorker:
+            return LoneWorker(name, Place(NODE), program, options, report, self._host)
+
+        self._make = make
         self.worker: LoneWorker | None = None
 
     def serve(self) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -47,13 +45,15 @@ def train_in_process(asked: Asked, console: Console) -> int:
         highlight=False,
     )
     store_recipe(plan)
-    with _interrupts() as interrupts:
-        try:
-            return _train(plan, console, interrupts)
-        except RunRefused as error:
-            raise UserError(str(error)) from None
-        except KeyboardInterrupt:
-            return 128 + (interrupts.number if interrupts else signal.SIGINT)
+    interrupts = Interrupts()
+    try:
+        return _train(plan, console, interrupts)
+    except RunRefused as error:
+        raise UserError(str(error)) from None
+    except KeyboardInterrupt:
+        return 128 + (interrupts.number or signal.SIGINT)
+    finally:
+        interrupts.give_back()
 
 
 def _refuse_others(asked: Asked) -> None:
@@ -85,29 +85,23 @@ def unhurried(run: Run) -> Run:
     return replace(run, opening=replace(run.opening, policy=policy), options=options)
 
 
-@contextmanager
-def _interrupts() -> Iterator[Interrupts | None]:
-    """Signals as any run takes them, if this is the thread that gets them; as before afterwards."""
-    if threading.current_thread() is not threading.main_thread():
-        yield None
-        return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield Interrupts()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+@dataclass(frozen=True)
+class _Here:
+    """The run as a driver stops it."""
+
+    post: Callable[[Event], None]
+
+    def request_stop(self, cause: str) -> None:
+        self.post(StopRequested(cause))
 
 
-def _train(plan: Plan, console: Console, interrupts: Interrupts | None) -> int:
+def _train(plan: Plan, console: Console, interrupts: Interrupts) -> int:
     started, follower = time.time(), Follower(plan.folder)
     plain = Console(file=console.file, force_terminal=False, soft_wrap=True)
     display = Display(plain, plan.folder.name, since=started)  # a live panel would fight with pdb
 
     def hear(event: Event, post: Callable[[Event], None]) -> None:
-        if interrupts and interrupts.number and not interrupts.told:
-            interrupts.told = True
-            post(StopRequested(f"{signal.Signals(interrupts.number).name} at the driver"))
+        interrupts.pass_on(_Here(post))
         display.update(time.time(), *follower.take(), trouble=follower.trouble)
 
     try:
@@ -123,4 +117,4 @@ def _train(plan: Plan, console: Console, interrupts: Interrupts | None) -> int:
         raise ended.error
     if ended.outcome.outcome != "completed":
         print(f"elastic: {ended.outcome.outcome}: {ended.outcome.reason}", file=sys.stderr)
-    return exit_code(ended.outcome, interrupts.number if interrupts else 0)
+    return exit_code(ended.outcome, interrupts.number)

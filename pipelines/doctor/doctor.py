@@ -12,10 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from actors.listening import Network
+from actors.ray_names import NAMESPACE
 from pipelines.doctor import machine, places, software
 from pipelines.doctor.cluster import cluster
 from pipelines.doctor.finding import Finding, Verdict
-from pipelines.drive import NAMESPACE
 from pipelines.errors import UserError
 from pipelines.overrides import override
 from pipelines.settings import TrainSettings
