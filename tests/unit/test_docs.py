@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -24,6 +25,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from actors.accelerators import PREFIX
 from actors.checkpoints import publish
 from actors.launch import exit_code
+from actors.statistics_log import StatisticsLog
 from actors.storage import DiskStorage
 from actors.system import sample
 from elastic.commands import Command, Stopped
@@ -176,13 +178,11 @@ def test_the_recipes_are_all_named() -> None:
 
 
 def command_lines(page: Path) -> list[str]:
-    """Those that a page shows in code, without the program's name; what is cut short is not."""
+    """Those that a page shows in code, without the program's name."""
     shown = re.sub(r"\\\n\s+", "", page.read_text())
     lines = [line for line in COMMAND_LINE.findall(shown) if "OPTIONS" not in line]
     code = [line for line in shown.splitlines() if line.startswith("    ")]
-    lines += [line.partition(" -- ")[2] for line in code if " -- " in line]
-    inline = (told.removeprefix("elastic ") for told in named(shown) if told.startswith("elastic "))
-    return [*lines, *(told for told in inline if " " in told and "..." not in told)]
+    return [*lines, *(line.partition(" -- ")[2] for line in code if " -- " in line)]
 
 
 def test_the_command_lines_are_accepted() -> None:
@@ -194,6 +194,13 @@ def test_the_command_lines_are_accepted() -> None:
         words = shlex.split(re.sub(r"^(elastic|python -m pipelines) ", "", line), comments=True)
         name, *arguments = words
         command.commands[name].make_context(name, arguments)
+
+
+def test_commands_within_sentences_have_the_options_that_are_told() -> None:
+    told = (code for page in PAGES for code in named(page.read_text()))
+    for words in (code.split() for code in told if code.startswith("elastic ")):
+        known = options(words[1])
+        assert {word for word in words if word.startswith("--")} <= known, words
 
 
 def test_the_examples_in_python_can_be_imported() -> None:
@@ -238,10 +245,20 @@ def test_journal_lines_have_the_fields_that_are_told(name: str, union: object) -
     assert told == {kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)}
 
 
+class Told:
+    """As much of a replica as a line of statistics needs."""
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        return {"layers.0": {"grad_norm": 1.0}}
+
+
 def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """The keys of each file that is described, as the code writes them."""
     yield "metrics", [field.name for field in fields(StepRecord)]
     yield "system", list(sample("w0", psutil.Process()))
+    log = StatisticsLog(DiskStorage(tmp_path))
+    log.tell(Told(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
+    yield "statistics", list(json.loads((tmp_path / "statistics.jsonl").read_text()))
     published = publish(DiskStorage(tmp_path), 1, 1, ())
     yield (
         "manifest",
