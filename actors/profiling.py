@@ -1,8 +1,8 @@
 """A worker's trace of some steps by torch.profiler, kept in the run's folder for chrome://tracing.
 
-A trace is of one stretch of steps in one generation: what an abort breaks off is kept as far as it
-came, and the steps after it begin another. A profile that cannot be had is told of in the worker's
-own output, and training goes on.
+An abort must not wait for a trace, which takes seconds to be closed and written: recording goes on
+through it, and the recovery is in the trace as well. A profile that cannot be had is told of in the
+worker's own output, and training goes on.
 """
 
 from __future__ import annotations
@@ -35,22 +35,26 @@ class Profiling:
         self._first, self._last = steps or (0, -1)
         self._trace: profile | None = None
         self._thread = 0
-        """Which began it: no other can end it, as one that was left behind would try."""
-        self._begun = self._newest = self._generation = 0
+        """Which began it: no other can end it, as one that takes the place of a thread left
+        behind would try."""
+        self._begun = self._newest = self._generation = self._begun_generation = 0
+        self._writing: threading.Thread | None = None
 
     @contextmanager
     def generation(self, generation: int) -> Iterator[None]:
-        """Around the steps of a generation, which are all on one thread, as torch wants it."""
+        """Around the steps of a generation. If they end in order, what is recorded is written
+        before this ends; the process may not live for long then."""
         self._generation = generation
-        try:
-            yield
-        finally:
-            self._keep()
+        yield
+        self._keep()
+        if self._writing is not None:
+            self._writing.join()
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Around one step, which gets its name in the trace."""
         if not self._first <= step <= self._last:
+            self._keep()
             yield
             return
         if self._trace is None or self._thread != threading.get_ident():
@@ -70,17 +74,28 @@ class Profiling:
         except Exception as error:  # whatever it is, it must not end the run
             _complain(f"step {step} cannot be traced: {error}")
             return
-        self._trace, self._thread, self._begun = trace, threading.get_ident(), step
+        self._trace, self._thread = trace, threading.get_ident()
+        self._begun, self._begun_generation = step, self._generation
 
     def _keep(self) -> None:
-        """Write what has been recorded, if anything has."""
+        """End what is being recorded, if anything is, and have it written."""
         if self._trace is None or self._thread != threading.get_ident():
             return
         trace, self._trace = self._trace, None
         steps = f"{self._begun}-{self._newest}"
-        name = f"{self._worker}-g{self._generation}-steps-{steps}{TRACE}"
+        name = f"{self._worker}-g{self._begun_generation}-steps-{steps}{TRACE}"
         try:
             trace.stop()
+        except Exception as error:  # likewise
+            _complain(f"{name} could not be ended: {error}")
+            return
+        self._writing = threading.Thread(
+            target=self._write, args=(trace, name), name="profile", daemon=True
+        )
+        self._writing.start()
+
+    def _write(self, trace: profile, name: str) -> None:
+        try:
             with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
                 file = Path(folder) / name
                 trace.export_chrome_trace(str(file))
