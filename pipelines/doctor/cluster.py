@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from actors.cluster_nodes import NodeSeen, own_software, see_nodes
 from pipelines.doctor.finding import Finding
 from pipelines.doctor.places import clock
+from pipelines.view.wording import counted
 
 
 def cluster(address: str | None, namespace: str) -> Iterator[Finding]:
@@ -22,7 +23,8 @@ def cluster(address: str | None, namespace: str) -> Iterator[Finding]:
         return
     total = {name: sum(node.resources.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
     yield Finding(
-        "Ray cluster", f"{len(nodes)} nodes, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs"
+        "Ray cluster",
+        f"{counted(len(nodes), 'node')}, {total['CPU']:g} CPUs, {total['GPU']:g} GPUs",
     )
     for node in nodes:
         yield from _node(node)
