@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, assert_never
 
 import torch
@@ -13,11 +14,15 @@ from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
 from pipelines.data.prepared import open_prepared
+from pipelines.errors import UserError
 from pipelines.hugging_face.pretrained import open_pretrained
-from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
+from pipelines.recipe import Recipe
+from pipelines.recipes import load
+from pipelines.settings import MlpSettings, OwnModelSettings, TrainSettings, TransformerSettings
 from pipelines.training.checkpoint import read_regions
 from pipelines.training.language_model import LanguageModelWorkload, open_samples
 from pipelines.training.mlp import MlpWorkload
+from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.part_file import write_part
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
@@ -30,18 +35,27 @@ class TrainingProgram:
 
     `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, or
     is their URL, if they are not synthetic; `device` is the GPU if there is one, unless told.
-    Raises `UserError` for data, or a model to begin from, that cannot be used.
+    `recipe` is one of the user's own, or where it is found (`path/to/file.py:function`); of its
+    own settings nothing counts then. Raises `UserError` for data, or a model to begin from, that
+    cannot be used.
     """
 
     def __init__(
-        self, settings: dict[str, Any], data_folder: str | None = None, device: str | None = None
+        self,
+        settings: dict[str, Any],
+        data_folder: str | None = None,
+        device: str | None = None,
+        recipe: Recipe | str | None = None,
     ) -> None:
         self.settings = TrainSettings.model_validate(settings)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.steps = self.settings.steps
         self.eval_every = self.settings.eval_every
         self.pretrained = open_pretrained(self.settings)
-        self.workload = make_workload(self.settings, data_folder)
+        if isinstance(recipe, str):
+            found = load(recipe)
+            recipe = found if isinstance(found, Recipe) else None
+        self.workload = make_workload(self.settings, data_folder, recipe)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state; see `pipelines.training.state.state_specs`."""
@@ -74,7 +88,9 @@ class TrainingProgram:
         return read_regions(checkpoint, wanted)
 
 
-def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Workload:
+def make_workload(
+    settings: TrainSettings, data_folder: str | None = None, recipe: Recipe | None = None
+) -> Workload:
     """The workload that the settings name. Held-out data are opened only to be evaluated."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     match settings.model:
@@ -90,5 +106,9 @@ def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Wo
                 for split in ("train", "held_out")
             )
             return LanguageModelWorkload(settings.model, train, held_out, dtype)
+        case OwnModelSettings():
+            if recipe is None:
+                raise UserError("model.kind=own: the module comes with a `Recipe`; give one")
+            return OwnWorkload(replace(recipe, settings=settings))
         case _:
             assert_never(settings.model)

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
 from pipelines.errors import UserError
 from pipelines.overrides import near
+from pipelines.recipe import Recipe
 from pipelines.settings import (
     DataSettings,
     ExpertsSettings,
     MlpSettings,
     OptimizerSettings,
+    OwnModelSettings,
     TrainSettings,
     TransformerSettings,
 )
 
+OWN_MODEL = OwnModelSettings()
 SYNC_EACH = False
 """Of models this small, whole gradients cost less than to reduce them in every backward."""
 
@@ -78,11 +83,10 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 }
 
 
-def load(name: str) -> TrainSettings:
-    """The settings of a recipe: one of `RECIPES`, `path/to/file.py:function` or
-    `module:function`.
+def load(name: str) -> TrainSettings | Recipe:
+    """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`.
 
-    Raises `UserError` if there is no such recipe, or it gives no settings.
+    Raises `UserError` if there is no such recipe, or it gives something else.
     """
     place, colon, function = name.rpartition(":")
     recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
@@ -91,13 +95,22 @@ def load(name: str) -> TrainSettings:
             f"recipe {name}: there is none of that name; {near(name, list(RECIPES))}; "
             "or give path/to/file.py:function or module:function"
         )
-    settings = recipe()
-    if not isinstance(settings, TrainSettings):
-        raise UserError(f"recipe {name}: returns {type(settings).__name__}, not TrainSettings")
-    return settings
+    given = recipe()
+    if isinstance(given, Recipe):
+        return with_own_model(given)
+    if not isinstance(given, TrainSettings):
+        raise UserError(
+            f"recipe {name}: returns {type(given).__name__}, neither Recipe nor TrainSettings"
+        )
+    return given
 
 
-def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings]:
+def with_own_model(recipe: Recipe) -> Recipe:
+    """The recipe, its settings saying that the model is its own."""
+    return replace(recipe, settings=recipe.settings.model_copy(update={"model": OWN_MODEL}))
+
+
+def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
     module = _from_file(name, Path(place)) if place.endswith(".py") else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
@@ -113,7 +126,17 @@ def _from_file(name: str, file: Path) -> ModuleType:
         raise UserError(f"recipe {name}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Dataclasses look themselves up there; what stays there would be pickled by its name, which
+    # workers cannot import.
+    before = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if before is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = before
     return module
 
 

@@ -31,10 +31,12 @@ def warm_up(workload: Workload, settings: TrainSettings, device: torch.device) -
     It pays for torch's lazy imports and first-call caches. For a process without groups, on the
     thread that will train: some of those caches are the thread's own.
     """
-    changes = {"batch": 2, "microbatch": 1, "eval_samples": 1}
+    small_one = workload.miniature()
+    microbatch = settings.microbatch if small_one.keeps_its_size else 1
+    changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
     small = settings.model_copy(update=changes | {"record_samples": None, "compile": False})
     with group_of_one(device) as groups:
-        _one_step(workload.miniature(), small, groups)
+        _one_step(small_one, small, groups)
 
 
 @contextmanager
