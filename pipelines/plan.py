@@ -29,6 +29,7 @@ from pipelines.data import prepared_folder
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.inject import parse_faults
+from pipelines.loop.script import Script
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override, refuse_own
 from pipelines.program import TrainingProgram
@@ -153,7 +154,7 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, own: Recipe | None, data_cache: str) -> Factory:
+def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: str) -> Factory:
     """How workers make the program; its data are prepared if need be."""
     kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
     if own is not None:
@@ -208,7 +209,7 @@ def _sidecar(
     return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
-def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | None]:
+def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
     """Those of the run, and the recipe if it has a model of its own."""
     found = load(asked.recipe)
     changes = list(asked.changes)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from pipelines.errors import UserError
+from pipelines.loop.script import Script, is_script, script_of
 from pipelines.overrides import near
 from pipelines.recipe import Recipe
 from pipelines.settings import (
@@ -83,7 +84,7 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 }
 
 
-def load(name: str) -> TrainSettings | Recipe:
+def load(name: str) -> TrainSettings | Recipe | Script:
     """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`.
 
     Raises `UserError` if there is no such recipe, or it gives something else.
@@ -95,6 +96,8 @@ def load(name: str) -> TrainSettings | Recipe:
             f"recipe {name}: there is none of that name; {near(name, list(RECIPES))}; "
             "or give path/to/file.py:function or module:function"
         )
+    if is_script(recipe):
+        return script_of(recipe)
     given = recipe()
     if isinstance(given, Recipe):
         return with_own_model(given)

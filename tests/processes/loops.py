@@ -85,7 +85,7 @@ def train_heedless(run: Run) -> None:
 
 def train_with_a_mistake(run: Run) -> None:
     """Raises at one step."""
-    model, optimizer, scheduler, loader = run.prepare(*made())
+    model, *_ = run.prepare(*made())
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
         with step:
             for points, labels in step.batches():
