@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from weakref import finalize
 
 from torch import nn
@@ -32,6 +33,11 @@ class Loop:
         self._seed = seed
         self._begin()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a step is being computed."""
+        return self._thread.is_busy
+
     def begin_anew(self) -> None:
         """Leave the script where it is, and run it up to its first step again."""
         self._leave()
@@ -40,14 +46,14 @@ class Loop:
     def take(self, step: Step, module: nn.Module) -> list[Sums]:
         """The step's losses, as the loop's body computes them with this worker's module. Raises
         what the body raises."""
-        if self._thread.is_busy:
+        if self.is_busy:
             self.begin_anew()
         thread, part = self._thread, self._part
-        part.begin(module, step)
+        step.begun = partial(part.open, module, step)
         try:
             return thread.take(step)
         finally:
-            part.end()
+            part.close()
 
     def _begin(self) -> None:
         self._part = part = Part()

@@ -68,12 +68,13 @@ class Part:
         self.is_first_worker = False
         self._note: Callable[[BaseException], None] = _nobody
 
-    def begin(self, module: nn.Module, step: Step) -> None:
-        """A step begins, which is told what goes wrong in a call."""
+    def open(self, module: nn.Module, step: Step) -> None:
+        """The block of a step begins, which is told what goes wrong in a call."""
         self.module, self._note, self.is_training = module, step.note, True
         self.is_first_worker = step.is_first_worker
 
-    def end(self) -> None:
+    def close(self) -> None:
+        """It is over."""
         self.module, self._note = None, _nobody
 
     def call(self, *inputs: Any, **keywords: Any) -> Any:

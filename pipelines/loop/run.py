@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from pipelines.loop.declaration import Declaration, Evaluation
@@ -101,7 +101,7 @@ class Run:
                 _refuse_second(self._optimizer, "optimizer")
                 self._optimizer = one
                 return PreparedOptimizer(one)
-            case LRScheduler():
+            case LRScheduler() if not isinstance(one, ReduceLROnPlateau):
                 _refuse_second(self._scheduler, "scheduler")
                 self._scheduler = one
                 return PreparedScheduler(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from traceback import clear_frames
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -43,9 +44,9 @@ class Engine(Protocol):
 class Step:
     """`with step:` around what is computed for it.
 
-    A failure inside, of this machine or of another, ends the block without an error: the loop is
-    handed the same step again once the run has recovered. An error of the script's own ends the
-    run, with its traceback.
+    The block ends when the step is decided. A failure inside, of this machine or of another, ends
+    it without an error: the loop is handed the same step again once the run has recovered. An
+    error of the script's own ends the run, with its traceback.
     """
 
     def __init__(
@@ -61,6 +62,9 @@ class Step:
         """How often the data have been read before this step."""
         self.is_first_worker = is_first_worker
         """True on one worker of all, for what is to be told once."""
+        self.committed = False
+        """Whether it counts: known after the block. If not, the same step follows again."""
+        self.begun: Callable[[], None] = _nothing
         self.finished: Callable[[list[Sums] | BaseException], None] = _nobody
         self._engine = engine
         self._open: Microbatch | None = None
@@ -70,6 +74,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self._is_entered = True
+        self.begun()
         return self
 
     def __exit__(
@@ -82,6 +87,7 @@ class Step:
             return False  # it ends the script
         if error is not None:
             self.note(error)
+            clear_frames(trace)  # they hold what the run is about to give back
         if self._failure is None and (unread := self._unread()):
             self._failure = LoopMisused(f"step {self.number}: {unread}")
         self._finish()
@@ -165,6 +171,10 @@ class Step:
         error = LoopMisused(f"step {self.number}: {how}")
         self.note(error)
         return error
+
+
+def _nothing() -> None:
+    """Nothing is to be opened."""
 
 
 def _nobody(outcome: list[Sums] | BaseException) -> None:

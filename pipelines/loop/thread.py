@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from actors.stand_in import stood_in_for
 from actors.system import drop_tiny_numbers
 from pipelines.loop.declaration import Declaration, NotDeclared
+from pipelines.loop.errors import LoopMisused
 from pipelines.loop.step import Step
 from pipelines.training.passes import Sums
 
@@ -24,8 +25,8 @@ Outcome = Declaration | list[Sums] | BaseException
 class LoopThread:
     """Runs `function`, which is given this as where its steps come from.
 
-    The training thread waits while the loop computes, so that never both do. What the function
-    raises comes out of `declared` or `take`, wherever the training thread is.
+    The training thread waits while the loop computes, and the loop between two steps, so that
+    never both go on. What the function raises comes out of `declared` or `take`.
     """
 
     def __init__(self, function: Callable[[LoopThread], None]) -> None:
@@ -34,7 +35,9 @@ class LoopThread:
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
         self._end: BaseException | None = None
+        self._step: Step | None = None
         self.is_busy = False
+        """Whether a step is being computed."""
 
     def declared(self) -> Declaration:
         """Start the function; what it has declared when it asks for its first step.
@@ -76,22 +79,44 @@ class LoopThread:
         return self._handed()
 
     def _handed(self) -> Iterator[Step]:
-        while (step := self._turns.get()) is not None:
-            step.finished = self._outcomes.put
+        step = self._next()
+        while True:
             yield step
             step.see_that_it_ran()
-        raise LeftBehind
+            step = self._step
+
+    def _finish(self, outcome: Outcome) -> None:
+        """Wait here for the step after; what is raised ends the function."""
+        finished = self._step
+        self._outcomes.put(outcome)
+        finished.committed = self._next().number > finished.number
+
+    def _next(self) -> Step:
+        step = self._turns.get()
+        if step is None:
+            raise LeftBehind
+        step.finished = self._finish
+        self._step = step
+        return step
 
     def _run(self) -> None:
         drop_tiny_numbers()
         try:
             self._function(self)
-            self._end = NotDeclared("it ended before its first step, or before its last")
+            self._end = self._left()
         except LeftBehind:
             return
         except BaseException as error:
             self._end = _reported(error)
         self._outcomes.put(self._end)
+
+    def _left(self) -> LoopMisused:
+        if self._step is None:
+            return NotDeclared("the script ended without a step: loop over run.steps(num_steps)")
+        return LoopMisused(
+            f"step {self._step.number}: the loop was left before it; to stop there, "
+            f"say run.steps({self._step.number - 1}) or --steps {self._step.number - 1}"
+        )
 
 
 def _reported(error: BaseException) -> BaseException:
