@@ -29,9 +29,11 @@ from pipelines.data import prepared_folder
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.inject import parse_faults
+from pipelines.loop.script import Script
 from pipelines.notify import check_url
-from pipelines.overrides import differing_maths, override
+from pipelines.overrides import differing_maths, override, refuse_own
 from pipelines.program import TrainingProgram
+from pipelines.recipe import Recipe
 from pipelines.recipes import RecipeLike, load, name_of
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
@@ -86,12 +88,14 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
 
     Raises `UserError`.
     """
-    settings = _settings(asked)
+    settings, own = _settings(asked)
     notify_url = check_url(asked.notify) if asked.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
     wish = _wish(asked.layout, policy)
+    if own is not None:
+        _refuse_axes_without_plan(asked.layout, wish)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
@@ -99,7 +103,9 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         there = str(Path(settings.init_from).expanduser().resolve())
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
-    factory = _program(settings, asked.data_cache or named_storage(asked.storage).at("data").url)
+    factory = _program(
+        settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
+    )
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
@@ -160,20 +166,20 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, data_cache: str) -> Factory:
+def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: str) -> Factory:
     """How workers make the program; its data are prepared if need be."""
-    data = settings.data
-    folder = prepared_folder(
-        data.source,
-        data_cache,
-        tokenizer=data.tokenizer,
-        separator=data.separator,
-        held_out_fraction=data.held_out_fraction,
-    )
-    kwargs: dict[str, Any] = {
-        "settings": settings.model_dump(mode="json"),
-        "data_folder": folder,
-    }
+    kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
+    if own is not None:
+        kwargs["recipe"] = own
+    else:
+        data = settings.data
+        kwargs["data_folder"] = prepared_folder(
+            data.source,
+            data_cache,
+            tokenizer=data.tokenizer,
+            separator=data.separator,
+            held_out_fraction=data.held_out_fraction,
+        )
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
@@ -215,7 +221,9 @@ def _sidecar(
     return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
-def _settings(asked: Asked) -> TrainSettings:
+def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
+    """Those of the run, and the recipe if it has a model of its own."""
+    found = load(asked.recipe)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -223,7 +231,10 @@ def _settings(asked: Asked) -> TrainSettings:
     changes += [f"audit_every={audit_every}"] if audit_every is not None else []
     changes += [f"network.interface={asked.interface}"] if asked.interface else []
     changes += [f"network.ports={asked.ports}"] if asked.ports else []
-    return override(load(asked.recipe), changes)
+    if isinstance(found, TrainSettings):
+        return override(found, changes), None
+    refuse_own(changes)
+    return override(found.settings, changes), found
 
 
 def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
@@ -269,6 +280,15 @@ def _wish(layout: str | None, policy: Policy) -> Wish:
             f"{policy.max_workers}: raise one or lower the other"
         )
     return wish
+
+
+def _refuse_axes_without_plan(layout: str | None, wish: Wish) -> None:
+    for axis in ("pp", "cp", "tp", "ep"):
+        if getattr(wish, axis) > 1:
+            raise UserError(
+                f"--layout {layout}: {axis} cuts a model by a plan, and a recipe's own module has "
+                "none; use dp and fsdp"
+            )
 
 
 def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
