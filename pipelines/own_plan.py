@@ -9,6 +9,7 @@ from typing import Any
 
 from elastic.planning import Wish
 from pipelines.errors import UserError
+from pipelines.loop.script import Script
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
 from pipelines.settings import TrainSettings
@@ -31,7 +32,7 @@ def refuse_brought(changes: list[str]) -> None:
 
 
 def refuse_unfit_recipe(
-    recipe: Recipe, workload: Workload, settings: TrainSettings, wish: Wish
+    recipe: Recipe | Script, workload: Workload, settings: TrainSettings, wish: Wish
 ) -> None:
     """Raises `UserError` for what can be known to fail."""
     for axis in ("pp", "cp", "tp", "ep"):
@@ -50,9 +51,9 @@ def refuse_unfit_recipe(
     refuse_unfit(optimising_of(workload, settings), trained_dims(module))
 
 
-def identity(recipe: Recipe, program: TrainingProgram) -> dict[str, Any]:
+def identity(recipe: Recipe | Script, program: TrainingProgram) -> dict[str, Any]:
     """What `recipe.json` says of it: a digest of the names, shapes and dtypes of the state, and
-    one of the file that its loss stands in."""
+    one of the file that its loss, or its loop, stands in."""
     specs = [(spec.name, spec.shape, spec.dtype) for spec in program.specs()]
     return {
         STATE_DIGEST: sha256(repr(specs).encode()).hexdigest(),
@@ -71,9 +72,10 @@ def changed_source(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
     )
 
 
-def _source_of(recipe: Recipe) -> dict[str, str] | None:
+def _source_of(recipe: Recipe | Script) -> dict[str, str] | None:
+    told = recipe.function if isinstance(recipe, Script) else recipe.loss
     try:
-        file = inspect.getsourcefile(inspect.unwrap(recipe.loss))
+        file = inspect.getsourcefile(inspect.unwrap(told))
         content = Path(file).read_bytes() if file else None
     except (TypeError, OSError):  # one typed into a notebook has none
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from hashlib import sha256
@@ -41,7 +41,7 @@ from pipelines.own_plan import (
 )
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
-from pipelines.recipes import load
+from pipelines.recipes import RecipeLike, load, name_of
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
@@ -51,9 +51,9 @@ RECIPE_FORMAT = 1
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line of `elastic train`, as typed."""
+    """What is asked for: the command line of `elastic train`, or the arguments of an API."""
 
-    recipe: str
+    recipe: RecipeLike
     run_name: str | None = None
     storage: str = "runs"
     workers: str | None = None
@@ -72,6 +72,8 @@ class Asked:
     detach: bool = False
     data_cache: str | None = None
     """Where text is prepared; by default in the storage."""
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
+    """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ class Plan:
     use_gpus: bool
     tracking_uri: str
     recipe: dict[str, Any]
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Lines for the user, of what is not as it was."""
 
@@ -143,7 +146,15 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         sources=digest_of_sources(),
     )
     return Plan(
-        run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe, notes
+        run,
+        folder,
+        settings,
+        policy.max_workers,
+        bool(num_gpus),
+        tracking_uri,
+        recipe,
+        asked.per_worker,
+        notes,
     )
 
 
@@ -191,7 +202,7 @@ def _recipe(
     """What `recipe.json` says of the run."""
     return {
         "format": RECIPE_FORMAT,
-        "recipe": asked.recipe,
+        "recipe": name_of(asked.recipe),
         "steps": program.steps,
         "num_samples": program.workload.num_samples,
         "data_digest": program.workload.digest,
@@ -292,7 +303,8 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
 
 def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", asked.recipe.rpartition(":")[2] or asked.recipe)
+    recipe = name_of(asked.recipe)
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", recipe.rpartition(":")[2] or recipe).strip("-") or "run"
     name = asked.run_name or f"{plain}-{stamp}"
     return RunFolder.of(asked.storage, name)
 

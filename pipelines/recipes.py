@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pipelines.errors import UserError
 from pipelines.loop.script import Script, is_script, script_of
@@ -23,6 +24,9 @@ from pipelines.settings import (
     TrainSettings,
     TransformerSettings,
 )
+
+RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
+"""What may stand for a recipe; see `load`."""
 
 OWN_MODEL = OwnModelSettings()
 SYNC_EACH = False
@@ -84,11 +88,41 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 }
 
 
-def load(name: str) -> TrainSettings | Recipe | Script:
-    """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`.
+def load(recipe: RecipeLike) -> TrainSettings | Recipe | Script:
+    """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`; or
+    such a function itself, or what it would return.
 
     Raises `UserError` if there is no such recipe, or it gives something else.
     """
+    given: Any = _named(recipe) if isinstance(recipe, str) else recipe
+    verb = "is"
+    if callable(given):
+        if is_script(given):
+            return script_of(given)
+        verb, given = "returns", given()
+    if isinstance(given, Recipe):
+        return with_own_model(given)
+    if not isinstance(given, TrainSettings):
+        raise UserError(
+            f"recipe {name_of(recipe)}: {verb} {type(given).__name__}, not TrainSettings or a "
+            "Recipe"
+        )
+    return given
+
+
+def name_of(recipe: RecipeLike) -> str:
+    """How it is called in messages, files and the names of runs."""
+    if isinstance(recipe, str):
+        return recipe
+    if isinstance(recipe, TrainSettings):
+        return recipe.model.kind
+    named = recipe.model if isinstance(recipe, Recipe) else recipe
+    if not hasattr(named, "__qualname__"):
+        return type(named).__qualname__
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _named(name: str) -> Callable[..., Any]:
     place, colon, function = name.rpartition(":")
     recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
     if recipe is None:
@@ -96,16 +130,7 @@ def load(name: str) -> TrainSettings | Recipe | Script:
             f"recipe {name}: there is none of that name; {near(name, list(RECIPES))}; "
             "or give path/to/file.py:function or module:function"
         )
-    if is_script(recipe):
-        return script_of(recipe)
-    given = recipe()
-    if isinstance(given, Recipe):
-        return with_own_model(given)
-    if not isinstance(given, TrainSettings):
-        raise UserError(
-            f"recipe {name}: returns {type(given).__name__}, neither Recipe nor TrainSettings"
-        )
-    return given
+    return recipe
 
 
 def with_own_model(recipe: Recipe) -> Recipe:
