@@ -1,6 +1,7 @@
-"""The same, elastic: elastic train examples/accelerate_after.py:main --workers 1:4"""
+"""Which of ten clusters is a point of? See docs/from-accelerate.md."""
 
 import torch
+from pipelines.api import ElasticTrainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,3 +30,8 @@ def main(run):
             for points, labels in step.batches():
                 loss = criterion(model(points), labels)
                 step.backward(loss)
+        run.print(f"step {step.number}: loss {loss.item():.3f}")
+
+
+if __name__ == "__main__":
+    ElasticTrainer(main).fit()

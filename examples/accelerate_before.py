@@ -1,4 +1,4 @@
-"""A script for Accelerate: accelerate launch --cpu examples/accelerate_before.py"""
+"""Which of ten clusters is a point of? See docs/from-accelerate.md."""
 
 import torch
 from accelerate import Accelerator

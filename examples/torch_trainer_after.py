@@ -1,6 +1,8 @@
-"""The same, elastic: elastic train examples/torch_trainer_after.py:train_func --workers 1:4"""
+"""Which of eight frequencies has a wave? See docs/from-accelerate.md."""
 
+import ray.train
 import torch
+from pipelines.api import ElasticTrainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -37,3 +39,8 @@ def train_func(run):
         with step:
             for inputs, labels in step.batches():
                 step.backward(criterion(model(inputs), labels))
+
+
+if __name__ == "__main__":
+    trainer = ElasticTrainer(train_func, scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)))
+    print(trainer.fit().metrics)

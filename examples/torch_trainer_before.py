@@ -1,4 +1,4 @@
-"""A script for Ray Train's TorchTrainer: python examples/torch_trainer_before.py"""
+"""Which of eight frequencies has a wave? See docs/from-accelerate.md."""
 
 import ray.train
 import torch
@@ -47,5 +47,5 @@ def train_func():
 
 
 if __name__ == "__main__":
-    scaling = ray.train.ScalingConfig(num_workers=4)
-    print(TorchTrainer(train_func, scaling_config=scaling).fit().metrics)
+    trainer = TorchTrainer(train_func, scaling_config=ray.train.ScalingConfig(num_workers=4))
+    print(trainer.fit().metrics)
