@@ -70,6 +70,8 @@ def drive(asked: Asked, console: Console) -> int:
     plan = plan_here(asked)
     interrupts = Interrupts()
     tell_place(plan, console)
+    for note in plan.notes:
+        console.print(note, soft_wrap=True, highlight=False)
     try:
         with under_way(plan, asked.detach, interrupts.listen) as drive_:
             if asked.detach:

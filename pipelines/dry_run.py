@@ -35,8 +35,9 @@ def dry_run(asked: Asked, console: Console) -> int:
     the prepared data can tell (their length, whether a stored run read the same) is not known
     while they have yet to be prepared.
     """
-    settings = settings_of(asked)
-    found = None if isinstance(settings.model, MlpSettings) else _data(asked, settings)
+    settings, own = settings_of(asked)
+    reads_text = own is None and not isinstance(settings.model, MlpSettings)
+    found = _data(asked, settings) if reads_text else None
     is_there = found is None or found.is_there()
     plan = make_plan(asked if is_there else _with_random_data(asked), torch.cuda.device_count())
     folder = RunFolder.of(plan.folder.storage, asked.run_name or plan.folder.name)
@@ -44,7 +45,7 @@ def dry_run(asked: Asked, console: Console) -> int:
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
     for what, value in (
-        *_of_the_run(plan),
+        *_of_the_run(plan, settings.data.seq_len if reads_text else 1),
         *_of_the_data(plan, settings, found),
         *_of_the_state(plan),
         *_of_the_workers(plan),
@@ -61,8 +62,8 @@ def _data(asked: Asked, settings: TrainSettings) -> Found:
     data = settings.data
     cache = asked.data_cache or named_storage(asked.storage).at("data").url
     found = find_data(data.source, cache, data.tokenizer, data.separator, data.held_out_fraction)
-    known = settings.model.vocab_size
-    if found.tokenizer and found.tokenizer.vocab_size > known:
+    known = getattr(settings.model, "vocab_size", None)
+    if found.tokenizer and known and found.tokenizer.vocab_size > known:
         raise UserError(
             f"model.vocab_size={known}, but the tokenizer has {found.tokenizer.vocab_size} tokens: "
             f"set model.vocab_size={found.tokenizer.vocab_size} or more"
@@ -75,22 +76,24 @@ def _with_random_data(asked: Asked) -> Asked:
     return replace(asked, data="random", run_name=None)
 
 
-def _of_the_run(plan: Plan) -> Told:
+def _of_the_run(plan: Plan, seq_len: int) -> Told:
     settings = plan.settings
     yield "recipe", f"{plan.recipe['recipe']}, {settings.dtype}, seed {settings.seed}"
-    is_text = not isinstance(settings.model, MlpSettings)
-    tokens = settings.batch * (settings.data.seq_len if is_text else 1)
+    num, what = settings.batch * seq_len, "tokens" if seq_len > 1 else "samples"
     yield (
         "steps",
         f"{settings.steps:,} of {counted(settings.batch, 'sample')}, {settings.microbatch} a "
-        f"microbatch: {quantity(tokens)} tokens a step, {quantity(tokens * settings.steps)} in all",
+        f"microbatch: {quantity(num)} {what} a step, {quantity(num * settings.steps)} in all",
     )
 
 
 def _of_the_data(plan: Plan, settings: TrainSettings, found: Found | None) -> Told:
     source = settings.data.source or "the Python standard library"
+    samples = plan.recipe["num_samples"]
+    epochs = f"{settings.steps * settings.batch / samples:.3g} epochs"
     if found is None:
-        yield "data", f"{plan.recipe['num_samples']:,} random vectors, made as they are read"
+        yield "data", f"{samples:,} samples, which the recipe brings, {epochs}"
+        yield "", f"digest {plan.recipe['data_digest']}"
     elif found.corpus is not None and not found.is_there():
         size = sum(file.stat().st_size for file in found.corpus.files)
         yield "data", f"{source}: {counted(len(found.corpus.files), 'file')}, {quantity(size)}B"

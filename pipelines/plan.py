@@ -29,10 +29,19 @@ from pipelines.data import prepared_folder
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.inject import parse_faults
+from pipelines.loop.script import Script
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
+from pipelines.own_plan import (
+    STATE_DIGEST,
+    changed_source,
+    identity,
+    refuse_brought,
+    refuse_unfit_recipe,
+)
 from pipelines.profile import parse_profile
 from pipelines.program import TrainingProgram
+from pipelines.recipe import Recipe
 from pipelines.recipes import RecipeLike, load, name_of
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
@@ -81,6 +90,8 @@ class Plan:
     tracking_uri: str
     recipe: dict[str, Any]
     per_worker: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Lines for the user, of what is not as it was."""
 
 
 def make_plan(asked: Asked, num_gpus: int) -> Plan:
@@ -88,7 +99,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
 
     Raises `UserError`.
     """
-    settings = settings_of(asked)
+    settings, own = settings_of(asked)
     notify_url = check_url(asked.notify) if asked.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
@@ -101,12 +112,17 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         there = str(Path(settings.init_from).expanduser().resolve())
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
-    factory = _program(settings, asked.data_cache or named_storage(asked.storage).at("data").url)
+    factory = _program(
+        settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
+    )
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
+    if own is not None:
+        refuse_unfit_recipe(own, program.workload, settings, wish)
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
-    _refuse_other_maths(folder, recipe, settings)
+    recipe |= identity(own, program) if own is not None else {}
+    notes = _refuse_other_maths(folder, recipe, settings)
     _refuse_unwritable(folder)
     tracking_uri = _tracking_uri(asked)
     run = Run(
@@ -141,6 +157,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         tracking_uri,
         recipe,
         asked.per_worker,
+        notes,
     )
 
 
@@ -163,20 +180,20 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, data_cache: str) -> Factory:
+def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: str) -> Factory:
     """How workers make the program; its data are prepared if need be."""
-    data = settings.data
-    folder = prepared_folder(
-        data.source,
-        data_cache,
-        tokenizer=data.tokenizer,
-        separator=data.separator,
-        held_out_fraction=data.held_out_fraction,
-    )
-    kwargs: dict[str, Any] = {
-        "settings": settings.model_dump(mode="json"),
-        "data_folder": folder,
-    }
+    kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
+    if own is not None:
+        kwargs["recipe"] = own
+    else:
+        data = settings.data
+        kwargs["data_folder"] = prepared_folder(
+            data.source,
+            data_cache,
+            tokenizer=data.tokenizer,
+            separator=data.separator,
+            held_out_fraction=data.held_out_fraction,
+        )
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
@@ -218,8 +235,10 @@ def _sidecar(
     return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
-def settings_of(asked: Asked) -> TrainSettings:
-    """The recipe's, with what the command line overrides. Raises `UserError`."""
+def settings_of(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
+    """Those of the run, and the recipe if it has a model of its own. Raises
+    `UserError`."""
+    found = load(asked.recipe)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -227,7 +246,10 @@ def settings_of(asked: Asked) -> TrainSettings:
     changes += [f"audit_every={audit_every}"] if audit_every is not None else []
     changes += [f"network.interface={asked.interface}"] if asked.interface else []
     changes += [f"network.ports={asked.ports}"] if asked.ports else []
-    return override(load(asked.recipe), changes)
+    if isinstance(found, TrainSettings):
+        return override(found, changes), None
+    refuse_brought(changes)
+    return override(found.settings, changes), found
 
 
 def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
@@ -291,27 +313,30 @@ def _run_folder(asked: Asked) -> RunFolder:
     return RunFolder.of(asked.storage, name)
 
 
-def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings) -> None:
-    """A stored run of that name may not compute something else."""
+def _refuse_other_maths(
+    folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings
+) -> tuple[str, ...]:
+    """A stored run of that name may not compute something else. What only may is told."""
     try:
         stored = folder.recipe()
     except OSError as error:
         raise UserError(f"--storage {folder.storage}: cannot be read ({error})") from None
     if stored is None:
-        return
+        return ()
     differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
     if stored["data_digest"] == recipe["data_digest"]:  # then they may have been moved
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
-        f"{key}: {stored[key]} -> {recipe[key]}"
-        for key in ("num_samples", "data_digest")
-        if stored[key] != recipe[key]
+        f"{key}: {stored.get(key)} -> {recipe.get(key)}"
+        for key in ("num_samples", "data_digest", STATE_DIGEST)
+        if stored.get(key) != recipe.get(key)
     ]
     if differing:
         raise UserError(
             f"run '{folder.name}' in {folder.storage} was begun with other maths "
             f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
         )
+    return tuple(filter(None, [changed_source(stored, recipe)]))
 
 
 def _refuse_unwritable(folder: RunFolder) -> None:

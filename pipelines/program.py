@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any, assert_never
 
 import torch
@@ -13,15 +15,22 @@ from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
 from pipelines.data.prepared import open_prepared
+from pipelines.errors import UserError
 from pipelines.hugging_face.pretrained import open_pretrained
-from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
+from pipelines.loop.loop import Loop
+from pipelines.loop.replica import LoopReplica
+from pipelines.loop.script import Script, recipe_of
+from pipelines.recipe import Recipe
+from pipelines.recipes import load
+from pipelines.settings import MlpSettings, OwnModelSettings, TrainSettings, TransformerSettings
 from pipelines.training.checkpoint import read_regions
 from pipelines.training.language_model import LanguageModelWorkload, open_samples
 from pipelines.training.mlp import MlpWorkload
+from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.part_file import write_part
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
-from pipelines.training.warm_up import warm_up
+from pipelines.training.warm_up import Build, warm_up
 from pipelines.training.workload import Workload
 
 
@@ -30,18 +39,31 @@ class TrainingProgram:
 
     `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, or
     is their URL, if they are not synthetic; `device` is the GPU if there is one, unless told.
-    Raises `UserError` for data, or a model to begin from, that cannot be used.
+    `recipe` is one of the user's own, or a script that owns its loop, or where either is found
+    (`path/to/file.py:function`); of its own settings nothing counts. Raises `UserError` for data,
+    or a model to begin from, that cannot be used.
     """
 
     def __init__(
-        self, settings: dict[str, Any], data_folder: str | None = None, device: str | None = None
+        self,
+        settings: dict[str, Any],
+        data_folder: str | None = None,
+        device: str | None = None,
+        recipe: Recipe | Script | str | None = None,
     ) -> None:
         self.settings = TrainSettings.model_validate(settings)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.steps = self.settings.steps
         self.eval_every = self.settings.eval_every
         self.pretrained = open_pretrained(self.settings)
-        self.workload = make_workload(self.settings, data_folder)
+        if isinstance(recipe, str):
+            found = load(recipe)
+            recipe = found if isinstance(found, Recipe | Script) else None
+        self.loop = None
+        if isinstance(recipe, Script):
+            self.loop = Loop(recipe.function, self.settings.seed)
+            recipe = recipe_of(self.loop.declaration, self.settings)
+        self.workload = make_workload(self.settings, data_folder, recipe)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state; see `pipelines.training.state.state_specs`."""
@@ -51,11 +73,17 @@ class TrainingProgram:
         """See that the data can be read here; one throw-away build and step, see
         `pipelines.training.warm_up`. Raises `UnfitMachine`."""
         self.workload.reach()
-        warm_up(self.workload, self.settings, self.device)
+        warm_up(self.workload, self.settings, self.device, self._replica)
+        if self.loop is not None:
+            self.loop.begin_anew()
 
     def build(self, groups: Groups) -> ShardedReplica:
         """This rank's part under an assignment: shapes, no values yet."""
-        return ShardedReplica(self.workload, self.settings, groups)
+        return self._replica(self.workload, self.settings, groups)
+
+    @property
+    def _replica(self) -> Build:
+        return partial(LoopReplica, loop=self.loop) if self.loop else ShardedReplica
 
     def initial(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of a tensor at step 0, on the device."""
@@ -74,7 +102,9 @@ class TrainingProgram:
         return read_regions(checkpoint, wanted)
 
 
-def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Workload:
+def make_workload(
+    settings: TrainSettings, data_folder: str | None = None, recipe: Recipe | None = None
+) -> Workload:
     """The workload that the settings name. Held-out data are opened only to be evaluated."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     match settings.model:
@@ -90,5 +120,9 @@ def make_workload(settings: TrainSettings, data_folder: str | None = None) -> Wo
                 for split in ("train", "held_out")
             )
             return LanguageModelWorkload(settings.model, train, held_out, dtype)
+        case OwnModelSettings():
+            if recipe is None:
+                raise UserError("model.kind=own: the module comes with a `Recipe`; give one")
+            return OwnWorkload(replace(recipe, settings=settings))
         case _:
             assert_never(settings.model)

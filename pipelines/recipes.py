@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from pipelines.errors import UserError
+from pipelines.loop.script import Script, is_script, script_of
 from pipelines.overrides import near
+from pipelines.recipe import Recipe
 from pipelines.settings import (
     DataSettings,
     ExpertsSettings,
     MlpSettings,
     OptimizerSettings,
+    OwnModelSettings,
     TrainSettings,
     TransformerSettings,
 )
 
-RecipeLike = str | TrainSettings | Callable[[], TrainSettings]
+RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
 """What may stand for a recipe; see `load`."""
 
+OWN_MODEL = OwnModelSettings()
 SYNC_EACH = False
 """Of models this small, whole gradients cost less than to reduce them in every backward."""
 
@@ -81,17 +88,26 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 }
 
 
-def load(recipe: RecipeLike) -> TrainSettings:
-    """The settings of a recipe: one of `RECIPES`, `path/to/file.py:function`, `module:function`,
+def load(recipe: RecipeLike) -> TrainSettings | Recipe | Script:
+    """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`; or
     such a function itself, or what it would return.
 
-    Raises `UserError` if there is no such recipe, or it gives no settings.
+    Raises `UserError` if there is no such recipe, or it gives something else.
     """
-    name = name_of(recipe)
-    settings = recipe if isinstance(recipe, TrainSettings) else _function(recipe)()
-    if not isinstance(settings, TrainSettings):
-        raise UserError(f"recipe {name}: returns {type(settings).__name__}, not TrainSettings")
-    return settings
+    given: Any = _named(recipe) if isinstance(recipe, str) else recipe
+    verb = "is"
+    if callable(given):
+        if is_script(given):
+            return script_of(given)
+        verb, given = "returns", given()
+    if isinstance(given, Recipe):
+        return with_own_model(given)
+    if not isinstance(given, TrainSettings):
+        raise UserError(
+            f"recipe {name_of(recipe)}: {verb} {type(given).__name__}, not TrainSettings or a "
+            "Recipe"
+        )
+    return given
 
 
 def name_of(recipe: RecipeLike) -> str:
@@ -100,22 +116,13 @@ def name_of(recipe: RecipeLike) -> str:
         return recipe
     if isinstance(recipe, TrainSettings):
         return recipe.model.kind
-    named = getattr(recipe, "__qualname__", type(recipe).__qualname__)
-    return f"{getattr(recipe, '__module__', '')}:{named}"
+    named = recipe.model if isinstance(recipe, Recipe) else recipe
+    if not hasattr(named, "__qualname__"):
+        return type(named).__qualname__
+    return f"{named.__module__}:{named.__qualname__}"
 
 
-def _function(recipe: RecipeLike) -> Callable[[], TrainSettings]:
-    if callable(recipe):
-        return recipe
-    if not isinstance(recipe, str):
-        raise UserError(
-            f"recipe: {type(recipe).__name__} is none; give a name, file.py:function, a function "
-            "that returns TrainSettings, or these settings"
-        )
-    return _named(recipe)
-
-
-def _named(name: str) -> Callable[[], TrainSettings]:
+def _named(name: str) -> Callable[..., Any]:
     place, colon, function = name.rpartition(":")
     recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
     if recipe is None:
@@ -126,7 +133,12 @@ def _named(name: str) -> Callable[[], TrainSettings]:
     return recipe
 
 
-def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings]:
+def with_own_model(recipe: Recipe) -> Recipe:
+    """The recipe, its settings saying that the model is its own."""
+    return replace(recipe, settings=recipe.settings.model_copy(update={"model": OWN_MODEL}))
+
+
+def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
     module = _from_file(name, Path(place)) if place.endswith(".py") else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
@@ -142,7 +154,17 @@ def _from_file(name: str, file: Path) -> ModuleType:
         raise UserError(f"recipe {name}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # Dataclasses look themselves up there; what stays there would be pickled by its name, which
+    # workers cannot import.
+    before = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if before is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = before
     return module
 
 

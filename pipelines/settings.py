@@ -133,6 +133,12 @@ class MlpSettings(Settings):
         return self
 
 
+class OwnModelSettings(Settings):
+    """A module that is the user's own, as a `pipelines.recipe.Recipe` gives it."""
+
+    kind: Literal["own"] = "own"
+
+
 class DataSettings(Settings):
     """Where the text comes from and how it becomes samples.
 
@@ -253,9 +259,9 @@ class TrainSettings(Settings):
     `--notify` tells of a run that has waited for `notify_after_s`.
     """
 
-    model: Annotated[TransformerSettings | MlpSettings, Field(discriminator="kind")] = (
-        TransformerSettings()
-    )
+    model: Annotated[
+        TransformerSettings | MlpSettings | OwnModelSettings, Field(discriminator="kind")
+    ] = TransformerSettings()
     data: DataSettings = DataSettings()
     cache: CacheSettings = CacheSettings()
     network: NetworkSettings = NetworkSettings()

@@ -26,7 +26,8 @@ from pipelines.recipes import RecipeLike, load, name_of
 class ElasticTrainer:
     """Trains a recipe on workers that may come and go.
 
-    `recipe` is a name, `file.py:function`, a function that returns `TrainSettings`, or these.
+    `recipe` is a name, `file.py:function`, a function that returns `TrainSettings` or a `Recipe`
+    of your own model, one of these itself, or a function of a run that owns its loop.
     `scaling_config` says how many workers, `(2, 8)` for any number from 2 to 8, and what each asks
     the cluster for; `run_config` the run's name, with which it is resumed, and its storage.
     `layout` is wished for when all workers are there, as `dp=2,fsdp=2`; `steps` is where to stop;

@@ -20,7 +20,7 @@ from pipelines.errors import UserError
 from pipelines.hugging_face.configuration import CONFIG, read_config, settings_of
 from pipelines.hugging_face.names import EMBEDDING, HEAD, Place, parameter_shapes, place_of
 from pipelines.overrides import differing_maths
-from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
+from pipelines.settings import TrainSettings, TransformerSettings
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -36,7 +36,7 @@ def open_pretrained(settings: TrainSettings) -> Pretrained | None:
     """
     if settings.init_from is None:
         return None
-    if isinstance(settings.model, MlpSettings):
+    if not isinstance(settings.model, TransformerSettings):
         raise UserError("init_from: only a transformer can begin from a folder; leave it out")
     return Pretrained(Path(settings.init_from), settings.model)
 

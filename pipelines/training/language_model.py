@@ -19,7 +19,7 @@ from pipelines.training.ring import positions
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.tensor_parallel import whole_vocabulary
 from pipelines.training.transformer_shape import transformer_shape
-from pipelines.training.workload import Fed, Shape, nothing
+from pipelines.training.workload import Fed, Shape, Sums, nothing, output_losses
 
 IGNORED = -100
 """The target of a position that is not to be predicted."""
@@ -49,6 +49,8 @@ class LanguageModelWorkload:
         self.num_samples = train.num_samples
         self.seq_len = train.seq_len
         self.is_far = train.is_far
+        self.optimising = None
+        self.keeps_its_size = False
         self.num_held_out = held_out.num_samples if held_out else 0
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
@@ -100,6 +102,9 @@ class LanguageModelWorkload:
             held = positions(batch.tokens.shape[1], spread.cp_rank, spread.num_cp)
             inputs, targets = inputs[:, held], targets[:, held]
         return Fed(inputs.to(device), keywords, targets.to(device))
+
+    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+        return output_losses(self, module, fed, spread)
 
     def num_tokens(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum()

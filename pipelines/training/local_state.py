@@ -9,7 +9,7 @@ from torch import Tensor
 
 from actors.program import StateBytes
 from pipelines.settings import TrainSettings
-from pipelines.training.optimizer import LocalOptimizer, state_template
+from pipelines.training.optimizer import LocalOptimizer, Optimising, state_templates
 from pipelines.training.sharded import Sharded, storage_bytes
 from pipelines.training.state import buffers, optimizer_name, stored_dtype
 
@@ -17,18 +17,25 @@ from pipelines.training.state import buffers, optimizer_name, stored_dtype
 class LocalState:
     """Plain tensors by logical name, sharing memory with sharded modules and their optimizer."""
 
-    def __init__(self, sharded: Sharded, settings: TrainSettings, device: torch.device) -> None:
+    def __init__(
+        self,
+        sharded: Sharded,
+        settings: TrainSettings,
+        optimising: Optimising,
+        device: torch.device,
+    ) -> None:
         """Take modules that have shapes, but no values yet."""
         self.sharded = sharded
-        self.settings = settings
+        self.optimising = optimising
         self.device = device
         self._read_modules()
-        template = state_template(settings.optimizer, stored_dtype(settings))
+        num_dims = {name: shard.ndim for name, shard in self._trained().items()}
+        templates = state_templates(optimising, num_dims, stored_dtype(settings))
         kept = {
-            name: {key: _like(shard, value) for key, value in template.items()}
-            for name, shard in self.shards.items()
+            name: {key: _like(self.shards[name], value) for key, value in template.items()}
+            for name, template in templates.items()
         }
-        self.optimizer = LocalOptimizer(settings.optimizer, self.shards, kept)
+        self.optimizer = LocalOptimizer(optimising, self._trained(), kept)
 
     def tensors(self) -> dict[str, Tensor]:
         """All of the state but the gradients, as it is trained."""
@@ -58,7 +65,7 @@ class LocalState:
         for name, state in kept.items():
             device = self.shards[name].device
             kept[name] = {key: value.to(device) for key, value in state.items()}
-        self.optimizer = LocalOptimizer(self.settings.optimizer, self.shards, kept)
+        self.optimizer = LocalOptimizer(self.optimising, self._trained(), kept)
 
     def gradients(self) -> dict[str, Tensor]:
         """The local shards of the reduced gradients; parameters without one are left out."""
@@ -67,10 +74,14 @@ class LocalState:
     def drop_gradients(self) -> None:
         self.sharded.drop_gradients()
 
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """One step of the optimizer with these gradients."""
-        self.optimizer.step(gradients, lr)
+    def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
+        """One step of the optimizer with these gradients; see `LocalOptimizer.step`."""
+        self.optimizer.step(gradients, rate)
         self.sharded.stepped()
+
+    def lr(self, rate: float) -> float:
+        """The learning rate that such a step has."""
+        return self.optimizer.lr(rate)
 
     def squared_norm(self) -> Tensor:
         """The squared norm of the local gradients, each divided by how many ranks hold it: their
@@ -102,12 +113,22 @@ class LocalState:
         shares = [1 / self._num_copies[name] for name in tensors]
         return squares, torch.tensor(shares, dtype=torch.float64, device=squares.device)
 
+    def _trained(self) -> dict[str, Tensor]:
+        """The shards of parameters that are not frozen."""
+        return {name: shard for name, shard in self.shards.items() if name in self._wants_gradient}
+
     def _read_modules(self) -> None:
         self.shards = self.sharded.shards()
         self.buffers = {
             name: value for module in self.sharded.modules for name, value in buffers(module)
         }
         self._num_copies = self.sharded.num_copies()
+        self._wants_gradient = {
+            name
+            for module in self.sharded.modules
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
 
 
 def _given(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from elastic.limits import Limits
 from pipelines.settings import MlpSettings
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
-from pipelines.training.workload import Fed, Layer, Shape, nothing
+from pipelines.training.workload import Fed, Layer, Shape, Sums, nothing, output_losses
 
 
 class VectorBatch(NamedTuple):
@@ -53,6 +53,8 @@ class MlpWorkload:
         self.num_held_out = settings.num_samples
         self.seq_len = 1
         self.is_far = False
+        self.optimising = None
+        self.keeps_its_size = False
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
         return Mlp(self.settings)
@@ -97,6 +99,9 @@ class MlpWorkload:
 
     def feed(self, batch: VectorBatch, device: torch.device, spread: Spread, seed: int) -> Fed:
         return Fed(batch.inputs.to(device, self.dtype), {}, batch.targets.to(device, self.dtype))
+
+    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+        return output_losses(self, module, fed, spread)
 
     def num_tokens(self, targets: Tensor) -> Tensor:
         return (~targets[:, 0].isnan()).sum()

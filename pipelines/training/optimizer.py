@@ -1,45 +1,121 @@
-"""AdamW over local shards: stepping it is local and cheap, and runs no collective."""
+"""The optimizer over local shards: stepping it is local and cheap, and runs no collective."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from pipelines.errors import UserError
 from pipelines.settings import OptimizerSettings
 
-SCALAR = ()
+
+class Optimising(Protocol):
+    """How parameters are stepped: the same for every shard of every layout."""
+
+    max_grad_norm: float | None
+    """The global norm to which gradients are clipped; None: they are not."""
+
+    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
+        """An optimizer over these tensors, the shards of the parameters of these names. What it
+        does to an element may depend on that element alone, and on the parameter's name and
+        number of dims."""
+
+    def rate(self, step: int) -> float:
+        """What each group's learning rate is multiplied by at a step, counted from 1."""
 
 
-def learning_rate(settings: OptimizerSettings, step: int) -> float:
-    """The learning rate of a step, counted from 1: linear warm-up, then a cosine down to
-    `min_lr_ratio` of the peak.
+class AdamWBySettings:
+    """AdamW as a run's settings say; only matrices decay. See `Optimising`."""
+
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self.max_grad_norm = settings.max_grad_norm
+
+    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
+        settings = self.settings
+        groups = [
+            {"params": [one for _, one in shards if one.ndim > 1]},
+            {"params": [one for _, one in shards if one.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def rate(self, step: int) -> float:
+        return rate_of(self.settings, step)
+
+
+def rate_of(settings: OptimizerSettings, step: int) -> float:
+    """The part of the peak learning rate that a step, counted from 1, has: linear warm-up, then a
+    cosine down to `min_lr_ratio`.
 
     Loshchilov and Hutter, SGDR, 2017.
     """
     if step <= settings.warmup_steps:
-        return settings.lr * (step / settings.warmup_steps)
+        return step / settings.warmup_steps
     if not settings.decay_steps:
-        return settings.lr
+        return 1.0
     span = max(1, settings.decay_steps - settings.warmup_steps)
     done = min(1.0, (step - settings.warmup_steps) / span)
     cosine = (1 + math.cos(math.pi * done)) / 2
-    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine)
+    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine
 
 
-def state_template(settings: OptimizerSettings, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What the optimizer keeps for a parameter: found by stepping one of shape (2, 3) once.
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """The learning rate of a step; see `rate_of`."""
+    return settings.lr * rate_of(settings, step)
+
+
+def state_templates(
+    optimising: Optimising, num_dims: Mapping[str, int], dtype: torch.dtype
+) -> dict[str, dict[str, Tensor]]:
+    """What the optimizer keeps for parameters of these names and numbers of dims: found by
+    stepping small ones, of shape (2, 3, ...), once.
 
     A value of that shape is kept for each element of a parameter, one of shape () once.
+    Raises `UserError` for an optimizer that keeps something else.
     """
-    weight = torch.zeros(2, 3, dtype=dtype)
-    weight.grad = torch.zeros_like(weight)
-    optimizer = _adamw(settings, [weight], [])
+    small = {
+        name: torch.zeros(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
+    }
+    for weight in small.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer = optimising.build(list(small.items()))
     optimizer.step()
-    return dict(optimizer.state[weight])
+    templates = {
+        name: {key: value for key, value in optimizer.state[weight].items() if value is not None}
+        for name, weight in small.items()
+    }
+    for name, template in templates.items():
+        for key, value in template.items():
+            _refuse_other_state(optimizer, name, key, value, small[name].shape)
+    return templates
+
+
+def _refuse_other_state(
+    optimizer: Optimizer, name: str, key: str, value: object, shape: torch.Size
+) -> None:
+    kind = type(optimizer).__name__
+    if not isinstance(value, Tensor):
+        raise UserError(
+            f"optimizer {kind}: keeps {key} of {name} as {type(value).__name__}; what it keeps "
+            "must be tensors"
+        )
+    if value.shape not in (shape, ()):
+        raise UserError(
+            f"optimizer {kind}: keeps {key} of shape {tuple(value.shape)} for a parameter of "
+            f"shape {tuple(shape)}; a value for each element, or one, can be divided among workers"
+        )
 
 
 class LocalOptimizer:
@@ -51,16 +127,14 @@ class LocalOptimizer:
 
     def __init__(
         self,
-        settings: OptimizerSettings,
+        optimising: Optimising,
         shards: Mapping[str, Tensor],
         state: Mapping[str, dict[str, Tensor]],
     ) -> None:
-        """Take the local shards, and for each its state by the keys of `state_template`."""
-        self.settings = settings
+        """Take the local shards, and for each its state by the keys of `state_templates`."""
         self.shards = dict(shards)
-        matrices = [shard for shard in shards.values() if shard.ndim > 1]
-        vectors = [shard for shard in shards.values() if shard.ndim <= 1]
-        self.optimizer = _adamw(settings, matrices, vectors)
+        self.optimizer = optimising.build(list(shards.items()))
+        self.initial_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         for name, shard in shards.items():
             self.optimizer.state[shard] = dict(state[name])
 
@@ -68,22 +142,17 @@ class LocalOptimizer:
         """The state of each shard, as it is trained."""
         return {name: self.optimizer.state[shard] for name, shard in self.shards.items()}
 
+    def lr(self, rate: float) -> float:
+        """The first group's learning rate, times this."""
+        return self.initial_lrs[0] * rate
+
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
-        """One step with these gradients; a shard without one stays as it is."""
+    def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
+        """One step with these gradients and each group's own learning rate times `rate`; a shard
+        without a gradient stays as it is."""
         for name, gradient in gradients.items():
             self.shards[name].grad = gradient
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        for group, initial_lr in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):
+            group["lr"] = initial_lr * rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-
-
-def _adamw(settings: OptimizerSettings, matrices: list[Tensor], vectors: list[Tensor]) -> Optimizer:
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    betas = (settings.beta1, settings.beta2)
-    groups = [group for group in groups if group["params"]]
-    return AdamW(groups, lr=settings.lr, betas=betas, eps=settings.eps, fused=True)

@@ -13,9 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from actors.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.fully_sharded import FullySharded
-from pipelines.training.sharded import Sharded
+from pipelines.training.sharded import Sharded, bring_constants
 from pipelines.training.spread import Spread
 from pipelines.training.tensor_parallel import cut_modules
+from pipelines.training.trees import tensors_in
 from pipelines.training.workload import Workload
 from pipelines.training.zero import PartlySharded
 
@@ -31,6 +32,7 @@ def parallelise(
     ZeRO stage says. Parameters of which each data rank has the whole need none of what FSDP does
     at each forward and backward."""
     for module in modules:
+        bring_constants(module, groups.device)
         if spread.tp is not None:
             cut_modules(module, workload.shape(), spread.tp, spread.num_held)
         for block in workload.blocks(module):
@@ -61,9 +63,10 @@ class Interruptible:
     def _before_forward(self, block: nn.Module, inputs: Any) -> None:
         self.interrupt()
 
-    def _after_forward(self, block: nn.Module, inputs: Any, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self._before_backward)
+    def _after_forward(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()

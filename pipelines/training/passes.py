@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 from torch.distributed.tensor.parallel import loss_parallel
 
+from pipelines.training.moving_buffers import MovingBuffers
 from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
-from pipelines.training.workload import Fed, Workload, forward_loss
-
-
-class Sums(NamedTuple):
-    """The loss and the number of tokens of a microbatch, as far as this rank counts them."""
-
-    loss: Tensor
-    num_tokens: Tensor
+from pipelines.training.workload import Sums, Workload
 
 
 class Passes(Protocol):
@@ -31,18 +24,21 @@ class Passes(Protocol):
     def num_rounds(self, least: int) -> int:
         """How many microbatches, at least so many, each rank must run."""
 
-    def train(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         """Forward and backward of all."""
 
-    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         """Forward of all, without gradients."""
 
 
 class OneByOne:
     """Each microbatch through the whole module; see `Passes`."""
 
-    def __init__(self, workload: Workload, sharded: Sharded, spread: Spread) -> None:
+    def __init__(
+        self, workload: Workload, sharded: Sharded, spread: Spread, moving: MovingBuffers
+    ) -> None:
         self.workload = workload
+        self.moving = moving
         self.sharded = sharded
         [self.module] = sharded.modules
         self.spread = spread
@@ -51,26 +47,22 @@ class OneByOne:
     def num_rounds(self, least: int) -> int:
         return least
 
-    def train(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         sums = []
         with loss_over(self.spread):
             for number, fed in enumerate(feds, start=1):
                 if number in (1, num_rounds):
                     self.sharded.accumulate(number == num_rounds)
-                loss = forward_loss(self.workload, self.module, fed, self.spread)
+                self.moving.begin_pass()
+                loss, num_tokens = self.workload.losses(self.module, fed, self.spread)
+                self.moving.end_pass(num_tokens)
                 loss.backward()
-                sums.append(self._counted(loss.detach(), fed))
+                sums.append(Sums(loss.detach(), num_tokens))
         return sums
 
-    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
-            return [
-                self._counted(forward_loss(self.workload, self.module, fed, self.spread), fed)
-                for fed in feds
-            ]
-
-    def _counted(self, loss: Tensor, fed: Fed) -> Sums:
-        return Sums(loss, self.workload.num_tokens(fed.targets))
+            return [self.workload.losses(self.module, fed, self.spread) for fed in feds]
 
 
 def loss_over(spread: Spread) -> AbstractContextManager[None]:

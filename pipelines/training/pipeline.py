@@ -17,11 +17,11 @@ from torch.distributed.pipelining import (
 
 from actors.program import Groups
 from pipelines.settings import SEVERAL_STAGES, ScheduleName, TrainSettings
-from pipelines.training.passes import Sums, evaluating, loss_over
+from pipelines.training.passes import evaluating, loss_over
 from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage
-from pipelines.training.workload import Fed, Workload, joined
+from pipelines.training.workload import Fed, Sums, Workload, joined
 
 SCHEDULES: dict[ScheduleName, Any] = {
     "gpipe": ScheduleGPipe,

@@ -15,7 +15,7 @@ from pipelines.settings import TrainSettings
 from pipelines.training.evaluation import evaluate
 from pipelines.training.local_state import LocalState
 from pipelines.training.look_ahead import LookAhead
-from pipelines.training.optimizer import learning_rate
+from pipelines.training.moving_buffers import MovingBuffers
 from pipelines.training.parallelise import Interruptible, parallelise
 from pipelines.training.passes import OneByOne, Passes
 from pipelines.training.pipeline import Pipelined
@@ -24,6 +24,7 @@ from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share, ids_of
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage, build_stages
+from pipelines.training.state import optimising_of
 from pipelines.training.statistics import Statistics, Told
 from pipelines.training.tensor_parallel import sum_over_sequence, summed_over_sequence
 from pipelines.training.workload import PADDING, Fed, Workload
@@ -47,7 +48,9 @@ class ShardedReplica:
         self.sharded = parallelise(modules, workload, groups, self.spread, settings)
         blocks = [block for module in modules for block in workload.blocks(module)]
         self.interruptible = Interruptible(blocks)
-        self.state = LocalState(self.sharded, settings, groups.device)
+        optimising = optimising_of(workload, settings)
+        self.state = LocalState(self.sharded, settings, optimising, groups.device)
+        self.moving = MovingBuffers(modules)
         self.passes = self._passes(stages)
         self.left_out: Sequence[int] = ()
         self.inside = Statistics(workload, settings, groups, self.state)
@@ -57,11 +60,12 @@ class ShardedReplica:
         groups, settings = self.groups, self.settings
         if groups.layout.pp > 1:
             return Pipelined(self.workload, stages, self.sharded, groups, self.spread, settings)
-        return OneByOne(self.workload, self.sharded, self.spread)
+        return OneByOne(self.workload, self.sharded, self.spread, self.moving)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these the local state; see `LocalState.adopt`."""
         self.state.adopt(tensors)
+        self.moving.keep(self.state.buffers)
 
     def tensors(self) -> dict[str, Tensor]:
         """The local state by logical name, sharing memory with what is trained."""
@@ -78,12 +82,14 @@ class ShardedReplica:
         self.inside.begin(step, rounds)
         feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
+        self.moving.begin()
         self.sharded.gather(interrupt)
         for loss, num_tokens in self.passes.train(feds, len(rounds)):
             if self.spread.counts:
                 sums[0] += loss
                 sums[1] += num_tokens
         self.sharded.reduce(interrupt)
+        self.moving.reduce(self.groups.world)
         if self.spread.tp is not None and self.norms:
             gradients = self.state.gradients()
             sum_over_sequence([gradients[name] for name in self.norms], self.spread.tp)
@@ -95,19 +101,21 @@ class ShardedReplica:
         """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu
         et al., 2013) and step the optimizer: local, without any collective. Parameters stay as
         they are if anyone's gradients are not finite."""
-        lr = learning_rate(self.settings.optimizer, step)
+        rate = self.state.optimising.rate(step)
         skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0
         norm = None
         self.inside.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
-            clip = min(1.0, self.settings.optimizer.max_grad_norm / (norm + NORM_EPS))
+            most = self.state.optimising.max_grad_norm
+            clip = 1.0 if most is None else min(1.0, most / (norm + NORM_EPS))
             gradients = self.state.gradients()
             torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
-            self.state.step(gradients, lr)
+            self.state.step(gradients, rate)
+            self.moving.apply()
         self.inside.after_step(vote.num_tokens)
         self.state.drop_gradients()
-        return Applied(lr, norm, skipped)
+        return Applied(self.state.lr(rate), norm, skipped)
 
     def statistics(self) -> Told | None:
         """Of the step just applied, if they are due; see `pipelines.training.statistics`."""

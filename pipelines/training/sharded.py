@@ -64,6 +64,14 @@ def assign(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
         module.load_state_dict({name: values[name] for name in own}, assign=True)
 
 
+def bring_constants(module: nn.Module, device: torch.device) -> None:
+    """Move buffers that have values already, which are no part of the state, to the device."""
+    for name, value in list(module.named_buffers()):
+        if not value.is_meta:
+            owner, _, key = name.rpartition(".")
+            setattr(module.get_submodule(owner), key, value.to(device))
+
+
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     """The bytes of the storages under these tensors that lie on a device, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from elastic.regions import Region
 from elastic.specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
-from pipelines.training.optimizer import state_template
+from pipelines.training.optimizer import AdamWBySettings, Optimising, state_templates
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.workload import Shape, Style, Workload
@@ -30,6 +30,11 @@ def stored_dtype(settings: TrainSettings) -> torch.dtype:
     return torch.float64 if settings.dtype == "float64" else torch.float32
 
 
+def optimising_of(workload: Workload, settings: TrainSettings) -> Optimising:
+    """How the workload's parameters are stepped."""
+    return workload.optimising or AdamWBySettings(settings.optimizer)
+
+
 def build_on_meta(workload: Workload, settings: TrainSettings, spread: Spread = ALONE) -> nn.Module:
     """The workload's module with shapes and no values."""
     with torch.device("meta"):
@@ -37,7 +42,8 @@ def build_on_meta(workload: Workload, settings: TrainSettings, spread: Spread = 
 
 
 def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec, ...]:
-    """Parameters, then buffers that are state, then the optimizer's, each in the module's order.
+    """Parameters, then buffers that are state, then the optimizer's (for parameters that are not
+    frozen), each in the module's order.
 
     What has a parameter's shape is sharded as the parameter is: dim 0 over `fsdp`.
     """
@@ -46,12 +52,20 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     parameters = dict(module.named_parameters())
     specs = [placing.spec(name, value, "parameter") for name, value in parameters.items()]
     specs += [placing.spec(name, value, "buffer") for name, value in buffers(module)]
-    template = state_template(settings.optimizer, stored_dtype(settings))
-    for name, parameter in parameters.items():
+    templates = state_templates(
+        optimising_of(workload, settings), trained_dims(module), stored_dtype(settings)
+    )
+    for name, template in templates.items():
+        parameter = parameters[name]
         for key, kept in template.items():
             like = parameter.to(kept.dtype) if kept.ndim else kept
             specs.append(placing.spec(name, like, "optimizer", optimizer_name(name, key)))
     return tuple(specs)
+
+
+def trained_dims(module: nn.Module) -> dict[str, int]:
+    """Of each parameter that is not frozen, how many dims it has."""
+    return {name: one.ndim for name, one in module.named_parameters() if one.requires_grad}
 
 
 class Placing:
@@ -95,7 +109,7 @@ class Placing:
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The buffers that belong to the state: those that `state_dict` has."""
-    parameters = dict(module.named_parameters())
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     kept = module.state_dict(keep_vars=True)
     return ((name, value) for name, value in kept.items() if name not in parameters)
 

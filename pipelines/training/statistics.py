@@ -102,6 +102,8 @@ class Statistics:
         first = output[0] if isinstance(output, tuple | list) else output
         if number >= len(self._rounds) or self._rounds[number] is None:
             return
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return
         values = local_part(first.detach())
         finite = torch.isfinite(values)
         known = torch.where(finite, values, 0)

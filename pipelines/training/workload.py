@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from elastic.limits import Limits
+from pipelines.training.optimizer import Optimising
 from pipelines.training.spread import ALONE, Spread
 
 Style = Literal["colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated"]
@@ -65,6 +66,13 @@ class Fed(NamedTuple):
     targets: Tensor
 
 
+class Sums(NamedTuple):
+    """The loss and the number of tokens of a microbatch, as far as this rank counts them."""
+
+    loss: Tensor
+    num_tokens: Tensor
+
+
 class Workload(Protocol):
     """One kind of training job. `Batch` is its own: whatever `read` gives and `feed` takes."""
 
@@ -76,6 +84,12 @@ class Workload(Protocol):
     """How many samples are held out for evaluation."""
     seq_len: int
     """Tokens of a sample; 1 where samples are no sequences."""
+
+    optimising: Optimising | None
+    """How its parameters are stepped; None: with AdamW, as the run's settings say."""
+
+    keeps_its_size: bool
+    """Whether `miniature` gives something that needs whole microbatches."""
 
     is_far: bool
     """Whether samples have to be brought to this machine before they can be read."""
@@ -118,6 +132,10 @@ class Workload(Protocol):
         """This rank's part of a batch. `seed` is the microbatch's, negative for one that only
         pads."""
 
+    def losses(self, module: nn.Module, fed: Any, spread: Spread) -> Sums:
+        """The sum of the losses of what `feed` gave, through a whole module, and how many they
+        are; `output_losses` makes it of `loss` and `num_tokens`, which only a pipeline needs."""
+
     def num_tokens(self, targets: Tensor) -> Tensor:
         """How many losses these targets sum; what the whole step's gradient is divided by."""
 
@@ -136,8 +154,15 @@ def forward_loss(workload: Workload, module: nn.Module, fed: Fed, spread: Spread
     return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, spread)
 
 
+def output_losses(workload: Workload, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+    """`Workload.losses` where the loss is a function of the module's output and the targets."""
+    return Sums(forward_loss(workload, module, fed, spread), workload.num_tokens(fed.targets))
+
+
 def joined(feds: Sequence[Fed]) -> Fed:
     """Several in a row; keywords that one lacks and others have are 0."""
+    if len(feds) == 1:
+        return feds[0]
     known = {name: value for fed in feds for name, value in fed.keywords.items()}
     keywords = {
         name: torch.cat([fed.keywords.get(name, _nothing_like(known[name], fed)) for fed in feds])

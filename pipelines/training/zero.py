@@ -84,8 +84,9 @@ class PartlySharded:
         accumulated = WeakMethod(self._accumulated)
         for number, bucket in enumerate(self.buckets):
             for place_in_bucket, part in enumerate(bucket.parts):
-                hook = partial(_call, accumulated, number, place_in_bucket)
-                part.parameter.register_post_accumulate_grad_hook(hook)
+                if part.parameter.requires_grad:
+                    hook = partial(_call, accumulated, number, place_in_bucket)
+                    part.parameter.register_post_accumulate_grad_hook(hook)
         self.is_stale = True
 
     @torch.no_grad()
@@ -206,6 +207,8 @@ def _grouped(
         owners.append((block.parameters(), groups.mesh))
     owners += [(part.parameters(recurse=False), groups.mesh) for part in module.modules()]
     for parameters, mesh in owners:
-        found = [names.pop(parameter) for parameter in parameters if parameter in names]
-        if found:
-            yield found, mesh
+        found = [parameter for parameter in parameters if parameter in names]
+        for trained in (True, False):  # those that are frozen have no gradients to reduce
+            alike = [names.pop(one) for one in found if one.requires_grad == trained]
+            if alike:
+                yield alike, mesh

@@ -14,7 +14,7 @@ from elastic.votes import Vote
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings, OptimizerSettings, TrainSettings
-from pipelines.training.optimizer import LocalOptimizer, state_template
+from pipelines.training.optimizer import AdamWBySettings, LocalOptimizer, state_templates
 from pipelines.training.warm_up import group_of_one
 
 pytestmark = NEEDS_GPU
@@ -86,7 +86,8 @@ def test_bfloat16_keeps_its_parameters_in_float32_and_learns_the_same() -> None:
 
 def test_the_fused_optimizer_equals_the_cpus() -> None:
     settings = OptimizerSettings(weight_decay=0.3)
-    template = state_template(settings, torch.float64)
+    optimising = AdamWBySettings(settings)
+    template = state_templates(optimising, {"shard": 2}, torch.float64)["shard"]
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(64, 32, dtype=torch.float64, generator=generator)
     gradients = torch.randn(8, 64, 32, dtype=torch.float64, generator=generator)
@@ -97,10 +98,10 @@ def test_the_fused_optimizer_equals_the_cpus() -> None:
             key: torch.zeros(shard.shape if kept.ndim else (), dtype=kept.dtype, device=device)
             for key, kept in template.items()
         }
-        optimizer = LocalOptimizer(settings, {"shard": shard}, {"shard": state})
+        optimizer = LocalOptimizer(optimising, {"shard": shard}, {"shard": state})
         assert optimizer.optimizer.defaults["fused"]
         for step, gradient in enumerate(gradients, start=1):
-            optimizer.step({"shard": gradient.to(device)}, lr=0.1 / step)
+            optimizer.step({"shard": gradient.to(device)}, 0.1 / step / settings.lr)
         results[device] = shard.cpu()
     torch.testing.assert_close(results[DEVICE], results["cpu"], rtol=1e-12, atol=1e-14)
     assert not torch.equal(results["cpu"], start)

@@ -77,6 +77,7 @@ def run_plainly(
     environment: dict[str, str] | None = None,
     node_of: Callable[[str], str] = lambda worker: NODE,
     data_folder: str | None = None,
+    recipe: str | None = None,
     network: Network = ANYWHERE,
     strikes: Sequence[Strike] = (),
     hear: Callable[[Event], None] = lambda event: None,
@@ -85,10 +86,12 @@ def run_plainly(
 ) -> Outcome:
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
 
-    `hear` is called with each event. Each of the `strikes` is done once all snapshots of a
+    `recipe` is a file and function of one's own. `hear` is called with each event. Each of the
+    `strikes` is done once all snapshots of a
     generation are whole, one a generation.
     """
     kwargs = {"settings": settings.model_dump(mode="json"), "data_folder": data_folder}
+    kwargs |= {"recipe": recipe} if recipe else {}
     made = TrainingProgram(**kwargs, device="cpu")
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
     rules = rules_of(min_workers, workers, policy)

@@ -7,14 +7,14 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from actors.program import Groups, Interrupt
 from pipelines.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.spread import Spread
-from pipelines.training.workload import Fed, Workload
+from pipelines.training.workload import Fed, Sums, Workload, output_losses
 
 SPOILT_STEP = 9
 SPOILT_BATCH = 12
@@ -29,6 +29,9 @@ class Spoilt:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)
+
+    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+        return output_losses(self, module, fed, spread)
 
     def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
         loss = self._workload.loss(output, targets, spread) * self.factor

@@ -60,7 +60,7 @@ def test_what_the_program_raises_comes_out_as_it_was_raised(tmp_path: Path) -> N
     [stepper] = {id(f.f_locals["self"]): f.f_locals["self"] for f in frames if _is_step(f)}.values()
     assert stepper.committed_step == 6, "a debugger finds the frames as they were"
     assert (tmp_path / "run" / "checkpoints").is_dir()
-    wanted, _ = expected(settings_of(asked(tmp_path, 9)), 6)
+    wanted, _ = expected(settings_of(asked(tmp_path, 9))[0], 6)
     assert list(losses_in(tmp_path / "run").values()) == pytest.approx(
         [loss for loss, _ in wanted], rel=1e-9
     )
@@ -95,7 +95,7 @@ def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert here(asked(tmp_path, 8)).outcome.outcome == "completed"
     assert owner_of(make_plan(asked(tmp_path, 8), 0).folder.files) is None
-    settings = settings_of(asked(tmp_path, 16))
+    settings = settings_of(asked(tmp_path, 16))[0]
     assert run_plainly(folder, settings, 2).stopped.outcome == "completed"
 
     def stand_still(event: Event, post) -> None:
@@ -103,7 +103,7 @@ def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
             time.sleep(4.0)
 
     assert here(asked(tmp_path, 24), stand_still).outcome.outcome == "completed"
-    wanted, _ = expected(settings_of(asked(tmp_path, 24)), 24)
+    wanted, _ = expected(settings_of(asked(tmp_path, 24))[0], 24)
     lines = read(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 25)), "nothing is redone"
     assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in wanted], rel=1e-9)

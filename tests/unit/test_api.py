@@ -133,7 +133,7 @@ def test_a_recipe_may_be_a_function_or_what_it_returns() -> None:
     assert load(tiny) == load(tiny()) == load("tiny")
     assert name_of(byte_lm) == "pipelines.recipes:byte_lm"
     assert name_of(byte_lm()) == "transformer"
-    with pytest.raises(UserError, match="recipe: int is none"):
+    with pytest.raises(UserError, match="recipe int: is int, not TrainSettings or a Recipe"):
         ElasticTrainer(3).as_trainable()
 
 

@@ -8,17 +8,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.settings import OptimizerSettings
-from pipelines.training.optimizer import LocalOptimizer, learning_rate, state_template
+from pipelines.training.optimizer import (
+    AdamWBySettings,
+    LocalOptimizer,
+    learning_rate,
+    state_templates,
+)
 
 SCHEDULE = OptimizerSettings(lr=0.1, min_lr_ratio=0.1, warmup_steps=10, decay_steps=110)
 
 
 def state_of(settings: OptimizerSettings, shards: dict[str, torch.Tensor]):
-    template = state_template(settings, torch.float64)
+    num_dims = {name: shard.ndim for name, shard in shards.items()}
+    templates = state_templates(AdamWBySettings(settings), num_dims, torch.float64)
     return {
         name: {
             key: torch.zeros(shard.shape if value.ndim else (), dtype=value.dtype)
-            for key, value in template.items()
+            for key, value in templates[name].items()
         }
         for name, shard in shards.items()
     }
@@ -48,7 +54,8 @@ def test_without_decay_the_rate_is_constant_after_the_warm_up() -> None:
 
 
 def test_the_state_is_found_and_not_assumed() -> None:
-    template = state_template(SCHEDULE, torch.float64)
+    templates = state_templates(AdamWBySettings(SCHEDULE), {"weight": 2}, torch.float64)
+    template = templates["weight"]
     assert {key: tuple(value.shape) for key, value in template.items()} == {
         "step": (),
         "exp_avg": (2, 3),
@@ -75,7 +82,7 @@ def test_it_equals_torchs_own_and_decays_only_matrices() -> None:
         foreach=False,
     )
     state = state_of(settings, shards)
-    ours = LocalOptimizer(settings, shards, state)
+    ours = LocalOptimizer(AdamWBySettings(settings), shards, state)
     for step in range(1, 9):
         gradients = {name: torch.randn_like(shard) for name, shard in shards.items()}
         for name, weight in expected.items():
@@ -83,7 +90,7 @@ def test_it_equals_torchs_own_and_decays_only_matrices() -> None:
         for group in theirs.param_groups:
             group["lr"] = 0.1 / step
         theirs.step()
-        ours.step(gradients, lr=0.1 / step)
+        ours.step(gradients, 0.1 / step / settings.lr)
     for name, weight in expected.items():
         torch.testing.assert_close(shards[name], weight.detach(), rtol=1e-12, atol=1e-14)
         for key, value in theirs.state[weight].items():
@@ -94,8 +101,8 @@ def test_it_equals_torchs_own_and_decays_only_matrices() -> None:
 def test_a_shard_without_a_gradient_stays() -> None:
     ones = torch.ones(2, 2, dtype=torch.float64)
     shards = {"first": ones.clone(), "second": ones.clone()}
-    ours = LocalOptimizer(SCHEDULE, shards, state_of(SCHEDULE, shards))
-    ours.step({"first": ones}, lr=0.1)
+    ours = LocalOptimizer(AdamWBySettings(SCHEDULE), shards, state_of(SCHEDULE, shards))
+    ours.step({"first": ones}, 1.0)
     assert torch.equal(shards["second"], ones)
     assert not torch.equal(shards["first"], ones)
     assert ours.state()["first"]["step"].item() == 1

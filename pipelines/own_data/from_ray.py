@@ -1,0 +1,29 @@
+"""What a Ray Data dataset has computed, written once and read by number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from pipelines.own_data.arrow import ArrowDataset
+
+DONE = "_WRITTEN"
+
+
+class Writable(Protocol):
+    """A `ray.data.Dataset`, as far as this needs it."""
+
+    def write_parquet(self, path: str) -> Any: ...
+
+
+def from_ray_dataset(dataset: Writable, folder: str | Path) -> ArrowDataset:
+    """Write a `ray.data.Dataset` to Parquet files in a folder that all workers see, unless it has
+    been, and read them map-style: every sample has a number, which training needs.
+
+    Delete the folder to have it written anew.
+    """
+    folder = Path(folder).expanduser().resolve()
+    if not (folder / DONE).exists():
+        dataset.write_parquet(str(folder))
+        (folder / DONE).touch()
+    return ArrowDataset(folder)

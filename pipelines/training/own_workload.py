@@ -1,0 +1,201 @@
+"""A module and data of the user's own as a workload."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import cached_property
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+from elastic.limits import Limits
+from pipelines.errors import UserError
+from pipelines.recipe import Dataset, Losses, Recipe
+from pipelines.training.own_module import (
+    InitialValues,
+    find_blocks,
+    shapes_alone,
+)
+from pipelines.training.seeds import keyed_generator
+from pipelines.training.spread import ALONE, Spread
+from pipelines.training.trees import mapped, tensors_in
+from pipelines.training.workload import Layer, Shape, Sums, nothing
+
+ALL_IN_ONE = Shape((Layer((), 1),), Limits(tp_divides=1, num_layers=1, seq_len=1, num_experts=1))
+"""A module of which nothing is known."""
+NUM_DIGESTED = 3
+
+
+class OwnBatch(NamedTuple):
+    """What the recipe's `collate` made of so many samples; 0 of them if it only pads."""
+
+    value: Any
+    num_samples: int
+
+
+class OwnWorkload:
+    """Trains what a recipe gives; see `pipelines.training.workload.Workload`.
+
+    Ranks that have fewer microbatches than others repeat one, with a gradient of 0: what a module
+    makes of no data at all nobody knows.
+    """
+
+    seq_len = 1
+    is_far = False
+    keeps_its_size = True
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Raises `UserError` for data without samples."""
+        self.recipe = recipe
+        self.settings = recipe.settings
+        self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
+        self.optimising = OwnOptimising(recipe)
+        self.train = recipe.data()
+        self.held_out = recipe.held_out() if recipe.held_out else None
+        self.num_samples = len(self.train)
+        self.num_held_out = len(self.held_out) if self.held_out is not None else 0
+        if not self.num_samples:
+            raise UserError("the recipe's data have no sample: len() of them is 0")
+        self.values = InitialValues(recipe.model, recipe.settings.seed)
+        self.is_miniature = False
+        self._latest: Any = None
+
+    @cached_property
+    def digest(self) -> str:
+        """Of how many samples there are, and of a few."""
+        digest = sha256(f"{self.num_samples} {self.num_held_out}".encode())
+        for number in range(NUM_DIGESTED):
+            sample = number * (self.num_samples - 1) // (NUM_DIGESTED - 1)
+            seed_host(keyed_generator("digest", sample).initial_seed())
+            batch = self.recipe.collate([self.train[sample]])
+            for tensor in tensors_in(batch):
+                told = tensor.detach().cpu().contiguous()
+                digest.update(f"{told.dtype} {tuple(told.shape)}".encode())
+                digest.update(told.view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def module(self, spread: Spread = ALONE) -> nn.Module:
+        return shapes_alone(self.recipe.model, self.settings.seed)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return find_blocks(module, self.recipe.blocks)
+
+    def shape(self) -> Shape:
+        return ALL_IN_ONE
+
+    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        """As the module's own constructor fills it, under the run's seed."""
+        tensor.copy_(self.values.get()[name])
+
+    def reach(self) -> None:
+        """They were opened in the constructor."""
+
+    def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
+        """A dataset has no such thing."""
+
+    def read(
+        self,
+        samples: Sequence[int],
+        held_out: bool = False,
+        interrupt: Callable[[], None] = nothing,
+    ) -> OwnBatch:
+        """Where samples are changed at random, the seed is that of the microbatch."""
+        seed = torch.initial_seed()
+        if held_out:
+            seed = keyed_generator("held out", self.settings.seed, samples[0]).initial_seed()
+        seed_host(seed)
+        self._latest = self.recipe.collate([self._of(held_out)[sample] for sample in samples])
+        return OwnBatch(self._latest, len(samples))
+
+    def empty(self, num_samples: int = 0) -> OwnBatch:
+        """The latest microbatch again: it is not finite only if that was not."""
+        if self._latest is None:
+            self.read(range(min(self.settings.microbatch, self.num_samples)))
+        return OwnBatch(self._latest, 0)
+
+    def feed(self, batch: OwnBatch, device: torch.device, spread: Spread, seed: int) -> OwnBatch:
+        """On the device, and what is floating in the run's dtype."""
+
+        def fed(tensor: Tensor) -> Tensor:
+            return tensor.to(device, self.dtype if tensor.is_floating_point() else None)
+
+        return OwnBatch(mapped(fed, batch.value), batch.num_samples)
+
+    def losses(self, module: nn.Module, fed: OwnBatch, spread: Spread) -> Sums:
+        if not self.is_miniature:
+            self.values.release()
+        loss = self.recipe.loss if module.training else self.recipe.evaluation or self.recipe.loss
+        sums = sums_of(loss(module, fed.value), fed.num_samples)
+        if fed.num_samples:
+            return sums
+        return Sums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
+
+    def num_tokens(self, targets: Tensor) -> Tensor:
+        raise NotImplementedError("the loss of a recipe is not cut")
+
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+        raise NotImplementedError("the loss of a recipe is not cut")
+
+    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+        return torch.empty(0, device="meta")
+
+    def miniature(self) -> OwnWorkload:
+        """Itself: nobody knows how to make it smaller."""
+        one = copy(self)
+        one.is_miniature = True
+        return one
+
+    def _of(self, held_out: bool) -> Dataset:
+        if held_out and self.held_out is None:
+            raise UserError("eval_every: the recipe has no `held_out` data; give some, or set 0")
+        return self.held_out if held_out and self.held_out is not None else self.train
+
+
+class OwnOptimising:
+    """A recipe's optimizer; see `pipelines.training.optimizer.Optimising`."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.max_grad_norm = recipe.max_grad_norm
+
+    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
+        return self.recipe.optimizer(shards)
+
+    def rate(self, step: int) -> float:
+        return float(self.recipe.schedule(step))
+
+
+def sums_of(losses: Losses, num_samples: int) -> Sums:
+    """The sum of a microbatch's losses and their number, whichever form a loss function chose.
+
+    Raises `UserError` for any other.
+    """
+    match losses:
+        case Tensor() if losses.numel() == 1:
+            loss = losses.reshape(())
+            return Sums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
+        case (Tensor() as total, count) if total.numel() == 1:
+            total = total.reshape(())
+            return Sums(total, torch.as_tensor(count, device=total.device).detach().reshape(()))
+    told = (
+        f"a tensor of shape {tuple(losses.shape)}"
+        if isinstance(losses, Tensor)
+        else (type(losses).__name__)
+    )
+    raise UserError(
+        f"the recipe's loss returned {told}: return a scalar, its mean over the samples of the "
+        "batch, or a pair (sum, count), e.g. over tokens"
+    )
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators that code on the host draws from."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -1,0 +1,56 @@
+"""A module, data and an optimizer of one's own: killed and resized, as the plain loop."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import own_net
+import pytest
+import torch
+from harness import Outcome, run_plainly
+
+from actors.faults import Fault
+from actors.storage import DiskStorage
+from elastic.events import WorkerLeaving
+from elastic.regions import Region
+from elastic.samples import microbatch_seed
+from pipelines.program import TrainingProgram
+
+RECIPE = f"{Path(own_net.__file__)}:recipe"
+
+
+@cache
+def plain():
+    return own_net.plainly(microbatch_seed)
+
+
+def final_state(run: Outcome) -> dict[str, torch.Tensor]:
+    [checkpoint] = (run.folder / "checkpoints").glob(f"step-{own_net.SETTINGS.steps:08d}-*")
+    program = TrainingProgram(own_net.OWN.model_dump(mode="json"), device="cpu", recipe=RECIPE)
+    wanted = {s.name: Region.whole(s.shape) for s in program.specs() if s.kind != "optimizer"}
+    return program.read_regions(DiskStorage(checkpoint), wanted)
+
+
+def assert_equals_the_plain_loop(run: Outcome) -> None:
+    assert run.stopped.outcome == "completed", run.stopped
+    losses, evaluated, state = plain()
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    told = {line["step"]: line["loss"] for line in run.told("Evaluated")}
+    assert told == pytest.approx(evaluated, rel=1e-9)
+    ours = final_state(run)
+    assert ours.keys() == state.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("layout", ["dp=3", pytest.param("fsdp=3", marks=pytest.mark.slow)])
+def test_killed_twice_and_resized(layout: str, tmp_path: Path) -> None:
+    """Five microbatches on three and two ranks: some always pad."""
+    faults = (Fault("kill", "w2", 6, "compute"), Fault("kill", "w1", 12, "apply"))
+    leaving = ((18, WorkerLeaving("w0", "shrinks")),)
+    run = run_plainly(
+        tmp_path, own_net.OWN, 3, layout=layout, faults=faults, due=leaving, recipe=RECIPE
+    )
+    assert_equals_the_plain_loop(run)
+    assert len({line["world_size"] for line in run.metrics}) > 1

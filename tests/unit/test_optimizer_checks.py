@@ -1,0 +1,76 @@
+"""An optimizer that cannot be elastic is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pipelines.errors import UserError
+from pipelines.training.optimizer import state_templates
+from pipelines.training.optimizer_checks import refuse_unfit
+
+NUM_DIMS = {"layer.weight": 2, "layer.bias": 1, "convolution": 4, "scalar": 0}
+
+
+class Of:
+    """A function of named parameters as `Optimising`."""
+
+    max_grad_norm = None
+
+    def __init__(self, make):
+        self.make = make
+
+    def build(self, shards):
+        return self.make(shards)
+
+    def rate(self, step):
+        return 1.0
+
+
+class Normed(torch.optim.SGD):
+    """Like LARS: the step of a parameter depends on its norm."""
+
+    def step(self):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad = one.grad * one.norm()
+        super().step()
+
+
+FIT = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
+    "groups of its own": lambda p: torch.optim.AdamW(
+        [
+            {"params": [one for one in p if "bias" in one[0]], "lr": 0.3},
+            {"params": [one for one in p if "bias" not in one[0]]},
+        ],
+        lr=0.1,
+    ),
+}
+UNFIT = {
+    "zeros": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "depends on others": lambda p: Normed(p, lr=0.1),
+    "of shape": lambda p: torch.optim.Adafactor(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("make", FIT.values(), ids=FIT)
+def test_an_optimizer_that_steps_each_element_alone_is_fit(make) -> None:
+    refuse_unfit(Of(make), NUM_DIMS)
+
+
+@pytest.mark.parametrize(("told", "make"), UNFIT.items(), ids=UNFIT)
+def test_others_are_refused_in_one_line(told: str, make) -> None:
+    with pytest.raises(UserError, match=told) as refused:
+        refuse_unfit(Of(make), NUM_DIMS)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_it_keeps_is_found_for_each_parameter() -> None:
+    kept = state_templates(Of(FIT["momentum"]), NUM_DIMS, torch.float64)
+    assert {name: value["momentum_buffer"].ndim for name, value in kept.items()} == NUM_DIMS
+    assert state_templates(Of(FIT["sgd"]), NUM_DIMS, torch.float64)["scalar"] == {}
