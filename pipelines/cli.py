@@ -75,6 +75,14 @@ NotifyUrl = Annotated[
         help="Post a JSON object there when the run has waited for long, and when it has stopped.",
     ),
 ]
+TrackingUri = Annotated[
+    str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
+]
+AuditEvery = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Leave the run to its cluster and return.")]
 Profile = Annotated[
     str | None,
     typer.Option(
@@ -116,24 +124,17 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
     data: Data = None,
     set_: Changes = None,
-    audit_every: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
-    ] = None,
+    audit_every: AuditEvery = None,
     inject: Faults = None,
     record_samples: Annotated[
         bool, typer.Option("--record-samples", help="Write down the samples each rank reads.")
     ] = False,
-    tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
-    ] = None,
+    tracking_uri: TrackingUri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
     interface: Interface = None,
     ports: Ports = None,
     notify: NotifyUrl = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Leave the run to its cluster and return.")
-    ] = False,
+    detach: Detach = False,
     profile: Profile = None,
     in_process: InProcess = False,
     dry_run_: DryRun = False,
@@ -302,9 +303,7 @@ def plan(
 @app.command(name="doctor")
 def doctor_command(
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
-    tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
-    ] = None,
+    tracking_uri: TrackingUri = None,
     data: Data = None,
     interface: Interface = None,
     ports: Ports = None,

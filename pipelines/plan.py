@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.credentials import has_credentials, without_credentials
-from actors.listening import Network
 from actors.program import Factory
 from actors.ray_controller import Run
 from actors.sources import digest_of_program, digest_of_sources
-from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
 from elastic.infeasible import Infeasible
@@ -39,13 +37,13 @@ from pipelines.own_plan import (
     refuse_brought,
     refuse_unfit_recipe,
 )
-from pipelines.profile import parse_profile
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
 from pipelines.recipes import RecipeLike, load, name_of
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
+from pipelines.worker_options import worker_options
 
 RECIPE_FORMAT = 1
 
@@ -130,17 +128,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         folder=folder.url,
         opening=RunOpened(0, policy, wish, job),
         program=factory,
-        options=WorkerOptions(
-            run_folder=folder.url,
-            collective_timeout_s=policy.collective_timeout_s,
-            checkpoint_every=settings.checkpoint_steps,
-            faults=faults,
-            snapshot_every=settings.snapshot_every,
-            audit_every=settings.audit_every,
-            network=Network(settings.network.interface, settings.network.port_range),
-            straggler_every=settings.straggler_every,
-            profiled=parse_profile(asked.profile) if asked.profile else None,
-        ),
+        options=worker_options(folder.url, settings, policy, faults, asked.profile),
         leavers=leavers,
         observers=(
             _sidecar(folder, tracking_uri, asked.experiment, notify_url, settings.notify_after_s),
