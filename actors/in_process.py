@@ -6,6 +6,7 @@ caller's own stack. The same shell and the same worker as anywhere else.
 
 from __future__ import annotations
 
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
@@ -86,13 +87,14 @@ class InProcessFleet:
             return
         assert self.worker is not None
         self._serving = threading.get_ident()
-        num_threads = torch.get_num_threads()
+        num_threads, hook = torch.get_num_threads(), sys.excepthook
         torch.set_num_threads(1)
         try:
             self.worker.serve()
         finally:
             torch.set_num_threads(num_threads)
             torch.set_flush_denormal(False)
+            sys.excepthook = hook  # torch's own, one more a group, puts ranks before each line
 
     def start_store(self) -> None:
         self._store = open_store(self._host, self._network)

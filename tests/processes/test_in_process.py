@@ -48,7 +48,7 @@ def losses_in(folder: Path) -> dict[int, float]:
 
 def test_what_the_program_raises_comes_out_as_it_was_raised(tmp_path: Path) -> None:
     """On the caller's thread, with its frames alive; the run has been saved before."""
-    threads, began = set(), set(threading.enumerate())
+    threads, began, hook = set(), set(threading.enumerate()), sys.excepthook
 
     def hear(event: Event, post) -> None:
         threads.add(threading.current_thread())
@@ -64,7 +64,7 @@ def test_what_the_program_raises_comes_out_as_it_was_raised(tmp_path: Path) -> N
     assert list(losses_in(tmp_path / "run").values()) == pytest.approx(
         [loss for loss, _ in wanted], rel=1e-9
     )
-    assert not torch.distributed.is_initialized()
+    assert not torch.distributed.is_initialized() and sys.excepthook is hook
     left = {thread.name for thread in set(threading.enumerate()) - began if thread.is_alive()}
     assert not left & {"controller", "training", "watch", "publisher"}
 
