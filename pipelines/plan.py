@@ -26,8 +26,11 @@ from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
 from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
+from pipelines.data.opening import RANDOM
+from pipelines.data.packing import prepare_chats
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
 from pipelines.loop.script import Script
 from pipelines.notify import check_url
@@ -115,7 +118,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     )
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     if own is not None:
-        refuse_unfit_recipe(own, program.workload, settings, wish)
+        refuse_unfit_recipe(program.workload, settings)
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
@@ -184,13 +187,16 @@ def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: s
         kwargs["recipe"] = own
     else:
         data = settings.data
-        kwargs["data_folder"] = prepared_folder(
-            data.source,
-            data_cache,
-            tokenizer=data.tokenizer,
-            separator=data.separator,
-            held_out_fraction=data.held_out_fraction,
-        )
+        options: dict[str, Any] = {
+            "tokenizer": data.tokenizer,
+            "separator": data.separator,
+            "held_out_fraction": data.held_out_fraction,
+        }
+        if data.format == "chat" and data.source != RANDOM:
+            folder = prepare_chats(data.source, data_cache, data.seq_len, **options)
+        else:
+            folder = prepared_folder(data.source, data_cache, **options)
+        kwargs["data_folder"] = folder
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
@@ -243,7 +249,7 @@ def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
     changes += [f"network.interface={asked.interface}"] if asked.interface else []
     changes += [f"network.ports={asked.ports}"] if asked.ports else []
     if isinstance(found, TrainSettings):
-        return override(found, changes), None
+        return with_model_of_folder(override(found, changes)), None
     refuse_brought(changes)
     return override(found.settings, changes), found
 
@@ -304,7 +310,8 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
 def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     recipe = name_of(asked.recipe)
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", recipe.rpartition(":")[2] or recipe).strip("-") or "run"
+    last = (recipe.rpartition(":")[2] or recipe).rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-") or "run"
     name = asked.run_name or f"{plain}-{stamp}"
     return RunFolder.of(asked.storage, name)
 
@@ -324,9 +331,11 @@ def _refuse_other_maths(
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
-        for key in ("num_samples", "data_digest", STATE_DIGEST)
+        for key in ("num_samples", "data_digest")
         if stored.get(key) != recipe.get(key)
     ]
+    if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
+        differing.append("the state has other names, shapes or dtypes")
     if differing:
         raise UserError(
             f"run '{folder.name}' in {folder.storage} was begun with other maths "

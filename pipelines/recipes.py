@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from pipelines.errors import UserError
+from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
 from pipelines.loop.script import Script, is_script, script_of
 from pipelines.overrides import near
 from pipelines.recipe import Recipe
@@ -84,16 +85,19 @@ def mlp() -> TrainSettings:
 
 
 RECIPES: dict[str, Callable[[], TrainSettings]] = {
-    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp)
+    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp, finetune)
 }
 
 
 def load(recipe: RecipeLike) -> TrainSettings | Recipe | Script:
-    """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`; or
-    such a function itself, or what it would return.
+    """What a recipe gives: one of `RECIPES`, `hf:` and a folder or `config.json`,
+    `path/to/file.py:function` or `module:function`; or such a function itself, or what it would
+    return.
 
     Raises `UserError` if there is no such recipe, or it gives something else.
     """
+    if isinstance(recipe, str) and recipe.startswith(PREFIX):
+        return hugging_face(recipe.removeprefix(PREFIX))
     given: Any = _named(recipe) if isinstance(recipe, str) else recipe
     verb = "is"
     if callable(given):
