@@ -97,12 +97,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     if own is not None:
         _refuse_axes_without_plan(asked.layout, wish)
     faults, leavers = parse_faults(asked.inject)
-    if asked.record_samples:
-        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
-    if settings.init_from is not None:
-        there = str(Path(settings.init_from).expanduser().resolve())
-        settings = settings.model_copy(update={"init_from": there})
-        open_pretrained(settings)  # refused here, before data are prepared
+    settings = _with_places(settings, asked, folder)
     factory = _program(
         settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
     )
@@ -155,6 +150,17 @@ def _tracking_uri(asked: Asked) -> str:
             "as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
     return uri or default_tracking_uri(asked.storage)
+
+
+def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> TrainSettings:
+    """What is read or written beside the run's files, by its full path."""
+    if asked.record_samples:
+        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(Path(settings.init_from).expanduser().resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
+    return settings
 
 
 def _samples_file(folder: RunFolder) -> Path:
