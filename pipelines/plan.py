@@ -67,6 +67,8 @@ class Asked:
     """Where text is prepared; by default in the storage."""
     per_worker: Mapping[str, Any] = field(default_factory=dict)
     """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe's function, by name."""
 
 
 @dataclass(frozen=True)
@@ -198,6 +200,7 @@ def _recipe(
     return {
         "format": RECIPE_FORMAT,
         "recipe": name_of(asked.recipe),
+        "arguments": {name: str(value) for name, value in asked.arguments.items()},
         "steps": program.steps,
         "num_samples": program.workload.num_samples,
         "data_digest": program.workload.digest,
@@ -229,7 +232,7 @@ def _sidecar(
 
 def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
     """Those of the run, and the recipe if it has a model of its own."""
-    found = load(asked.recipe)
+    found = load(asked.recipe, asked.arguments)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -326,8 +329,8 @@ def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: Tra
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored[key]} -> {recipe[key]}"
-        for key in ("num_samples", "data_digest")
-        if stored[key] != recipe[key]
+        for key in ("num_samples", "data_digest", "arguments")
+        if stored.get(key, {}) != recipe[key]
     ]
     if differing:
         raise UserError(
