@@ -77,6 +77,8 @@ class Asked:
     """Where text is prepared; by default in the storage."""
     per_worker: Mapping[str, Any] = field(default_factory=dict)
     """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe's function, by name."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
     wish = _wish(asked.layout, policy)
     faults, leavers = parse_faults(asked.inject)
-    if asked.record_samples:
-        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
-    if settings.init_from is not None:
-        there = str(Path(settings.init_from).expanduser().resolve())
-        settings = settings.model_copy(update={"init_from": there})
-        open_pretrained(settings)  # refused here, before data are prepared
+    settings = _with_places(settings, asked, folder)
     factory = _program(
         settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
     )
@@ -171,6 +168,17 @@ def _tracking_uri(asked: Asked) -> str:
     return uri or default_tracking_uri(asked.storage)
 
 
+def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> TrainSettings:
+    """What is read or written beside the run's files, by its full path."""
+    if asked.record_samples:
+        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(Path(settings.init_from).expanduser().resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
+    return settings
+
+
 def _samples_file(folder: RunFolder) -> Path:
     if folder.path is None:
         raise UserError(
@@ -209,6 +217,7 @@ def _recipe(
     return {
         "format": RECIPE_FORMAT,
         "recipe": name_of(asked.recipe),
+        "arguments": {name: str(value) for name, value in asked.arguments.items()},
         "steps": program.steps,
         "num_samples": program.workload.num_samples,
         "data_digest": program.workload.digest,
@@ -240,7 +249,7 @@ def _sidecar(
 
 def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
     """Those of the run, and the recipe if it has a model of its own."""
-    found = load(asked.recipe)
+    found = load(asked.recipe, asked.arguments)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -331,8 +340,8 @@ def _refuse_other_maths(
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
-        for key in ("num_samples", "data_digest")
-        if stored.get(key) != recipe.get(key)
+        for key in ("num_samples", "data_digest", "arguments")
+        if (stored.get(key) or {}) != (recipe.get(key) or {})
     ]
     if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
         differing.append("the state has other names, shapes or dtypes")
