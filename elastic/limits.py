@@ -15,7 +15,8 @@ class Limits:
     `num_layers`: the pipeline has no more stages than this. `seq_len`: each of the `2 x cp`
     parts of a sequence has a token, and `tp` cuts what a rank has of it evenly.
     `num_experts`: `ep` divides this (1: there are none). `one_stage` is why a rank has no more
-    than one stage, if so.
+    than one stage, if so. `refused` are axes that this model cannot be spread over at all, each
+    with the reason.
     """
 
     tp_divides: int | None = None
@@ -23,9 +24,13 @@ class Limits:
     seq_len: int | None = None
     num_experts: int | None = None
     one_stage: str | None = None
+    refused: tuple[tuple[str, str], ...] = ()
 
     def refusal(self, layout: Layout) -> str | None:
         """Why this layout is not possible, or None."""
+        for axis, reason in self.refused:
+            if getattr(layout, axis) > 1:
+                return f"{axis}={getattr(layout, axis)}: {reason}"
         if self.tp_divides is not None and self.tp_divides % layout.tp:
             if self.tp_divides == 1:
                 return f"tp={layout.tp}: this model has nothing that tp could cut evenly"

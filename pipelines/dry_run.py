@@ -19,6 +19,8 @@ from elastic.memory import worker_bytes
 from elastic.planning import plan_layout
 from elastic.zero import PARTS, zero_in_step
 from pipelines.data import Found, find_data
+from pipelines.data.opening import RANDOM
+from pipelines.data.packing import find_chats
 from pipelines.errors import UserError
 from pipelines.plan import Asked, Plan, make_plan, settings_of
 from pipelines.run_folder import RunFolder, named_storage
@@ -61,7 +63,10 @@ def dry_run(asked: Asked, console: Console) -> int:
 def _data(asked: Asked, settings: TrainSettings) -> Found:
     data = settings.data
     cache = asked.data_cache or named_storage(asked.storage).at("data").url
-    found = find_data(data.source, cache, data.tokenizer, data.separator, data.held_out_fraction)
+    how = (data.tokenizer, data.separator, data.held_out_fraction)
+    if data.format == "chat" and data.source != RANDOM:
+        return find_chats(data.source, cache, data.seq_len, *how)
+    found = find_data(data.source, cache, *how)
     known = getattr(settings.model, "vocab_size", None)
     if found.tokenizer and known and found.tokenizer.vocab_size > known:
         raise UserError(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any, get_origin
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
@@ -94,10 +95,12 @@ def near(name: str, known: Sequence[str]) -> str:
     return "there are: " + ", ".join(known)
 
 
-def _typed(settings: BaseModel, key: str, text: str) -> Any:
+def _typed(settings: Any, key: str, text: str) -> Any:
     *path, last = key.split(".")
     for part in path:
-        settings = getattr(settings, part)
+        settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
+    if isinstance(settings, dict):
+        return _as_json(text)
     annotation = type(settings).model_fields[last].rebuild_annotation()
     value = None if text.lower() in ("none", "null") else text
     if value is not None and get_origin(annotation) is tuple:
@@ -107,6 +110,14 @@ def _typed(settings: BaseModel, key: str, text: str) -> Any:
     except ValidationError as error:
         wanted = "; ".join(problem["msg"] for problem in error.errors())
         raise UserError(f"--set {key}={text}: {wanted[0].lower()}{wanted[1:]}") from None
+
+
+def _as_json(text: str) -> Any:
+    """What stands in a file of JSON; a word is itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _set(values: dict[str, Any], path: list[str], value: Any) -> None:

@@ -7,7 +7,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from elastic.planning import Wish
 from pipelines.errors import UserError
 from pipelines.loop.script import Script
 from pipelines.program import TrainingProgram
@@ -28,19 +27,11 @@ def refuse_brought(changes: list[str]) -> None:
         key = change.partition("=")[0]
         part = key.partition(".")[0]
         if part in BROUGHT:
-            raise UserError(f"{key}: the recipe has a {part} of its own; change it there")
+            raise UserError(f"{key}: the recipe brings its own {part}; change it there")
 
 
-def refuse_unfit_recipe(
-    recipe: Recipe | Script, workload: Workload, settings: TrainSettings, wish: Wish
-) -> None:
+def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
     """Raises `UserError` for what can be known to fail."""
-    for axis in ("pp", "cp", "tp", "ep"):
-        if (degree := getattr(wish, axis)) > 1:
-            raise UserError(
-                f"--layout: {axis}={degree} cuts a model by a plan, and a recipe's own module has "
-                "none; use dp and fsdp"
-            )
     if settings.eval_every and not workload.num_held_out:
         raise UserError(
             f"eval_every={settings.eval_every}: the recipe has no held_out data; give it some, or "

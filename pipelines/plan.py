@@ -24,8 +24,11 @@ from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
 from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
+from pipelines.data.opening import RANDOM
+from pipelines.data.packing import prepare_chats
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
 from pipelines.loop.script import Script
 from pipelines.notify import check_url
@@ -74,6 +77,8 @@ class Asked:
     """Where text is prepared; by default in the storage."""
     per_worker: Mapping[str, Any] = field(default_factory=dict)
     """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe's function, by name."""
 
 
 @dataclass(frozen=True)
@@ -104,18 +109,13 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
     wish = _wish(asked.layout, policy)
     faults, leavers = parse_faults(asked.inject)
-    if asked.record_samples:
-        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
-    if settings.init_from is not None:
-        there = str(Path(settings.init_from).expanduser().resolve())
-        settings = settings.model_copy(update={"init_from": there})
-        open_pretrained(settings)  # refused here, before data are prepared
+    settings = _with_places(settings, asked, folder)
     factory = _program(
         settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
     )
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     if own is not None:
-        refuse_unfit_recipe(own, program.workload, settings, wish)
+        refuse_unfit_recipe(program.workload, settings)
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
@@ -159,6 +159,17 @@ def _tracking_uri(asked: Asked) -> str:
     return uri or default_tracking_uri(asked.storage)
 
 
+def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> TrainSettings:
+    """What is read or written beside the run's files, by its full path."""
+    if asked.record_samples:
+        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(Path(settings.init_from).expanduser().resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
+    return settings
+
+
 def _samples_file(folder: RunFolder) -> Path:
     if folder.path is None:
         raise UserError(
@@ -175,13 +186,16 @@ def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: s
         kwargs["recipe"] = own
     else:
         data = settings.data
-        kwargs["data_folder"] = prepared_folder(
-            data.source,
-            data_cache,
-            tokenizer=data.tokenizer,
-            separator=data.separator,
-            held_out_fraction=data.held_out_fraction,
-        )
+        options: dict[str, Any] = {
+            "tokenizer": data.tokenizer,
+            "separator": data.separator,
+            "held_out_fraction": data.held_out_fraction,
+        }
+        if data.format == "chat" and data.source != RANDOM:
+            folder = prepare_chats(data.source, data_cache, data.seq_len, **options)
+        else:
+            folder = prepared_folder(data.source, data_cache, **options)
+        kwargs["data_folder"] = folder
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.program:TrainingProgram", kwargs)
@@ -194,6 +208,7 @@ def _recipe(
     return {
         "format": RECIPE_FORMAT,
         "recipe": name_of(asked.recipe),
+        "arguments": {name: str(value) for name, value in asked.arguments.items()},
         "steps": program.steps,
         "num_samples": program.workload.num_samples,
         "data_digest": program.workload.digest,
@@ -224,9 +239,8 @@ def _sidecar(
 
 
 def settings_of(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
-    """Those of the run, and the recipe if it has a model of its own. Raises
-    `UserError`."""
-    found = load(asked.recipe)
+    """Those of the run, and the recipe if it has a model of its own. Raises `UserError`."""
+    found = load(asked.recipe, asked.arguments)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -235,7 +249,7 @@ def settings_of(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
     changes += [f"network.interface={asked.interface}"] if asked.interface else []
     changes += [f"network.ports={asked.ports}"] if asked.ports else []
     if isinstance(found, TrainSettings):
-        return override(found, changes), None
+        return with_model_of_folder(override(found, changes)), None
     refuse_brought(changes)
     return override(found.settings, changes), found
 
@@ -296,7 +310,8 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
 def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     recipe = name_of(asked.recipe)
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", recipe.rpartition(":")[2] or recipe).strip("-") or "run"
+    last = (recipe.rpartition(":")[2] or recipe).rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-") or "run"
     name = asked.run_name or f"{plain}-{stamp}"
     return RunFolder.of(asked.storage, name)
 
@@ -316,9 +331,11 @@ def _refuse_other_maths(
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
-        for key in ("num_samples", "data_digest", STATE_DIGEST)
-        if stored.get(key) != recipe.get(key)
+        for key in ("num_samples", "data_digest", "arguments")
+        if (stored.get(key) or {}) != (recipe.get(key) or {})
     ]
+    if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
+        differing.append("the state has other names, shapes or dtypes")
     if differing:
         raise UserError(
             f"run '{folder.name}' in {folder.storage} was begun with other maths "

@@ -14,18 +14,29 @@ from actors.program import Groups, WrittenPart
 from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
+from pipelines.data.packing import PackedChats
 from pipelines.data.prepared import open_prepared
+from pipelines.data.windows import Samples
 from pipelines.errors import UserError
+from pipelines.hugging_face.building import config_of_model
+from pipelines.hugging_face.causal_lm import CausalLMWorkload
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.loop.loop import Loop
 from pipelines.loop.replica import LoopReplica
 from pipelines.loop.script import Script, recipe_of
 from pipelines.recipe import Recipe
 from pipelines.recipes import load
-from pipelines.settings import MlpSettings, OwnModelSettings, TrainSettings, TransformerSettings
+from pipelines.settings import (
+    HuggingFaceSettings,
+    MlpSettings,
+    OwnModelSettings,
+    TrainSettings,
+    TransformerSettings,
+)
 from pipelines.training.checkpoint import read_regions
-from pipelines.training.language_model import LanguageModelWorkload, open_samples
+from pipelines.training.language_model import LanguageModelWorkload
 from pipelines.training.mlp import MlpWorkload
+from pipelines.training.next_token import open_samples
 from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.part_file import write_part
 from pipelines.training.replica import ShardedReplica
@@ -87,7 +98,7 @@ class TrainingProgram:
 
     def initial(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of a tensor at step 0, on the device."""
-        if self.pretrained and spec.kind == "parameter":
+        if self.pretrained and self.pretrained.has(spec):
             return self.pretrained.read(spec, region).to(self.device)
         return initial_value(self.workload, self.settings, spec, region).to(self.device)
 
@@ -111,18 +122,30 @@ def make_workload(
         case MlpSettings():
             return MlpWorkload(settings.model, settings.seed, dtype)
         case TransformerSettings():
-            prepared = open_prepared(data_folder, settings.cache) if data_folder else None
-            vocab_size = settings.model.vocab_size
-            train, held_out = (
-                open_samples(settings.data, vocab_size, settings.seed, split, prepared)
-                if split == "train" or settings.eval_every
-                else None
-                for split in ("train", "held_out")
-            )
-            return LanguageModelWorkload(settings.model, train, held_out, dtype)
+            splits = _splits(settings, settings.model.vocab_size, data_folder)
+            return LanguageModelWorkload(settings.model, *splits, dtype)
+        case HuggingFaceSettings():
+            vocab_size = config_of_model(settings.model.config).get_text_config().vocab_size
+            splits = _splits(settings, vocab_size, data_folder)
+            return CausalLMWorkload(settings.model, *splits, dtype, settings.lora)
         case OwnModelSettings():
             if recipe is None:
                 raise UserError("model.kind=own: the module comes with a `Recipe`; give one")
             return OwnWorkload(replace(recipe, settings=settings))
         case _:
             assert_never(settings.model)
+
+
+def _splits(
+    settings: TrainSettings, vocab_size: int, data_folder: str | None
+) -> tuple[Samples, Samples | None]:
+    """The samples to train on, and those held out if they are used."""
+    chats = data_folder if settings.data.format == "chat" else None
+    prepared = open_prepared(data_folder, settings.cache) if data_folder and not chats else None
+
+    def opened(split: str) -> Samples:
+        if chats is not None:
+            return PackedChats(chats, split)
+        return open_samples(settings.data, vocab_size, settings.seed, split, prepared)
+
+    return opened("train"), opened("held_out") if settings.eval_every else None

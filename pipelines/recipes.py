@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from pipelines.errors import UserError
+from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
 from pipelines.loop.script import Script, is_script, script_of
 from pipelines.overrides import near
 from pipelines.recipe import Recipe
@@ -84,17 +87,24 @@ def mlp() -> TrainSettings:
 
 
 RECIPES: dict[str, Callable[[], TrainSettings]] = {
-    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp)
+    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp, finetune)
 }
 
 
-def load(recipe: RecipeLike) -> TrainSettings | Recipe | Script:
-    """What a recipe gives: one of `RECIPES`, `path/to/file.py:function` or `module:function`; or
-    such a function itself, or what it would return.
+def load(
+    recipe: RecipeLike, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> TrainSettings | Recipe | Script:
+    """What a recipe gives: one of `RECIPES`, `hf:` and a folder or `config.json`,
+    `path/to/file.py:function` or `module:function`; or such a function itself, or what it would
+    return. A function gets the `arguments` by name.
 
     Raises `UserError` if there is no such recipe, or it gives something else.
     """
+    if isinstance(recipe, str) and recipe.startswith(PREFIX):
+        return hugging_face(recipe.removeprefix(PREFIX))
     given: Any = _named(recipe) if isinstance(recipe, str) else recipe
+    if arguments:
+        given = _with_arguments(recipe, given, arguments)
     verb = "is"
     if callable(given):
         if is_script(given):
@@ -108,6 +118,17 @@ def load(recipe: RecipeLike) -> TrainSettings | Recipe | Script:
             "Recipe"
         )
     return given
+
+
+def _with_arguments(recipe: RecipeLike, function: Any, arguments: Mapping[str, Any]) -> Any:
+    told = f"recipe {name_of(recipe)}"
+    if not callable(function):
+        raise UserError(f"{told}: only a function has arguments ({', '.join(arguments)})")
+    try:
+        signature(function).bind_partial(**arguments)
+    except TypeError as error:
+        raise UserError(f"{told}{signature(function)}: {error}") from None
+    return partial(function, **arguments)
 
 
 def name_of(recipe: RecipeLike) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -133,6 +133,26 @@ class MlpSettings(Settings):
         return self
 
 
+class HuggingFaceSettings(Settings):
+    """A causal language model of the installed `transformers`; `config` is its `config.json`,
+    filled in from the folder that `init_from` names if it is empty."""
+
+    kind: Literal["hugging_face"] = "hugging_face"
+    config: dict[str, Any] = {}
+
+
+class LoraSettings(Settings):
+    """Low-rank adapters (Hu et al., LoRA, 2021) instead of full weights, made by `peft`.
+
+    `rank` 0 trains the weights themselves. `targets` are the last parts of the names of the linear
+    layers that get one; none are named: all but the head.
+    """
+
+    rank: NonNegativeInt = 0
+    alpha: PositiveFloat = 16.0
+    targets: tuple[str, ...] = ()
+
+
 class OwnModelSettings(Settings):
     """A module that is the user's own, as a `pipelines.recipe.Recipe` gives it."""
 
@@ -144,10 +164,12 @@ class DataSettings(Settings):
 
     `source` is a file, folder or glob of text, `random` for synthetic tokens, or empty for the
     Python standard library's own sources; `tokenizer` is `bytes` or a Hugging Face `tokenizers`
-    JSON file, and `separator` the token in it that parts documents (None: the usual one).
+    JSON file, and `separator` the token in it that parts documents (None: the usual one). With the
+    `format` chat it is a JSONL file of conversations, see docs/finetune.md.
     """
 
     source: str = ""
+    format: Literal["text", "chat"] = "text"
     tokenizer: str = "bytes"
     separator: str | None = None
     seq_len: PositiveInt = 256
@@ -260,12 +282,14 @@ class TrainSettings(Settings):
     """
 
     model: Annotated[
-        TransformerSettings | MlpSettings | OwnModelSettings, Field(discriminator="kind")
+        TransformerSettings | MlpSettings | HuggingFaceSettings | OwnModelSettings,
+        Field(discriminator="kind"),
     ] = TransformerSettings()
     data: DataSettings = DataSettings()
     cache: CacheSettings = CacheSettings()
     network: NetworkSettings = NetworkSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
+    lora: LoraSettings = LoraSettings()
     seed: NonNegativeInt = 0
     init_from: str | None = None
     batch: PositiveInt = 24

@@ -27,7 +27,8 @@ class ElasticTrainer:
     """Trains a recipe on workers that may come and go.
 
     `recipe` is a name, `file.py:function`, a function that returns `TrainSettings` or a `Recipe`
-    of your own model, one of these itself, or a function of a run that owns its loop.
+    of your own model, one of these itself, or a function of a run that owns its loop; a function
+    gets the arguments of `recipe_config` by name.
     `scaling_config` says how many workers, `(2, 8)` for any number from 2 to 8, and what each asks
     the cluster for; `run_config` the run's name, with which it is resumed, and its storage.
     `layout` is wished for when all workers are there, as `dp=2,fsdp=2`; `steps` is where to stop;
@@ -41,6 +42,7 @@ class ElasticTrainer:
         self,
         recipe: RecipeLike,
         *,
+        recipe_config: Mapping[str, Any] | None = None,
         scaling_config: ScalingConfig | None = None,
         run_config: RunConfig | None = None,
         layout: str | None = None,
@@ -61,6 +63,7 @@ class ElasticTrainer:
         self._verbose = verbose
         self._asked = Asked(
             recipe=recipe,
+            arguments=dict(recipe_config or {}),
             run_name=running.name,
             storage=running.storage,
             workers=scaling.workers,
@@ -110,14 +113,15 @@ class ElasticTrainer:
     def as_trainable(self, report_every: int = 1) -> Any:
         """What `ray.tune.Tuner` takes: each trial is a run that has the trial's name.
 
-        The parameter space overrides fields of the recipe, as `set` does. Every `report_every`-th
-        step is reported; when a scheduler ends the trial, the run saves and ends. Raises
-        `UserError` for a recipe that there is not.
+        The parameter space overrides fields of the recipe, as `set` does; below `recipe_config` it
+        overrides arguments of the recipe's function. Every `report_every`-th step is reported; when
+        a scheduler ends the trial, the run saves and ends. Raises `UserError` for a recipe that
+        there is not.
         """
         if report_every < 1:
             raise UserError(f"report_every={report_every}: give 1 or more")
         with in_terms_of_python():
-            load(self._asked.recipe)
+            load(self._asked.recipe, self._asked.arguments)
         here = os.getcwd()
 
         def begin(trial_name: str, config: dict[str, Any]) -> StepReports:
@@ -128,7 +132,10 @@ class ElasticTrainer:
         return trainable_of(begin, name_of(self._asked.recipe).rpartition(":")[2])
 
     def _plan(self, run_name: str | None = None, config: Mapping[str, Any] | None = None) -> Plan:
-        changes = (*self._asked.changes, *changes_of(config or {}))
-        asked = replace(self._asked, changes=changes, run_name=run_name or self._asked.run_name)
+        values = dict(config or {})
+        arguments = {**self._asked.arguments, **values.pop("recipe_config", {})}
+        changes = (*self._asked.changes, *changes_of(values))
+        name = run_name or self._asked.run_name
+        asked = replace(self._asked, changes=changes, arguments=arguments, run_name=name)
         with in_terms_of_python():
             return plan_here(asked)

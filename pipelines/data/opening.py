@@ -27,13 +27,15 @@ class Found:
     place: str | None
     corpus: Corpus | None = None
     tokenizer: Tokenizer | None = None
+    whole: str = INDEX
+    """The file that is written last."""
 
     def is_there(self) -> bool:
         """Whether nothing has to be prepared."""
         return (
             self.place is None
             or self.corpus is None
-            or open_storage(self.place).size(INDEX) is not None
+            or open_storage(self.place).size(self.whole) is not None
         )
 
 

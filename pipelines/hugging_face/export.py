@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -14,13 +14,15 @@ import torch
 
 from actors.storage import make_durable
 from pipelines.errors import UserError
+from pipelines.hugging_face.adapter_files import write_adapter
 from pipelines.hugging_face.configuration import CONFIG, config_of
-from pipelines.hugging_face.names import their_tensors
-from pipelines.hugging_face.pretrained import INDEX, ONE_FILE
+from pipelines.hugging_face.names import Whole, their_tensors
+from pipelines.hugging_face.own_names import files_beside, own_tensors, stored_config
 from pipelines.hugging_face.shards import deal, write_shard
 from pipelines.hugging_face.source import Source, open_source
+from pipelines.hugging_face.tensor_files import INDEX, ONE_FILE
 from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
-from pipelines.settings import TransformerSettings
+from pipelines.settings import HuggingFaceSettings, MlpSettings
 from pipelines.training.state import stored_dtype
 
 SHARD_BYTES = 10**9
@@ -46,7 +48,7 @@ def export(
     _refuse_taken(out)
     source = open_source(run_name, storage, step)
     model = source.settings.model
-    if not isinstance(model, TransformerSettings):
+    if isinstance(model, MlpSettings):
         raise UserError(
             f"run '{run_name}' trains model.kind={model.kind}: `transformers` has no such model, "
             "only transformers are exported"
@@ -54,29 +56,42 @@ def export(
     kept = getattr(torch, dtype) if dtype else stored_dtype(source.settings)
     vocabulary = vocabulary_of(source.settings.data, source.data_folder)
     name_of_dtype, seq_len = str(kept).removeprefix("torch."), source.settings.data.seq_len
-    config = config_of(model, name_of_dtype, seq_len, vocabulary.separator)
+    if isinstance(model, HuggingFaceSettings) and source.settings.lora.rank:
+        with _draft_of(out) as draft:
+            told = write_adapter(draft, source, kept, window_bytes)
+        return f"{out}: run {run_name} at step {source.step} as {told} of {name_of_dtype}"
+    if isinstance(model, HuggingFaceSettings):
+        config, tensors = stored_config(model, name_of_dtype), own_tensors(model)
+    else:
+        config = config_of(model, name_of_dtype, seq_len, vocabulary.separator)
+        tensors = their_tensors(model)
     with _draft_of(out) as draft:
         (draft / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        write_vocabulary(draft, vocabulary, seq_len)
-        num_bytes = _write_parameters(draft, model, kept, source, shard_bytes, window_bytes)
+        beside = files_beside(source.settings)
+        if not beside:
+            write_vocabulary(draft, vocabulary, seq_len)
+        for file in beside:
+            shutil.copyfile(file, draft / file.name)
+        num_bytes = _write_tensors(draft, tensors, kept, source, shard_bytes, window_bytes)
     [architecture] = config["architectures"]
     line = (
         f"{out}: run {run_name} at step {source.step} as {architecture}, "
         f"{num_bytes / 1e6:,.1f} MB of {name_of_dtype}"
     )
-    return line + (f"; no tokenizer: {vocabulary.lacking}" if vocabulary.lacking else "")
+    lacking = "" if beside else vocabulary.lacking
+    return line + (f"; no tokenizer: {lacking}" if lacking else "")
 
 
-def _write_parameters(
+def _write_tensors(
     folder: Path,
-    model: TransformerSettings,
+    wholes: Sequence[Whole],
     dtype: torch.dtype,
     source: Source,
     shard_bytes: int,
     window_bytes: int,
 ) -> int:
     """One file, or several and their index; returns how many bytes of tensors there are."""
-    shards = deal(their_tensors(model), dtype.itemsize, shard_bytes)
+    shards = deal(wholes, dtype.itemsize, shard_bytes)
     num_bytes, files = 0, {}
     for number, tensors in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from elastic.regions import Region
@@ -19,23 +15,25 @@ from elastic.specs import TensorSpec
 from pipelines.errors import UserError
 from pipelines.hugging_face.configuration import CONFIG, read_config, settings_of
 from pipelines.hugging_face.names import EMBEDDING, HEAD, Place, parameter_shapes, place_of
+from pipelines.hugging_face.stored_model import StoredModel
+from pipelines.hugging_face.tensor_files import TensorFiles
 from pipelines.overrides import differing_maths
-from pipelines.settings import TrainSettings, TransformerSettings
+from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
 
-ONE_FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 DTYPES = ("F64", "F32", "BF16", "F16")
 SLAB_ELEMENTS = 1 << 24
 """How much of an embedding is in hand at a time while its mean row is computed."""
 
 
-def open_pretrained(settings: TrainSettings) -> Pretrained | None:
+def open_pretrained(settings: TrainSettings) -> Pretrained | StoredModel | None:
     """What `init_from` names, its headers checked against the settings; None if it names nothing.
 
     Raises `UserError`.
     """
     if settings.init_from is None:
         return None
+    if isinstance(settings.model, HuggingFaceSettings):
+        return StoredModel(Path(settings.init_from), settings.model)
     if not isinstance(settings.model, TransformerSettings):
         raise UserError("init_from: only a transformer can begin from a folder; leave it out")
     return Pretrained(Path(settings.init_from), settings.model)
@@ -54,9 +52,13 @@ class Pretrained:
         self._refuse_differences(stored, model)
         self.vocab_size = stored.vocab_size
         self.is_tied = bool(config.get("tie_word_embeddings", False))
-        self.files = self._list_files()
+        self.files = TensorFiles(folder)
         self._mean_row = cache(self._compute_mean_row)
         self._refuse_other_shapes(stored)
+
+    def has(self, spec: TensorSpec) -> bool:
+        """Whether the folder, and not the seed, says what this tensor begins with."""
+        return spec.kind == "parameter"
 
     def read(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of one of our parameters, on the host, in the dtype that we keep.
@@ -73,7 +75,7 @@ class Pretrained:
             first, width = region.offsets[1], region.shape[1]
             value[num_known:] = self._mean_row(place.name)[first : first + width]
         if known.num_elements:
-            value[:num_known] = self._slice(place.name, place.region(spec.shape, known))
+            value[:num_known] = self.files.slice(place.name, place.region(spec.shape, known))
         return value
 
     def _known(self, place: Place, region: Region) -> Region:
@@ -87,50 +89,16 @@ class Pretrained:
         place = place_of(name)
         return Place(EMBEDDING) if self.is_tied and place.name == HEAD else place
 
-    def _slice(self, name: str, region: Region) -> Tensor:
-        ends = zip(region.offsets, region.shape, strict=True)
-        with self._opened(self.files[name]) as file:
-            return file.get_slice(name)[tuple(slice(at, at + length) for at, length in ends)]
-
     def _compute_mean_row(self, name: str) -> Tensor:
         """Float64, summed by numpy, whose order does not depend on threads: all ranks get the
         same bits."""
-        with self._opened(self.files[name]) as file:
-            whole = file.get_slice(name)
+        with self.files.opened(name) as whole:
             num_rows, width = whole.get_shape()
             height = max(1, SLAB_ELEMENTS // width)
             sums = np.zeros(width)
             for first in range(0, num_rows, height):
                 sums += whole[first : first + height].double().numpy().sum(0)
         return torch.from_numpy(sums / num_rows)
-
-    @contextmanager
-    def _opened(self, file: Path) -> Iterator[Any]:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                yield opened
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"init_from={self.folder}: {file.name}: {error}") from None
-
-    def _list_files(self) -> dict[str, Path]:
-        """Which file holds which tensor, as the files themselves say."""
-        index = self.folder / INDEX
-        names = [ONE_FILE]
-        if index.is_file():
-            try:
-                names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-            except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f"init_from: {index} is damaged") from None
-        elif not (self.folder / ONE_FILE).is_file():
-            raise UserError(
-                f"init_from={self.folder}: has no {ONE_FILE}; nothing else is read: save the model "
-                "with `save_pretrained`"
-            )
-        files = {}
-        for name in names:
-            with self._opened(self.folder / name) as file:
-                files |= dict.fromkeys(file.keys(), self.folder / name)
-        return files
 
     def _refuse_differences(self, stored: TransformerSettings, model: TransformerSettings) -> None:
         """But for what a folder does not say, and for rows that we have more than it."""
@@ -157,10 +125,9 @@ class Pretrained:
         """`stored` has the folder's own vocabulary."""
         for name, shape in parameter_shapes(stored).items():
             place = self._place(name)
-            if place.name not in self.files:
+            if place.name not in self.files.places:
                 raise UserError(f"init_from={self.folder}: holds no {place.name}")
-            with self._opened(self.files[place.name]) as file:
-                header = file.get_slice(place.name)
+            with self.files.opened(place.name) as header:
                 found, dtype = tuple(header.get_shape()), header.get_dtype()
             if found != place.shape(shape):
                 raise UserError(

@@ -17,6 +17,7 @@ from pipelines.training.sharded import Sharded, bring_constants
 from pipelines.training.spread import Spread
 from pipelines.training.tensor_parallel import cut_modules
 from pipelines.training.trees import tensors_in
+from pipelines.training.whole_hidden import cut_parameters
 from pipelines.training.workload import Workload
 from pipelines.training.zero import PartlySharded
 
@@ -34,7 +35,11 @@ def parallelise(
     for module in modules:
         bring_constants(module, groups.device)
         if spread.tp is not None:
-            cut_modules(module, workload.shape(), spread.tp, spread.num_held)
+            shape = workload.shape()
+            if shape.sequence_parallel:
+                cut_modules(module, shape, spread.tp, spread.num_held)
+            else:
+                cut_parameters(module, shape, spread.tp)
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
     fully = groups.layout.zero == 3 and not _has_wholes(groups)

@@ -58,10 +58,19 @@ class Sharded(Protocol):
 
 
 def assign(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
-    """Put all parameters and buffers into the modules, uncopied."""
+    """Put all parameters and buffers into the modules, uncopied. A parameter that has several names
+    stays one; `values` has it by its first."""
     for module in modules:
-        own = module.state_dict()
-        module.load_state_dict({name: values[name] for name in own}, assign=True)
+        first = {parameter: name for name, parameter in module.named_parameters()}
+        every = module.named_parameters(remove_duplicate=False)
+        tied = {name: first[one] for name, one in every if first[one] != name}
+        given = {name: values[name] for name in module.state_dict() if name not in tied}
+        for name, source in tied.items():
+            if not isinstance(given[source], nn.Parameter):
+                trained = module.get_parameter(name).requires_grad
+                given[source] = nn.Parameter(given[source], requires_grad=trained)
+            given[name] = given[source]
+        module.load_state_dict(given, assign=True)
 
 
 def bring_constants(module: nn.Module, device: torch.device) -> None:

@@ -47,4 +47,4 @@ def _take_out(module: nn.Module, shape: Shape, kept: range) -> None:
             if isinstance(holder, nn.ModuleDict):
                 del holder[child]
             else:
-                setattr(holder, child, None)
+                setattr(holder, child, shape.stand_in(holder.get_submodule(child)))

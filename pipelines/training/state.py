@@ -17,7 +17,7 @@ from pipelines.training.workload import Shape, Style, Workload
 
 OPTIMIZER = "optimizer."
 CUT_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
-"""The dim of a weight that `tp` cuts, by its module's style."""
+"""The dim of a weight that `tp` cuts, by its module's style; a bias that lacks it stays whole."""
 
 
 def optimizer_name(parameter: str, key: str) -> str:
@@ -89,7 +89,7 @@ class Placing:
             str(value.dtype).removeprefix("torch."),
             layer=layer,
             fsdp_dim=0 if cut else None,
-            tp_dim=self._tp_dim(owner) if cut else None,
+            tp_dim=self._tp_dim(owner, value) if cut else None,
             ep_dim=0 if cut and expert else None,
             kind=kind,
             layer_costs=self.costs if layer is not None else (),
@@ -101,10 +101,11 @@ class Placing:
         prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
         return next((self.layer_of[one] for one in prefixes if one in self.layer_of), None)
 
-    def _tp_dim(self, owner: str) -> int | None:
+    def _tp_dim(self, owner: str, value: Tensor) -> int | None:
         module, _, _ = owner.rpartition(".")
         style = self.shape.style_of(module)
-        return CUT_DIMS.get(style) if style else None
+        dim = CUT_DIMS.get(style) if style else None
+        return dim if dim is not None and dim < value.ndim else None
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -70,11 +70,12 @@ def whole_vocabulary(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTens
 
 
 def summed_over_sequence(parameters: Iterable[str], shape: Shape, spread: Spread) -> list[str]:
-    """Of these parameters those of the norms: a rank of `tp` has the gradients of its own tokens
-    alone."""
+    """Of these parameters those of the norms: a rank of `tp` has the gradients of its own tokens,
+    or heads, alone."""
     if spread.tp is None:
         return []
-    return [one for one in parameters if shape.style_of(one.rpartition(".")[0]) == "sequence"]
+    in_parts = ("sequence", "partial")
+    return [one for one in parameters if shape.style_of(one.rpartition(".")[0]) in in_parts]
 
 
 @torch.no_grad()

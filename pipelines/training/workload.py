@@ -14,8 +14,15 @@ from elastic.limits import Limits
 from pipelines.training.optimizer import Optimising
 from pipelines.training.spread import ALONE, Spread
 
-Style = Literal["colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated"]
-"""How tensor parallelism treats a module: see `pipelines.training.tensor_parallel`."""
+Style = Literal[
+    "colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated", "partial"
+]
+"""How tensor parallelism treats a module: see `pipelines.training.tensor_parallel` and, without
+sequence parallelism, `pipelines.training.whole_hidden`."""
+
+
+def no_module(lacking: nn.Module) -> None:
+    """Nothing stands in for a module."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +34,32 @@ class Layer:
     cost: int
 
 
+def starred(module: str) -> str:
+    """The name of a module with a star for each number, as plans have it."""
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", module)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a model offers to the model axes.
 
     `layers` stand in forward order. `styles` names the modules that `tp` cuts; a star stands
     for any layer's number. `limits` are those of the axes. `experts` are the last parts of the
-    names of the parameters that `ep` cuts, in dim 0.
+    names of the parameters that `ep` cuts, in dim 0. Without `sequence_parallel` each rank of `tp`
+    has the hidden states of all tokens. `stand_in` makes what a pipeline stage has in the place of
+    a module that it lacks.
     """
 
     layers: tuple[Layer, ...]
     limits: Limits
     styles: Mapping[str, Style] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
+    sequence_parallel: bool = True
+    stand_in: Callable[[nn.Module], nn.Module | None] = no_module
 
     def style_of(self, module: str) -> Style | None:
         """How tensor parallelism treats the module of this name."""
-        return self.styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
+        return self.styles.get(starred(module))
 
 
 PADDING = -1
@@ -89,7 +105,7 @@ class Workload(Protocol):
     """How its parameters are stepped; None: with AdamW, as the run's settings say."""
 
     keeps_its_size: bool
-    """Whether `miniature` gives something that needs whole microbatches."""
+    """Whether microbatches are always whole: also those of `miniature`, and of `empty`."""
 
     is_far: bool
     """Whether samples have to be brought to this machine before they can be read."""

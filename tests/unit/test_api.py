@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import isnan
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from pipelines.api.configs import Running, Scaling, changes_of
 from pipelines.api.result import ended, renamed, result_of
 from pipelines.api.tables import Tables
 from pipelines.overrides import override
+from pipelines.plan import Asked, make_plan, store_recipe
 from pipelines.recipes import byte_lm, load, name_of, tiny
+from pipelines.settings import TrainSettings
 
 
 def test_what_a_scaling_config_says() -> None:
@@ -135,6 +138,22 @@ def test_a_recipe_may_be_a_function_or_what_it_returns() -> None:
     assert name_of(byte_lm()) == "transformer"
     with pytest.raises(UserError, match="recipe int: is int, not TrainSettings or a Recipe"):
         ElasticTrainer(3).as_trainable()
+
+
+def net(width: int = 8) -> TrainSettings:
+    return tiny().model_copy(update={"seed": width})
+
+
+def test_a_recipes_function_gets_its_arguments(tmp_path: Path) -> None:
+    assert (load(net).seed, load(net, {"width": 3}).seed) == (8, 3)
+    with pytest.raises(UserError, match=r"test_api:net.*unexpected keyword argument 'widht'"):
+        load(net, {"widht": 3})
+    with pytest.raises(UserError, match="only a function has arguments"):
+        ElasticTrainer(tiny(), recipe_config={"width": 3}).as_trainable()
+    asked = Asked(net, "run", str(tmp_path), data="random", arguments={"width": 3})
+    store_recipe(make_plan(asked, num_gpus=0))
+    with pytest.raises(UserError, match=r"arguments: {'width': '3'} -> {'width': '4'}"):
+        make_plan(replace(asked, arguments={"width": 4}), num_gpus=0)
 
 
 def test_a_table_has_one_row_a_step_that_stands(tmp_path: Path) -> None:

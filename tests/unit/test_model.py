@@ -12,9 +12,10 @@ from elastic.regions import Region
 from pipelines.data.synthetic import RandomWindows
 from pipelines.errors import UserError
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
-from pipelines.training.language_model import IGNORED, LanguageModelWorkload
+from pipelines.training.language_model import LanguageModelWorkload
 from pipelines.training.mlp import MlpWorkload
 from pipelines.training.model import Transformer, document_mask, rotary, rotate
+from pipelines.training.next_token import IGNORED
 from pipelines.training.spread import ALONE
 from pipelines.training.state import initial_value, state_specs
 from pipelines.training.workload import PADDING, forward_loss

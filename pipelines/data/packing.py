@@ -1,0 +1,175 @@
+"""Conversations packed into sequences of one length, prepared once and kept as one file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from actors.storage import open_storage
+from pipelines.data.chats import Conversation, Rendering, conversations_in, find_rendering
+from pipelines.data.corpus import Corpus
+from pipelines.data.opening import Found
+from pipelines.data.prepare import hash_of
+from pipelines.data.windows import Batch
+from pipelines.errors import UserError
+
+FORMAT = "elastic-chats/1"
+FILE = "chats.safetensors"
+NUM_OPEN_ROWS = 64
+"""Of so many sequences with room left the first that has enough is taken."""
+IGNORED = -100
+
+
+class PackedChats:
+    """The sequences of one split; see `pipelines.data.windows.Samples`."""
+
+    is_far = False
+
+    def __init__(self, place: str, split: str) -> None:
+        """Raises `UserError` if the file is not there, or damaged."""
+        try:
+            kept = load(open_storage(place).read(FILE))
+            self._tokens, self._targets, self._documents = (
+                kept[f"{split}.{name}"] for name in ("tokens", "targets", "documents")
+            )
+            self.vocab_size = int(kept["vocab_size"])
+        except (OSError, SafetensorError, KeyError) as error:
+            raise UserError(f"{place}/{FILE}: cannot be read ({error}); prepare it anew") from None
+        self.num_samples, self.seq_len = self._tokens.shape
+        if not self.num_samples:
+            raise UserError(
+                f"{place}: the {split} split holds no conversation; give more of them, or another "
+                "data.held_out_fraction"
+            )
+        digest = sha256()
+        for part in (self._tokens, self._targets, self._documents):
+            digest.update(part.tobytes())
+        self.digest = digest.hexdigest()
+
+    def read(self, indices: Sequence[int]) -> Batch:
+        """These sequences as one batch: int64, (B, T)."""
+        rows = np.asarray(indices)
+        return Batch(
+            torch.from_numpy(self._tokens[rows].astype(np.int64)),
+            torch.from_numpy(self._targets[rows].astype(np.int64)),
+            torch.from_numpy(self._documents[rows].astype(np.int32)),
+        )
+
+    def reach(self) -> None:
+        """They are in memory."""
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """They are in memory."""
+
+    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+        """They are in memory."""
+
+
+def prepare_chats(
+    source: str,
+    cache: str,
+    seq_len: int,
+    *,
+    tokenizer: str = "bytes",
+    separator: str | None = None,
+    held_out_fraction: float = 0.02,
+) -> str:
+    """Where a JSONL file's conversations lie packed, having packed them if need be, under `cache`.
+
+    Which split one goes to depends on its text alone, as with `pipelines.data.prepare`. One that is
+    longer than a sequence is cut to it. Raises `UserError`.
+    """
+    found = find_chats(source, cache, seq_len, tokenizer, separator, held_out_fraction)
+    assert found.place is not None and found.corpus is not None
+    if not found.is_there():
+        rendering, [file] = find_rendering(tokenizer, separator), found.corpus.files
+        packed = save(_packed(file, rendering, seq_len, held_out_fraction))
+        open_storage(found.place).write(FILE, packed)
+    return found.place
+
+
+def find_chats(
+    source: str,
+    cache: str,
+    seq_len: int,
+    tokenizer: str = "bytes",
+    separator: str | None = None,
+    held_out_fraction: float = 0.02,
+) -> Found:
+    """The file of conversations, and where they lie packed or will. Raises `UserError`."""
+    file = Path(source.removeprefix("file://")).expanduser()
+    if not file.is_file():
+        raise UserError(f"--data {source}: name a JSONL file of conversations")
+    rendering = find_rendering(tokenizer, separator)
+    asked = [FORMAT, sha256(file.read_bytes()).hexdigest(), rendering.name, seq_len]
+    digest = sha256(json.dumps([*asked, held_out_fraction]).encode()).hexdigest()
+    place = open_storage(cache).at(f"chats-{digest[:16]}").url
+    return Found(place, Corpus(source, (file,)), whole=FILE)
+
+
+def _packed(
+    file: Path, rendering: Rendering, seq_len: int, held_out_fraction: float
+) -> dict[str, np.ndarray]:
+    below = int(held_out_fraction * 2**64)
+    said = [
+        (hash_of(json.dumps(messages)), rendering.render(messages, where))
+        for messages, where in conversations_in(file)
+    ]
+    if not said:
+        raise UserError(f"{file}: holds no conversation")
+    least = min(value for value, _ in said)
+    if held_out_fraction and len(said) > 1 and least >= below:
+        below = least + 1
+    kept = {"vocab_size": np.array(rendering.vocab_size)}
+    for split, chosen in (("train", False), ("held_out", True)):
+        those = [one for value, one in said if (value < below) is chosen]
+        tokens, targets, documents = pack(those, seq_len)
+        kept |= {f"{split}.tokens": tokens, f"{split}.targets": targets}
+        kept |= {f"{split}.documents": documents}
+    return kept
+
+
+def pack(
+    conversations: Sequence[Conversation], seq_len: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tokens, targets and documents, int32, (sequences, seq_len).
+
+    A token's target is the next of its conversation if that is part of a response. What is left of
+    a sequence is a document of its own, of zeros, without targets. Conversations of which nothing
+    that counts is left are left out.
+    """
+    rows: list[list[Conversation]] = []
+    room: dict[int, int] = {}
+    for one in conversations:
+        cut = Conversation(one.tokens[: seq_len + 1], one.is_response[: seq_len + 1])
+        length = len(cut.tokens) - 1
+        if not any(cut.is_response[1:]):
+            continue
+        row = next((number for number, left in room.items() if left >= length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room[row] = seq_len
+        rows[row].append(cut)
+        room[row] -= length
+        if not room[row] or len(room) > NUM_OPEN_ROWS:
+            del room[row if not room[row] else next(iter(room))]
+    shape = (len(rows), seq_len)
+    tokens, documents = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    targets = np.full(shape, IGNORED, np.int32)
+    for number, row in enumerate(rows):
+        end = 0
+        for document, one in enumerate(row):
+            begin, end = end, end + len(one.tokens) - 1
+            tokens[number, begin:end] = one.tokens[:-1]
+            counted = np.asarray(one.is_response[1:])
+            targets[number, begin:end] = np.where(counted, one.tokens[1:], IGNORED)
+            documents[number, begin:end] = document
+        documents[number, end:] = len(row)
+    return tokens, targets, documents

@@ -1,0 +1,76 @@
+"""Low-rank adapters by `peft`: put into a model, begun, and named as in the files of an adapter."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Generator, Tensor, nn
+
+from pipelines.errors import UserError
+from pipelines.hugging_face.anatomy import Anatomy
+from pipelines.hugging_face.library import library
+from pipelines.settings import LoraSettings
+
+BASE = ".base_layer."
+ADAPTER = ".default."
+"""Parts of the names that `peft` gives: of a layer that has an adapter, and of the adapter."""
+ALL = "all-linear"
+
+
+def adapter_config(lora: LoraSettings, folder: str | None = None) -> Any:
+    """What `peft` calls its config, of adapters to the model in this folder."""
+    return library("peft").LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.targets) or ALL,
+        base_model_name_or_path=folder,
+        task_type="CAUSAL_LM",
+    )
+
+
+def add_adapters(model: nn.Module, lora: LoraSettings) -> None:
+    """Put adapters into a model on the meta device, and freeze all else. Raises `UserError`."""
+    peft = library("peft")
+    try:
+        with torch.device("meta"):
+            peft.inject_adapter_in_model(adapter_config(lora), model)
+    except ValueError as error:
+        raise UserError(f"lora.targets={','.join(lora.targets)}: {error}") from None
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is part of an adapter."""
+    return ".lora_" in name
+
+
+def base_name(name: str) -> str:
+    """What a parameter is called in a model without adapters."""
+    return name.replace(BASE, ".")
+
+
+def file_name(name: str) -> str:
+    """What a parameter of an adapter is called in a file of `peft`."""
+    return f"base_model.model.{name.replace(ADAPTER, '.')}"
+
+
+def fill_adapter(name: str, tensor: Tensor, generator: Generator) -> None:
+    """As `peft` begins: the product of the two is 0."""
+    if ".lora_B." in name:
+        tensor.zero_()
+    else:
+        nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+
+
+def with_adapters(anatomy: Anatomy) -> Anatomy:
+    """Refuses the model axes: the plans of `transformers` say nothing of adapters."""
+    limits = anatomy.shape.limits
+    told = tuple((axis, "adapters train over dp and fsdp alone") for axis in ("tp", "pp"))
+    known = tuple(pair for pair in limits.refused if pair[0] not in ("tp", "pp"))
+    limits = replace(limits, tp_divides=1, refused=(*known, *told))
+    shape = replace(anatomy.shape, limits=limits, styles={})
+    return replace(anatomy, shape=shape, is_head_cut=False)

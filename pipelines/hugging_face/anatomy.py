@@ -1,0 +1,199 @@
+"""The parts of a model of `transformers`, and how its own plans spread them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from math import gcd
+from typing import Any
+
+from torch import nn
+
+from elastic.limits import Limits
+from pipelines.training.workload import Layer, Shape, Style
+
+STYLES: dict[str, Style | None] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "embedding_rowwise": "vocabulary",
+    "colwise_gather_output": "logits",
+    "replicated_with_grad_allreduce": "partial",
+    "replicate": None,
+}
+"""Ours by the name in a plan."""
+
+EXPERTS = "moe_tp_experts"
+"""The plan's style of experts, which are whole on each rank here."""
+
+NO_CP = "the attention of a model of transformers wants whole sequences"
+NO_EP = "the experts of a model of transformers are not dealt out"
+BY_CHANCE = ("dropout", "pdrop", "jitter")
+"""In the names of fields that make a pass depend on torch's own random numbers."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Names of modules: the embedding, the decoder's layers, and the head."""
+
+    embedding: str
+    blocks: tuple[str, ...]
+    head: str
+    shape: Shape
+    is_head_cut: bool
+
+
+class StandIn(nn.Identity):
+    """In the place of a module that another pipeline stage has; gives back its first input."""
+
+    def forward(self, hidden: Any, *inputs: Any, **options: Any) -> Any:
+        return hidden
+
+
+def stand_in(lacking: nn.Module) -> nn.Module:
+    """With what a loop over layers may ask of each."""
+    made = StandIn()
+    plain = {k: v for k, v in vars(lacking).items() if isinstance(v, str | int | float | None)}
+    vars(made).update({k: v for k, v in plain.items() if not k.startswith("_") and k != "training"})
+    return made
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    """Of a model on the meta device."""
+    names = {module: name for name, module in model.named_modules()}
+    embedding = names.get(model.get_input_embeddings(), "")
+    head = names.get(model.get_output_embeddings(), "")
+    blocks = _blocks(model)
+    styles, no_tp = _styles(model, head)
+    layers, no_pp = _layers(model, blocks, embedding, head)
+    by_chance = _by_chance(model.config)
+    if by_chance:
+        no_tp, no_pp = no_tp or by_chance, no_pp or by_chance
+    refused = [("cp", NO_CP), ("ep", NO_EP)]
+    refused += [(axis, reason) for axis, reason in (("tp", no_tp), ("pp", no_pp)) if reason]
+    limits = Limits(
+        tp_divides=1 if no_tp else _divisor(model, styles),
+        num_layers=len(layers),
+        refused=tuple(refused),
+    )
+    shape = Shape(
+        layers, limits, {} if no_tp else styles, sequence_parallel=False, stand_in=stand_in
+    )
+    return Anatomy(embedding, blocks, head, shape, shape.style_of(head) == "logits")
+
+
+def _blocks(model: nn.Module) -> tuple[str, ...]:
+    """The layers of the pipeline plan; without one the parts that are not to be split."""
+    lists = [name for name in model._pp_plan or () if _is_list(model, name)]
+    if lists:
+        return tuple(f"{lists[0]}.{number}" for number in range(len(model.get_submodule(lists[0]))))
+    whole = model._no_split_modules or ()
+    return tuple(name for name, module in model.named_modules() if type(module).__name__ in whole)
+
+
+def _is_list(model: nn.Module, name: str) -> bool:
+    return name in dict(model.named_modules()) and isinstance(
+        model.get_submodule(name), nn.ModuleList
+    )
+
+
+def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
+    """Of the modules that `tp` cuts, or why it cannot."""
+    plan: dict[str, str] = dict(model._tp_plan or {})
+    if not plan:
+        return {}, f"{type(model).__name__} has no tensor parallel plan"
+    experts = [name for name, style in plan.items() if style == EXPERTS]
+    plan = {
+        name: style
+        for name, style in plan.items()
+        if not any(name == one or name.startswith(f"{one}.") for one in experts)
+    }
+    kinds = _kinds(model, plan)
+    styles: dict[str, Style] = {}
+    for name, told in plan.items():
+        style = STYLES.get(told)
+        wanted = {"vocabulary": nn.Embedding, "partial": nn.Module}.get(style or "", nn.Linear)
+        unfit = [kind for kind in kinds[name] if not issubclass(kind, wanted)]
+        if told not in STYLES or (style == "logits" and name != head) or unfit:
+            return {}, f"its plan says {told} of {name}, which is not done here"
+        # A subclass may do more than look up, and is whole on each rank.
+        subclassed = style == "vocabulary" and kinds[name] != {nn.Embedding}
+        if style is not None and kinds[name] and not subclassed:
+            styles[name] = style
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    is_tied = weights.get(f"{head}.weight") is model.get_input_embeddings().weight
+    if is_tied and "vocabulary" not in styles.values():
+        styles.pop(head, None)
+    return styles, ""
+
+
+def _kinds(model: nn.Module, plan: dict[str, str]) -> dict[str, set[type]]:
+    """The classes of the modules that each name of a plan stands for."""
+    asked = Shape((), Limits(), dict.fromkeys(plan, "replicated"))
+    kinds: dict[str, set[type]] = {name: set() for name in plan}
+    for name, module in model.named_modules():
+        if asked.style_of(name):
+            kinds[_starred(name)].add(type(module))
+    return kinds
+
+
+def _divisor(model: nn.Module, styles: dict[str, Style]) -> int:
+    """What `tp` must divide: the numbers of heads, and the widths that are cut."""
+    text = model.config.get_text_config()
+    heads = [getattr(text, name, 0) for name in ("num_attention_heads", "num_key_value_heads")]
+    shape = Shape((), Limits(), styles)
+    widths = [
+        module.in_features if shape.style_of(name) == "rowwise" else module.out_features
+        for name, module in model.named_modules()
+        if shape.style_of(name) in ("colwise", "rowwise")
+    ]
+    return reduce(gcd, [number for number in (*heads, *widths) if number])
+
+
+def _layers(
+    model: nn.Module, blocks: tuple[str, ...], embedding: str, head: str
+) -> tuple[tuple[Layer, ...], str]:
+    """The parts of a pipeline, or one for all and why there cannot be several."""
+    whole = (Layer((), 1),)
+    plan = [name for name in model._pp_plan or () if name in dict(model.named_modules())]
+    if not plan or not blocks:
+        return whole, f"{type(model).__name__} has no pipeline plan"
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    if len(weights) != len(dict(model.named_parameters())):
+        return whole, "it ties weights of two stages; tie_word_embeddings=false would not"
+    inner = [name for name in plan if name.startswith(f"{model.base_model_prefix}.")]
+    outer = [name for name in plan if name not in inner]
+    at = inner.index(blocks[0].rpartition(".")[0])
+    front, back = tuple(inner[:at]), (*inner[at + 1 :], *outer)
+    if front != (embedding,) or head not in back:
+        return whole, "its pipeline plan does not begin with the embedding and end with the head"
+    parts = (front, *((block,) for block in blocks), back)
+    layers = tuple(Layer(names, _cost(model, names)) for names in parts)
+    known = [name for layer in layers for name in layer.modules]
+    for name in weights:
+        if not any(name.startswith(f"{one}.") for one in known):
+            return whole, f"its pipeline plan leaves out {name}"
+    return layers, ""
+
+
+def _cost(model: nn.Module, names: tuple[str, ...]) -> int:
+    """Multiplications a token, of an embedding one a value."""
+    parts = [part for name in names for part in model.get_submodule(name).modules()]
+    costs = [
+        part.embedding_dim if isinstance(part, nn.Embedding) else weight.numel()
+        for part in parts
+        for weight in part.parameters(recurse=False)
+    ]
+    return max(1, sum(costs))
+
+
+def _by_chance(config: Any) -> str:
+    """Why passes that are not whole would not draw the same random numbers."""
+    for name, value in config.to_dict().items():
+        chance = any(part in name for part in BY_CHANCE)
+        if chance and isinstance(value, int | float) and value:
+            return f"{name}={value}: its random numbers follow the layout; set 0"
+    return ""
+
+
+def _starred(name: str) -> str:
+    return ".".join("*" if part.isdecimal() else part for part in name.split("."))

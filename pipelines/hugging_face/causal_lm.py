@@ -1,0 +1,152 @@
+"""Next-token prediction with a causal language model of `transformers`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Generator, Tensor, nn
+
+from elastic.regions import chunk_interval
+from pipelines.data.synthetic import RandomWindows
+from pipelines.data.windows import Batch, Samples
+from pipelines.errors import UserError
+from pipelines.hugging_face.adapters import (
+    add_adapters,
+    base_name,
+    fill_adapter,
+    is_adapter,
+    with_adapters,
+)
+from pipelines.hugging_face.anatomy import Anatomy, StandIn, anatomy_of
+from pipelines.hugging_face.building import build, fill_tensor
+from pipelines.settings import HuggingFaceSettings, LoraSettings
+from pipelines.training.next_token import NextToken
+from pipelines.training.spread import ALONE, Spread
+from pipelines.training.workload import Fed, Shape
+
+MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
+"""What makes the masks of a model in `transformers` that keeps packed sequences apart."""
+TINY = {
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 8,
+    "intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
+
+
+class CausalLMWorkload(NextToken):
+    """Any causal language model of the installed `transformers`, built from its config.
+
+    Documents in a sequence are kept apart by their positions, which begin anew at 0.
+    """
+
+    def __init__(
+        self,
+        settings: HuggingFaceSettings,
+        train: Samples,
+        held_out: Samples | None,
+        dtype: torch.dtype = torch.float32,
+        lora: LoraSettings | None = None,
+    ) -> None:
+        """Raises `UserError` if `transformers` has no such model, or it does not fit the data."""
+        self.settings = settings
+        self.lora = lora if lora is not None and lora.rank else None
+        self.example = build(settings.config)
+        self.anatomy = anatomy_of(self.example)
+        if self.lora:
+            self.anatomy = with_adapters(self.anatomy)
+            add_adapters(build(settings.config), self.lora)  # refused here
+        head = self.example.get_output_embeddings()
+        super().__init__(head.weight.shape[0], train, held_out, dtype)
+        self.cuts_head = self.anatomy.is_head_cut
+        self._refuse_unfit_data()
+
+    def _refuse_unfit_data(self) -> None:
+        if self.train.vocab_size > self.vocab_size:
+            raise UserError(
+                f"the model knows {self.vocab_size} tokens, but the data have "
+                f"{self.train.vocab_size}: prepare them with the model's own tokenizer "
+                "(--set data.tokenizer=FOLDER/tokenizer.json)"
+            )
+        told = self.train.read([0]).documents is not None if not self.is_far else True
+        if told and not self._keeps_documents_apart():
+            raise UserError(
+                f"{type(self.example).__name__} has no mask that keeps the documents of a "
+                "sequence apart: --set data.attend_across_documents=true"
+            )
+
+    def _keeps_documents_apart(self) -> bool:
+        code = vars(sys.modules[type(self.example).__module__])
+        return any(name in code for name in MASKS) and "create_recurrent_attention_mask" not in code
+
+    def module(self, spread: Spread = ALONE) -> nn.Module:
+        model = build(self.settings.config)
+        if self.lora:
+            add_adapters(model, self.lora)
+        model.forward = staged_forward(model, self.anatomy)
+        return model
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        there = (module.get_submodule(name) for name in self.anatomy.blocks)
+        return [block for block in there if not isinstance(block, StandIn)]
+
+    def shape(self) -> Shape:
+        return self.anatomy.shape
+
+    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
+        if is_adapter(name):
+            fill_adapter(name, tensor, generator)
+        else:
+            fill_tensor(self.example, base_name(name), tensor, generator.initial_seed())
+
+    def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
+        keywords = {}
+        if batch.documents is not None:
+            keywords["positions"] = positions_of(batch.documents)
+        return Fed(batch.tokens.to(device), keywords, batch.targets.to(device))
+
+    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+        if layer == 0:
+            return torch.empty(num_samples, self.seq_len, dtype=torch.int64, device="meta")
+        width = self.example.config.get_text_config().hidden_size
+        if layer == len(self.anatomy.shape.layers):
+            width = self.vocab_size
+            if self.cuts_head:
+                width = chunk_interval(width, spread.num_tp, spread.tp_rank)[1]
+        shape = (num_samples, self.seq_len, width)
+        return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
+
+    def miniature(self) -> CausalLMWorkload:
+        """A Llama: no model can be made smaller without knowing it."""
+        samples = RandomWindows("train", 4, vocab_size=8, num_samples=8)
+        return CausalLMWorkload(HuggingFaceSettings(config=TINY), samples, samples, self.dtype)
+
+
+def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:
+    """What replaces the model's forward: tokens, or the hidden states of the stage before, to
+    logits or those of the next; `positions` (batch, length) begin anew with each document."""
+    whole = model.forward
+
+    def forward(hidden: Tensor, positions: Tensor | None = None) -> Tensor:
+        inputs = {("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden}
+        if positions is not None:
+            inputs["position_ids"] = positions.to(hidden.device)
+        if isinstance(model.get_submodule(anatomy.head), StandIn):
+            return model.base_model(**inputs, use_cache=False).last_hidden_state
+        return whole(**inputs, use_cache=False).logits
+
+    return forward
+
+
+def positions_of(documents: Tensor) -> Tensor:
+    """The place of each token in its document, int64, from the number of the document of each
+    (batch, length)."""
+    places = torch.arange(documents.shape[1]).expand(documents.shape)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return places - torch.where(begins, places, 0).cummax(1).values

@@ -1,0 +1,70 @@
+"""The recipe `hf:PATH`: a causal language model of `transformers`, from its folder or config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipelines.errors import UserError
+from pipelines.hugging_face.building import config_of_model, read_fields
+from pipelines.hugging_face.tensor_files import has_weights
+from pipelines.settings import (
+    DataSettings,
+    HuggingFaceSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
+
+PREFIX = "hf:"
+TOKENIZER = "tokenizer.json"
+
+
+def finetune() -> TrainSettings:
+    """Conversations of a JSONL file, of which the responses are learnt, by the model in the folder
+    that `--set init_from=FOLDER` names: its weights, or with `--set lora.rank=8` adapters."""
+    return TrainSettings(
+        model=HuggingFaceSettings(),
+        data=DataSettings(format="chat", seq_len=1024),
+        optimizer=OptimizerSettings(lr=2e-5, warmup_steps=10, decay_steps=200, weight_decay=0.0),
+        batch=16,
+        steps=200,
+        eval_every=50,
+        checkpoint_every=50,
+    )
+
+
+def with_model_of_folder(settings: TrainSettings) -> TrainSettings:
+    """With the config, and the tokenizer, of the folder that `init_from` names, where the settings
+    leave them open. Raises `UserError`."""
+    model = settings.model
+    if not isinstance(model, HuggingFaceSettings):
+        if settings.lora.rank:
+            raise UserError("lora.rank: adapters are for models of transformers; leave it 0")
+        return settings
+    if model.config:
+        return settings
+    if settings.init_from is None:
+        raise UserError("which model? --set init_from=FOLDER, one that transformers has saved")
+    begun = hugging_face(settings.init_from)
+    changes: dict[str, Any] = {"model": begun.model}
+    if settings.data.tokenizer == "bytes":
+        tokenizer = {"tokenizer": begun.data.tokenizer}
+        changes["data"] = settings.data.model_copy(update=tokenizer)
+    return settings.model_copy(update=changes)
+
+
+def hugging_face(path: str) -> TrainSettings:
+    """Train the model in a folder on, with its weights and tokenizer if they are there; a
+    `config.json` alone is begun anew. Raises `UserError`."""
+    fields, folder = read_fields(path)
+    config_of_model(fields)
+    tokenizer = folder / TOKENIZER if folder else None
+    has_tokenizer = tokenizer is not None and tokenizer.is_file()
+    return TrainSettings(
+        model=HuggingFaceSettings(config=fields),
+        data=DataSettings(tokenizer=str(tokenizer) if has_tokenizer else "bytes"),
+        optimizer=OptimizerSettings(lr=3e-4, warmup_steps=20, decay_steps=1000),
+        init_from=str(folder) if folder and has_weights(folder) else None,
+        batch=16,
+        steps=200,
+        checkpoint_every=100,
+    )

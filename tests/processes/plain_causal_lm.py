@@ -1,0 +1,39 @@
+"""An independent oracle: a model that `transformers` has built and loaded, trained in one process
+by plain PyTorch."""
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM
+
+
+def load(folder, dtype=torch.float64):
+    # Experts one by one, in whatever dtype.
+    options = {"dtype": torch.float32, "experts_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).to(dtype)
+
+
+def train(model, batches, lrs, betas, weight_decay, max_grad_norm):
+    """The loss and gradient norm of each step; a batch is tokens, targets (-100: none) and
+    positions. The model has the final weights afterwards."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay}]
+    groups += [{"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=1e-8, foreach=False)
+    seen = []
+    for lr, (tokens, targets, positions) in zip(lrs, batches, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        logits = model(tokens, position_ids=positions, use_cache=False).logits
+        loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        # Divided afterwards: transformers rounds in its norms to float32, backwards as well, and
+        # would do that to other numbers.
+        loss.backward()
+        num_tokens = (targets != -100).sum()
+        for parameter in parameters:
+            parameter.grad /= num_tokens
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        optimizer.step()
+        seen.append((loss.item() / num_tokens.item(), norm.item()))
+    return seen

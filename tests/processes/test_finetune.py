@@ -1,0 +1,144 @@
+"""Fine-tuning equals a plain loop of `transformers` and `peft`, which load what comes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import models_on_disk  # offline, before transformers is imported
+import peft
+import plain_causal_lm
+import pytest
+import torch
+from checks import assert_nothing_redone
+from harness import run_plainly
+from test_hugging_face_models import SIZES
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from actors.faults import Fault
+from elastic.regions import Region
+from elastic.samples import sample_of
+from pipelines.errors import UserError
+from pipelines.hugging_face.adapters import is_adapter
+from pipelines.hugging_face.causal_lm import positions_of
+from pipelines.hugging_face.export import export
+from pipelines.plan import Asked, make_plan
+from pipelines.program import TrainingProgram
+from pipelines.training.optimizer import learning_rate
+
+NUM_STEPS = 6
+LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=q_proj,v_proj,down_proj")
+
+
+def model_folder(folder: Path) -> Path:
+    torch.manual_seed(1)
+    config = CONFIG_MAPPING["llama"](**SIZES | {"vocab_size": 264})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder / "model"
+
+
+def asked_for(folder: Path, *changes: str) -> Asked:
+    talks = [
+        {"prompt": f"What comes after {n}?", "response": f"{n + 1}, I think" + "." * (n % 5)}
+        for n in range(40)
+    ]
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, talks)))
+    small = ("dtype=float64", "data.seq_len=120", "batch=4", "eval_every=0", "optimizer.lr=1e-3")
+    return Asked(
+        "finetune",
+        storage=str(folder),
+        data=str(folder / "chats.jsonl"),
+        steps=NUM_STEPS,
+        changes=(f"init_from={model_folder(folder)}", *small, *changes),
+    )
+
+
+def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
+    """Over two workers, of which one is killed."""
+    plan = make_plan(asked_for(tmp_path, *changes), 0)
+    settings = plan.settings.model_copy(update={"checkpoint_every": NUM_STEPS})
+    folder = plan.run.program.kwargs["data_folder"]
+    kill = Fault("kill", "w1", 3, "compute")
+    run = run_plainly(
+        tmp_path / "run", settings, 2, layout="dp=2", faults=(kill,), data_folder=folder
+    )
+    assert run.stopped.outcome == "completed"
+    assert_nothing_redone(run)
+    recipe = {"settings": settings.model_dump(mode="json"), "data_folder": folder}
+    (run.folder / "recipe.json").write_text(json.dumps(recipe))
+    return run.losses(), TrainingProgram(**recipe, device="cpu")
+
+
+def plainly(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
+    settings, data, batches = program.settings, program.workload.train, []
+    for step in range(NUM_STEPS):
+        ids = range(step * settings.batch, (step + 1) * settings.batch)
+        batch = data.read([sample_of(settings.seed, one, data.num_samples) for one in ids])
+        batches.append((batch.tokens, batch.targets, positions_of(batch.documents)))
+    optimizer = settings.optimizer
+    seen = plain_causal_lm.train(
+        model,
+        batches,
+        [learning_rate(optimizer, step) for step in range(1, NUM_STEPS + 1)],
+        (optimizer.beta1, optimizer.beta2),
+        optimizer.weight_decay,
+        optimizer.max_grad_norm,
+    )
+    return [loss for loss, _ in seen]
+
+
+@pytest.mark.slow
+def test_full_weights(tmp_path: Path) -> None:
+    losses, program = trained(tmp_path)
+    model = plain_causal_lm.load(tmp_path / "model")
+    assert list(losses.values()) == pytest.approx(plainly(program, model), rel=1e-9)
+    export("run", tmp_path, tmp_path / "out")
+    stored = models_on_disk.loaded(tmp_path / "out", torch.float64).state_dict()
+    for name, weight in model.state_dict().items():
+        torch.testing.assert_close(stored[name], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_adapters(tmp_path: Path) -> None:
+    """The weights below them stay out of the optimizer; the export is a folder of peft's."""
+    losses, program = trained(tmp_path, *LORA)
+    specs = program.specs()
+    kept = {spec.name for spec in specs if spec.kind == "optimizer"}
+    assert kept and all(is_adapter(name) for name in kept)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model = peft.get_peft_model(plain_causal_lm.load(tmp_path / "model"), config).double()
+    begun = {
+        f"base_model.model.{spec.name}": program.initial(spec, Region.whole(spec.shape))
+        for spec in specs
+        if is_adapter(spec.name) and spec.kind == "parameter"
+    }
+    assert not model.load_state_dict(begun, strict=False).unexpected_keys
+    assert list(losses.values()) == pytest.approx(plainly(program, model), rel=1e-9)
+    export("run", tmp_path, tmp_path / "out")
+    loaded = peft.PeftModel.from_pretrained(
+        plain_causal_lm.load(tmp_path / "model"), tmp_path / "out"
+    )
+    for name, weight in loaded.state_dict().items():
+        expected = model.state_dict()[name]
+        torch.testing.assert_close(weight.double(), expected, rtol=1e-6, atol=1e-7)
+
+
+REFUSED = {
+    "no model": ((), (), "init_from=FOLDER"),
+    "no such layers": ((), ("lora.rank=4", "lora.targets=nowhere"), "lora.targets=nowhere"),
+    "stages": (("pp=2",), LORA, "dp and fsdp alone"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_told(tmp_path: Path, name: str) -> None:
+    layout, changes, told = REFUSED[name]
+    asked = asked_for(tmp_path, *changes)
+    if name == "no model":
+        asked = Asked("finetune", storage=str(tmp_path), data=asked.data)
+    if layout:
+        asked = Asked(**vars(asked) | {"layout": layout[0], "workers": "2"})
+    with pytest.raises(UserError, match=told):
+        make_plan(asked, 0)
