@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -31,6 +32,16 @@ def test_text_that_has_yet_to_be_prepared(tmp_path: Path, told) -> None:
     assert "1 file, 1.00kB would be prepared first" in out
     assert "nothing: there is no run" in out
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_conversations_that_have_yet_to_be_packed(tmp_path: Path, told) -> None:
+    turns = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": "yes"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
+    chat = ("--set", "data.format=chat", "--set", "model.vocab_size=300")
+    out = told("--storage", str(tmp_path / "runs"), "--data", str(file), *chat)
+    assert "1 file" in out and "would be prepared first" in out
+    assert [file] == sorted(tmp_path.rglob("*"))
 
 
 def test_layouts_and_memory_at_the_most_and_the_fewest_workers(tmp_path: Path, told) -> None:
