@@ -113,6 +113,10 @@ class Replica(Protocol):
 
     def state_bytes(self) -> StateBytes: ...
 
+    def statistics(self) -> Mapping[str, Mapping[str, float | None]] | None:
+        """By part of the model, and by name, numbers of the step just applied; None if it is to be
+        told of none. All ranks call it, and the same ones have collectives in it."""
+
 
 class Program(Protocol):
     """One training job as a worker process sees it; made once a process from JSON settings."""

@@ -38,6 +38,10 @@ class Storage(Protocol):
     def size(self, name: str) -> int | None:
         """In bytes; None if there is no such file."""
 
+    def modified(self, name: str) -> float | None:
+        """When a file was written by the storage's clock, in seconds since the epoch, if it tells;
+        None if there is no such file."""
+
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
         """A file from `offset` on. Raises `FileNotFoundError`."""
 
@@ -58,6 +62,9 @@ class Storage(Protocol):
 
     def remove(self, name: str) -> None:
         """A file, or a folder with all in it; nothing if it is not there."""
+
+    def in_arrow(self) -> tuple[fs.FileSystem, str]:
+        """The file system that other libraries read it through, and the path there."""
 
 
 def open_storage(url: str) -> Storage:
@@ -106,6 +113,10 @@ class DiskStorage:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
+    def modified(self, name: str) -> float | None:
+        file = self.path / name
+        return file.stat().st_mtime if file.exists() else None
+
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
         with open(self.path / name, "rb") as file:
             file.seek(offset)
@@ -153,6 +164,9 @@ class DiskStorage:
         else:
             target.unlink(missing_ok=True)
 
+    def in_arrow(self) -> tuple[fs.FileSystem, str]:
+        return fs.LocalFileSystem(), str(self.path)
+
 
 class ObjectStorage:
     """A prefix of an object store, through Arrow's file systems: an object appears whole."""
@@ -170,6 +184,10 @@ class ObjectStorage:
     def size(self, name: str) -> int | None:
         info = self._system.get_file_info(f"{self._path}/{name}")
         return int(info.size) if info.type == fs.FileType.File else None
+
+    def modified(self, name: str) -> float | None:
+        info = self._system.get_file_info(f"{self._path}/{name}")
+        return info.mtime.timestamp() if info.mtime else None
 
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
         with self._system.open_input_file(f"{self._path}/{name}") as file:
@@ -211,6 +229,9 @@ class ObjectStorage:
             return
         for file in self.files(name):
             self._system.delete_file(f"{self._path}/{file}")
+
+    def in_arrow(self) -> tuple[fs.FileSystem, str]:
+        return self._system, self._path
 
 
 def _s3(options: dict[str, str]) -> fs.S3FileSystem:

@@ -18,11 +18,13 @@ from actors.listening import ANYWHERE, Network
 from actors.moving import Moved, Parts, move, stage
 from actors.own_time import own_times
 from actors.part_writer import Part, PartWriter
+from actors.profiling import Profiling
 from actors.program import Program, Replica, StateBytes
 from actors.side_stream import held_still
 from actors.snapshot_memory import read_snapshot
 from actors.snapshots import Snapshots
 from actors.sources import digest_of_program
+from actors.statistics_log import StatisticsLog
 from actors.stepping import Stepper
 from actors.storage import open_storage
 from elastic.assignment import Assignment
@@ -62,6 +64,8 @@ class WorkerOptions:
     audit_every: int = 0
     network: Network = ANYWHERE
     straggler_every: int = 0
+    profiled: tuple[int, int] | None = None
+    """The first and the last step of which a trace is kept; see `actors.profiling`."""
 
 
 @dataclass
@@ -98,7 +102,9 @@ class Trainer:
         every = self.options.snapshot_every
         self.snapshots = Snapshots(self.worker, self.node, self.specs, every, self.faults)
         run = open_storage(self.options.run_folder)
+        self.statistics = StatisticsLog(run)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
+        self.profiling = Profiling(run, self.worker, self.options.profiled)
         self._share = lru_cache(maxsize=1)(self._compute_share)
         self.digest = digest_of_program(self.specs)
 
@@ -165,7 +171,11 @@ class Trainer:
         if self.worker in resume.released:
             self.forget_state()
             return
-        assert self.stepper is not None and self.formation and self.formation.groups
+        with self.profiling.generation(resume.generation):
+            self._train(resume)
+
+    def _train(self, resume: Resume) -> None:
+        assert self.stepper and self.replica and self.formation and self.formation.groups
         stepper, world_rank = self.stepper, self.formation.groups.world_rank
         stepper.left_out = resume.left_out
         audit = Audit(self.formation.groups, self.specs, self.options.audit_every)
@@ -177,7 +187,8 @@ class Trainer:
                 self._evaluate(resume.generation, evaluated_step, world_rank)
             if stepper.committed_step >= self.program.steps:
                 break
-            record, vote = stepper.step()
+            with self.profiling.step(stepper.committed_step + 1):
+                record, vote = stepper.step()
             self._keep_only(resume.generation)
             held = self.holdings[resume.generation]
             self.snapshots.take(record.step, held.assignment, held.tensors)
@@ -186,6 +197,8 @@ class Trainer:
                 if stepper.compute_s:
                     told = (resume.generation, record.step, stepper.compute_s)
                     self.report(ComputeTimed(*told))
+            with self.interruption.leavable():
+                self.statistics.tell(self.replica, record, world_rank)
             if not self._audit(audit, record.step, held.tensors):
                 break  # nobody trains on, or saves, what is in doubt
             if vote.saves(self.options.checkpoint_every):
@@ -237,6 +250,7 @@ class Trainer:
     def leave_generation(self) -> None:
         """Drop model, optimizer and groups; the tensors of the holdings stay."""
         self.snapshots.end_generation()
+        self.statistics.close()
         if self.stepper is not None:
             self.held_step = self.stepper.committed_step
         self.replica = self.stepper = None

@@ -85,7 +85,8 @@ class Worker:
         self._options = options
         self._report = report
         self._interruption = Interruption()
-        self._orders: queue.Queue[Order] = queue.Queue()
+        self._orders: queue.Queue[Order | None] = queue.Queue()
+        """None is the end."""
         self.intake = Intake()
         self._quiesced_generation = 0
         self._trainer: Trainer | None = None
@@ -96,6 +97,17 @@ class Worker:
         """Begin to warm up, unless that has begun."""
         if self._thread.ident is None:
             self._thread.start()
+
+    def serve(self) -> None:
+        """As `start`, but on the calling thread, until `end`; what was trained is let go then."""
+        self._thread = threading.current_thread()
+        self._serve()
+        if self._trainer is not None:
+            self._trainer.forget_state()
+
+    def end(self) -> None:
+        """Have the training thread return once it has done what it was told before."""
+        self._orders.put(None)
 
     def take(self, envelope: Envelope) -> None:
         """Accept a command, unless it is of an older controller, or has been taken before."""
@@ -132,7 +144,7 @@ class Worker:
         try:
             self._warm_up()
         except Exception as error:
-            self._tell(0, error)
+            self.tell(0, error)
             return
         self._obey_all()
 
@@ -140,6 +152,8 @@ class Worker:
         drop_tiny_numbers()
         while not self._interruption.is_left():
             order = self._orders.get()
+            if order is None:
+                break
             try:
                 self._obey(order)
             except Interrupted:
@@ -151,7 +165,7 @@ class Worker:
             except Exception as error:
                 is_collateral = order.generation <= self._interruption.aborted_generation
                 if isinstance(order, Settle) or not is_collateral:
-                    self._tell(order.generation, error)
+                    self.tell(order.generation, error)
         self._interruption.forget()
         self._kept.pop(threading.get_ident(), None)
 
@@ -231,7 +245,8 @@ class Worker:
         self._thread = threading.Thread(target=self._obey_all, name="training", daemon=True)
         self._thread.start()
 
-    def _tell(self, generation: int, error: Exception) -> None:
+    def tell(self, generation: int, error: Exception) -> None:
+        """Report what broke here."""
         text = "".join(traceback.format_exception(error))
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         kind = kind_of(error)

@@ -1,4 +1,5 @@
-"""The command line: `elastic` train, status, logs, sweep, relayout, export, prepare, plan."""
+"""The command line: `elastic` train, status, logs, sweep, relayout, export, prepare, plan,
+doctor."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ import typer
 from rich.console import Console
 
 from pipelines.data import find_corpus, find_tokenizer, prepare_at
+from pipelines.doctor import DoctorAsked, doctor
 from pipelines.drive import drive
+from pipelines.dry_run import dry_run
 from pipelines.errors import UserError
 from pipelines.hugging_face.export import export
+from pipelines.in_process import train_in_process
 from pipelines.logs import logs
 from pipelines.plan import Asked
 from pipelines.relayout import relayout
@@ -71,6 +75,29 @@ NotifyUrl = Annotated[
         help="Post a JSON object there when the run has waited for long, and when it has stopped.",
     ),
 ]
+TrackingUri = Annotated[
+    str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
+]
+AuditEvery = Annotated[
+    int | None,
+    typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
+]
+Detach = Annotated[bool, typer.Option("--detach", help="Leave the run to its cluster and return.")]
+Profile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="steps=FIRST:LAST",
+        help="Keep each worker's torch.profiler trace of these steps, e.g. steps=10:13.",
+    ),
+]
+InProcess = Annotated[
+    bool,
+    typer.Option("--in-process", help="One worker, in this process, without Ray: for debuggers."),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what would be done, had and needed; start nothing."),
+]
 
 
 @app.callback()
@@ -97,24 +124,20 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
     data: Data = None,
     set_: Changes = None,
-    audit_every: Annotated[
-        int | None,
-        typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
-    ] = None,
+    audit_every: AuditEvery = None,
     inject: Faults = None,
     record_samples: Annotated[
         bool, typer.Option("--record-samples", help="Write down the samples each rank reads.")
     ] = False,
-    tracking_uri: Annotated[
-        str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
-    ] = None,
+    tracking_uri: TrackingUri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
     interface: Interface = None,
     ports: Ports = None,
     notify: NotifyUrl = None,
-    detach: Annotated[
-        bool, typer.Option("--detach", help="Leave the run to its cluster and return.")
-    ] = False,
+    detach: Detach = False,
+    profile: Profile = None,
+    in_process: InProcess = False,
+    dry_run_: DryRun = False,
 ) -> None:
     """Train RECIPE, or resume the run of that name."""
     asked = Asked(
@@ -135,8 +158,12 @@ def train(
         ports=ports,
         notify=notify,
         detach=detach,
+        profile=profile,
     )
-    raise typer.Exit(drive(asked, Console()))
+    if dry_run_:
+        width = None if sys.stdout.isatty() else TABLE_WIDTH
+        raise typer.Exit(dry_run(asked, Console(width=width)))
+    raise typer.Exit(train_in_process(asked, Console()) if in_process else drive(asked, Console()))
 
 
 @app.command(name="status")
@@ -271,6 +298,19 @@ def plan(
     for formula, table in footprint_tables(model_params, parse_counts(world_sizes)):
         Console(soft_wrap=True).print(formula, highlight=False)
         Console().print(table)
+
+
+@app.command(name="doctor")
+def doctor_command(
+    storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
+    tracking_uri: TrackingUri = None,
+    data: Data = None,
+    interface: Interface = None,
+    ports: Ports = None,
+) -> None:
+    """Look at this machine, and the cluster at hand, for what a run would stumble over."""
+    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    raise typer.Exit(doctor(DoctorAsked(storage, tracking_uri, data, interface, ports), console))
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ WHERE_AND_HOW = frozenset(
         "spike_window",
         "audit_every",
         "audit_rewind",
+        "statistics_every",
         "start_timeout_s",
         "hang_timeout_s",
         "growth_horizon_s",

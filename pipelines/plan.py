@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from hashlib import sha256
@@ -14,11 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from actors.credentials import has_credentials, without_credentials
-from actors.listening import Network
 from actors.program import Factory
 from actors.ray_controller import Run
 from actors.sources import digest_of_program, digest_of_sources
-from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
 from elastic.infeasible import Infeasible
@@ -32,6 +30,7 @@ from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
+from pipelines.loop.script import Script
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
 from pipelines.own_plan import (
@@ -43,19 +42,20 @@ from pipelines.own_plan import (
 )
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
-from pipelines.recipes import load
+from pipelines.recipes import RecipeLike, load, name_of
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
+from pipelines.worker_options import worker_options
 
 RECIPE_FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line of `elastic train`, as typed."""
+    """What is asked for: the command line of `elastic train`, or the arguments of an API."""
 
-    recipe: str
+    recipe: RecipeLike
     run_name: str | None = None
     storage: str = "runs"
     workers: str | None = None
@@ -72,8 +72,13 @@ class Asked:
     ports: str | None = None
     notify: str | None = field(default=None, repr=False)
     detach: bool = False
+    profile: str | None = None
     data_cache: str | None = None
     """Where text is prepared; by default in the storage."""
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
+    """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe's function, by name."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class Plan:
     use_gpus: bool
     tracking_uri: str
     recipe: dict[str, Any]
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Lines for the user, of what is not as it was."""
 
@@ -96,19 +102,14 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
 
     Raises `UserError`.
     """
-    settings, own = _settings(asked)
+    settings, own = settings_of(asked)
     notify_url = check_url(asked.notify) if asked.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(asked)
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
     wish = _wish(asked.layout, policy)
     faults, leavers = parse_faults(asked.inject)
-    if asked.record_samples:
-        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
-    if settings.init_from is not None:
-        there = str(Path(settings.init_from).expanduser().resolve())
-        settings = settings.model_copy(update={"init_from": there})
-        open_pretrained(settings)  # refused here, before data are prepared
+    settings = _with_places(settings, asked, folder)
     factory = _program(
         settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
     )
@@ -127,16 +128,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         folder=folder.url,
         opening=RunOpened(0, policy, wish, job),
         program=factory,
-        options=WorkerOptions(
-            run_folder=folder.url,
-            collective_timeout_s=policy.collective_timeout_s,
-            checkpoint_every=settings.checkpoint_steps,
-            faults=faults,
-            snapshot_every=settings.snapshot_every,
-            audit_every=settings.audit_every,
-            network=Network(settings.network.interface, settings.network.port_range),
-            straggler_every=settings.straggler_every,
-        ),
+        options=worker_options(folder.url, settings, policy, faults, asked.profile),
         leavers=leavers,
         observers=(
             _sidecar(folder, tracking_uri, asked.experiment, notify_url, settings.notify_after_s),
@@ -145,7 +137,15 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         sources=digest_of_sources(),
     )
     return Plan(
-        run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe, notes
+        run,
+        folder,
+        settings,
+        policy.max_workers,
+        bool(num_gpus),
+        tracking_uri,
+        recipe,
+        asked.per_worker,
+        notes,
     )
 
 
@@ -159,6 +159,17 @@ def _tracking_uri(asked: Asked) -> str:
     return uri or default_tracking_uri(asked.storage)
 
 
+def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> TrainSettings:
+    """What is read or written beside the run's files, by its full path."""
+    if asked.record_samples:
+        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(Path(settings.init_from).expanduser().resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
+    return settings
+
+
 def _samples_file(folder: RunFolder) -> Path:
     if folder.path is None:
         raise UserError(
@@ -168,7 +179,7 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, own: Recipe | None, data_cache: str) -> Factory:
+def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: str) -> Factory:
     """How workers make the program; its data are prepared if need be."""
     kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
     if own is not None:
@@ -196,7 +207,8 @@ def _recipe(
     """What `recipe.json` says of the run."""
     return {
         "format": RECIPE_FORMAT,
-        "recipe": asked.recipe,
+        "recipe": name_of(asked.recipe),
+        "arguments": {name: str(value) for name, value in asked.arguments.items()},
         "steps": program.steps,
         "num_samples": program.workload.num_samples,
         "data_digest": program.workload.digest,
@@ -226,9 +238,9 @@ def _sidecar(
     return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
-def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | None]:
-    """Those of the run, and the recipe if it has a model of its own."""
-    found = load(asked.recipe)
+def settings_of(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
+    """Those of the run, and the recipe if it has a model of its own. Raises `UserError`."""
+    found = load(asked.recipe, asked.arguments)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -297,8 +309,9 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
 
 def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    last = (asked.recipe.rpartition(":")[2] or asked.recipe).rstrip("/").rpartition("/")[2]
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-")
+    recipe = name_of(asked.recipe)
+    last = (recipe.rpartition(":")[2] or recipe).rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-") or "run"
     name = asked.run_name or f"{plain}-{stamp}"
     return RunFolder.of(asked.storage, name)
 
@@ -318,8 +331,8 @@ def _refuse_other_maths(
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
-        for key in ("num_samples", "data_digest")
-        if stored.get(key) != recipe.get(key)
+        for key in ("num_samples", "data_digest", "arguments")
+        if (stored.get(key) or {}) != (recipe.get(key) or {})
     ]
     if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
         differing.append("the state has other names, shapes or dtypes")

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 
 from actors.credentials import without_credentials
 from actors.lines import LineLog
+from actors.statistics_log import STATISTICS
 from actors.storage import DiskStorage, Storage, open_storage
 from pipelines.errors import UserError
 
@@ -69,6 +70,11 @@ class RunFolder:
     def system(self) -> LineLog:
         """One line a worker's sample of its device and host."""
         return LineLog(self.files, "system.jsonl")
+
+    @property
+    def statistics(self) -> LineLog:
+        """One line a step of which the numbers inside the model were asked for."""
+        return LineLog(self.files, STATISTICS)
 
     def recipe(self) -> dict[str, Any] | None:
         """All settings of the run, as nested JSON; None before it has begun."""

@@ -267,6 +267,9 @@ class TrainSettings(Settings):
     Replicas are compared after every `audit_every` steps (0: never); with `audit_rewind` the run
     goes back to the last clean audit also where a majority names the one that differs.
 
+    After every `statistics_every` steps (0: never) norms of gradients, parameters and updates, and
+    what the activations are like, are told by block (docs/debugging.md).
+
     A run begins with all workers, or after `start_timeout_s` with the minimum. It pauses for more
     workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
     after `spare_timeout_s`, and all workers where fewer than the minimum have come and no other
@@ -301,6 +304,7 @@ class TrainSettings(Settings):
     keep_best: NonNegativeInt = 1
     snapshot_every: NonNegativeInt = 1
     snapshot_redundancy: str = "copy"
+    statistics_every: NonNegativeInt = 0
     max_skipped: NonNegativeInt = 20
     spike_factor: SpikeFactor = 0.0
     spike_window: PositiveInt = 32

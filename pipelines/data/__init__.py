@@ -2,7 +2,7 @@
 
 from pipelines.data.corpus import Corpus, find_corpus
 from pipelines.data.index import Index, read_index
-from pipelines.data.opening import prepared_folder
+from pipelines.data.opening import Found, find_data, prepared_folder
 from pipelines.data.prepare import prepare
 from pipelines.data.prepared import Prepared, open_prepared
 from pipelines.data.publishing import prepare_at
@@ -13,6 +13,7 @@ from pipelines.data.windows import Batch, Samples, Windows, verify
 __all__ = [
     "Batch",
     "Corpus",
+    "Found",
     "Index",
     "Prepared",
     "RandomWindows",
@@ -20,6 +21,7 @@ __all__ = [
     "Tokenizer",
     "Windows",
     "find_corpus",
+    "find_data",
     "find_tokenizer",
     "open_prepared",
     "prepare",

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 from actors.storage import is_remote, open_storage
-from pipelines.data.corpus import find_corpus
-from pipelines.data.index import is_prepared
+from pipelines.data.corpus import Corpus, find_corpus
+from pipelines.data.index import INDEX, is_prepared
 from pipelines.data.prepare import HELD_OUT_FRACTION, input_digest
 from pipelines.data.prepared import named_place
 from pipelines.data.publishing import prepare_at
-from pipelines.data.tokens import find_tokenizer
+from pipelines.data.tokens import Tokenizer, find_tokenizer
 
 RANDOM = "random"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `--data` means: where it lies prepared, or will; and the text that it is made of.
+
+    `place` is None for random tokens; `corpus` and `tokenizer` are None for what was prepared
+    before.
+    """
+
+    place: str | None
+    corpus: Corpus | None = None
+    tokenizer: Tokenizer | None = None
+    whole: str = INDEX
+    """The file that is written last."""
+
+    def is_there(self) -> bool:
+        """Whether nothing has to be prepared."""
+        return (
+            self.place is None
+            or self.corpus is None
+            or open_storage(self.place).size(self.whole) is not None
+        )
 
 
 def prepared_folder(
@@ -25,21 +49,36 @@ def prepared_folder(
 ) -> str | None:
     """Where the data of a run lie prepared, having prepared them if need be; None for 'random'.
 
+    See `find_data`. Raises `UserError`.
+    """
+    found = find_data(data, cache, tokenizer, separator, held_out_fraction)
+    if found.place is not None and found.corpus is not None and found.tokenizer is not None:
+        prepare_at(found.corpus, found.place, found.tokenizer, held_out_fraction)
+    return found.place
+
+
+def find_data(
+    data: str,
+    cache: str,
+    tokenizer: str = "bytes",
+    separator: str | None = None,
+    held_out_fraction: float = HELD_OUT_FRACTION,
+) -> Found:
+    """What the data of a run are; nothing is prepared.
+
     `data` is 'random', a folder of prepared data or its URL (which keep the tokenizer and fraction
     that they were prepared with), text as for `find_corpus`, or '' for the standard library. Text
     is prepared in a folder of its own under `cache`, a path or URL, once. Raises `UserError`.
     """
     if data == RANDOM:
-        return None
+        return Found(None)
     if is_remote(data):
         named_place(data)
-        return data
+        return Found(data)
     data = data.removeprefix("file://")
     if data and is_prepared(folder := Path(data).expanduser()):
-        return str(folder)
+        return Found(str(folder))
     corpus = find_corpus(data)
     chosen = find_tokenizer(tokenizer, separator)
     digest = input_digest(corpus, chosen, held_out_fraction)
-    place = open_storage(cache).at(digest[:16]).url
-    prepare_at(corpus, place, chosen, held_out_fraction)
-    return place
+    return Found(open_storage(cache).at(digest[:16]).url, corpus, chosen)

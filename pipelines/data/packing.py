@@ -14,6 +14,8 @@ from safetensors.numpy import load, save
 
 from actors.storage import open_storage
 from pipelines.data.chats import Conversation, Rendering, conversations_in, find_rendering
+from pipelines.data.corpus import Corpus
+from pipelines.data.opening import Found
 from pipelines.data.prepare import hash_of
 from pipelines.data.windows import Batch
 from pipelines.errors import UserError
@@ -84,16 +86,32 @@ def prepare_chats(
     Which split one goes to depends on its text alone, as with `pipelines.data.prepare`. One that is
     longer than a sequence is cut to it. Raises `UserError`.
     """
+    found = find_chats(source, cache, seq_len, tokenizer, separator, held_out_fraction)
+    assert found.place is not None and found.corpus is not None
+    if not found.is_there():
+        rendering, [file] = find_rendering(tokenizer, separator), found.corpus.files
+        packed = save(_packed(file, rendering, seq_len, held_out_fraction))
+        open_storage(found.place).write(FILE, packed)
+    return found.place
+
+
+def find_chats(
+    source: str,
+    cache: str,
+    seq_len: int,
+    tokenizer: str = "bytes",
+    separator: str | None = None,
+    held_out_fraction: float = 0.02,
+) -> Found:
+    """The file of conversations, and where they lie packed or will. Raises `UserError`."""
     file = Path(source.removeprefix("file://")).expanduser()
     if not file.is_file():
         raise UserError(f"--data {source}: name a JSONL file of conversations")
     rendering = find_rendering(tokenizer, separator)
     asked = [FORMAT, sha256(file.read_bytes()).hexdigest(), rendering.name, seq_len]
     digest = sha256(json.dumps([*asked, held_out_fraction]).encode()).hexdigest()
-    there = open_storage(cache).at(f"chats-{digest[:16]}")
-    if there.size(FILE) is None:
-        there.write(FILE, save(_packed(file, rendering, seq_len, held_out_fraction)))
-    return there.url
+    place = open_storage(cache).at(f"chats-{digest[:16]}").url
+    return Found(place, Corpus(source, (file,)), whole=FILE)
 
 
 def _packed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from uuid import uuid4
 
 from actors.storage import Storage
@@ -16,8 +16,9 @@ class Delivered:
     """Progress with one store; each number moves only after the store has said yes.
 
     `key` is a tag by which the run is found again if the answer to its creation was lost.
-    `metrics_offset` and `system_offset` are bytes of those files, `num_happenings` counts what
-    the journal tells, `num_readings` those of where the time has gone.
+    `metrics_offset`, `system_offset` and `statistics_offset` are bytes of those files,
+    `num_happenings` counts what the journal tells, `num_readings` those of where the time has
+    gone; `profiles` are the names of the traces that it has.
     """
 
     uri: str
@@ -28,6 +29,8 @@ class Delivered:
     system_offset: int = 0
     num_happenings: int = 0
     num_readings: int = 0
+    profiles: list[str] = field(default_factory=list)
+    statistics_offset: int = 0
 
     @classmethod
     def load(cls, files: Storage, uri: str, experiment: str) -> Delivered:

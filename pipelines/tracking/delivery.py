@@ -13,6 +13,8 @@ from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH
 
 from actors.lines import LineLog
+from actors.profiling import FOLDER as PROFILES
+from actors.profiling import TRACE
 from pipelines.run_folder import TIMELINE, RunFolder, Tail
 from pipelines.tracking.delivered import Delivered
 from pipelines.tracking.report import tags, write_files
@@ -20,6 +22,7 @@ from pipelines.tracking.rows import (
     happening_metrics,
     params,
     reading_metrics,
+    statistics_metrics,
     step_metrics,
     system_metrics,
 )
@@ -61,12 +64,20 @@ class Delivery:
         self._blocks(client, self._folder.metrics, "metrics_offset", step_metrics, until)
         sample_metrics = partial(system_metrics, start_ms=self._start_ms)
         self._blocks(client, self._folder.system, "system_offset", sample_metrics, until)
+        told = self._folder.statistics
+        self._blocks(client, told, "statistics_offset", statistics_metrics, until)
 
     def num_waiting(self) -> int:
         """How many lines the store has not got yet."""
-        offsets = (self._delivered.metrics_offset, self._delivered.system_offset)
-        files = (self._folder.metrics, self._folder.system)
-        return sum(_num_lines(log, o) for log, o in zip(files, offsets, strict=True))
+        there, known = self._folder, self._delivered
+        return sum(
+            _num_lines(log, offset)
+            for log, offset in (
+                (there.metrics, known.metrics_offset),
+                (there.system, known.system_offset),
+                (there.statistics, known.statistics_offset),
+            )
+        )
 
     def report(self, history: History) -> None:
         """Renew what is shown beside the metrics: tags, note and files."""
@@ -76,6 +87,7 @@ class Delivery:
             write_files(history, self._folder, Path(name))
             client.log_artifacts(run_id, name)
             self._folder.files.write(TIMELINE, (Path(name) / TIMELINE).read_bytes())
+        self._profiles(client, run_id)
 
     def end(self, history: History) -> None:
         """Close the run in the store, as it ended."""
@@ -141,6 +153,17 @@ class Delivery:
             _log_metrics(client, self._run_id(), told)
             self._advance("num_readings", len(readings))
 
+    def _profiles(self, client: MlflowClient, run_id: str) -> None:
+        """Each trace once: it is whole when it is there, and does not change."""
+        for name in sorted(self._folder.files.files(PROFILES)):
+            if name in self._delivered.profiles or not name.endswith(TRACE):
+                continue
+            with TemporaryDirectory(prefix="elastic-profile-") as folder:
+                copy = Path(folder) / Path(name).name
+                copy.write_bytes(self._folder.files.read(name))
+                client.log_artifact(run_id, str(copy), PROFILES)
+            self._advance("profiles", [*self._delivered.profiles, name])
+
     def _blocks(
         self,
         client: MlflowClient,
@@ -156,7 +179,7 @@ class Delivery:
             if self._clock() >= until:
                 return
 
-    def _advance(self, name: str, value: int) -> None:
+    def _advance(self, name: str, value: object) -> None:
         setattr(self._delivered, name, value)
         self._delivered.save(self._folder.files)
 

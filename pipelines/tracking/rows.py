@@ -50,6 +50,14 @@ def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]
         yield from _metric(f"system/{worker}/{name}", scaled, sample["time"], seconds)
 
 
+def statistics_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
+    """The numbers inside the model after a step: `statistics/<block>/<name>`."""
+    for group, numbers in row["groups"].items():
+        for name, value in numbers.items():
+            where = (row["time"], row["step"])
+            yield from _metric(f"statistics/{FOREIGN.sub('_', group)}/{name}", value, *where)
+
+
 def happening_metrics(happenings: Sequence[Happening], first: int) -> Iterator[Metric]:
     """What the journal tells from its happening number `first` on, as far as it has numbers.
 

@@ -86,10 +86,13 @@ class LocalState:
     def squared_norm(self) -> Tensor:
         """The squared norm of the local gradients, each divided by how many ranks hold it: their
         sum over the world is that of the whole gradient. Float64, shape (), on the device."""
-        gradients = self.gradients()
-        norms = torch.stack(torch._foreach_norm(list(gradients.values()))).double()
-        shares = [1 / self._num_copies[name] for name in gradients]
-        return norms.square() @ torch.tensor(shares, dtype=torch.float64, device=norms.device)
+        squares, shares = self._squares(self.gradients())
+        return squares @ shares
+
+    def squared_norms(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """As `squared_norm`, of each of some tensors of the parameters' names and shapes."""
+        squares, shares = self._squares(tensors)
+        return squares * shares
 
     def state_bytes(self) -> StateBytes:
         """The sizes of the storages on the device. Gradients exist only between compute and apply;
@@ -103,6 +106,12 @@ class LocalState:
             else self.sharded.gradient_bytes(),
             optimizer_bytes=storage_bytes(kept, self.device),
         )
+
+    def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Squared norms, and the reciprocal of how many ranks hold each."""
+        squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        shares = [1 / self._num_copies[name] for name in tensors]
+        return squares, torch.tensor(shares, dtype=torch.float64, device=squares.device)
 
     def _trained(self) -> dict[str, Tensor]:
         """The shards of parameters that are not frozen."""

@@ -25,6 +25,7 @@ from pipelines.training.share import Share, ids_of
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage, build_stages
 from pipelines.training.state import optimising_of
+from pipelines.training.statistics import Statistics, Told
 from pipelines.training.tensor_parallel import sum_over_sequence, summed_over_sequence
 from pipelines.training.workload import PADDING, Fed, Workload
 
@@ -52,6 +53,7 @@ class ShardedReplica:
         self.moving = MovingBuffers(modules)
         self.passes = self._passes(stages)
         self.left_out: Sequence[int] = ()
+        self.inside = Statistics(workload, settings, groups, self.state)
         self.norms = summed_over_sequence(self.state.shards, workload.shape(), self.spread)
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
@@ -77,6 +79,7 @@ class ShardedReplica:
         rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         self._record(step, rounds)
         self.look_ahead.tell(step, left_out)
+        self.inside.begin(step, rounds)
         feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
@@ -90,6 +93,7 @@ class ShardedReplica:
         if self.spread.tp is not None and self.norms:
             gradients = self.state.gradients()
             sum_over_sequence([gradients[name] for name in self.norms], self.spread.tp)
+        self.inside.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
 
@@ -100,6 +104,7 @@ class ShardedReplica:
         rate = self.state.optimising.rate(step)
         skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0
         norm = None
+        self.inside.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
             most = self.state.optimising.max_grad_norm
@@ -108,8 +113,13 @@ class ShardedReplica:
             torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
             self.state.step(gradients, rate)
             self.moving.apply()
+        self.inside.after_step(vote.num_tokens)
         self.state.drop_gradients()
         return Applied(self.state.lr(rate), norm, skipped)
+
+    def statistics(self) -> Told | None:
+        """Of the step just applied, if they are due; see `pipelines.training.statistics`."""
+        return self.inside.told()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that nobody has seen the vote of."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,7 @@ def run_plainly(
     network: Network = ANYWHERE,
     strikes: Sequence[Strike] = (),
     hear: Callable[[Event], None] = lambda event: None,
+    profiled: tuple[int, int] | None = None,
     **policy: float | str,
 ) -> Outcome:
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
@@ -102,7 +103,7 @@ def run_plainly(
     rules = rules_of(min_workers, workers, policy)
     run = open_storage(str(folder))
     shell = Shell(run, lease := claim(run), due)
-    options = _options(folder, settings, faults, rules, network)
+    options = replace(_options(folder, settings, faults, rules, network), profiled=profiled)
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])
     factory = Factory(program, kwargs, environment or {})

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
-from written_runs import WrittenRun
+from written_runs import WrittenRun, append
 
 from elastic.events import Evaluated
 from pipelines.run_folder import RunFolder, default_tracking_uri
@@ -327,3 +327,25 @@ def poll_until_delivered(tracker: Tracker, run: WrittenRun) -> None:
         assert time.monotonic() < deadline, tracker.trouble
         tracker.poll()
         time.sleep(0.1)
+
+
+def test_traces_and_statistics_are_brought_once(storage: Path) -> None:
+    run = eventful(storage / "run")
+    groups = {"layers.0": {"grad_norm": 0.5, "update_ratio": None}, "odd:name": {"grad_norm": 2.0}}
+    for step in (2, 4):
+        told = {"time": run.now, "step": step, "generation": 1, "groups": groups}
+        append(run.folder.statistics, told)
+    run.folder.files.write("profiles/w0-g1-steps-2-3.json.gz", b"a trace")
+    run.folder.files.write("profiles/.w1.1234.partial", b"half a")
+    run.stop()
+    assert Tracker(run.folder).finish(patience_s=20) is None
+    client, row = only_run(default_tracking_uri(storage))
+    assert history_of(client, row, "statistics/layers.0/grad_norm") == [(2, 0.5), (4, 0.5)]
+    assert history_of(client, row, "statistics/odd_name/grad_norm") == [(2, 2.0), (4, 2.0)]
+    assert "statistics/layers.0/update_ratio" not in row.data.metrics
+    [trace] = client.list_artifacts(row.info.run_id, "profiles")
+    assert (trace.path, trace.file_size) == ("profiles/w0-g1-steps-2-3.json.gz", 7)
+    (run.folder.path / trace.path).write_bytes(b"changed since")
+    assert Tracker(run.folder).finish(patience_s=20) is None
+    [trace] = client.list_artifacts(row.info.run_id, "profiles")
+    assert trace.file_size == 7, "what MLflow has is not sent again"

@@ -51,6 +51,9 @@ CASES = {
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
     "redundancy is unknown": (["tiny", "--set", "snapshot_redundancy=raid6"], "copy, or xor:3"),
     "parity of nothing": (["tiny", "--set", "snapshot_redundancy=xor:0"], "copy, or xor:3"),
+    "steps to trace end before they begin": (["tiny", "--profile", "steps=9:3"], "steps=10:13"),
+    "no steps to trace": (["tiny", "--profile", "10"], "steps=10:13"),
+    "in this process with others": (["tiny", "--in-process", "--workers", "2"], "drop --workers 2"),
     "steps are negative": (["tiny", "--steps", "-5"], "greater than 0"),
 }
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import venv
 from collections.abc import Iterator
 from dataclasses import fields
@@ -22,6 +25,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 from actors.accelerators import PREFIX
 from actors.checkpoints import publish
 from actors.launch import exit_code
+from actors.statistics_log import StatisticsLog
 from actors.storage import DiskStorage
 from actors.system import sample
 from elastic.commands import Command, Stopped
@@ -41,7 +45,7 @@ README = ROOT / "README.md"
 FILES = ROOT / "docs" / "files.md"
 PAGES = sorted([README, ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
 NUM_OPTIONS = {
-    "train": 16,
+    "train": 19,
     "status": 4,
     "logs": 2,
     "sweep": 6,
@@ -49,6 +53,7 @@ NUM_OPTIONS = {
     "export": 5,
     "prepare": 3,
     "plan": 2,
+    "doctor": 5,
 }
 """Frozen: an option more is a decision, to be made with what it is worth to whom."""
 
@@ -97,7 +102,7 @@ def anchors(page: Path) -> set[str]:
     return {slug(h) for h in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)}
 
 
-@pytest.mark.parametrize("script", ["make_phases.py", "make_tree.py"])
+@pytest.mark.parametrize("script", ["make_phases.py", "make_tree.py", "make_api.py"])
 def test_what_is_generated_is_up_to_date(script: str) -> None:
     """The phase diagram equals the table; the tree has each Python file and no other."""
     command = [sys.executable, str(ROOT / "docs" / script), "--check"]
@@ -172,23 +177,39 @@ def test_the_recipes_are_all_named() -> None:
     assert set(RECIPES) <= set(named(section(README, "Command line")))
 
 
-@pytest.mark.parametrize(
-    "page",
-    [README, *(ROOT / "docs" / name for name in ("cluster.md", "status.md"))],
-    ids=lambda p: p.name,
-)
-def test_the_command_lines_are_accepted(page: Path) -> None:
-    """Parsed as typed, without being carried out."""
-    command = typer.main.get_command(app)
+def command_lines(page: Path) -> list[str]:
+    """Those that a page shows in code, without the program's name."""
     shown = re.sub(r"\\\n\s+", "", page.read_text())
     lines = [line for line in COMMAND_LINE.findall(shown) if "OPTIONS" not in line]
     code = [line for line in shown.splitlines() if line.startswith("    ")]
-    lines += [line.partition(" -- ")[2] for line in code if " -- " in line]
-    assert lines
-    for line in lines:
+    return [*lines, *(line.partition(" -- ")[2] for line in code if " -- " in line)]
+
+
+def test_the_command_lines_are_accepted() -> None:
+    """Parsed as typed, without being carried out."""
+    command = typer.main.get_command(app)
+    shown = {page: command_lines(page) for page in PAGES}
+    assert all(shown[ROOT / name] for name in ("README.md", "docs/cluster.md", "docs/status.md"))
+    for line in (line for lines in shown.values() for line in lines):
         words = shlex.split(re.sub(r"^(elastic|python -m pipelines) ", "", line), comments=True)
         name, *arguments = words
         command.commands[name].make_context(name, arguments)
+
+
+def test_commands_within_sentences_have_the_options_that_are_told() -> None:
+    told = (code for page in PAGES for code in named(page.read_text()))
+    for words in (code.split() for code in told if code.startswith("elastic ")):
+        known = options(words[1])
+        assert {word for word in words if word.startswith("--")} <= known, words
+
+
+def test_the_examples_in_python_can_be_imported() -> None:
+    """Each compiles, and what it imports is there."""
+    for page in PAGES:
+        for code in re.findall(r"```python\n(.+?)```", page.read_text(), re.DOTALL):
+            tree = ast.parse(textwrap.dedent(code), filename=page.name)
+            imports = [n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom)]
+            exec(compile(ast.Module(imports, []), page.name, "exec"), {})
 
 
 def test_the_faults_are_understood() -> None:
@@ -224,10 +245,20 @@ def test_journal_lines_have_the_fields_that_are_told(name: str, union: object) -
     assert told == {kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)}
 
 
+class Told:
+    """As much of a replica as a line of statistics needs."""
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        return {"layers.0": {"grad_norm": 1.0}}
+
+
 def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """The keys of each file that is described, as the code writes them."""
     yield "metrics", [field.name for field in fields(StepRecord)]
     yield "system", list(sample("w0", psutil.Process()))
+    log = StatisticsLog(DiskStorage(tmp_path))
+    log.tell(Told(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
+    yield "statistics", list(json.loads((tmp_path / "statistics.jsonl").read_text()))
     published = publish(DiskStorage(tmp_path), 1, 1, ())
     yield (
         "manifest",

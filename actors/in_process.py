@@ -1,0 +1,194 @@
+"""A fleet of one worker in the process of its controller, on a thread that the caller lends.
+
+For debuggers, profilers and notebooks: no Ray and no other process; what is trained stands on the
+caller's own stack. The same shell and the same worker as anywhere else.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+
+from actors.errors import RunRefused
+from actors.interface import own_address
+from actors.lease import claim
+from actors.program import Factory
+from actors.ray_controller import Run
+from actors.shell import JOURNAL, Shell
+from actors.storage import open_storage
+from actors.store import open_store
+from actors.trainer import WorkerOptions
+from actors.worker import Envelope, Worker
+from elastic.commands import Order, Stopped
+from elastic.events import Event, StoreReady, WorkerLost, WorkerRaised
+from elastic.seating import Place
+from elastic.wire import UnreadableJournal
+
+HOST = "127.0.0.1"
+NODE = "this-process"
+
+
+class LoneWorker(Worker):
+    """A worker that keeps what broke it, with its traceback as it stood."""
+
+    error: Exception | None = None
+
+    def tell(self, generation: int, error: Exception) -> None:
+        """There is no peer to blame: whatever breaks is taken for the program's."""
+        self.error = error
+        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = "".join(traceback.format_exception(error))
+        self._report(WorkerRaised(self.name, generation, "program", message, text))
+
+
+class InProcessFleet:
+    """Commands come from the shell's thread; `serve` obeys them on the caller's."""
+
+    def __init__(
+        self,
+        program: Factory,
+        options: WorkerOptions,
+        post: Callable[[Event], None],
+        hear: Callable[[Event], None] = lambda event: None,
+        incarnation: int = 1,
+    ) -> None:
+        """`hear` is called with each event of the thread that trains, on it."""
+        self._post = post
+        self._incarnation = incarnation
+        self._host = own_address(options.network, HOST)
+        self._network = options.network
+
+        def report(event: Event) -> None:
+            post(event)
+            if threading.get_ident() == self._serving:
+                hear(event)
+
+        self._serving = 0
+
+        self._begun: Future[str | None] = Future()
+        """The worker's name once it is wanted; None if the run has ended before."""
+
+        def make(name: str) -> LoneWorker:
+            return LoneWorker(name, Place(NODE), program, options, report, self._host)
+
+        self._make = make
+        self.worker: LoneWorker | None = None
+
+    def serve(self) -> None:
+        """Be the worker until the run has stopped, on one CPU thread as any worker."""
+        name = self._begun.result()
+        if name is None:
+            return
+        assert self.worker is not None
+        self._serving = threading.get_ident()
+        num_threads, hook = torch.get_num_threads(), sys.excepthook
+        torch.set_num_threads(1)
+        try:
+            self.worker.serve()
+        finally:
+            torch.set_num_threads(num_threads)
+            torch.set_flush_denormal(False)
+            sys.excepthook = hook  # torch's own, one more a group, puts ranks before each line
+
+    def start_store(self) -> None:
+        self._store = open_store(self._host, self._network)
+        self._post(StoreReady(self._host, self._store.port))
+
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+        for name in workers:
+            if self.worker is None:
+                self.worker = self._make(name)
+                self._begun.set_result(name)
+            else:
+                self._post(WorkerLost(name, "one process has one worker", NODE))
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        for name in workers:
+            if self.worker is not None and self.worker.name == name:
+                self.worker.take(Envelope(self._incarnation, order))
+
+    def probe(self, worker: str) -> Future[int]:
+        """Answered at once, also while the thread that trains stands in a debugger."""
+        answer: Future[int] = Future()
+        if self.worker is None or self.worker.name != worker:
+            answer.set_exception(ProcessLookupError(worker))
+        else:
+            answer.set_result(self.worker.num_signs_of_life())
+        return answer
+
+    def stop_worker(self, worker: str) -> None:
+        """It cannot be ended from outside: it is as good as gone."""
+        self._post(WorkerLost(worker, "it was given up", NODE))
+
+    def start_keeper(self, node: str) -> None:
+        raise AssertionError("a lone worker takes no snapshots")
+
+    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+        """There are none."""
+
+    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+        """There are none."""
+
+    def probe_keeper(self, node: str) -> Future[None]:
+        raise AssertionError("a lone worker has no keepers")
+
+    def stop_keeper(self, node: str) -> None:
+        raise AssertionError("a lone worker has no keepers")
+
+    def close(self) -> None:
+        """Have `serve` return."""
+        if self.worker is not None:
+            self.worker.end()
+        elif not self._begun.done():
+            self._begun.set_result(None)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended, and what its own code raised, if that is why."""
+
+    outcome: Stopped
+    error: Exception | None
+
+
+def run_in_process(
+    run: Run, hear: Callable[[Event, Callable[[Event], None]], None] = lambda event, post: None
+) -> Ended:
+    """Drive a run and be its one worker, until it has stopped.
+
+    `hear` gets each event of the training, on this thread, and where to post others. Raises
+    `RunTaken` if somebody drives the run, `RunRefused` if it cannot be opened.
+    """
+    storage = open_storage(run.folder)
+    lease = claim(storage)
+    try:
+        shell = Shell(storage, lease, run.leavers)
+    except UnreadableJournal as error:
+        lease.release()
+        raise RunRefused(
+            f"{storage.at(JOURNAL).url}: {error}; choose another --run-name, or resume it with "
+            "the version that wrote it"
+        ) from None
+    fleet = InProcessFleet(
+        run.program, run.options, shell.post, lambda event: hear(event, shell.post), lease.epoch
+    )
+    driving: Future[Stopped] = Future()
+
+    def drive() -> None:
+        try:
+            driving.set_result(shell.run(fleet, run.opening))
+        except Exception as error:
+            fleet.close()
+            driving.set_exception(error)
+
+    threading.Thread(target=drive, name="controller", daemon=True).start()
+    fleet.serve()
+    outcome = driving.result()
+    lease.release()
+    return Ended(outcome, fleet.worker.error if fleet.worker else None)

@@ -1,0 +1,5 @@
+"""`elastic doctor`: what a run would stumble over here, and how to mend it."""
+
+from pipelines.doctor.doctor import DoctorAsked, doctor
+
+__all__ = ["DoctorAsked", "doctor"]

@@ -1,0 +1,100 @@
+"""All checks, one after the other, and the table of what they have found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from actors.listening import Network
+from actors.ray_names import NAMESPACE
+from pipelines.doctor import machine, places, software
+from pipelines.doctor.cluster import cluster
+from pipelines.doctor.finding import Finding, Verdict
+from pipelines.errors import UserError
+from pipelines.overrides import override
+from pipelines.settings import TrainSettings
+from pipelines.view.wording import counted
+
+STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failed": "red"}
+NOWHERE = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class DoctorAsked:
+    """The command line of `elastic doctor`, as typed; each option is that of `train`."""
+
+    storage: str = "runs"
+    tracking_uri: str | None = None
+    data: str | None = None
+    interface: str | None = None
+    ports: str | None = None
+
+
+def doctor(asked: DoctorAsked, console: Console) -> int:
+    """Print what was found; return 1 if anything has failed. Raises `UserError`."""
+    found = list(findings(asked))
+    console.print(_table(found))
+    num = {verdict: sum(f.verdict == verdict for f in found) for verdict in STYLES}
+    console.print(
+        f"{counted(len(found), 'check')}: {num['failed']} failed, "
+        f"{counted(num['warning'], 'warning')}",
+        highlight=False,
+    )
+    return 1 if num["failed"] else 0
+
+
+def findings(asked: DoctorAsked) -> Iterator[Finding]:
+    """What there is to tell, in the order in which a run would need it. Raises `UserError`."""
+    changes = [f"network.interface={asked.interface}"] if asked.interface else []
+    changes += [f"network.ports={asked.ports}"] if asked.ports else []
+    told = override(TrainSettings(), changes).network
+    network = Network(told.interface, told.port_range)
+    address = os.environ.get("RAY_ADDRESS")
+    checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
+        ("versions", software.versions),
+        ("GPUs", software.gpus),
+        ("limits", machine.limits),
+        ("network", partial(machine.network, network, _host_of(address))),
+        ("storage", partial(places.storage, asked.storage)),
+        ("tracking", partial(places.tracking, asked.tracking_uri, asked.storage)),
+        ("Ray cluster", partial(cluster, address, NAMESPACE)),
+    ]
+    if asked.data is not None:
+        checks.append(("data", lambda: [places.data(asked.data or "", asked.storage)]))
+    for what, check in checks:
+        yield from _kept(what, check)
+
+
+def _kept(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """A check that breaks is a finding as well: the others are made all the same."""
+    try:
+        yield from check()
+    except UserError as error:
+        yield Finding(what, str(error), "failed")
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        value = f"this check broke: {type(error).__name__}: {lines[0]}"
+        yield Finding(what, value, "failed", "if nothing here explains it, it is a bug: tell of it")
+
+
+def _host_of(address: str | None) -> str:
+    """The host in `RAY_ADDRESS`: towards it the traffic of a run goes."""
+    place = (address or "").rpartition("://")[2].partition("/")[0]
+    host = place.rpartition(":")[0] or place
+    return host.strip("[]") if host not in ("", "auto", "local") else NOWHERE
+
+
+def _table(found: Iterable[Finding]) -> Table:
+    table = Table()
+    for name in ("what", "found", "", "how to mend it"):
+        table.add_column(name, overflow="fold")
+    for one in found:
+        verdict = Text(one.verdict, style=STYLES[one.verdict])
+        table.add_row(one.what, Text(one.value), verdict, Text(one.mend))
+    return table

@@ -1,0 +1,170 @@
+"""Statistics by block equal those of the plain loop, under any layout."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from multiprocessing import set_forkserver_preload
+from pathlib import Path
+
+import plain_loop
+import pytest
+import torch
+from expected import expected
+from harness import run_plainly
+from ranks import formed, open_file_store
+from test_replica import CountCollectives, local_tensors, never, program_of
+from torch.multiprocessing import start_processes
+
+from actors.faults import Fault
+from actors.program import Groups
+from elastic.layout import Layout
+from elastic.samples import sample_of
+from elastic.votes import Vote
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+from pipelines.training.warm_up import group_of_one
+
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "dtype": "float64",
+        "batch": 5,
+        "statistics_every": 1,
+    }
+)
+NUM_PROCESSES = 4
+LAYOUTS = ("dp=3", "fsdp=2", "tp=2", "cp=2", "pp=2", "pp=2,fsdp=2", "fsdp=3,zero=1")
+"""Five microbatches leave some ranks with one that only pads."""
+
+
+def plainly() -> dict[str, dict[str, float]]:
+    """The same numbers of step 1 by PyTorch's own means."""
+    program = program_of(SETTINGS)
+    before = dict(local_tensors(program, _alone()))
+    weights = {s.name: before[s.name].clone() for s in program.specs() if s.kind == "parameter"}
+    data, seed = program.workload.train, SETTINGS.seed
+    batch = data.read([sample_of(seed, one, data.num_samples) for one in range(SETTINGS.batch)])
+    model = SETTINGS.model
+    plain = plain_loop.Plain(
+        model.num_layers, model.num_heads, model.rope_theta, model.norm_eps, (), (), 0.0, 1.0
+    )
+    for weight in weights.values():
+        weight.requires_grad_()
+    predicted, _ = plain_loop.logits(plain, weights, batch.tokens)
+    torch.nn.functional.cross_entropy(predicted.flatten(0, 1), batch.targets.flatten()).backward()
+    _, after = expected(SETTINGS, 1)
+    told: dict[str, dict[str, float]] = {}
+    for group in ("layers.0", "layers.1", "embedding", "norm", "head"):
+        names = [name for name in weights if name.startswith(f"{group}.")]
+        param = _norm(after[name].detach() for name in names)
+        update = _norm(after[name].detach() - before[name] for name in names)
+        told[group] = {
+            "grad_norm": _norm(weights[name].grad for name in names),
+            "param_norm": param,
+            "update_norm": update,
+            "update_ratio": update / param,
+        }
+    x = weights["embedding.weight"][batch.tokens]
+    for i in range(model.num_layers):
+        layer = {name.removeprefix(f"layers.{i}."): value for name, value in weights.items()}
+        y = plain_loop.norm(plain, x, layer["attention_norm.weight"])
+        x = x + plain_loop.attention(plain, layer, y)
+        y = plain_loop.norm(plain, x, layer["feed_forward_norm.weight"])
+        x = x + plain_loop.swiglu(y, *(layer[f"feed_forward.w{n}.weight"] for n in (1, 2, 3)))
+        told[f"layers.{i}"] |= {
+            "activation_mean": x.mean().item(),
+            "activation_rms": x.square().mean().sqrt().item(),
+            "activation_zeros": 0.0,
+            "activation_nonfinite": 0.0,
+        }
+    return told
+
+
+def _norm(tensors) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
+
+
+def _alone():
+    """Enough of groups to say what the only rank holds."""
+
+    class Place:
+        world_rank = 0
+
+        class assignment:
+            layout = Layout()
+
+    return Place
+
+
+def first_step(groups: Groups) -> tuple[dict[str, dict[str, float]], int]:
+    """What a rank tells of step 1, and how many collectives its apply had."""
+    program = program_of(SETTINGS)
+    replica = program.build(groups)
+    replica.adopt(local_tensors(program, groups))
+    sums = replica.compute(1, never)
+    torch.distributed.all_reduce(sums)
+    loss_sum, num_tokens, sq_grad_norm = sums.tolist()
+    with CountCollectives() as in_apply:
+        replica.apply(1, Vote(1, loss_sum, int(num_tokens), sq_grad_norm, 1))
+    told = replica.statistics()
+    assert replica.statistics() is None, "a step is told of once"
+    return told, in_apply.num_collectives
+
+
+def assert_equal(told: dict[str, dict[str, float]], wanted: dict[str, dict[str, float]]) -> None:
+    assert set(told) == set(wanted)
+    for group, numbers in wanted.items():
+        assert told[group] == pytest.approx(numbers, rel=1e-7, abs=1e-15), group
+
+
+def test_one_rank_tells_what_the_plain_loop_has() -> None:
+    with group_of_one(torch.device("cpu")) as groups:
+        told, num_collectives = first_step(groups)
+    assert_equal(told, plainly())
+    assert num_collectives == 0
+
+
+def run_rank(world_rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = open_file_store(folder, NUM_PROCESSES)
+    for name in LAYOUTS:
+        layout = Layout.parse(name)
+        if world_rank < layout.num_workers:
+            with formed(layout, store, name, world_rank) as groups:
+                told = first_step(groups)
+            (folder / f"{name}-{world_rank}.json").write_text(json.dumps(told))
+
+
+@pytest.mark.slow
+def test_every_layout_tells_the_same(tmp_path: Path) -> None:
+    set_forkserver_preload(["pipelines.program"])
+    start_processes(run_rank, (tmp_path,), NUM_PROCESSES, start_method="forkserver")
+    wanted = plainly()
+    for name in LAYOUTS:
+        for rank in range(Layout.parse(name).num_workers):
+            told, num_collectives = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert_equal(told, wanted)
+            assert num_collectives == 0
+
+
+@pytest.mark.slow
+def test_a_killed_run_tells_of_each_step_that_is_due_and_keeps_its_traces(tmp_path: Path) -> None:
+    """The kill is amid the steps that are traced; who survives it keeps what it has."""
+    settings = SETTINGS.model_copy(update={"steps": 14, "batch": 6, "statistics_every": 4})
+    faults = (Fault("kill", "w0", 6, "compute"),)
+    run = run_plainly(tmp_path, settings, 2, faults=faults, profiled=(4, 9))
+    assert run.stopped.outcome == "completed"
+    lines = [json.loads(line) for line in (tmp_path / "statistics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 8, 12]
+    norms = {line["step"]: line["grad_norm"] for line in run.metrics}
+    for line in lines:
+        squares = sum(group["grad_norm"] ** 2 for group in line["groups"].values())
+        assert math.sqrt(squares) == pytest.approx(norms[line["step"]], rel=1e-9)
+    traces = {file.name: file for file in (tmp_path / "profiles").iterdir()}
+    assert "w1-g1-steps-4-9.json.gz" in traces, "who lives traces on"
+    assert not any(name.startswith("w0-g1") for name in traces), "it died with its trace"
+    events = json.loads(gzip.decompress(traces["w1-g1-steps-4-9.json.gz"].read_bytes()))
+    marks = [event["name"] for event in events["traceEvents"] if event["name"].startswith("step ")]
+    assert set(marks) == {f"step {number}" for number in range(4, 10)}

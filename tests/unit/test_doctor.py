@@ -1,0 +1,96 @@
+"""What the doctor makes of what it sees, and that it looks without leaving anything behind."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from actors.listening import Network, listen
+from pipelines.cli import main
+from pipelines.doctor import machine, places, software
+from pipelines.doctor.cluster import node_software
+from pipelines.doctor.finding import Finding
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "told"),
+    [
+        (software.python_version("3.10.2", ">=3.11"), "failed", "install Python >=3.11"),
+        (software.python_version("3.13.0", ">=3.11"), "ok", ""),
+        (software.package_version(Requirement("torch>=2.11"), "2.13.0+cu130"), "ok", ""),
+        (software.package_version(Requirement("torch>=2.11"), "2.9.1"), "failed", "'torch>=2.11'"),
+        (software.package_version(Requirement("mlflow>=3.7"), None), "failed", "'mlflow>=3.7'"),
+        (software.gpus_seen(None, "13.0", []), "ok", ""),
+        (software.gpus_seen("580.1", None, []), "failed", "CUDA build of torch"),
+        (software.gpus_seen("470.1", "13.0", []), "failed", "CUDA_VISIBLE_DEVICES"),
+        (software.gpus_seen("580.1", "13.0", ["H100", "H100"]), "ok", ""),
+        (machine.open_files(1024), "warning", "ulimit -n"),
+        (machine.open_files(128), "failed", "ulimit -n"),
+        (machine.open_files(65536), "ok", ""),
+        (machine.shared_memory(64 * 2**20), "warning", "--shm-size"),
+        (machine.swap(40 * 10**9, 100 * 10**9), "warning", "swapoff"),
+        (machine.swap(0, 100 * 10**9), "ok", ""),
+        (places.storage_speed("/x", False, 1.0, 1.0), "failed", "use another"),
+        (places.storage_speed("/x", True, 10.0, 0.1), "warning", "checkpoint_every"),
+        (places.storage_speed("/x", True, 0.1, 0.1), "ok", ""),
+        (places.clock("it", 105.0, (100.0, 101.0)), "warning", "NTP"),
+        (places.clock("it", 90.0, (100.0, 101.0)), "warning", "NTP"),
+        (places.clock("it", 99.5, (100.0, 101.0)), "ok", ""),
+        (node_software("n", {"ray": "2", "sources": "a"}, {"ray": "2", "sources": "a"}), "ok", ""),
+        (node_software("n", {"sources": "a"}, {"sources": "b"}), "failed", "working-dir"),
+        (node_software("n", {"torch": "2.9"}, {"torch": "2.11"}), "warning", "one environment"),
+    ],
+)
+def test_is_judged(found: Finding, verdict: str, told: str) -> None:
+    assert found.verdict == verdict, found
+    assert told in found.mend and bool(found.mend) == (verdict != "ok")
+
+
+def test_the_driver_says_its_version() -> None:
+    told = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 2023\nGCC"
+    assert software.driver_version(told) == "535.129.03"
+    told = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
+    assert software.driver_version(told) == "580.95.05"
+
+
+def test_a_port_that_is_taken() -> None:
+    taken = listen("127.0.0.1")
+    port = taken.getsockname()[1]
+    found = list(machine.network(Network(ports=(port, port)), "127.0.0.1"))
+    taken.close()
+    assert [one.verdict for one in found] == ["ok", "failed"]
+    assert "--ports" in found[1].mend
+
+
+def test_the_clock_of_a_server_that_tells_whole_seconds() -> None:
+    """Its second may have begun before the question was asked."""
+    now = time.time()
+    assert places.clock("it", float(int(now)), (now, now)).value == "as this one"
+
+
+def test_what_cannot_be_had_is_told(tmp_path: Path) -> None:
+    (tmp_path / "mlflow.db").write_text("no database")
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    assert places.database(uri, tmp_path / "mlflow.db").verdict == "failed"
+    [told] = places.tracking("http://127.0.0.1:1", str(tmp_path))
+    assert told.verdict == "failed" and "--tracking-uri" in told.mend
+    told = places.data(str(tmp_path / "nowhere"), str(tmp_path))
+    assert told.verdict == "failed" and "nowhere" in told.value
+
+
+def test_the_command_ends_with_1_where_something_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    storage = tmp_path / "runs"
+    monkeypatch.setattr(sys, "argv", ["elastic", "doctor", "--storage", str(storage)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().out
+    assert ended.value.code == 1
+    assert "1 failed" in told and "unset RAY_ADDRESS" in told.replace("\n", "")
+    assert not list(tmp_path.iterdir()), "it leaves nothing behind"

@@ -1,0 +1,61 @@
+"""A dry run tells what a run would be, and neither starts nor writes anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli import main
+from pipelines.plan import Asked, make_plan, store_recipe
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def dry_run(*arguments: str) -> str:
+        words = ["elastic", "train", "tiny", "--dry-run", *arguments]
+        monkeypatch.setattr(sys, "argv", words)
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        return " ".join(capsys.readouterr().out.split())
+
+    return dry_run
+
+
+def test_text_that_has_yet_to_be_prepared(tmp_path: Path, told) -> None:
+    (tmp_path / "a.txt").write_text("some text\n" * 100)
+    before = sorted(tmp_path.rglob("*"))
+    out = told("--storage", str(tmp_path / "runs"), "--data", str(tmp_path / "a.txt"))
+    assert "1 file, 1.00kB would be prepared first" in out
+    assert "nothing: there is no run" in out
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_conversations_that_have_yet_to_be_packed(tmp_path: Path, told) -> None:
+    turns = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": "yes"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
+    chat = ("--set", "data.format=chat", "--set", "model.vocab_size=300")
+    out = told("--storage", str(tmp_path / "runs"), "--data", str(file), *chat)
+    assert "1 file" in out and "would be prepared first" in out
+    assert [file] == sorted(tmp_path.rglob("*"))
+
+
+def test_layouts_and_memory_at_the_most_and_the_fewest_workers(tmp_path: Path, told) -> None:
+    out = told("--data", "random", "--workers", "2:4", "--layout", "fsdp=4", "--storage", "x")
+    assert "4 workers fsdp=4" in out and "2 workers dp=2" in out
+    job = make_plan(Asked("tiny", data="random"), num_gpus=0).run.opening.job
+    whole = (job.state_bytes + job.param_bytes) / 1e6
+    assert f"{whole:.2f}MB of parameters, gradients and optimizer a worker; " in out
+    assert f"{1000 * whole / 4:.3g}kB of parameters, gradients and optimizer a worker, of" in out
+
+
+def test_a_run_that_would_be_resumed(tmp_path: Path, told) -> None:
+    plan = make_plan(Asked("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
+    store_recipe(plan)
+    out = told("--data", "random", "--storage", str(tmp_path), "--run-name", "run")
+    assert "'run' from step 0: it has no whole checkpoint" in out
+    assert plan.recipe["data_digest"] in out
