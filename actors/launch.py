@@ -30,6 +30,15 @@ ENDING_PATIENCE_S = 300.0
 _TAKEN = (
     "{}: a controller on this cluster drives this run; stop that one, or choose another --run-name"
 )
+_NO_ROOM = (
+    "another run of this process has started a local Ray, with room for its own workers: wait for "
+    "its end, or call ray.init(num_cpus=...) before both"
+)
+_NOT_IMPORTED = (
+    "{} on the cluster, where the recipe needs it: put it beside the script, install it there, or "
+    "send it along with ray.init(runtime_env={{'working_dir': '.'}}) or `ray job submit "
+    "--working-dir .`"
+)
 
 
 class _Hold:
@@ -38,6 +47,7 @@ class _Hold:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.is_ours = False
+        self.is_local = False
         self.num_runs = 0
 
 
@@ -55,10 +65,13 @@ def join_or_start_cluster(
 
     Where the process has Ray already, that is used, and left as it is. A local one (also on
     `address="local"`) has a slot a worker, of what it asks for `per_worker`, and ends with this
-    process. Raises OSError if an address is named and nobody answers there.
+    process. Raises OSError if an address is named and nobody answers there, `RunRefused` if a local
+    one is full of another run's workers.
     """
     with _hold.lock:
         if ray.is_initialized():
+            if _hold.is_ours and _hold.is_local and _hold.num_runs:
+                raise RunRefused(_NO_ROOM)
             _hold.num_runs += 1
             return False
         common = _common(namespace)
@@ -68,7 +81,7 @@ def join_or_start_cluster(
             ray.init(address="local", include_dashboard=False, **slots, **common)
             end_log_monitor()
         hush_driver()
-        _hold.is_ours, _hold.num_runs = True, 1
+        _hold.is_ours, _hold.is_local, _hold.num_runs = True, not joined, 1
     return not joined
 
 
@@ -88,7 +101,7 @@ def join_cluster(address: str, namespace: str) -> None:
         take_token()
         _join(address, _common(namespace))
         hush_driver()
-        _hold.is_ours, _hold.num_runs = True, 1
+        _hold.is_ours, _hold.is_local, _hold.num_runs = True, False, 1
 
 
 def join_cluster_at_hand(address: str | None, namespace: str) -> bool:
@@ -270,6 +283,8 @@ def _answer(asked: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
             told = [line.partition(f"{kind.__name__}: ") for line in lines]
             if why := [message for _, found, message in told if found]:
                 raise kind(why[-1]) from None
+        if lines[-1].startswith("ModuleNotFoundError: "):
+            raise RunRefused(_NOT_IMPORTED.format(lines[-1].partition(": ")[2])) from None
         raise ControllerLost(lines[-1]) from None
 
 

@@ -161,6 +161,8 @@ def open_cluster(
     address = os.environ.get("RAY_ADDRESS")
     try:
         return join_or_start_cluster(address, num_workers, use_gpus, NAMESPACE, per_worker)
+    except RunRefused as error:
+        raise UserError(str(error)) from None
     except (OSError, ValueError) as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "

@@ -22,8 +22,11 @@ NAMES = {
     "workers": "ScalingConfig(num_workers)",
     "run-name": "RunConfig(name)",
     "storage": "RunConfig(storage_path)",
-}
-"""Of the command line's options those whose arguments are called otherwise here."""
+    "audit-every": "audit_every",
+    "record-samples": "record_samples",
+    "tracking-uri": "tracking_uri",
+} | {name: name for name in ("layout", "steps", "data", "set", "inject", "interface", "ports")}
+"""How the command line's options are called here."""
 
 
 @contextmanager
@@ -43,7 +46,7 @@ def renamed(message: str) -> str:
     """`--run-name x` as `RunConfig(name) x`."""
 
     def argument(option: re.Match[str]) -> str:
-        return NAMES.get(option[1], option[1].replace("-", "_"))
+        return NAMES.get(option[1], option[0])
 
     return re.sub(r"(?<![\w-])--([a-z][a-z-]+)", argument, message)
 

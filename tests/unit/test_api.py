@@ -117,10 +117,10 @@ def test_refusals_are_told_in_terms_of_python(tmp_path, arguments, told) -> None
 
 
 def test_only_options_are_renamed() -> None:
-    told = "--set seed=1 for run-name a--b: resume it, or choose another --run-name"
+    told = "--set seed=1 for run-name a--b: resume it, or choose another --run-name; ray --set-x"
     assert (
         renamed(told)
-        == "set seed=1 for run-name a--b: resume it, or choose another RunConfig(name)"
+        == "set seed=1 for run-name a--b: resume it, or choose another RunConfig(name); ray --set-x"
     )
 
 
