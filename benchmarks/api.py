@@ -24,11 +24,11 @@ LARGEST_RATIO = 1.03
 LARGEST_DIFFERENCE = 1e-5
 
 
-def measure(num_blocks: int, num_steps: int, batch: int) -> dict[str, Any]:
+def measure(num_blocks: int, num_steps: int, batch: int, microbatch: int) -> dict[str, Any]:
     with TemporaryDirectory(prefix="api-") as name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         set_forkserver_preload(["api_rank"])
-        job = NUM_PROCESSES, num_blocks, num_steps, batch, Path(name)
+        job = NUM_PROCESSES, num_blocks, num_steps, batch, microbatch, Path(name)
         start_processes(run_rank, job, NUM_PROCESSES, start_method="forkserver")
         told: dict[str, Any] = json.loads((Path(name) / "told.json").read_text())
     return told
@@ -39,8 +39,9 @@ def main() -> int:
     arguments.add_argument("--blocks", type=int, default=60, help="of each form")
     arguments.add_argument("--steps", type=int, default=3, help="in a block")
     arguments.add_argument("--batch", type=int, default=384, help="samples a step")
+    arguments.add_argument("--microbatch", type=int, default=32, help="samples at once")
     options = arguments.parse_args()
-    told = measure(options.blocks, options.steps, options.batch)
+    told = measure(options.blocks, options.steps, options.batch, options.microbatch)
     bounds = []
     for form in FORMS:
         pairs_s = [(one[form], one["bare"]) for one in told["times_s"]]

@@ -29,7 +29,13 @@ FORMS = ("recipe", "imperative")
 
 
 def run_rank(
-    world_rank: int, num_ranks: int, num_blocks: int, num_steps: int, batch: int, folder: Path
+    world_rank: int,
+    num_ranks: int,
+    num_blocks: int,
+    num_steps: int,
+    batch: int,
+    microbatch: int,
+    folder: Path,
 ) -> None:
     """The first of the processes writes `told.json`: for each form the seconds that a step of it
     and one of the bare loop took, in blocks side by side, and the losses of the first steps."""
@@ -39,7 +45,7 @@ def run_rank(
     options = {"world_size": num_ranks, "rank": world_rank, "timeout": TIMEOUT}
     dist.init_process_group("gloo", store=store, **options)
     own_model = SimpleNamespace(**runpy.run_path(str(OWN_MODEL)))
-    sides = sides_of(own_model, num_ranks, world_rank, batch)
+    sides = sides_of(own_model, num_ranks, world_rank, batch, microbatch)
     losses = {
         name: [step_of(step) for step in range(1, NUM_COMPARED + 1)]
         for name, step_of in sides.items()
@@ -59,7 +65,7 @@ def run_rank(
 
 
 def sides_of(
-    own_model: Any, num_ranks: int, world_rank: int, batch: int
+    own_model: Any, num_ranks: int, world_rank: int, batch: int, microbatch: int
 ) -> dict[str, Callable[[int], float]]:
     def train(run: Run) -> None:
         torch.manual_seed(0)
@@ -76,8 +82,8 @@ def sides_of(
                     step.backward(own_model.loss(model, one))
 
     recipe = load(own_model.recipe)
-    microbatch = recipe.settings.microbatch
-    settings = recipe.settings.model_copy(update={"batch": batch, "eval_every": 0})
+    changes = {"batch": batch, "microbatch": microbatch, "eval_every": 0}
+    settings = recipe.settings.model_copy(update=changes)
     members = tuple(f"w{rank}" for rank in range(num_ranks))
     assignment = Assignment(1, Layout(dp=num_ranks), members)
     groups = form_groups(assignment, world_rank, torch.device("cpu"), TIMEOUT)
