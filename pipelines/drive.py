@@ -57,6 +57,8 @@ def drive(asked: Asked, console: Console) -> int:
         soft_wrap=True,
         highlight=False,
     )
+    for note in plan.notes:
+        console.print(note, soft_wrap=True, highlight=False)
     started = open_cluster(plan.num_workers, plan.use_gpus)
     if started and asked.detach:
         close_cluster(plan.folder.name, keep_actors=False)

@@ -73,15 +73,6 @@ def override(settings: TrainSettings, changes: Iterable[str]) -> TrainSettings:
     return TrainSettings.model_validate(values)
 
 
-def refuse_own(changes: Iterable[str]) -> None:
-    """Raises `UserError` for a change of what a recipe with a model of its own has brought."""
-    for change in changes:
-        key = change.partition("=")[0]
-        part = key.partition(".")[0]
-        if part in ("model", "data", "optimizer", "init_from"):
-            raise UserError(f"--set {key}: the recipe has a {part} of its own; change it there")
-
-
 def differing_maths(old: TrainSettings, new: TrainSettings) -> list[str]:
     """Each field that defines the maths and differs, as `key: old -> new`."""
     before = _flat(old.model_dump(mode="json"))

@@ -33,7 +33,14 @@ from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
 from pipelines.notify import check_url
-from pipelines.overrides import differing_maths, override, refuse_own
+from pipelines.overrides import differing_maths, override
+from pipelines.own_plan import (
+    STATE_DIGEST,
+    changed_source,
+    identity,
+    refuse_brought,
+    refuse_unfit_recipe,
+)
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
 from pipelines.recipes import load
@@ -80,6 +87,8 @@ class Plan:
     use_gpus: bool
     tracking_uri: str
     recipe: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    """Lines for the user, of what is not as it was."""
 
 
 def make_plan(asked: Asked, num_gpus: int) -> Plan:
@@ -93,8 +102,6 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     folder = _run_folder(asked)
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
     wish = _wish(asked.layout, policy)
-    if own is not None:
-        _refuse_axes_without_plan(asked.layout, wish)
     faults, leavers = parse_faults(asked.inject)
     if asked.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
@@ -106,10 +113,13 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
     )
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
+    if own is not None:
+        refuse_unfit_recipe(program.workload, settings)
     job = _job(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
-    _refuse_other_maths(folder, recipe, settings)
+    recipe |= identity(own, program) if own is not None else {}
+    notes = _refuse_other_maths(folder, recipe, settings)
     _refuse_unwritable(folder)
     tracking_uri = _tracking_uri(asked)
     run = Run(
@@ -134,7 +144,9 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         detached=asked.detach,
         sources=digest_of_sources(),
     )
-    return Plan(run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe)
+    return Plan(
+        run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe, notes
+    )
 
 
 def _tracking_uri(asked: Asked) -> str:
@@ -226,7 +238,7 @@ def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | None]:
     changes += [f"network.ports={asked.ports}"] if asked.ports else []
     if isinstance(found, TrainSettings):
         return with_model_of_folder(override(found, changes)), None
-    refuse_own(changes)
+    refuse_brought(changes)
     return override(found.settings, changes), found
 
 
@@ -275,15 +287,6 @@ def _wish(layout: str | None, policy: Policy) -> Wish:
     return wish
 
 
-def _refuse_axes_without_plan(layout: str | None, wish: Wish) -> None:
-    for axis in ("pp", "cp", "tp", "ep"):
-        if getattr(wish, axis) > 1:
-            raise UserError(
-                f"--layout {layout}: {axis} cuts a model by a plan, and a recipe's own module has "
-                "none; use dp and fsdp"
-            )
-
-
 def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
     """What cannot be formed even with all workers will never be."""
     capacity = Capacity(policy.max_workers)
@@ -300,27 +303,32 @@ def _run_folder(asked: Asked) -> RunFolder:
     return RunFolder.of(asked.storage, name)
 
 
-def _refuse_other_maths(folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings) -> None:
-    """A stored run of that name may not compute something else."""
+def _refuse_other_maths(
+    folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings
+) -> tuple[str, ...]:
+    """A stored run of that name may not compute something else. What only may is told."""
     try:
         stored = folder.recipe()
     except OSError as error:
         raise UserError(f"--storage {folder.storage}: cannot be read ({error})") from None
     if stored is None:
-        return
+        return ()
     differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
     if stored["data_digest"] == recipe["data_digest"]:  # then they may have been moved
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
-        f"{key}: {stored[key]} -> {recipe[key]}"
+        f"{key}: {stored.get(key)} -> {recipe.get(key)}"
         for key in ("num_samples", "data_digest")
-        if stored[key] != recipe[key]
+        if stored.get(key) != recipe.get(key)
     ]
+    if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
+        differing.append("the state has other names, shapes or dtypes")
     if differing:
         raise UserError(
             f"run '{folder.name}' in {folder.storage} was begun with other maths "
             f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
         )
+    return tuple(filter(None, [changed_source(stored, recipe)]))
 
 
 def _refuse_unwritable(folder: RunFolder) -> None:

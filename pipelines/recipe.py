@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -40,7 +40,10 @@ class Recipe:
     group's learning rate is multiplied by at a step, counted from 1. `data` and `held_out` open
     map-style datasets; `collate` makes a batch of a microbatch's samples. `evaluation` is the loss
     on held-out data, if it is another. `blocks` names the modules, or their classes, that are
-    sharded one by one; by default those of the lists of modules of one class.
+    sharded one by one; by default those of the lists of modules of one class. `plan` says which
+    linear layers and embeddings `tp` cuts, e.g. `{"layers.*.up": "colwise", "layers.*.down":
+    "rowwise"}`, and `tp_divides` what it has to divide, e.g. the number of heads (None: what the
+    widths that are cut have in common).
 
     `settings` are all the rest: `batch`, `microbatch`, `steps`, `seed`, `dtype`...; its `model`,
     `data` and `optimizer` mean nothing here.
@@ -57,3 +60,5 @@ class Recipe:
     collate: Callable[[list[Any]], Any] = default_collate
     evaluation: Callable[[nn.Module, Any], Losses] | None = None
     blocks: Sequence[str | type[nn.Module]] | None = None
+    plan: Mapping[str, Literal["colwise", "rowwise"]] = field(default_factory=dict)
+    tp_divides: int | None = None

@@ -14,7 +14,6 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from elastic.limits import Limits
 from pipelines.errors import UserError
 from pipelines.recipe import Dataset, Losses, Recipe
 from pipelines.training.own_module import (
@@ -22,13 +21,12 @@ from pipelines.training.own_module import (
     find_blocks,
     shapes_alone,
 )
+from pipelines.training.own_shape import shape_of
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.trees import mapped, tensors_in
-from pipelines.training.workload import Layer, Shape, Sums, nothing
+from pipelines.training.workload import Shape, Sums, nothing
 
-ALL_IN_ONE = Shape((Layer((), 1),), Limits(tp_divides=1, num_layers=1, seq_len=1, num_experts=1))
-"""A module of which nothing is known."""
 NUM_DIGESTED = 3
 
 
@@ -67,6 +65,12 @@ class OwnWorkload:
         self._latest: Any = None
 
     @cached_property
+    def _shape(self) -> Shape:
+        with torch.device("meta"):
+            module = self.module()
+        return shape_of(module, self.recipe.plan, self.recipe.tp_divides)
+
+    @cached_property
     def digest(self) -> str:
         """Of how many samples there are, and of a few."""
         digest = sha256(f"{self.num_samples} {self.num_held_out}".encode())
@@ -87,7 +91,7 @@ class OwnWorkload:
         return find_blocks(module, self.recipe.blocks)
 
     def shape(self) -> Shape:
-        return ALL_IN_ONE
+        return self._shape
 
     def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
         """As the module's own constructor fills it, under the run's seed."""

@@ -42,7 +42,7 @@ class OneByOne:
         self.sharded = sharded
         [self.module] = sharded.modules
         self.spread = spread
-        self.needs_full_size = not spread.has_whole_sequences
+        self.needs_full_size = not (spread.has_whole_sequences or workload.keeps_its_size)
 
     def num_rounds(self, least: int) -> int:
         return least

@@ -34,6 +34,11 @@ class Layer:
     cost: int
 
 
+def starred(module: str) -> str:
+    """The name of a module with a star for each number, as plans have it."""
+    return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", module)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a model offers to the model axes.
@@ -54,7 +59,7 @@ class Shape:
 
     def style_of(self, module: str) -> Style | None:
         """How tensor parallelism treats the module of this name."""
-        return self.styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", module))
+        return self.styles.get(starred(module))
 
 
 PADDING = -1
@@ -100,7 +105,7 @@ class Workload(Protocol):
     """How its parameters are stepped; None: with AdamW, as the run's settings say."""
 
     keeps_its_size: bool
-    """Whether `miniature` gives something that needs whole microbatches."""
+    """Whether microbatches are always whole: also those of `miniature`, and of `empty`."""
 
     is_far: bool
     """Whether samples have to be brought to this machine before they can be read."""

@@ -39,6 +39,7 @@ class Net(nn.Module):
             nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.Dropout(0.1))
             for i, o in sizes
         )
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
         self.head = nn.Linear(6, 3)
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 3), persistent=False)
@@ -46,7 +47,8 @@ class Net(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             image = layer(image).relu()
-        return self.head(image.mean((2, 3))) * self.scale + self.frozen
+        found = image.mean((2, 3))
+        return self.head(found + self.down(self.up(found).relu())) * self.scale + self.frozen
 
 
 def loss(model, batch):
@@ -79,6 +81,7 @@ def recipe() -> Recipe:
         schedule=schedule,
         max_grad_norm=MAX_NORM,
         held_out=Images,
+        plan={"up": "colwise", "down": "rowwise"},
     )
 
 

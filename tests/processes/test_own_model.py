@@ -44,13 +44,26 @@ def assert_equals_the_plain_loop(run: Outcome) -> None:
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("layout", ["dp=3", pytest.param("fsdp=3", marks=pytest.mark.slow)])
-def test_killed_twice_and_resized(layout: str, tmp_path: Path) -> None:
-    """Five microbatches on three and two ranks: some always pad."""
+@pytest.mark.parametrize(
+    ("layout", "num_workers"),
+    [
+        ("dp=3", 3),
+        pytest.param("fsdp=3", 3, marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_twice_and_resized(layout: str, num_workers: int, tmp_path: Path) -> None:
+    """Five microbatches on three and two data ranks: some always pad."""
     faults = (Fault("kill", "w2", 6, "compute"), Fault("kill", "w1", 12, "apply"))
     leaving = ((18, WorkerLeaving("w0", "shrinks")),)
     run = run_plainly(
-        tmp_path, own_net.OWN, 3, layout=layout, faults=faults, due=leaving, recipe=RECIPE
+        tmp_path,
+        own_net.OWN,
+        num_workers,
+        layout=layout,
+        faults=faults,
+        due=leaving,
+        recipe=RECIPE,
     )
     assert_equals_the_plain_loop(run)
     assert len({line["world_size"] for line in run.metrics}) > 1

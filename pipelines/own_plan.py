@@ -1,0 +1,71 @@
+"""What is checked and written down of a recipe with a model of its own before a run begins."""
+
+from __future__ import annotations
+
+import inspect
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from pipelines.errors import UserError
+from pipelines.program import TrainingProgram
+from pipelines.recipe import Recipe
+from pipelines.settings import TrainSettings
+from pipelines.training.optimizer_checks import refuse_unfit
+from pipelines.training.state import build_on_meta, optimising_of, trained_dims
+from pipelines.training.workload import Workload
+
+STATE_DIGEST, SOURCE = "state_digest", "source"
+BROUGHT = ("model", "data", "optimizer", "init_from")
+"""Settings that mean nothing where the recipe has its own."""
+
+
+def refuse_brought(changes: list[str]) -> None:
+    """Raises `UserError` for a change of what the recipe has brought itself."""
+    for change in changes:
+        key = change.partition("=")[0]
+        part = key.partition(".")[0]
+        if part in BROUGHT:
+            raise UserError(f"{key}: the recipe brings its own {part}; change it there")
+
+
+def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
+    """Raises `UserError` for what can be known to fail."""
+    if settings.eval_every and not workload.num_held_out:
+        raise UserError(
+            f"eval_every={settings.eval_every}: the recipe has no held_out data; give it some, or "
+            "--set eval_every=0"
+        )
+    module = build_on_meta(workload, settings)
+    workload.blocks(module)
+    refuse_unfit(optimising_of(workload, settings), trained_dims(module))
+
+
+def identity(recipe: Recipe, program: TrainingProgram) -> dict[str, Any]:
+    """What `recipe.json` says of it: a digest of the names, shapes and dtypes of the state, and
+    one of the file that its loss stands in."""
+    specs = [(spec.name, spec.shape, spec.dtype) for spec in program.specs()]
+    return {
+        STATE_DIGEST: sha256(repr(specs).encode()).hexdigest(),
+        SOURCE: _source_of(recipe),
+    }
+
+
+def changed_source(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """A line, if the file of the recipe is not what it was when the run began."""
+    before, after = stored.get(SOURCE), now.get(SOURCE)
+    if not before or not after or before["sha256"] == after["sha256"]:
+        return None
+    return (
+        f"{after['file']} has changed since the run began: the state fits, whether the maths is "
+        "the same only you know"
+    )
+
+
+def _source_of(recipe: Recipe) -> dict[str, str] | None:
+    try:
+        file = inspect.getsourcefile(inspect.unwrap(recipe.loss))
+        content = Path(file).read_bytes() if file else None
+    except (TypeError, OSError):  # one typed into a notebook has none
+        return None
+    return {"file": file, "sha256": sha256(content).hexdigest()} if file and content else None

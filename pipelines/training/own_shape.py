@@ -1,0 +1,63 @@
+"""What a module of the user's own offers to the model axes: `tp` by a plan, else nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import gcd
+from typing import Literal
+
+from torch import nn
+
+from elastic.limits import Limits
+from pipelines.errors import UserError
+from pipelines.overrides import near
+from pipelines.training.workload import Layer, Shape, Style, starred
+
+Cut = Literal["colwise", "rowwise"]
+NO_PLAN = (
+    "the recipe has no plan, which says how tp cuts its module: "
+    "Recipe(plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, ...)"
+)
+REFUSED = {
+    "pp": "a recipe's loss calls its module as a whole, which no pipeline can cut",
+    "cp": "nobody knows what of a recipe's batch is a sequence",
+    "ep": "nobody knows which of a recipe's modules are experts",
+}
+
+
+def shape_of(module: nn.Module, plan: Mapping[str, Cut], tp_divides: int | None = None) -> Shape:
+    """Of a module on the meta device, one layer that is whole.
+
+    Raises `UserError` for a plan that does not fit it.
+    """
+    there: dict[str, list[nn.Module]] = {}
+    for name, part in module.named_modules():
+        there.setdefault(starred(name), []).append(part)
+    styles = {name: _style(name, cut, there) for name, cut in plan.items()}
+    refused = [*REFUSED.items(), *([] if plan else [("tp", NO_PLAN)])]
+    widths = [_width(part, style) for name, style in styles.items() for part in there[name]]
+    divides = tp_divides or gcd(*widths) if plan else 1
+    limits = Limits(tp_divides=divides, num_layers=1, refused=tuple(refused))
+    return Shape((Layer((), 1),), limits, styles, sequence_parallel=False)
+
+
+def _style(name: str, cut: str, there: Mapping[str, Sequence[nn.Module]]) -> Style:
+    parts = there.get(name)
+    if parts is None:
+        raise UserError(f"plan: the module has no {name}; {near(name, list(there))}")
+    kinds = {type(part) for part in parts}
+    if all(issubclass(kind, nn.Linear) for kind in kinds) and cut in ("colwise", "rowwise"):
+        return "colwise" if cut == "colwise" else "rowwise"
+    if all(issubclass(kind, nn.Embedding) for kind in kinds) and cut == "rowwise":
+        return "vocabulary"
+    told = ", ".join(sorted(kind.__name__ for kind in kinds))
+    raise UserError(
+        f"plan: {name} is {told} and cannot be cut {cut}: nn.Linear can be colwise "
+        "or rowwise, nn.Embedding rowwise"
+    )
+
+
+def _width(part: nn.Module, style: Style) -> int:
+    """What `tp` has to divide."""
+    rows, columns = part.weight.shape
+    return int(columns if style == "rowwise" else rows)
