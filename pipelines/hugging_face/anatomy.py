@@ -123,6 +123,8 @@ def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
         subclassed = style == "vocabulary" and kinds[name] != {nn.Embedding}
         if style is not None and kinds[name] and not subclassed:
             styles[name] = style
+    if not {"colwise", "rowwise"} & set(styles.values()):
+        return {}, f"the plan of {type(model).__name__} cuts none of its layers"
     weights = dict(model.named_parameters(remove_duplicate=False))
     is_tied = weights.get(f"{head}.weight") is model.get_input_embeddings().weight
     if is_tied and "vocabulary" not in styles.values():
