@@ -104,7 +104,7 @@ def load(name: str) -> TrainSettings | Recipe:
         return with_own_model(given)
     if not isinstance(given, TrainSettings):
         raise UserError(
-            f"recipe {name}: returns {type(given).__name__}, neither Recipe nor TrainSettings"
+            f"recipe {name}: returns {type(given).__name__}, not TrainSettings or a Recipe"
         )
     return given
 

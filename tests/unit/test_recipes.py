@@ -64,7 +64,7 @@ def test_a_recipe_is_found_in_a_file_or_a_module(tmp_path, monkeypatch) -> None:
         ("no_such_module:own", "there is no module no_such_module"),
         ("no.such.module:own", "there is no module no.such.module"),
         ("{file}:own_", "near it: own"),
-        ("{file}:wrong", "returns int, neither Recipe nor TrainSettings"),
+        ("{file}:wrong", "returns int, not TrainSettings"),
     ],
 )
 def test_what_is_no_recipe_is_told_in_one_line(tmp_path, name, told) -> None:
