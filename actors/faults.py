@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.own_time import NUM_PRODUCTS, Product
+from actors.stand_in import computed_s
 
 Moment = Literal[
     "compute",
@@ -98,15 +99,15 @@ class Faults:
             self._compute_in_vain(slow[-1].factor, interrupt)
 
     def _compute_in_vain(self, factor: float, interrupt: Callable[[], None]) -> None:
-        begun_s, self._computed_s = self._computed_s, time.thread_time()
+        begun_s, self._computed_s = self._computed_s, computed_s()
         if not begun_s:
             return
         surplus_s = (factor - 1.0) * (self._computed_s - begun_s)
         numbers = torch.ones(IN_VAIN, IN_VAIN)
-        while time.thread_time() < self._computed_s + surplus_s:
+        while computed_s() < self._computed_s + surplus_s:
             numbers.mm(numbers)
             interrupt()
-        self._computed_s = time.thread_time()
+        self._computed_s = computed_s()
 
     def _take(self, actions: tuple[str, ...], moment: Moment, step: int) -> list[Fault]:
         """What of this is due now; it happens once."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from actors.errors import Interrupted
+from actors.stand_in import dismiss, who_works
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Interruption:
         self.num_signs_of_life = 0
         self._leaving = threading.Lock()
         self._leavable: set[int] = set()
-        self._left: set[int] = set()
+        self._left: dict[int, int] = {}
+        """The threads, and who stood in for each."""
 
     def check(self) -> None:
         """Called by the training thread wherever it may stop. Raises `Interrupted`."""
@@ -64,20 +66,23 @@ class Interruption:
             self._stop_if_left()
 
     def leave(self, thread: int) -> bool:
-        """Leave a thread behind, if it stands where that does no harm."""
+        """Leave a thread behind, and who stands in for it, if that does no harm where it stands."""
         with self._leaving:
-            can_leave = thread in self._leavable - self._left
+            can_leave = thread in self._leavable - self._left.keys()
             if can_leave:
-                self._left.add(thread)
+                self._left[thread] = who_works(thread)
         return can_leave
 
     def is_left(self) -> bool:
         """Whether the calling thread has been left behind."""
-        return threading.get_ident() in self._left
+        me = threading.get_ident()
+        return me in self._left or me in self._left.values()
 
     def forget(self) -> None:
         """The calling thread ends; another may get its number."""
-        self._left.discard(threading.get_ident())
+        me = threading.get_ident()
+        self._left.pop(me, None)
+        dismiss(me)
 
     def _stop_if_left(self) -> None:
         if self.is_left():

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import socket
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -13,6 +15,7 @@ import ray
 from actors.asking import LayoutReply
 from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunRefused, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
+from actors.ray_names import NAMESPACE, actor_names, actor_of
 from actors.ray_private import ON_HEAD, end_log_monitor, hush_driver, take_token
 from elastic.commands import Stopped
 from elastic.planning import Wish
@@ -29,29 +32,63 @@ _TAKEN = (
 )
 
 
+class _Hold:
+    """Whether this process has Ray from us, and how many runs here use it: the last one leaves."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.is_ours = False
+        self.num_runs = 0
+
+
+_hold = _Hold()
+
+
 def join_or_start_cluster(
-    address: str | None, num_workers: int, use_gpus: bool, namespace: str
+    address: str | None,
+    num_workers: int,
+    use_gpus: bool,
+    namespace: str,
+    per_worker: Mapping[str, Any] | None = None,
 ) -> bool:
     """Join the cluster at `address`, or the one at hand, or start a local one; True if started.
 
-    A local one (also on `address="local"`) has a slot a worker, and ends with this process.
-    Raises OSError if an address is named and nobody answers there.
+    Where the process has Ray already, that is used, and left as it is. A local one (also on
+    `address="local"`) has a slot a worker, of what it asks for `per_worker`, and ends with this
+    process. Raises OSError if an address is named and nobody answers there.
     """
-    common = _common(namespace)
-    joined = address != "local" and _join(address, common)
-    if not joined:
-        slots: dict[str, Any] = {"num_gpus": num_workers} if use_gpus else {}
-        ray.init(address="local", num_cpus=num_workers, include_dashboard=False, **slots, **common)
-        end_log_monitor()
-    hush_driver()
+    with _hold.lock:
+        if ray.is_initialized():
+            _hold.num_runs += 1
+            return False
+        common = _common(namespace)
+        joined = address != "local" and _join(address, common)
+        if not joined:
+            slots = _slots(num_workers, use_gpus, per_worker or {})
+            ray.init(address="local", include_dashboard=False, **slots, **common)
+            end_log_monitor()
+        hush_driver()
+        _hold.is_ours, _hold.num_runs = True, 1
     return not joined
+
+
+def _slots(num_workers: int, use_gpus: bool, per_worker: Mapping[str, Any]) -> dict[str, Any]:
+    """The resources of a local cluster on which so many workers find a place."""
+    others = per_worker.get("resources", {})
+    return {
+        "num_cpus": math.ceil(num_workers * max(1.0, per_worker.get("num_cpus", 1.0))),
+        **({"num_gpus": num_workers} if use_gpus else {}),
+        **({"resources": {k: num_workers * v for k, v in others.items()}} if others else {}),
+    }
 
 
 def join_cluster(address: str, namespace: str) -> None:
     """Join the cluster of a run, at `address`. Raises OSError if nobody answers there."""
-    take_token()
-    _join(address, _common(namespace))
-    hush_driver()
+    with _hold.lock:
+        take_token()
+        _join(address, _common(namespace))
+        hush_driver()
+        _hold.is_ours, _hold.num_runs = True, 1
 
 
 def _common(namespace: str) -> dict[str, Any]:
@@ -78,25 +115,30 @@ def _knock(address: str) -> None:
 
 
 def close_cluster(run_name: str, keep_actors: bool) -> None:
-    """Leave Ray; unless the run was detached, end every actor that it still has."""
+    """Leave Ray, unless it was there before, or another run here uses it; and unless the run was
+    detached, end every actor that it still has."""
     if not ray.is_initialized():
         return
     if not keep_actors:
         with suppress(ray.exceptions.RayError):  # the cluster is gone, and all actors with it
             end_actors(run_name)
-    ray.shutdown()
+    with _hold.lock:
+        _hold.num_runs -= 1
+        if _hold.is_ours and _hold.num_runs <= 0:
+            _hold.is_ours = False
+            ray.shutdown()
 
 
 def end_actors(run_name: str) -> None:
     """End every actor that a run still has on the cluster that was joined."""
-    for name in ray.util.list_named_actors():
+    for name in actor_names():
         if name.startswith(f"{run_name}:"):
             _end(name)
 
 
 def _end(name: str) -> None:
     try:
-        ray.kill(ray.get_actor(name))
+        ray.kill(actor_of(name))
     except ValueError:
         return  # it has ended meanwhile
 
@@ -107,16 +149,19 @@ class Drive:
     def __init__(self, run: Run) -> None:
         """Start a controller. Raises `RunTaken` if the run is being driven already, `RunRefused`
         if it cannot be opened."""
+        self.began = time.time()
         name = _controller_name(run.name)
-        if name in ray.util.list_named_actors():
+        if name in actor_names():
             _clear_away(name)
         kind = ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController).options(
             name=name,
+            namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=-1,
             num_cpus=0,
             enable_task_events=False,
             resources=ON_HEAD,
+            scheduling_strategy="DEFAULT",  # not in the placement group of a trial that starts it
         )
         try:
             self._controller = kind.remote(run)
@@ -158,7 +203,7 @@ def ask_for_layout(run_name: str, wish: Wish, patience_s: float) -> LayoutReply:
     Raises `RunNotDriven` or `ControllerLost`. Whatever it may have missed it is asked again.
     """
     try:
-        controller = ray.get_actor(_controller_name(run_name))
+        controller = actor_of(_controller_name(run_name))
     except ValueError:
         raise RunNotDriven(run_name) from None
     reply: LayoutReply = _insist(
@@ -175,7 +220,7 @@ def _clear_away(name: str) -> None:
     """A controller that has finished may still stand there; one that has been stopped, or has
     lost its driver and therefore will stop, is waited for; one at work refuses."""
     try:
-        controller = ray.get_actor(name)
+        controller = actor_of(name)
     except ValueError:
         return  # it has ended meanwhile
     began, silence_s = time.monotonic(), 0.0

@@ -10,14 +10,18 @@ product of two matrices is timed by events now and then.
 from __future__ import annotations
 
 import os
-import time
+import threading
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from actors.stand_in import computed_s, stand_in_of
+
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
+SCHEDSTAT_OF = "/proc/self/task/{}/schedstat"
 """Nanoseconds on a processor and in the queue for one; not every kernel has it."""
 WIDTH = 4096
 """Of the matrices that a GPU multiplies: in float16 a product takes 0.2 ms of a fast one."""
@@ -120,19 +124,33 @@ class Product:
 
 
 class ThreadClock:
-    """Of the thread that makes it."""
+    """Of the thread that makes it, and of who stands in for it."""
 
     def __init__(self, schedstat: Path = SCHEDSTAT) -> None:
         self._file = None
+        self._files: dict[int, FileIO] = {}
         with suppress(OSError):
             self._file = schedstat.open("rb", buffering=0)
 
     def now(self) -> float:
         """Seconds that it has computed, or would have."""
         if self._file is None:
-            return time.thread_time()
-        on_processor, queued, _ = os.pread(self._file.fileno(), 128, 0).split()
-        return (int(on_processor) + int(queued)) / 1e9
+            return computed_s()
+        return _spent_s(self._file) + self._of_stand_in()
+
+    def _of_stand_in(self) -> float:
+        thread = stand_in_of(threading.get_ident())
+        if thread is None or thread.native_id is None or not thread.is_alive():
+            return 0.0
+        if thread.native_id not in self._files:
+            path = Path(SCHEDSTAT_OF.format(thread.native_id))
+            self._files = {thread.native_id: path.open("rb", buffering=0)}
+        return _spent_s(self._files[thread.native_id])
+
+
+def _spent_s(schedstat: FileIO) -> float:
+    on_processor, queued, _ = os.pread(schedstat.fileno(), 128, 0).split()
+    return (int(on_processor) + int(queued)) / 1e9
 
 
 def _is_due(step: int, every: int) -> bool:

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,7 @@ from actors.lines import LineLog, open_lines
 from actors.listening import Network, listen
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
+from actors.ray_names import NAMESPACE
 from actors.ray_place import head_host
 from actors.ray_private import ON_HEAD
 from actors.ray_worker import Orphanage, end_process
@@ -160,7 +162,9 @@ class RayController:
     def _take_run(self, storage: Storage) -> None:
         """Whoever comes back has a run to go on with, and insists where storage does not answer."""
         deadline = time.monotonic()
-        if self._me.was_current_actor_reconstructed:
+        with warnings.catch_warnings(action="ignore"):  # Ray asks itself in a way that is to go
+            has_been_here = self._me.was_current_actor_reconstructed
+        if has_been_here:
             deadline += STORAGE_PATIENCE_S
         while True:
             try:
@@ -267,6 +271,7 @@ class RayController:
             ray.remote(concurrency_groups=RayObserver.GROUPS)(RayObserver)
             .options(
                 name=f"{self._run.name}:observer-{number}-{self._lease.epoch}",
+                namespace=NAMESPACE,
                 lifetime="detached",
                 num_cpus=0,
                 enable_task_events=False,

@@ -20,6 +20,7 @@ from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
 from actors.ray_drains import Drains
 from actors.ray_losses import cause_of, end_unreachable, tell_loss
+from actors.ray_names import NAMESPACE
 from actors.ray_place import away_from
 from actors.ray_private import ON_HEAD
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
@@ -272,6 +273,7 @@ class RayFleet:
         groups = getattr(kind, "GROUPS", {})
         return ray.remote(concurrency_groups=groups)(kind).options(
             name=f"{self._run_name}:{name}",
+            namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=0,
             enable_task_events=False,  # nobody looks at each call, and telling takes time

@@ -9,6 +9,8 @@ from typing import Any
 
 import ray
 
+from actors.ray_names import actor_names, actor_of
+
 END_TIMEOUT_S = 10.0
 KINDS = ("store", "keeper", "agent", "observer")
 """Beside workers and the controller; their names begin so, and end with a time or an epoch."""
@@ -17,12 +19,12 @@ KINDS = ("store", "keeper", "agent", "observer")
 def find_actors(run_name: str, kind: str = "") -> dict[str, Any]:
     """The run's actors of one of the `KINDS` by their names; without one, its workers."""
     found: dict[str, Any] = {}
-    for full_name in ray.util.list_named_actors():
+    for full_name in actor_names():
         run, _, name = full_name.rpartition(":")
         first, dash, _ = name.partition("-")
         if run == run_name and name != "controller" and (first if dash else "") == kind:
             with suppress(ValueError):  # it has ended meanwhile
-                found[name] = ray.get_actor(full_name)
+                found[name] = actor_of(full_name)
     return found
 
 
@@ -32,8 +34,8 @@ def end_and_wait(run_name: str, names: Iterable[str]) -> None:
     deadline = time.monotonic() + END_TIMEOUT_S
     for name in left:
         with suppress(ValueError):  # it has ended meanwhile
-            ray.kill(ray.get_actor(name))
-    while left & set(ray.util.list_named_actors()) and time.monotonic() < deadline:
+            ray.kill(actor_of(name))
+    while left & set(actor_names()) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

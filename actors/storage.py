@@ -59,6 +59,9 @@ class Storage(Protocol):
     def remove(self, name: str) -> None:
         """A file, or a folder with all in it; nothing if it is not there."""
 
+    def in_arrow(self) -> tuple[fs.FileSystem, str]:
+        """The file system that other libraries read it through, and the path there."""
+
 
 def open_storage(url: str) -> Storage:
     """The storage at a URL or path. Raises `ValueError` for a URL that names none."""
@@ -153,6 +156,9 @@ class DiskStorage:
         else:
             target.unlink(missing_ok=True)
 
+    def in_arrow(self) -> tuple[fs.FileSystem, str]:
+        return fs.LocalFileSystem(), str(self.path)
+
 
 class ObjectStorage:
     """A prefix of an object store, through Arrow's file systems: an object appears whole."""
@@ -211,6 +217,9 @@ class ObjectStorage:
             return
         for file in self.files(name):
             self._system.delete_file(f"{self._path}/{file}")
+
+    def in_arrow(self) -> tuple[fs.FileSystem, str]:
+        return self._system, self._path
 
 
 def _s3(options: dict[str, str]) -> fs.S3FileSystem:

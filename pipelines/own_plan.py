@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
+from pipelines.loop.script import Script
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
 from pipelines.settings import TrainSettings
@@ -43,9 +44,9 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
     refuse_unfit(optimising_of(workload, settings), trained_dims(module))
 
 
-def identity(recipe: Recipe, program: TrainingProgram) -> dict[str, Any]:
+def identity(recipe: Recipe | Script, program: TrainingProgram) -> dict[str, Any]:
     """What `recipe.json` says of it: the settings that mean something, a digest of the names,
-    shapes and dtypes of the state, and one of the file that its loss stands in."""
+    shapes and dtypes of the state, and one of the file that its loss, or its loop, stands in."""
     settings = program.settings.model_dump(mode="json")
     specs = [(spec.name, spec.shape, spec.dtype) for spec in program.specs()]
     return {
@@ -66,9 +67,10 @@ def changed_source(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
     )
 
 
-def _source_of(recipe: Recipe) -> dict[str, str] | None:
+def _source_of(recipe: Recipe | Script) -> dict[str, str] | None:
+    told = recipe.function if isinstance(recipe, Script) else recipe.loss
     try:
-        file = inspect.getsourcefile(inspect.unwrap(recipe.loss))
+        file = inspect.getsourcefile(inspect.unwrap(told))
         content = Path(file).read_bytes() if file else None
     except (TypeError, OSError):  # one typed into a notebook has none
         return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from hashlib import sha256
@@ -32,6 +32,7 @@ from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
+from pipelines.loop.script import Script
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
 from pipelines.own_plan import (
@@ -43,7 +44,7 @@ from pipelines.own_plan import (
 )
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
-from pipelines.recipes import load
+from pipelines.recipes import RecipeLike, load, name_of
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
 from pipelines.training.spread import ALONE
@@ -53,9 +54,9 @@ RECIPE_FORMAT = 1
 
 @dataclass(frozen=True)
 class Asked:
-    """The command line of `elastic train`, as typed."""
+    """What is asked for: the command line of `elastic train`, or the arguments of an API."""
 
-    recipe: str
+    recipe: RecipeLike
     run_name: str | None = None
     storage: str = "runs"
     workers: str | None = None
@@ -74,6 +75,10 @@ class Asked:
     detach: bool = False
     data_cache: str | None = None
     """Where text is prepared; by default in the storage."""
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
+    """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe's function, by name."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,7 @@ class Plan:
     use_gpus: bool
     tracking_uri: str
     recipe: dict[str, Any]
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Lines for the user, of what is not as it was."""
 
@@ -103,12 +109,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     policy = _policy(asked.workers, num_gpus, settings, folder.name)
     wish = _wish(asked.layout, policy)
     faults, leavers = parse_faults(asked.inject)
-    if asked.record_samples:
-        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
-    if settings.init_from is not None:
-        there = str(Path(settings.init_from).expanduser().resolve())
-        settings = settings.model_copy(update={"init_from": there})
-        open_pretrained(settings)  # refused here, before data are prepared
+    settings = _with_places(settings, asked, folder)
     factory = _program(
         settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
     )
@@ -145,7 +146,15 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         sources=digest_of_sources(),
     )
     return Plan(
-        run, folder, settings, policy.max_workers, bool(num_gpus), tracking_uri, recipe, notes
+        run,
+        folder,
+        settings,
+        policy.max_workers,
+        bool(num_gpus),
+        tracking_uri,
+        recipe,
+        asked.per_worker,
+        notes,
     )
 
 
@@ -159,6 +168,17 @@ def _tracking_uri(asked: Asked) -> str:
     return uri or default_tracking_uri(asked.storage)
 
 
+def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> TrainSettings:
+    """What is read or written beside the run's files, by its full path."""
+    if asked.record_samples:
+        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(Path(settings.init_from).expanduser().resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
+    return settings
+
+
 def _samples_file(folder: RunFolder) -> Path:
     if folder.path is None:
         raise UserError(
@@ -168,7 +188,7 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, own: Recipe | None, data_cache: str) -> Factory:
+def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: str) -> Factory:
     """How workers make the program; its data are prepared if need be."""
     kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
     if own is not None:
@@ -196,7 +216,8 @@ def _recipe(
     """What `recipe.json` says of the run."""
     return {
         "format": RECIPE_FORMAT,
-        "recipe": asked.recipe,
+        "recipe": name_of(asked.recipe),
+        "arguments": {name: str(value) for name, value in asked.arguments.items()},
         "steps": program.steps,
         "num_samples": program.workload.num_samples,
         "data_digest": program.workload.digest,
@@ -226,9 +247,9 @@ def _sidecar(
     return Factory("pipelines.sidecar:sidecar", kwargs, environment)
 
 
-def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | None]:
+def _settings(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
     """Those of the run, and the recipe if it has a model of its own."""
-    found = load(asked.recipe)
+    found = load(asked.recipe, asked.arguments)
     changes = list(asked.changes)
     changes += [f"data.source={asked.data}"] if asked.data is not None else []
     changes += [f"steps={asked.steps}"] if asked.steps is not None else []
@@ -297,8 +318,9 @@ def _refuse_impossible_layout(policy: Policy, wish: Wish, job: Job) -> None:
 
 def _run_folder(asked: Asked) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    last = (asked.recipe.rpartition(":")[2] or asked.recipe).rstrip("/").rpartition("/")[2]
-    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-")
+    recipe = name_of(asked.recipe)
+    last = (recipe.rpartition(":")[2] or recipe).rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-") or "run"
     name = asked.run_name or f"{plain}-{stamp}"
     return RunFolder.of(asked.storage, name)
 
@@ -318,8 +340,8 @@ def _refuse_other_maths(
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
-        for key in ("num_samples", "data_digest")
-        if stored.get(key) != recipe.get(key)
+        for key in ("num_samples", "data_digest", "arguments")
+        if (stored.get(key) or {}) != (recipe.get(key) or {})
     ]
     if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
         differing.append("the state has other names, shapes or dtypes")

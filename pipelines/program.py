@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, assert_never
 
 import torch
@@ -20,6 +21,9 @@ from pipelines.errors import UserError
 from pipelines.hugging_face.building import config_of_model
 from pipelines.hugging_face.causal_lm import CausalLMWorkload
 from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.loop.loop import Loop
+from pipelines.loop.replica import LoopReplica
+from pipelines.loop.script import Script, recipe_of
 from pipelines.recipe import Recipe
 from pipelines.recipes import load
 from pipelines.settings import (
@@ -37,7 +41,7 @@ from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.part_file import write_part
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
-from pipelines.training.warm_up import warm_up
+from pipelines.training.warm_up import Build, warm_up
 from pipelines.training.workload import Workload
 
 
@@ -46,9 +50,9 @@ class TrainingProgram:
 
     `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, or
     is their URL, if they are not synthetic; `device` is the GPU if there is one, unless told.
-    `recipe` is one of the user's own, or where it is found (`path/to/file.py:function`); of its
-    own settings nothing counts then. Raises `UserError` for data, or a model to begin from, that
-    cannot be used.
+    `recipe` is one of the user's own, or a script that owns its loop, or where either is found
+    (`path/to/file.py:function`); of its own settings nothing counts. Raises `UserError` for data,
+    or a model to begin from, that cannot be used.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class TrainingProgram:
         settings: dict[str, Any],
         data_folder: str | None = None,
         device: str | None = None,
-        recipe: Recipe | str | None = None,
+        recipe: Recipe | Script | str | None = None,
     ) -> None:
         self.settings = TrainSettings.model_validate(settings)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -65,7 +69,11 @@ class TrainingProgram:
         self.pretrained = open_pretrained(self.settings)
         if isinstance(recipe, str):
             found = load(recipe)
-            recipe = found if isinstance(found, Recipe) else None
+            recipe = found if isinstance(found, Recipe | Script) else None
+        self.loop = None
+        if isinstance(recipe, Script):
+            self.loop = Loop(recipe.function, self.settings.seed)
+            recipe = recipe_of(self.loop.declaration, self.settings)
         self.workload = make_workload(self.settings, data_folder, recipe)
 
     def specs(self) -> tuple[TensorSpec, ...]:
@@ -76,11 +84,17 @@ class TrainingProgram:
         """See that the data can be read here; one throw-away build and step, see
         `pipelines.training.warm_up`. Raises `UnfitMachine`."""
         self.workload.reach()
-        warm_up(self.workload, self.settings, self.device)
+        warm_up(self.workload, self.settings, self.device, self._replica)
+        if self.loop is not None:
+            self.loop.begin_anew()
 
     def build(self, groups: Groups) -> ShardedReplica:
         """This rank's part under an assignment: shapes, no values yet."""
-        return ShardedReplica(self.workload, self.settings, groups)
+        return self._replica(self.workload, self.settings, groups)
+
+    @property
+    def _replica(self) -> Build:
+        return partial(LoopReplica, loop=self.loop) if self.loop else ShardedReplica
 
     def initial(self, spec: TensorSpec, region: Region) -> Tensor:
         """A region of a tensor at step 0, on the device."""

@@ -5,13 +5,17 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from inspect import signature
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 from pipelines.errors import UserError
 from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
+from pipelines.loop.script import Script, is_script, script_of
 from pipelines.overrides import near
 from pipelines.recipe import Recipe
 from pipelines.settings import (
@@ -23,6 +27,9 @@ from pipelines.settings import (
     TrainSettings,
     TransformerSettings,
 )
+
+RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
+"""What may stand for a recipe; see `load`."""
 
 OWN_MODEL = OwnModelSettings()
 SYNC_EACH = False
@@ -84,14 +91,59 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 }
 
 
-def load(name: str) -> TrainSettings | Recipe:
+def load(
+    recipe: RecipeLike, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> TrainSettings | Recipe | Script:
     """What a recipe gives: one of `RECIPES`, `hf:` and a folder or `config.json`,
-    `path/to/file.py:function` or `module:function`.
+    `path/to/file.py:function` or `module:function`; or such a function itself, or what it would
+    return. A function gets the `arguments` by name.
 
     Raises `UserError` if there is no such recipe, or it gives something else.
     """
-    if name.startswith(PREFIX):
-        return hugging_face(name.removeprefix(PREFIX))
+    if isinstance(recipe, str) and recipe.startswith(PREFIX):
+        return hugging_face(recipe.removeprefix(PREFIX))
+    given: Any = _named(recipe) if isinstance(recipe, str) else recipe
+    if arguments:
+        given = _with_arguments(recipe, given, arguments)
+    verb = "is"
+    if callable(given):
+        if is_script(given):
+            return script_of(given)
+        verb, given = "returns", given()
+    if isinstance(given, Recipe):
+        return with_own_model(given)
+    if not isinstance(given, TrainSettings):
+        raise UserError(
+            f"recipe {name_of(recipe)}: {verb} {type(given).__name__}, not TrainSettings or a "
+            "Recipe"
+        )
+    return given
+
+
+def _with_arguments(recipe: RecipeLike, function: Any, arguments: Mapping[str, Any]) -> Any:
+    told = f"recipe {name_of(recipe)}"
+    if not callable(function):
+        raise UserError(f"{told}: only a function has arguments ({', '.join(arguments)})")
+    try:
+        signature(function).bind_partial(**arguments)
+    except TypeError as error:
+        raise UserError(f"{told}{signature(function)}: {error}") from None
+    return partial(function, **arguments)
+
+
+def name_of(recipe: RecipeLike) -> str:
+    """How it is called in messages, files and the names of runs."""
+    if isinstance(recipe, str):
+        return recipe
+    if isinstance(recipe, TrainSettings):
+        return recipe.model.kind
+    named = recipe.model if isinstance(recipe, Recipe) else recipe
+    if not hasattr(named, "__qualname__"):
+        return type(named).__qualname__
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _named(name: str) -> Callable[..., Any]:
     place, colon, function = name.rpartition(":")
     recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
     if recipe is None:
@@ -99,14 +151,7 @@ def load(name: str) -> TrainSettings | Recipe:
             f"recipe {name}: there is none of that name; {near(name, list(RECIPES))}; "
             "or give path/to/file.py:function or module:function"
         )
-    given = recipe()
-    if isinstance(given, Recipe):
-        return with_own_model(given)
-    if not isinstance(given, TrainSettings):
-        raise UserError(
-            f"recipe {name}: returns {type(given).__name__}, not TrainSettings or a Recipe"
-        )
-    return given
+    return recipe
 
 
 def with_own_model(recipe: Recipe) -> Recipe:

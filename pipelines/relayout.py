@@ -8,9 +8,9 @@ from actors.asking import LayoutReply
 from actors.errors import ControllerLost, RunNotDriven
 from actors.launch import ask_for_layout, close_cluster, join_cluster
 from actors.lease import owner_of
+from actors.ray_names import NAMESPACE
 from elastic.commands import Relaid
 from elastic.planning import Wish
-from pipelines.drive import NAMESPACE
 from pipelines.errors import UserError
 from pipelines.plan import parse_layout
 from pipelines.run_folder import RunFolder, Tail, find_run
@@ -27,19 +27,6 @@ def relayout(run_name: str, layout: str, storage: str) -> str:
     wish = parse_layout(layout)
     folder = find_run(run_name, storage)
     owner = _owner(folder)
-    try:
-        reply = _ask(folder, owner, wish)
-    except RunNotDriven:
-        raise _not_running(folder) from None
-    except ControllerLost as error:
-        raise UserError(
-            f"run '{run_name}': the controller did not answer ({error}); whether it still runs, "
-            f"{folder.journal.url} tells"
-        ) from None
-    return f"run {run_name}: {_in_words(reply, folder, wish)}"
-
-
-def _ask(folder: RunFolder, owner: dict[str, Any], wish: Wish) -> LayoutReply:
     address = owner.get("cluster") or ""
     try:
         join_cluster(address, NAMESPACE)
@@ -50,9 +37,23 @@ def _ask(folder: RunFolder, owner: dict[str, Any], wish: Wish) -> LayoutReply:
             "of that cluster"
         ) from None
     try:
-        return ask_for_layout(folder.name, wish, PATIENCE_S)
+        return ask(folder, wish)
     finally:
         close_cluster(folder.name, keep_actors=True)
+
+
+def ask(folder: RunFolder, wish: Wish) -> str:
+    """As `relayout`, in a process that has joined the run's cluster."""
+    try:
+        reply = ask_for_layout(folder.name, wish, PATIENCE_S)
+    except RunNotDriven:
+        raise _not_running(folder) from None
+    except ControllerLost as error:
+        raise UserError(
+            f"run '{folder.name}': the controller did not answer ({error}); whether it still runs, "
+            f"{folder.journal.url} tells"
+        ) from None
+    return f"run {folder.name}: {_in_words(reply, folder, wish)}"
 
 
 def _owner(folder: RunFolder) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -215,10 +214,8 @@ def _follow(run: Run, interrupts: Interrupts, patience: Patience) -> str:
     drive = Drive(run)
 
     def look() -> None:
-        if interrupts.number and not interrupts.told:
-            interrupts.told = True
-            drive.request_stop(f"{signal.Signals(interrupts.number).name} at the driver")
-        elif patience.is_over():
+        interrupts.pass_on(drive)
+        if not interrupts.number and patience.is_over():
             drive.request_stop(patience.refusal)
 
     outcome = drive.follow(lambda progress: look()).outcome

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -25,7 +25,16 @@ from pipelines.training.workload import Workload
 FORMING_TIMEOUT = timedelta(seconds=60)
 
 
-def warm_up(workload: Workload, settings: TrainSettings, device: torch.device) -> None:
+Build = Callable[[Workload, TrainSettings, Groups], ShardedReplica]
+"""Makes a rank's replica."""
+
+
+def warm_up(
+    workload: Workload,
+    settings: TrainSettings,
+    device: torch.device,
+    build: Build = ShardedReplica,
+) -> None:
     """Build, adopt, compute, apply and evaluate once, in small, and leave nothing behind.
 
     It pays for torch's lazy imports and first-call caches. For a process without groups, on the
@@ -36,7 +45,7 @@ def warm_up(workload: Workload, settings: TrainSettings, device: torch.device) -
     changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
     small = settings.model_copy(update=changes | {"record_samples": None, "compile": False})
     with group_of_one(device) as groups:
-        _one_step(small_one, small, groups)
+        _one_step(build(small_one, small, groups), small_one, small, groups)
 
 
 @contextmanager
@@ -51,8 +60,9 @@ def group_of_one(device: torch.device) -> Iterator[Groups]:
         gc.collect()
 
 
-def _one_step(workload: Workload, settings: TrainSettings, groups: Groups) -> None:
-    replica = ShardedReplica(workload, settings, groups)
+def _one_step(
+    replica: ShardedReplica, workload: Workload, settings: TrainSettings, groups: Groups
+) -> None:
     tensors = {}
     for spec in state_specs(workload, settings):
         value = initial_value(workload, settings, spec, Region.whole(spec.shape))
@@ -60,7 +70,8 @@ def _one_step(workload: Workload, settings: TrainSettings, groups: Groups) -> No
     replica.adopt(tensors)
     loss_sum, num_tokens, sq_grad_norm = replica.compute(1, _never).tolist()
     replica.apply(1, Vote(1, loss_sum, int(num_tokens), sq_grad_norm, num_contributions=1))
-    replica.evaluate(1, _never)
+    if workload.num_held_out:
+        replica.evaluate(1, _never)
 
 
 def _never() -> None:

@@ -17,6 +17,7 @@ from rich.text import Text
 
 from pipelines.view.facts import news, speed, steps, world
 from pipelines.view.history import History
+from pipelines.view.notebook import Cell
 from pipelines.view.wording import duration, quantity, shortened
 
 REDRAW_S = 0.25
@@ -31,10 +32,10 @@ BARS = "▁▂▃▄▅▆▇█"
 class Display:
     """Shows a run from its lines; use it as a context manager, so that the terminal is restored.
 
-    On a terminal it draws a panel, at most four times a second; elsewhere it prints a line an
-    event and one about every ten seconds. Nothing before `since` (seconds since the epoch) is
-    told as an event: a resumed run's past is not news. A `history` that somebody else feeds is
-    shown as it is.
+    On a terminal or in a notebook it draws a panel, at most four times a second; elsewhere it
+    prints a line an event and one about every ten seconds. Nothing before `since` (seconds since
+    the epoch) is told as an event: a resumed run's past is not news. A `history` that somebody
+    else feeds is shown as it is.
     """
 
     def __init__(
@@ -51,9 +52,11 @@ class Display:
         self._num_told = 0
         self._drawn_at = self._lined_at = float("-inf")
         self._lined_state = (0, "", 0)
-        self._live: Live | None = None
+        self._live: Live | Cell | None = None
         self._trouble = ""
-        if console.is_terminal and not console.is_dumb_terminal:
+        if console.is_jupyter:
+            self._live = Cell()
+        elif console.is_terminal and not console.is_dumb_terminal:
             self._live = Live(console=console, auto_refresh=False)
 
     def __enter__(self) -> Display:

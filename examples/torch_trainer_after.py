@@ -1,0 +1,46 @@
+"""Which of eight frequencies has a wave? See docs/from-accelerate.md."""
+
+import ray.train
+import torch
+from pipelines.api import ElasticTrainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_EPOCHS = 3
+
+
+def waves(num_samples):
+    """Noisy waves of one of eight frequencies, and which of them each has."""
+    labels = torch.arange(num_samples) % 8
+    clean = torch.sin(torch.linspace(0, 6.28, 64) * (1 + labels[:, None]))
+    noise = torch.randn(num_samples, 64, generator=torch.Generator().manual_seed(1))
+    return TensorDataset((clean + noise)[:, None], labels)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(1, 16, 5, stride=2), nn.BatchNorm1d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv1d(16, 32, 5, stride=2), nn.BatchNorm1d(32), nn.ReLU())
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, waves):
+        return self.head(self.second(self.first(waves)).mean(2))
+
+
+def train_func(run):
+    torch.manual_seed(0)
+    model = run.prepare(Net())
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader, _ = run.prepare(DataLoader(waves(768), batch_size=16, shuffle=True), optimizer)
+
+    for step in run.steps(NUM_EPOCHS * len(loader) // 4, microbatches=4):
+        with step:
+            for inputs, labels in step.batches():
+                step.backward(criterion(model(inputs), labels))
+
+
+if __name__ == "__main__":
+    trainer = ElasticTrainer(train_func, scaling_config=ray.train.ScalingConfig(num_workers=(1, 4)))
+    print(trainer.fit().metrics)

@@ -1,0 +1,51 @@
+"""Which of eight frequencies has a wave? See docs/from-accelerate.md."""
+
+import ray.train
+import torch
+from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+NUM_EPOCHS = 3
+
+
+def waves(num_samples):
+    """Noisy waves of one of eight frequencies, and which of them each has."""
+    labels = torch.arange(num_samples) % 8
+    clean = torch.sin(torch.linspace(0, 6.28, 64) * (1 + labels[:, None]))
+    noise = torch.randn(num_samples, 64, generator=torch.Generator().manual_seed(1))
+    return TensorDataset((clean + noise)[:, None], labels)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv1d(1, 16, 5, stride=2), nn.BatchNorm1d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv1d(16, 32, 5, stride=2), nn.BatchNorm1d(32), nn.ReLU())
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, waves):
+        return self.head(self.second(self.first(waves)).mean(2))
+
+
+def train_func():
+    torch.manual_seed(0)
+    model = prepare_model(Net())
+    criterion = nn.CrossEntropyLoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = prepare_data_loader(DataLoader(waves(768), batch_size=16, shuffle=True))
+
+    for epoch in range(NUM_EPOCHS):
+        if ray.train.get_context().get_world_size() > 1:
+            loader.sampler.set_epoch(epoch)
+        for inputs, labels in loader:
+            loss = criterion(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        ray.train.report({"loss": loss.item(), "epoch": epoch})
+
+
+if __name__ == "__main__":
+    trainer = TorchTrainer(train_func, scaling_config=ray.train.ScalingConfig(num_workers=4))
+    print(trainer.fit().metrics)

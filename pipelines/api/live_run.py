@@ -1,0 +1,124 @@
+"""A run that goes on beside the caller, who may look at it, change its layout, and stop it."""
+
+from __future__ import annotations
+
+import atexit
+import threading
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any
+
+import pandas
+from ray.train import Result
+
+from actors.launch import Drive
+from actors.ray_controller import Progress
+from pipelines.api.result import ended, in_terms_of_python
+from pipelines.api.tables import Tables
+from pipelines.drive import under_way
+from pipelines.plan import Plan, parse_layout
+from pipelines.relayout import ask
+
+
+class LiveRun:
+    """A run that `ElasticTrainer.start` has begun; it ends with this process at the latest.
+
+    As a context manager it is stopped at the end of the block.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        """Raises `UserError` or `TrainingFailedError`."""
+        self._folder = plan.folder
+        self._tables = Tables(plan.folder)
+        self._progress: Progress | None = None
+        self._error: BaseException | None = None
+        self._block = ExitStack()
+        with in_terms_of_python():
+            self._drive: Drive = self._block.enter_context(under_way(plan))
+        self._thread = threading.Thread(target=self._follow, name=plan.folder.name, daemon=True)
+        self._thread.start()
+        atexit.register(self._stop_and_wait)
+
+    @property
+    def name(self) -> str:
+        """With which `ElasticTrainer` or `elastic train` resumes it."""
+        return self._folder.name
+
+    @property
+    def path(self) -> str:
+        """The folder of the run, or its URL."""
+        return self._folder.url
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended, however."""
+        return not self._thread.is_alive()
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """One row a committed step."""
+        return self._tables.metrics()
+
+    @property
+    def events(self) -> pandas.DataFrame:
+        """One row a thing that happened: time (seconds since the epoch), step, generation,
+        world_size, kind and text."""
+        return self._tables.events()
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What `elastic status --json` tells of it."""
+        return self._tables.standing().as_json()
+
+    def relayout(self, layout: str) -> str:
+        """Another layout from the next step boundary on, as `dp=2,fsdp=2`; one line about what
+        has come of it. Raises `UserError` if it is refused; the run goes on as it is."""
+        with in_terms_of_python():
+            return ask(self._folder, parse_layout(layout))
+
+    def stop(self) -> Result:
+        """Save at the next step boundary and end; the same name resumes the run. As `result`."""
+        self._stop_and_wait()
+        return self.result()
+
+    def result(self, timeout_s: float | None = None) -> Result:
+        """Wait for the end. Raises `TimeoutError` if it has not come within `timeout_s`,
+        `TrainingFailedError` with the user's traceback, or `UserError`."""
+        self._thread.join(timeout_s)
+        if not self.is_over:
+            raise TimeoutError(f"run '{self.name}' has not ended within {timeout_s:g} s")
+        if self._error is not None:
+            raise self._error
+        assert self._progress is not None
+        return ended(self._folder, self._progress)
+
+    def __enter__(self) -> LiveRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stop_and_wait()
+        if error is None:
+            self.result()
+
+    def __repr__(self) -> str:
+        standing = self._tables.standing()
+        return f"<run {self.name}: {standing.phase} · {standing.history.summary(standing.now)}>"
+
+    def _stop_and_wait(self) -> None:
+        if not self.is_over:
+            self._drive.request_stop("asked for by the driver")
+            self._thread.join()
+
+    def _follow(self) -> None:
+        try:
+            with in_terms_of_python(), self._block:
+                self._progress = self._drive.follow(lambda progress: None)
+        except BaseException as error:
+            self._error = error  # `result` raises it in the caller's thread
+        finally:
+            atexit.unregister(self._stop_and_wait)

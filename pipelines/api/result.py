@@ -1,0 +1,91 @@
+"""How a run has ended, in Ray Train's terms: its `Result`, or what is raised."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pandas
+from ray.train import Checkpoint, Result, TrainingFailedError
+
+from actors.checkpoints import find_checkpoints, folder_of
+from actors.errors import ControllerLost
+from actors.ray_controller import Progress
+from pipelines.api.tables import Tables
+from pipelines.errors import UserError
+from pipelines.run_folder import RunFolder
+
+NAMES = {
+    "workers": "ScalingConfig(num_workers)",
+    "run-name": "RunConfig(name)",
+    "storage": "RunConfig(storage_path)",
+}
+"""Of the command line's options those whose arguments are called otherwise here."""
+
+
+@contextmanager
+def in_terms_of_python() -> Iterator[None]:
+    """What is refused is told by the names of arguments, not of options."""
+    try:
+        yield
+    except UserError as error:
+        raise type(error)(renamed(str(error))) from None
+    except ControllerLost as error:
+        raise TrainingFailedError(
+            f"the controller died ({error}); the same RunConfig(name) resumes the run"
+        ) from None
+
+
+def renamed(message: str) -> str:
+    """`--run-name x` as `RunConfig(name) x`."""
+
+    def argument(option: re.Match[str]) -> str:
+        return NAMES.get(option[1], option[1].replace("-", "_"))
+
+    return re.sub(r"(?<![\w-])--([a-z][a-z-]+)", argument, message)
+
+
+def ended(folder: RunFolder, progress: Progress) -> Result:
+    """Of a run that has completed, or was stopped on request.
+
+    Raises `TrainingFailedError` with the user's traceback, or `UserError`.
+    """
+    outcome = progress.outcome
+    assert outcome is not None
+    for line in progress.undelivered:
+        warnings.warn(line, stacklevel=2)
+    told = f"run '{folder.name}' has failed at step {outcome.step}: {outcome.reason}"
+    if outcome.outcome == "user_error":
+        raise UserError(renamed(outcome.reason))
+    if outcome.outcome == "failed":
+        raise TrainingFailedError("\n".join(part for part in (told, outcome.traceback) if part))
+    return result_of(folder)
+
+
+def result_of(folder: RunFolder) -> Result:
+    """What a run's folder holds; its best checkpoints are all that are kept, with the metrics of
+    their steps."""
+    table = Tables(folder).metrics()
+    system, path = folder.files.in_arrow()
+    kept = []
+    for saved in find_checkpoints(folder.files).whole:
+        place = folder.files.at(folder_of(saved.step, saved.generation)).in_arrow()[1]
+        kept.append((Checkpoint(place, system), _metrics(table, saved.step)))
+    return Result(
+        metrics=_metrics(table),
+        checkpoint=kept[-1][0] if kept else None,
+        error=None,
+        path=path,
+        metrics_dataframe=table,
+        best_checkpoints=kept,
+        _storage_filesystem=system,
+    )
+
+
+def _metrics(table: pandas.DataFrame, step: int | None = None) -> dict[str, Any]:
+    """Those of a step, or of the last; none if there is no such."""
+    rows = table if step is None or table.empty else table[table["step"] == step]
+    return {} if rows.empty else dict(rows.to_dict("records")[-1])

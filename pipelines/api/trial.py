@@ -1,0 +1,72 @@
+"""A run as a trial of Ray Tune: every so many committed steps are one report."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from pipelines.api.live_run import LiveRun
+from pipelines.errors import UserError
+from pipelines.plan import Plan
+from pipelines.run_folder import Tail
+
+LOOK_EVERY_S = 0.1
+
+
+class StepReports:
+    """Tells of a run's steps in order, each once; see `actors.tune_trial.TrialRun`."""
+
+    def __init__(self, plan: Plan, report_every: int) -> None:
+        self._folder = plan.folder
+        self._every = report_every
+        self._last_step = plan.settings.steps
+        self._tail = Tail(plan.folder.metrics)
+        self._told: dict[str, Any] = {}
+        for row in self._tail.drain():  # of earlier sessions
+            self._told = self._report(row)
+        self._rows: deque[dict[str, Any]] = deque()
+        self._run = LiveRun(plan)
+
+    def next_report(self) -> dict[str, Any]:
+        """Raises `TrainingFailedError`."""
+        while True:
+            was_over = self._run.is_over
+            self._rows.extend(self._tail.drain())
+            while self._rows:
+                if report := self._due(self._rows.popleft()):
+                    return report
+            if was_over:
+                self._run.result()
+                return {**self._told, "done": True}
+            time.sleep(LOOK_EVERY_S)
+
+    def pause(self) -> dict[str, Any]:
+        return {"run": self._folder.url}
+
+    def resume(self, paused: dict[str, Any]) -> None:
+        """The run has resumed by its name already."""
+        if paused.get("run") != self._folder.url:
+            raise UserError(
+                f"run '{self._folder.name}': a trial goes on from its own run only, not from "
+                f"{paused.get('run')}; use a scheduler that does not copy trials"
+            )
+
+    def stop(self) -> None:
+        self._run.stop()
+
+    def _due(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """Steps that are redone have been told."""
+        is_new = row["step"] > self._told.get("step", 0)
+        is_last = row["step"] >= self._last_step
+        if not is_new or (row["step"] % self._every and not is_last):
+            return None
+        self._told = self._report(row)
+        if is_last:
+            self._run.result()
+        return {**self._told, "done": is_last}
+
+    def _report(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Without a finite loss it is not a number: schedulers compare it."""
+        told = {name: float("nan") if value is None else value for name, value in row.items()}
+        return {**told, "run": self._folder.url}

@@ -1,0 +1,7 @@
+"""What is wrong with a script that owns its loop, each in one line."""
+
+from pipelines.errors import UserError
+
+
+class LoopMisused(UserError):
+    """The loop does not do what a step needs of it."""

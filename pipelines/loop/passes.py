@@ -1,0 +1,67 @@
+"""The passes of a step, made by the body of a user's loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from pipelines.loop.loop import Loop
+from pipelines.loop.step import Microbatch, Step
+from pipelines.training.moving_buffers import MovingBuffers
+from pipelines.training.passes import OneByOne
+from pipelines.training.sharded import Sharded
+from pipelines.training.spread import Spread
+from pipelines.training.workload import Sums, Workload
+
+
+class LoopPasses(OneByOne):
+    """Training passes are the loop's, evaluation is as of any workload; see `Passes`."""
+
+    def __init__(
+        self,
+        workload: Workload,
+        sharded: Sharded,
+        spread: Spread,
+        moving: MovingBuffers,
+        loop: Loop,
+        is_first_worker: bool,
+    ) -> None:
+        super().__init__(workload, sharded, spread, moving)
+        self.loop = loop
+        self.is_first_worker = is_first_worker
+        self.step = self.epoch = 0
+
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
+        around = Around(iter(feds), num_rounds, self.sharded, self.moving)
+        step = Step(self.step, around, self.epoch, self.is_first_worker)
+        return self.loop.take(step, self.module)
+
+
+class Around:
+    """What goes on around the passes; see `Engine`."""
+
+    def __init__(
+        self,
+        microbatches: Iterator[Microbatch],
+        num_microbatches: int,
+        sharded: Sharded,
+        moving: MovingBuffers,
+    ) -> None:
+        self.num_microbatches = num_microbatches
+        self._microbatches = microbatches
+        self._sharded = sharded
+        self._moving = moving
+        self._num_begun = 0
+
+    def next(self) -> Microbatch:
+        microbatch = next(self._microbatches)
+        self._num_begun += 1
+        if self._num_begun in (1, self.num_microbatches):
+            self._sharded.accumulate(self._num_begun == self.num_microbatches)
+        self._moving.begin_pass()
+        return microbatch
+
+    def forwarded(self, count: Tensor) -> None:
+        self._moving.end_pass(count)

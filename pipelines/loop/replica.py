@@ -1,0 +1,43 @@
+"""One rank's part of a module that a user's loop trains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actors.program import Groups, Interrupt
+from pipelines.loop.errors import LoopMisused
+from pipelines.loop.loop import Loop
+from pipelines.loop.passes import LoopPasses
+from pipelines.settings import TrainSettings
+from pipelines.training.passes import Passes
+from pipelines.training.replica import ShardedReplica
+from pipelines.training.stage_modules import Stage
+from pipelines.training.workload import Workload
+
+
+class LoopReplica(ShardedReplica):
+    """See `actors.program.Replica`."""
+
+    def __init__(
+        self, workload: Workload, settings: TrainSettings, groups: Groups, loop: Loop
+    ) -> None:
+        self.loop = loop
+        super().__init__(workload, settings, groups)
+
+    def _passes(self, stages: Sequence[Stage]) -> Passes:
+        if len(stages) > 1 or self.groups.layout.pp > 1:
+            raise LoopMisused("pp: the passes of a pipeline cannot be those of a loop of one's own")
+        is_warm_up = self.groups.assignment.generation == 0
+        is_first = self.groups.world_rank == 0 and not is_warm_up
+        self.loop_passes = LoopPasses(
+            self.workload, self.sharded, self.spread, self.moving, self.loop, is_first
+        )
+        return self.loop_passes
+
+    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+        self.loop_passes.step = step
+        num_read = (step - 1) * self.settings.batch
+        self.loop_passes.epoch = num_read // self.workload.num_samples
+        return super().compute(step, interrupt, left_out)

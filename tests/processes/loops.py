@@ -1,0 +1,153 @@
+"""Scripts that own their loop, some with one mistake, and the plain loop that each must equal."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset, default_collate
+
+from elastic.samples import microbatch_seed, sample_of
+from pipelines.loop import Run, Step
+
+FOLDER = "LOOP_FOLDER"
+NUM_STEPS, NUM_MICROBATCHES, MICROBATCH = 24, 6, 4
+KILLED = (8, 16)
+"""At the first a worker dies in a forward pass, at the second one in a backward pass."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(2)
+        )
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(self.dropout(hidden))
+
+
+def made() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+    torch.manual_seed(3)
+    model = Net().double()
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
+        {"params": [p for p in model.parameters() if p.ndim <= 1]},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 12)
+    data = TensorDataset(torch.randn(100, 8).double(), torch.arange(100) % 3)
+    loader = DataLoader(data, batch_size=MICROBATCH, shuffle=True)
+    return model, optimizer, scheduler, loader
+
+
+def train(run: Run) -> None:
+    """Dies twice, and writes down which steps it was handed."""
+    model, optimizer, scheduler, loader = made()
+    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
+    handed: list[int] = []
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        handed.append(step.number)
+        with step:
+            for number, (points, labels) in enumerate(step.batches()):
+                if step.number == KILLED[0] and number == 1:
+                    _die_once(step, "forward")
+                loss = nn.functional.cross_entropy(model(points), labels)
+                if step.number == KILLED[1] and number == 1:
+                    loss.register_hook(lambda gradient, step=step: _die_once(step, "backward"))
+                step.backward(loss)
+        _note(f"handed-{os.getpid()}", " ".join(map(str, handed)))
+
+
+def train_heedless(run: Run) -> None:
+    """Passes over whatever goes wrong inside of it, of others' deaths, too."""
+    model, optimizer, scheduler, loader = made()
+    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            try:
+                for points, labels in step.batches():
+                    if step.number == KILLED[0]:
+                        _die_once(step, "forward")
+                    step.backward(nn.functional.cross_entropy(model(points), labels))
+            except Exception:
+                pass
+
+
+def train_with_a_mistake(run: Run) -> None:
+    """Raises at one step."""
+    model, *_ = run.prepare(*made())
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for points, labels in step.batches():
+                loss = nn.functional.cross_entropy(model(points), labels)
+                if step.number == KILLED[0]:
+                    raise ValueError("the script's own mistake")
+                step.backward(loss)
+
+
+def plain(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Any,
+    loader: DataLoader[Any],
+    num_steps: int,
+    num_microbatches: int,
+    criterion: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
+) -> Iterator[float]:
+    """The loss of each step, on one process; a step's buffers are the mean of those that its
+    microbatches make of the last step's."""
+    data = loader.dataset
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        summed = {name: torch.zeros_like(b, dtype=torch.float64) for name, b in kept.items()}
+        total = 0.0
+        for microbatch in range(num_microbatches):
+            for name, buffer in model.named_buffers():
+                buffer.copy_(kept[name])
+            torch.manual_seed(microbatch_seed(0, step, microbatch))
+            first = ((step - 1) * num_microbatches + microbatch) * loader.batch_size
+            ids = range(first, first + loader.batch_size)
+            samples = [data[sample_of(0, one, len(data))] for one in ids]
+            points, labels = default_collate(samples)
+            points = points.to(next(model.parameters()).dtype)
+            loss = criterion(model(points), labels) / num_microbatches
+            loss.backward()
+            total += loss.item()
+            for name, buffer in model.named_buffers():
+                summed[name] += buffer / num_microbatches
+        for name, buffer in model.named_buffers():
+            value = summed[name]
+            buffer.copy_(value if buffer.is_floating_point() else value.round())
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        yield total
+
+
+def _die_once(step: Step, moment: str) -> None:
+    """One worker does, of those that are not the first."""
+    folder = os.environ.get(FOLDER)
+    if folder is None or step.is_first_worker:
+        return
+    try:
+        (Path(folder) / moment).touch(exist_ok=False)
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _note(name: str, text: str) -> None:
+    folder = os.environ.get(FOLDER)
+    if folder is not None:
+        (Path(folder) / name).write_text(text)

@@ -1,0 +1,97 @@
+"""Scripts converted to loops of a run: few lines change, and what is computed does not."""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checks import assert_nothing_redone
+from harness import run_plainly
+from loops import plain
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from actors.faults import Fault
+from elastic.events import LayoutRequested
+from elastic.planning import Wish
+from pipelines.loop.script import script_of
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+CONVERTED = {"accelerate": "main", "torch_trainer": "train_func"}
+MOST_CHANGED_LINES = 14
+
+
+def changed_lines(before: str, after: str) -> int:
+    """Lines that are other ones, gone or new; moved to the right is another one."""
+    old, new = before.splitlines(), after.splitlines()
+    changes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
+    return sum(max(b - a, d - c) for kind, a, b, c, d in changes if kind != "equal")
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_few_lines_are_changed(name: str) -> None:
+    before, after = (EXAMPLES / f"{name}_{which}.py" for which in ("before", "after"))
+    assert 0 < changed_lines(before.read_text(), after.read_text()) <= MOST_CHANGED_LINES
+
+
+class Recorder:
+    """A run without steps: what a script prepares with is taken as it is."""
+
+    def __init__(self) -> None:
+        self.objects: list[Any] = []
+
+    def prepare(self, *objects: Any) -> Any:
+        self.objects += objects
+        return objects if len(objects) > 1 else objects[0]
+
+    def steps(self, num_steps: int, microbatches: int) -> Iterator[None]:
+        self.num_steps, self.num_microbatches = num_steps, microbatches
+        return iter(())
+
+
+def plain_losses(script: Any) -> list[float]:
+    script(recorder := Recorder())
+
+    def prepared(kind: type) -> Any:
+        return next((one for one in recorder.objects if isinstance(one, kind)), None)
+
+    return list(
+        plain(
+            prepared(nn.Module).double(),
+            prepared(Optimizer),
+            prepared(LRScheduler),
+            prepared(DataLoader),
+            recorder.num_steps,
+            recorder.num_microbatches,
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CONVERTED)
+def test_a_converted_script_is_killed_twice_and_resized(name: str, tmp_path: Path) -> None:
+    file, function = EXAMPLES / f"{name}_after.py", CONVERTED[name]
+    script = runpy.run_path(str(file))[function]
+    settings = script_of(script).settings.model_copy(update={"dtype": "float64"})
+    run = run_plainly(
+        tmp_path,
+        settings,
+        4,
+        recipe=f"{file}:{function}",
+        layout="dp=4",
+        faults=(Fault("kill", "w1", 8, "compute"), Fault("kill", "w3", 16, "vote")),
+        due=((22, LayoutRequested("shards", Wish.parse("fsdp=2"))),),
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    expected = plain_losses(script)
+    assert list(run.losses().values()) == pytest.approx(expected, rel=1e-9)
+    assert_nothing_redone(run)
+    assert len(run.told("WorkerLost")) == 2
+    assert "fsdp=2" in run.told("Resume")[-1]["layout"]
+    assert expected[-1] < 0.7 * expected[0], "it learns"

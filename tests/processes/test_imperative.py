@@ -1,0 +1,74 @@
+"""Loops of the user's own: handed the same step again after a death, equal to the plain loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import loops
+import pytest
+from checks import assert_nothing_redone, survivors_keep_their_processes
+from harness import Outcome, run_plainly
+
+from elastic.events import LayoutRequested
+from elastic.planning import Wish
+from pipelines.loop.script import script_of
+
+SCRIPTS = f"{loops.__file__}:"
+
+
+def run_loop(folder: Path, name: str = "train", workers: int = 3, **asked: object) -> Outcome:
+    (marks := folder / "marks").mkdir()
+    settings = script_of(getattr(loops, name)).settings
+    environment = {loops.FOLDER: str(marks)}
+    return run_plainly(
+        folder, settings, workers, recipe=SCRIPTS + name, environment=environment, **asked
+    )
+
+
+@cache
+def plain_losses() -> dict[int, float]:
+    losses = loops.plain(*loops.made(), loops.NUM_STEPS, loops.NUM_MICROBATCHES)
+    return dict(enumerate(losses, start=1))
+
+
+def test_deaths_within_the_body_and_another_layout_change_nothing(tmp_path: Path) -> None:
+    """Whoever lives is handed the step again, by the same call of the same function."""
+    due = ((19, LayoutRequested("shards", Wish.parse("fsdp=2"))),)
+    run = run_loop(tmp_path, layout="dp=4", workers=4, due=due)
+    assert run.stopped.outcome == "completed", run.stopped
+    assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
+    assert_nothing_redone(run)
+    assert len(run.told("WorkerLost")) == 2
+    survivors_keep_their_processes(run, {"w0"})
+    [pid] = [line["pid"] for line in run.told("WorkerReady") if line["worker"] == "w0"]
+    handed = (tmp_path / "marks" / f"handed-{pid}").read_text().split()
+    steps = [int(step) for step in handed]
+    assert sorted(set(steps)) == list(range(1, loops.NUM_STEPS + 1))
+    assert [steps.count(step) for step in loops.KILLED] == [2, 2]
+
+
+@pytest.mark.slow
+def test_who_passes_over_the_failure_commits_nothing_of_it(tmp_path: Path) -> None:
+    run = run_loop(tmp_path, "train_heedless", layout="dp=2,fsdp=2", workers=4)
+    assert run.stopped.outcome == "completed", run.stopped
+    assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
+    assert_nothing_redone(run)
+    assert len(run.told("WorkerLost")) == 1
+
+
+@pytest.mark.slow
+def test_the_scripts_own_exception_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    run = run_loop(tmp_path, "train_with_a_mistake", workers=2)
+    assert run.stopped.outcome == "failed"
+    assert "ValueError: the script's own mistake" in run.stopped.reason
+    assert 'raise ValueError("the script' in run.stopped.traceback
+    assert len(run.metrics) == loops.KILLED[0] - 1
+
+
+def test_what_is_declared_is_what_the_loop_asks_for() -> None:
+    settings = script_of(loops.train).settings
+    assert (settings.batch, settings.microbatch, settings.steps) == (24, 4, 24)
+    assert settings.dtype == "float64"
+    assert replace(script_of(loops.train)).function is loops.train

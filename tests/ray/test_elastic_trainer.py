@@ -1,0 +1,101 @@
+"""`ElasticTrainer` as a user's script has it: one script, on one real Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import PATIENCE_S, ROOT, assert_nothing_is_left, ray_folder, read
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+@dataclass
+class Script:
+    """What the script has printed, and where its runs are."""
+
+    seen: dict[str, Any]
+    shown: str
+    storage: Path
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    storage = tmp_path_factory.mktemp("runs")
+    with ray_folder() as folder:
+        ended = subprocess.run(
+            [sys.executable, str(Path(__file__).with_name("user_script.py")), str(storage)],
+            capture_output=True,
+            text=True,
+            timeout=2 * PATIENCE_S,
+            check=False,
+            env={**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": folder},
+            cwd=ROOT,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert_nothing_is_left(folder)
+        *shown, last = ended.stdout.splitlines()
+        yield Script(json.loads(last), "\n".join(shown), storage)
+
+
+def test_a_run_survives_a_kill_and_ends_with_a_result(script: Script) -> None:
+    shown = script.seen["fits"]["shown"]
+    assert shown["steps"] == list(range(1, 9)) and len(shown["losses"]) == 8
+    assert len(shown["generations"]) >= 2, "nobody was killed"
+    assert (shown["metrics"]["step"], shown["error"]) == (8, None)
+    assert shown["path"] == str(script.storage / "mine")
+    assert Path(shown["checkpoint"]).is_relative_to(script.storage / "mine" / "checkpoints")
+    assert "step-00000008" in shown["checkpoint"]
+    recipe = json.loads((script.storage / "mine" / "recipe.json").read_text())
+    assert recipe["recipe"] == "__main__:small" and recipe["settings"]["seed"] == 11
+
+
+def test_it_is_shown_unless_it_shall_not_be(script: Script) -> None:
+    assert f"run mine: {script.storage / 'mine'}" in script.shown and "w1 lost" in script.shown
+    assert "run broken" not in script.shown and script.shown.count("completed at step") == 1
+
+
+def test_what_breaks_in_the_users_code_is_raised_with_its_traceback(script: Script) -> None:
+    failure = script.seen["fits"]["failure"]
+    assert failure.startswith("run 'broken' has failed at step 2") and "Traceback" in failure
+
+
+def test_the_same_name_resumes_it_beside_the_script(script: Script) -> None:
+    seen = script.seen["handles"]
+    assert seen["relayout"].startswith("run mine: dp=2 -> fsdp=2 at step ")
+    assert "needs 3 workers" in seen["refusal"] and "\n" not in seen["refusal"]
+    assert seen["timeout"] == "run 'mine' has not ended within 0.1 s"
+    assert (seen["status"]["phase"], seen["status"]["layout"]) == ("training", "fsdp=2")
+    assert seen["representation"].startswith("<run mine: training · ")
+    stopped, before = seen["stopped"], script.seen["fits"]["shown"]
+    assert stopped["losses"][:8] == before["losses"] and not math.isnan(stopped["losses"][8])
+    assert stopped["steps"] == list(range(1, stopped["metrics"]["step"] + 1))
+    assert f"step-{stopped['metrics']['step']:08d}" in stopped["checkpoint"]
+    assert {"layout", "checkpoint", "stopped"} <= set(seen["events"])
+
+
+def test_two_trials_on_one_cluster(script: Script) -> None:
+    seen = script.seen["trials"]
+    assert not seen["errors"] and len(seen["trials"]) == 2
+    runs = [Path(trial["run"]) for trial in seen["trials"]]
+    assert len(set(runs)) == 2 and seen["best"] in map(str, runs)
+    for trial, run in zip(seen["trials"], runs, strict=True):
+        assert trial["step"] == 6 and trial["training_iteration"] == 3
+        recipe = json.loads((run / "recipe.json").read_text())
+        assert recipe["settings"]["optimizer"]["lr"] == trial["config"]["optimizer.lr"]
+        [stopped] = [x for x in read(run / "journal.jsonl") if x.get("command") == "Stopped"]
+        assert stopped["outcome"] == "interrupted" and stopped["step"] >= 6
+        assert any((run / "checkpoints").glob(f"step-{stopped['step']:08d}-*/manifest.json"))
+
+
+def test_ray_is_as_it_was(script: Script) -> None:
+    assert script.seen["ray_is_kept"]
+    assert not script.seen["left"]

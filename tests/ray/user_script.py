@@ -1,0 +1,121 @@
+"""What a user's script does with the Python API, on a Ray that it has itself; prints what it saw.
+
+python user_script.py STORAGE
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from typing import Any
+
+import ray
+from ray import tune
+from ray.train import Result, RunConfig, ScalingConfig, TrainingFailedError
+
+from pipelines.api import ElasticTrainer, UserError
+from pipelines.recipes import tiny
+
+NUM_CPUS = 4
+ENDLESS = 100_000
+PATIENCE_S = 120.0
+
+
+def small():
+    """Another number than the recipe's, to be found again."""
+    return tiny().model_copy(update={"dtype": "float64", "seed": 11})
+
+
+def trainer(storage: str, name: str, workers: Any, **arguments: Any) -> ElasticTrainer:
+    where = RunConfig(name=name, storage_path=storage)
+    how_many = ScalingConfig(num_workers=workers)
+    options = {"data": "random", "verbose": 0, **arguments}
+    return ElasticTrainer(small, scaling_config=how_many, run_config=where, **options)
+
+
+def told(result: Result) -> dict[str, Any]:
+    with result.checkpoint.as_directory() as folder:
+        checkpoint = folder
+    table = result.metrics_dataframe
+    return {
+        "metrics": result.metrics,
+        "steps": table["step"].tolist(),
+        "losses": table["loss"].tolist(),
+        "generations": sorted(set(table["generation"].tolist())),
+        "checkpoint": checkpoint,
+        "path": result.path,
+        "error": result.error,
+    }
+
+
+def fits(storage: str) -> dict[str, Any]:
+    """One is shown, and a worker of it killed; one breaks."""
+    fault = ["kill worker 1 at step 4"]
+    shown = trainer(storage, "mine", (1, 2), steps=8, inject=fault, verbose=1).fit()
+    try:
+        trainer(storage, "broken", 1, steps=8, inject=["raise in worker 0 at step 3"]).fit()
+    except TrainingFailedError as error:
+        return {"shown": told(shown), "failure": str(error)}
+    raise AssertionError("it should have failed")
+
+
+def handles(storage: str) -> dict[str, Any]:
+    """The same run resumed, beside the script: looked at, changed, refused, stopped."""
+    seen: dict[str, Any] = {}
+    with trainer(storage, "mine", 2, steps=ENDLESS, layout="dp=2").start() as run:
+        wait_for(run, 10)
+        seen["relayout"] = run.relayout("fsdp=2")
+        try:
+            run.relayout("fsdp=3")
+        except UserError as error:
+            seen["refusal"] = str(error)
+        try:
+            run.result(timeout_s=0.1)
+        except TimeoutError as error:
+            seen["timeout"] = str(error)
+        step = len(run.metrics)
+        wait_for(run, step + 2)
+        seen["status"] = run.status
+        seen["representation"] = repr(run)
+        seen["stopped"] = told(run.stop())
+        seen["events"] = run.events["kind"].tolist()
+    return seen
+
+
+def wait_for(run: Any, step: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(run.metrics) < step:
+        assert time.monotonic() < deadline and not run.is_over, repr(run)
+        time.sleep(0.1)
+
+
+def trials(storage: str) -> dict[str, Any]:
+    """Two at once, each ended by Tune long before its own end."""
+    trainable = trainer(storage, "unused", 1, steps=ENDLESS).as_trainable(report_every=2)
+    grid = tune.Tuner(
+        trainable,
+        param_space={"optimizer.lr": tune.grid_search([1e-3, 1e-2])},
+        tune_config=tune.TuneConfig(metric="loss", mode="min"),
+        run_config=tune.RunConfig(name="search", storage_path=f"{storage}/tune", stop={"step": 6}),
+    ).fit()
+    return {
+        "errors": [str(error) for error in grid.errors],
+        "trials": [result.metrics for result in grid],
+        "best": grid.get_best_result().metrics["run"],
+    }
+
+
+def main() -> None:
+    storage = sys.argv[1]
+    ray.init(num_cpus=NUM_CPUS, include_dashboard=False, namespace="mine")
+    before = signal.getsignal(signal.SIGTERM)
+    seen = {"fits": fits(storage), "handles": handles(storage), "trials": trials(storage)}
+    kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before
+    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+    print(json.dumps(seen | {"ray_is_kept": kept, "left": left}, default=str))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""A loop of the user's own: what it is handed, what is said when it does otherwise, and what it
+may prepare."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from pipelines.loop import Run, Step
+from pipelines.loop.errors import LoopMisused
+from pipelines.loop.loop import Loop
+from pipelines.loop.script import script_of
+from pipelines.loop.stepping import AsPrepared
+
+
+class One(NamedTuple):
+    value: Any
+    num_samples: int
+
+
+class Given:
+    """Microbatches from a list; notes of how many losses each was."""
+
+    def __init__(self, *microbatches: One) -> None:
+        self.microbatches = list(microbatches)
+        self.num_microbatches = len(microbatches)
+        self.counts: list[float] = []
+
+    def next(self) -> One:
+        return self.microbatches.pop(0)
+
+    def forwarded(self, count: Tensor) -> None:
+        self.counts.append(float(count))
+
+
+def data() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.randn(10, 2)), batch_size=2, shuffle=True)
+
+
+def declare(run: Run) -> Any:
+    model = nn.Linear(2, 1)
+    return run.prepare(model, SGD(model.parameters(), lr=0.5), data())
+
+
+def a_step(number: int = 1) -> Step:
+    points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    return Step(number, Given(One(points, 2), One(points, 0)), is_first_worker=True)
+
+
+MODULE = nn.Linear(2, 1)
+
+
+def test_a_step_is_what_its_body_made_of_it() -> None:
+    """Means become sums; what only keeps pace counts for nothing, and has no gradient."""
+    weight = torch.ones(2, requires_grad=True)
+
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    step.backward((points @ weight).mean())
+
+    loop = Loop(script, 0)
+    sums = loop.take(a_step(), MODULE)
+    assert [(float(one.loss), int(one.num_tokens)) for one in sums] == [(10.0, 2), (0.0, 0)]
+    assert weight.grad is not None and weight.grad.tolist() == [4.0, 6.0]
+
+
+def test_what_stands_after_the_block_knows_whether_the_step_counts() -> None:
+    seen = []
+
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+            seen.append((step.number, step.committed))
+
+    loop = Loop(script, 0)
+    for number in (1, 2, 2, 3):
+        loop.take(a_step(number), MODULE)
+    assert seen == [(1, True), (2, False), (2, True)]
+
+
+def left_unread(step: Step) -> None:
+    for _ in step.batches():
+        break
+
+
+def no_backward(step: Step) -> None:
+    for _ in step.batches():
+        pass
+
+
+def backward_twice(step: Step) -> None:
+    for points in step.batches():
+        loss = points.sum() * torch.ones((), requires_grad=True)
+        step.backward(loss)
+        step.backward(loss)
+
+
+def no_scalar(step: Step) -> None:
+    for points in step.batches():
+        step.backward(points)
+
+
+def passed_over(step: Step) -> None:
+    try:
+        for _ in step.batches():
+            raise ValueError("mine")
+    except ValueError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (left_unread, "a microbatch got no `step.backward"),
+        (no_backward, "a microbatch got no `step.backward"),
+        (backward_twice, "comes once after each"),
+        (no_scalar, "give its mean, one number"),
+        (passed_over, "a microbatch got no `step.backward"),
+        (lambda step: None, "2 of this worker's 2 microbatches were left unread"),
+    ],
+)
+def test_a_body_that_does_otherwise_is_told_so(body: Callable[[Step], None], told: str) -> None:
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                body(step)
+
+    loop = Loop(script, 0)
+    for number in (7, 7):  # it is handed the step again
+        with pytest.raises(LoopMisused, match=told) as raised:
+            loop.take(a_step(number), MODULE)
+        assert "step 7" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_script_that_leaves_its_loop_is_told_so() -> None:
+    def never_entered(run: Run) -> None:
+        declare(run)
+        for _ in run.steps(3):
+            pass
+
+    def ends(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+            break
+
+    with pytest.raises(LoopMisused, match="write `with step:`"):
+        Loop(never_entered, 0).take(a_step(), MODULE)
+    loop = Loop(ends, 0)
+    assert len(loop.take(a_step(), MODULE)) == 2
+    with pytest.raises(LoopMisused, match="step 2: the loop was left"):
+        loop.take(a_step(2), MODULE)
+    with pytest.raises(LoopMisused, match=r"run\.steps\(num_steps\)"):
+        script_of(declare)
+
+
+def test_what_the_script_raises_comes_out_where_the_step_was_asked_for() -> None:
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                raise KeyError("mine")
+
+    def exits(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                raise SystemExit(3)
+
+    with pytest.raises(KeyError, match="mine"):
+        Loop(script, 0).take(a_step(), MODULE)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        Loop(exits, 0).take(a_step(), MODULE)
+
+
+def test_a_script_that_is_stuck_is_left_and_begun_anew() -> None:
+    """It computes for another thread then; who was stuck ends when he comes back."""
+    go, begun, ended = threading.Event(), [], []
+
+    def script(run: Run) -> None:
+        number = len(begun)
+        begun.append(number)
+        declare(run)
+        try:
+            for step in run.steps(3):
+                with step:
+                    if number == 0:
+                        go.wait()
+                    for points in step.batches():
+                        step.backward(points.sum() * torch.ones((), requires_grad=True))
+        finally:
+            ended.append(number)
+
+    loop = Loop(script, 0)
+    left = threading.Thread(target=lambda: loop.take(a_step(), MODULE), daemon=True)
+    left.start()
+    while not loop.is_busy:
+        time.sleep(0.001)
+    assert len(loop.take(a_step(), MODULE)) == 2
+    assert begun == [0, 1]
+    go.set()
+    left.join(10)
+    deadline = time.monotonic() + 10
+    while ended != [0] and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert ended == [0]
+
+
+def stepped(optimizer: torch.optim.Optimizer, schedule: Any, weight: Tensor) -> list[float]:
+    values = []
+    for _ in range(4):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        if schedule:
+            schedule.step()
+        values.append(float(weight.detach().sum()))
+    return values
+
+
+@pytest.mark.parametrize("kind", [SGD, Adam, torch.optim.AdamW, torch.optim.RMSprop])
+def test_an_optimizer_and_its_schedule_step_shards_as_they_would_the_whole(kind: Any) -> None:
+    model = nn.Linear(2, 1, bias=False)
+    optimizer = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
+    scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 3)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    ours = AsPrepared(optimizer, scheduler, names, None)
+    shard = model.weight.detach().clone()
+    made = ours.build([("weight", shard)])
+    first_lr = made.param_groups[0]["lr"]
+    seen = []
+    for step in range(1, 5):
+        shard.grad = torch.ones_like(shard)
+        made.param_groups[0]["lr"] = first_lr * ours.rate(step)
+        made.step()
+        seen.append(float(shard.sum()))
+    plain = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
+    again = LambdaLR(plain, lambda step: (step + 1) / 3)
+    assert seen == pytest.approx(stepped(plain, again, model.weight), rel=1e-6)
+    assert ours.rate(2) == pytest.approx(2 / 3), "what is past is asked for again"
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+MODEL = nn.Linear(2, 1)
+OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("objects", "told"),
+    [
+        ((3,), "int; it takes a model"),
+        ((ReduceLROnPlateau(OPTIMIZER),), "needs no metric"),
+        ((MODEL, nn.Linear(1, 1)), "a second model"),
+        ((DataLoader(Stream()),), "no map-style"),
+        ((DataLoader(TensorDataset(torch.ones(4))),), "say shuffle=True"),
+        ((MODEL,), "the optimizer and the loader"),
+        ((MODEL, SGD(nn.Linear(1, 1).parameters()), data()), "none of the model's"),
+        ((MODEL, SGD([MODEL.bias]), data()), "has no parameter weight"),
+        ((MODEL, OPTIMIZER, data(), LambdaLR(SGD([MODEL.bias]), float)), "another optimizer"),
+    ],
+)
+def test_what_cannot_follow_a_run_is_refused_in_a_line(objects: tuple[Any], told: str) -> None:
+    def script(run: Run) -> None:
+        run.prepare(*objects)
+        run.steps(3)
+
+    with pytest.raises(LoopMisused, match=told) as raised:
+        script_of(script)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_schedule_of_momentum_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=9)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with pytest.raises(LoopMisused, match="momentum"):
+        AsPrepared(optimizer, scheduler, names, None).rate(5)
+
+
+def test_the_prepared_model_has_its_parameters_until_the_loop_begins() -> None:
+    said: list[str] = []
+
+    def script(run: Run) -> None:
+        model = run.prepare(nn.Linear(2, 1))
+        assert len(list(model.parameters())) == 2 and model.in_features == 2
+        optimizer = run.prepare(SGD(model.parameters(), lr=0.5))
+        loader = run.prepare(data())
+        assert len(loader) == 5
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    for call in (model.state_dict, model.parameters, model.eval):
+                        with pytest.raises(LoopMisused) as raised:
+                            list(call())
+                        said.append(str(raised.value))
+                    step.backward(model(points).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            with pytest.raises(LoopMisused, match="outside of `with step:`"):
+                model(torch.ones(1, 2))
+
+    loop = Loop(script, 0)
+    module = nn.Linear(2, 1)
+    loop.take(a_step(), module)
+    loop.take(a_step(2), module)
+    assert module.weight.grad is not None
+    assert len(set(said)) == 3 and "run.evaluation" in said[2]
