@@ -1,7 +1,5 @@
 """A convolutional net of one's own: elastic train examples/own_model.py:recipe --workers 2"""
 
-from itertools import pairwise
-
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -32,10 +30,9 @@ class Stripes(Dataset):
 class Net(nn.Module):
     def __init__(self, width=16):
         super().__init__()
-        sizes = [1, width, 2 * width, 4 * width]
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Conv2d(i, o, 3, stride=2, padding=1), nn.BatchNorm2d(o), nn.ReLU())
-            for i, o in pairwise(sizes)
+            for i, o in ((1, width), (width, 2 * width), (2 * width, 4 * width))
         )
         self.head = nn.Linear(4 * width, NUM_CLASSES)
 

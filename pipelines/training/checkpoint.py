@@ -41,6 +41,17 @@ class Checkpoint:
             for name, piece in file.pieces.items():
                 self._pieces.setdefault(name, []).append((file, piece))
 
+    def wholes(self) -> dict[str, Region]:
+        """All of each tensor, as far as its pieces reach."""
+        wholes = {}
+        for name, pieces in self._pieces.items():
+            ends = [
+                [first + length for first, length in zip(r.offsets, r.shape, strict=True)]
+                for r in (piece.region for _, piece in pieces)
+            ]
+            wholes[name] = Region.whole(tuple(map(max, zip(*ends, strict=True))))
+        return wholes
+
     def read(self, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
         """Regions, whatever layout wrote them: of each file only the blocks that overlap, and each
         checked. Raises `UserError` if it is a checkpoint of something else."""

@@ -41,28 +41,36 @@ class MovingBuffers:
         """Before the passes of a step."""
         names = list(self.kept) if self.moving is None else self.moving
         self._num_passes = torch.zeros((), dtype=torch.float64)
-        self._sums = {name: torch.zeros_like(self.kept[name]).double() for name in names}
+        self._copies: dict[str, Tensor] = {}
         self._changed = dict.fromkeys(names, False)
+        flat = [torch.zeros(0, dtype=torch.float64), *(self.kept[name].flatten() for name in names)]
+        self._sums = torch.zeros_like(torch.cat([one.to(flat[-1].device) for one in flat]))
         self._reduced: dict[str, Tensor] = {}
 
     def begin_pass(self) -> None:
         """Before the forward pass of a microbatch: it changes copies."""
-        self._copies = {name: self.kept[name].clone() for name in self._sums}
-        self._give(self._copies)
+        if not self._copies:
+            self._copies = {name: self.kept[name].clone() for name in self._changed}
+            self._give(self._copies)
+            return
+        torch._foreach_copy_(list(self._copies.values()), [self.kept[n] for n in self._copies])
+        self._give({n: c for n, c in self._copies.items() if getattr(*self.places[n]) is not c})
 
     @torch.no_grad()
     def end_pass(self, num_tokens: Tensor) -> None:
         """After the forward pass of a microbatch with so many tokens: without any, it counts
         nothing."""
+        if not self._copies:
+            return
         counts = num_tokens > 0
-        for name, copy in self._copies.items():
-            made = getattr(*self.places[name])
-            self._sums[name] += torch.where(counts, made.double(), 0.0)
+        made = {name: getattr(*self.places[name]) for name in self._copies}
+        flat = torch.cat([self._sums[:0], *(one.flatten() for one in made.values())])
+        self._sums += torch.where(counts, flat, 0.0)
+        self._num_passes = self._num_passes.to(counts.device) + counts
+        for name, copy in self._copies.items() if self.moving is None else ():
             # By value: BatchNorm writes past the counter of versions that autograd has.
-            if self.moving is None and not self._changed[name]:
-                self._changed[name] = made is not copy or not torch.equal(made, self.kept[name])
-        if self._sums:
-            self._num_passes = self._num_passes.to(counts.device) + counts
+            changed = made[name] is not copy or not torch.equal(made[name], self.kept[name])
+            self._changed[name] = self._changed[name] or changed
 
     @torch.no_grad()
     def reduce(self, ranks: ProcessGroup) -> None:
@@ -76,8 +84,10 @@ class MovingBuffers:
             self.moving = [n for n, one in zip(self._changed, told.tolist(), strict=True) if one]
         if not self.moving:
             return
-        parts = [self._num_passes, *(self._sums[name] for name in self.moving)]
-        flat = torch.cat([part.flatten() for part in parts])
+        split = self._sums.split([self.kept[name].numel() for name in self._changed])
+        sums_of = dict(zip(self._changed, split, strict=True))
+        parts = [self._num_passes.view(1), *(sums_of[name] for name in self.moving)]
+        flat = torch.cat(parts)
         wait_for(ranks.allreduce([flat]))
         num_passes, *sums = flat.split([part.numel() for part in parts])
         self._reduced = {

@@ -30,7 +30,7 @@ class Images:
 
 
 class Net(nn.Module):
-    """With values of its own, BatchNorm's buffers, one that is no state, and one never trained."""
+    """With BatchNorm, dropout, tied and frozen parameters, and a buffer that is no state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class Net(nn.Module):
             nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.Dropout(0.1))
             for i, o in sizes
         )
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.up, self.down, self.twin = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.twin.weight = self.down.weight
         self.head = nn.Linear(6, 3)
         self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, 3), persistent=False)
@@ -48,7 +49,9 @@ class Net(nn.Module):
         for layer in self.layers:
             image = layer(image).relu()
         found = image.mean((2, 3))
-        return self.head(found + self.down(self.up(found).relu())) * self.scale + self.frozen
+        wide = self.up(found)
+        found = found + self.down(wide.relu()) + self.twin(wide)
+        return self.head(found) * self.scale + self.frozen
 
 
 def loss(model, batch):
@@ -81,7 +84,7 @@ def recipe() -> Recipe:
         schedule=schedule,
         max_grad_norm=MAX_NORM,
         held_out=Images,
-        plan={"up": "colwise", "down": "rowwise"},
+        plan={"up": "colwise", "down": "rowwise", "twin": "rowwise"},
     )
 
 
@@ -126,7 +129,9 @@ def plainly(seed_of) -> tuple[list[float], dict[int, float], dict[str, torch.Ten
                 held_out = [data[one] for one in range(SETTINGS.eval_samples)]
                 evaluated[step] = mean_loss(net, held_out).item()
             net.train()
-    return losses, evaluated, net.state_dict()
+    state = net.state_dict()
+    del state["twin.weight"]
+    return losses, evaluated, state
 
 
 def mean_loss(net, batch):

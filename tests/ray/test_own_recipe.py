@@ -11,6 +11,7 @@ from command_line import ROOT, elastic_train
 from elastic.samples import sample_of
 from pipelines.recipe import Recipe
 from pipelines.recipes import load
+from pipelines.weights import weights_of
 
 EXAMPLE = f"{ROOT}/examples/own_model.py:recipe"
 NUM_STEPS = 40
@@ -34,9 +35,12 @@ def test_the_example_is_killed_twice_and_resized_and_equals_a_plain_loop(tmp_pat
     assert losses == pytest.approx(plain_losses(load(EXAMPLE)), rel=1e-9)
     assert len({line["world_size"] for line in metrics}) > 1
     assert evaluated[-1] < evaluated[0], "it learns"
+    weights = weights_of(tmp_path / "run")
+    assert load(EXAMPLE).model().load_state_dict(weights), "strictly"
 
 
 def plain_losses(recipe: Recipe) -> list[float]:
+    torch.set_num_threads(1)  # two that wait for each other on a busy machine take much longer
     settings, data = recipe.settings, recipe.data()
     torch.manual_seed(settings.seed)
     model = recipe.model().double()

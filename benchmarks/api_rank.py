@@ -1,0 +1,96 @@
+"""One process of the benchmark of forms: each and the bare loop train side by side, in turns."""
+
+from __future__ import annotations
+
+import gc
+import json
+import runpy
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from layouts_rank import NUM_COMPARED, TIMEOUT, block, ours
+from torch.utils.data import DataLoader
+
+from actors.meshes import form_groups
+from actors.system import keep_freed_memory
+from elastic.assignment import Assignment
+from elastic.layout import Layout
+from pipelines.loop import Run
+from pipelines.program import TrainingProgram
+from pipelines.recipes import load
+
+OWN_MODEL = Path(__file__).parents[1] / "examples" / "own_model.py"
+FORMS = ("recipe", "imperative")
+
+
+def run_rank(
+    world_rank: int,
+    num_ranks: int,
+    num_blocks: int,
+    num_steps: int,
+    batch: int,
+    microbatch: int,
+    folder: Path,
+) -> None:
+    """The first of the processes writes `told.json`: for each form the seconds that a step of it
+    and one of the bare loop took, in blocks side by side, and the losses of the first steps."""
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as the product's workers do; the bare loop has it too
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    options = {"world_size": num_ranks, "rank": world_rank, "timeout": TIMEOUT}
+    dist.init_process_group("gloo", store=store, **options)
+    own_model = SimpleNamespace(**runpy.run_path(str(OWN_MODEL)))
+    sides = sides_of(own_model, num_ranks, world_rank, batch, microbatch)
+    losses = {
+        name: [step_of(step) for step in range(1, NUM_COMPARED + 1)]
+        for name, step_of in sides.items()
+    }
+    gc.collect()
+    gc.freeze()
+    step, times_s = NUM_COMPARED, []
+    for number in range(num_blocks):
+        turn = number % len(sides)
+        names = [*list(sides)[turn:], *list(sides)[:turn]]
+        times_s.append({name: block(sides[name], step, num_steps) for name in names})
+        step += num_steps
+    if world_rank == 0:
+        (folder / "told.json").write_text(json.dumps({"times_s": times_s, "losses": losses}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def sides_of(
+    own_model: Any, num_ranks: int, world_rank: int, batch: int, microbatch: int
+) -> dict[str, Callable[[int], float]]:
+    def train(run: Run) -> None:
+        torch.manual_seed(0)
+        model = own_model.Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: min(1.0, (step + 1) / 10)
+        )
+        loader = DataLoader(own_model.Stripes(2048), microbatch, shuffle=True)
+        model, *_ = run.prepare(model, optimizer, scheduler, loader)
+        for step in run.steps(10**6, microbatches=batch // microbatch):
+            with step:
+                for one in step.batches():
+                    step.backward(own_model.loss(model, one))
+
+    recipe = load(own_model.recipe)
+    changes = {"batch": batch, "microbatch": microbatch, "eval_every": 0}
+    settings = recipe.settings.model_copy(update=changes)
+    members = tuple(f"w{rank}" for rank in range(num_ranks))
+    assignment = Assignment(1, Layout(dp=num_ranks), members)
+    groups = form_groups(assignment, world_rank, torch.device("cpu"), TIMEOUT)
+    sides = {}
+    for name, given in zip(FORMS, (recipe, load(train)), strict=True):
+        program = TrainingProgram(settings.model_dump(mode="json"), device="cpu", recipe=given)
+        sides[name] = ours(program, groups)
+    bare = import_module("bare_own")
+    sides["bare"] = bare.make_step(own_model, batch // microbatch, microbatch)
+    return sides

@@ -1,0 +1,47 @@
+"""The net of examples/own_model.py in a bare loop: DistributedDataParallel, SGD, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
+
+from elastic.samples import sample_of
+
+
+def make_step(own_model: Any, num_microbatches: int, microbatch: int) -> Callable[[int], float]:
+    """A function that trains one step, from 1 on, and tells the mean loss over all ranks.
+
+    The samples are those that a run reads. A loop that logs its loss has to sum it over the ranks.
+    """
+    torch.manual_seed(0)
+    model = DistributedDataParallel(own_model.Net())
+    data = own_model.Stripes(2048)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    share = num_microbatches // dist.get_world_size()
+    first = dist.get_rank() * share
+
+    def step_of(step: int) -> float:
+        total = torch.zeros(())
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, step / 10)
+        optimizer.zero_grad()
+        for number in range(first, first + share):
+            begin = ((step - 1) * num_microbatches + number) * microbatch
+            ids = range(begin, begin + microbatch)
+            batch = default_collate([data[sample_of(0, one, len(data))] for one in ids])
+            is_last = number == first + share - 1
+            with nullcontext() if is_last else model.no_sync():
+                loss = own_model.loss(model, batch) / share
+                loss.backward()
+            total += loss.detach()
+        dist.all_reduce(total)
+        optimizer.step()
+        return float(total) / dist.get_world_size()
+
+    return step_of
