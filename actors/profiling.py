@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from actors.storage import Storage
+from actors.torch_private import all_threads
 
 FOLDER = "profiles"
 TRACE = ".json.gz"
@@ -34,9 +35,6 @@ class Profiling:
         self._worker = worker
         self._first, self._last = steps or (0, -1)
         self._trace: profile | None = None
-        self._thread = 0
-        """Which began it: no other can end it, as one that takes the place of a thread left
-        behind would try."""
         self._begun = self._newest = self._generation = self._begun_generation = 0
         self._writing: threading.Thread | None = None
 
@@ -57,7 +55,7 @@ class Profiling:
             self._keep()
             yield
             return
-        if self._trace is None or self._thread != threading.get_ident():
+        if self._trace is None:
             self._begin(step)
         self._newest = step
         with record_function(f"step {step}"):
@@ -68,18 +66,18 @@ class Profiling:
     def _begin(self, step: int) -> None:
         kinds = [ProfilerActivity.CPU]
         kinds += [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-        trace = profile(activities=kinds)
         try:
+            trace = profile(activities=kinds, experimental_config=all_threads())
             trace.start()
         except Exception as error:  # whatever it is, it must not end the run
             _complain(f"step {step} cannot be traced: {error}")
             return
-        self._trace, self._thread = trace, threading.get_ident()
+        self._trace = trace
         self._begun, self._begun_generation = step, self._generation
 
     def _keep(self) -> None:
         """End what is being recorded, if anything is, and have it written."""
-        if self._trace is None or self._thread != threading.get_ident():
+        if self._trace is None:
             return
         trace, self._trace = self._trace, None
         steps = f"{self._begun}-{self._newest}"

@@ -187,7 +187,7 @@ class ObjectStorage:
 
     def modified(self, name: str) -> float | None:
         info = self._system.get_file_info(f"{self._path}/{name}")
-        return info.mtime.timestamp() if info.mtime else None
+        return None if info.mtime_ns is None else float(info.mtime_ns) / 1e9
 
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
         with self._system.open_input_file(f"{self._path}/{name}") as file:

@@ -90,6 +90,12 @@ def exchanged_together(group: ProcessGroup, device: torch.device) -> Iterator[No
     group._end_coalescing(device).wait()
 
 
+def all_threads() -> Any:
+    """For torch.profiler, which would trace the calling thread alone: a user's own loop trains on
+    another, and who ends the trace may be another. There is no public way to ask for it."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
 def leave_aborts_to_us() -> None:
     """Keep NCCL's watchdog from ending a survivor's process; to be called before the first group.
 

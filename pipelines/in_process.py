@@ -78,6 +78,7 @@ def unhurried(run: Run) -> Run:
         form_timeout_s=FOR_EVER_S,
         relayout_timeout_s=FOR_EVER_S,
         save_timeout_s=FOR_EVER_S,
+        quiesce_deadline_s=FOR_EVER_S,
         snapshot_every=0,
         straggler_every=0,
     )

@@ -45,10 +45,12 @@ def test_files_are_whole_and_found_by_name(storage: Storage) -> None:
     assert storage.read("a/b/c", 20) == b""
     storage.write("a/b/c", b"new")
     assert (storage.read("a/b/c"), storage.size("a/b/c")) == (b"new", 3)
+    written_at = storage.modified("a/b/c")
+    assert written_at is not None and abs(time.time() - written_at) < 60.0
 
 
 def test_what_is_not_there(storage: Storage) -> None:
-    assert storage.size("none") is None
+    assert storage.size("none") is None and storage.modified("none") is None
     with pytest.raises(FileNotFoundError):
         storage.read("none")
     storage.remove("none")
