@@ -44,6 +44,13 @@ Faults = Annotated[
     list[str] | None,
     typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
 ]
+RecipeName = Annotated[
+    str,
+    typer.Argument(
+        help="tiny | tiny_moe | byte_lm | mlp | finetune | hf:FOLDER | file.py:function | "
+        "module:function"
+    ),
+]
 Data = Annotated[
     str | None,
     typer.Option(
@@ -80,10 +87,7 @@ def elastic() -> None:
 
 @app.command()
 def train(
-    recipe: Annotated[
-        str,
-        typer.Argument(help="tiny | tiny_moe | byte_lm | mlp | file.py:function | module:function"),
-    ],
+    recipe: RecipeName,
     run_name: Annotated[
         str | None, typer.Option(help="The run's name; the same name again resumes it.")
     ] = None,

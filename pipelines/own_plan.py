@@ -19,6 +19,8 @@ from pipelines.training.workload import Workload
 STATE_DIGEST, SOURCE = "state_digest", "source"
 BROUGHT = ("model", "data", "optimizer", "init_from")
 """Settings that mean nothing where the recipe has its own."""
+UNSAID = ("data", "optimizer")
+"""Of these what would mislead whoever reads `recipe.json`."""
 
 
 def refuse_brought(changes: list[str]) -> None:
@@ -43,10 +45,12 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
 
 
 def identity(recipe: Recipe | Script, program: TrainingProgram) -> dict[str, Any]:
-    """What `recipe.json` says of it: a digest of the names, shapes and dtypes of the state, and
-    one of the file that its loss, or its loop, stands in."""
+    """What `recipe.json` says of it: the settings that mean something, a digest of the names,
+    shapes and dtypes of the state, and one of the file that its loss, or loop, stands in."""
+    settings = program.settings.model_dump(mode="json")
     specs = [(spec.name, spec.shape, spec.dtype) for spec in program.specs()]
     return {
+        "settings": {key: value for key, value in settings.items() if key not in UNSAID},
         STATE_DIGEST: sha256(repr(specs).encode()).hexdigest(),
         SOURCE: _source_of(recipe),
     }

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from hashlib import sha256
 from math import prod
@@ -17,14 +17,13 @@ from actors.credentials import has_credentials, without_credentials
 from actors.listening import Network
 from actors.program import Factory
 from actors.ray_controller import Run
-from actors.sources import digest_of_program, digest_of_sources
+from actors.sources import digest_of_sources
 from actors.trainer import WorkerOptions
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
 from elastic.infeasible import Infeasible
 from elastic.planning import Capacity, Job, Wish, plan_layout
 from elastic.policy import Policy
-from elastic.specs import TensorSpec
 from pipelines.data import prepared_folder
 from pipelines.data.opening import RANDOM
 from pipelines.data.packing import prepare_chats
@@ -32,6 +31,7 @@ from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
+from pipelines.job import job_of
 from pipelines.loop.script import Script
 from pipelines.notify import check_url
 from pipelines.overrides import differing_maths, override
@@ -46,8 +46,7 @@ from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
 from pipelines.recipes import RecipeLike, load, name_of
 from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
-from pipelines.settings import SEVERAL_STAGES, TrainSettings
-from pipelines.training.spread import ALONE
+from pipelines.settings import TrainSettings
 
 RECIPE_FORMAT = 1
 
@@ -116,7 +115,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
     if own is not None:
         refuse_unfit_recipe(program.workload, settings)
-    job = _job(settings, program)
+    job = job_of(settings, program)
     _refuse_impossible_layout(policy, wish, job)
     recipe = _recipe(asked, policy, factory, program)
     recipe |= identity(own, program) if own is not None else {}
@@ -375,32 +374,3 @@ def store_recipe(plan: Plan) -> None:
 
 def _unwritable(folder: RunFolder, why: str | None) -> UserError:
     return UserError(f"--storage {folder.storage}: cannot be written ({why}); name one that can")
-
-
-def _num_bytes(specs: Iterable[TensorSpec]) -> int:
-    return sum(spec.num_bytes for spec in specs)
-
-
-def _job(settings: TrainSettings, program: TrainingProgram) -> Job:
-    specs, shape = program.specs(), program.workload.shape()
-    experts = [spec for spec in specs if spec.ep_dim is not None]
-    one_stage = None
-    if settings.schedule not in SEVERAL_STAGES:
-        one_stage = (
-            f"schedule={settings.schedule} knows one stage a rank; "
-            f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
-        )
-    return Job(
-        num_microbatches=settings.num_microbatches,
-        microbatch=settings.microbatch,
-        state_bytes=_num_bytes(specs),
-        param_bytes=_num_bytes(spec for spec in specs if spec.kind == "parameter"),
-        expert_state_bytes=_num_bytes(experts),
-        expert_param_bytes=_num_bytes(spec for spec in experts if spec.kind == "parameter"),
-        steps=settings.steps,
-        checkpoint_every=settings.checkpoint_steps,
-        limits=replace(shape.limits, one_stage=one_stage),
-        layer_costs=tuple(layer.cost for layer in shape.layers),
-        activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,
-        digest=digest_of_program(specs),
-    )

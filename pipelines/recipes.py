@@ -155,8 +155,10 @@ def _named(name: str) -> Callable[..., Any]:
 
 
 def with_own_model(recipe: Recipe) -> Recipe:
-    """The recipe, its settings saying that the model is its own."""
-    return replace(recipe, settings=recipe.settings.model_copy(update={"model": OWN_MODEL}))
+    """The recipe, its settings saying that the model is its own; what means nothing then is as by
+    default."""
+    update = {"model": OWN_MODEL, "data": DataSettings(), "optimizer": OptimizerSettings()}
+    return replace(recipe, settings=recipe.settings.model_copy(update=update))
 
 
 def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:

@@ -29,6 +29,8 @@ NO_CP = "the attention of a model of transformers wants whole sequences"
 NO_EP = "the experts of a model of transformers are not dealt out"
 BY_CHANCE = ("dropout", "pdrop", "jitter")
 """In the names of fields that make a pass depend on torch's own random numbers."""
+OTHER_HEADS = ("classifier", "summary")
+"""What such names begin with where they are of other heads than a language model's."""
 
 
 @dataclass(frozen=True)
@@ -108,17 +110,21 @@ def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
         if not any(name == one or name.startswith(f"{one}.") for one in experts)
     }
     kinds = _kinds(model, plan)
+    parameters = {_starred(name) for name, _ in model.named_parameters()}
     styles: dict[str, Style] = {}
     for name, told in plan.items():
         style = STYLES.get(told)
         wanted = {"vocabulary": nn.Embedding, "partial": nn.Module}.get(style or "", nn.Linear)
         unfit = [kind for kind in kinds[name] if not issubclass(kind, wanted)]
-        if told not in STYLES or (style == "logits" and name != head) or unfit:
+        elsewhere = style == "logits" and name != head
+        if told not in STYLES or elsewhere or unfit or name in parameters:
             return {}, f"its plan says {told} of {name}, which is not done here"
         # A subclass may do more than look up, and is whole on each rank.
         subclassed = style == "vocabulary" and kinds[name] != {nn.Embedding}
         if style is not None and kinds[name] and not subclassed:
             styles[name] = style
+    if not {"colwise", "rowwise"} & set(styles.values()):
+        return {}, f"the plan of {type(model).__name__} cuts none of its layers"
     weights = dict(model.named_parameters(remove_duplicate=False))
     is_tied = weights.get(f"{head}.weight") is model.get_input_embeddings().weight
     if is_tied and "vocabulary" not in styles.values():
@@ -190,6 +196,8 @@ def _by_chance(config: Any) -> str:
     """Why passes that are not whole would not draw the same random numbers."""
     for name, value in config.to_dict().items():
         chance = any(part in name for part in BY_CHANCE)
+        if name.startswith(OTHER_HEADS):
+            continue
         if chance and isinstance(value, int | float) and value:
             return f"{name}={value}: its random numbers follow the layout; set 0"
     return ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from inspect import signature
 
 import torch
 from torch import Generator, Tensor, nn
@@ -81,7 +82,10 @@ class CausalLMWorkload(NextToken):
             )
 
     def _keeps_documents_apart(self) -> bool:
-        code = vars(sys.modules[type(self.example).__module__])
+        kind = type(self.example)
+        code = vars(sys.modules[kind.__module__])
+        if "position_ids" not in signature(kind.forward).parameters:
+            return False
         return any(name in code for name in MASKS) and "create_recurrent_attention_mask" not in code
 
     def module(self, spread: Spread = ALONE) -> nn.Module:

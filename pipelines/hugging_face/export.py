@@ -22,7 +22,7 @@ from pipelines.hugging_face.shards import deal, write_shard
 from pipelines.hugging_face.source import Source, open_source
 from pipelines.hugging_face.tensor_files import INDEX, ONE_FILE
 from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
-from pipelines.settings import HuggingFaceSettings, MlpSettings
+from pipelines.settings import HuggingFaceSettings, TransformerSettings
 from pipelines.training.state import stored_dtype
 
 SHARD_BYTES = 10**9
@@ -48,7 +48,7 @@ def export(
     _refuse_taken(out)
     source = open_source(run_name, storage, step)
     model = source.settings.model
-    if isinstance(model, MlpSettings):
+    if not isinstance(model, TransformerSettings | HuggingFaceSettings):
         raise UserError(
             f"run '{run_name}' trains model.kind={model.kind}: `transformers` has no such model, "
             "only transformers are exported"

@@ -53,15 +53,15 @@ def asked_for(folder: Path, *changes: str) -> Asked:
     )
 
 
-def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
-    """Over two workers, of which one is killed."""
+def trained(
+    tmp_path: Path, *changes: str, workers: int
+) -> tuple[dict[int, float], TrainingProgram]:
+    """Of two workers one is killed."""
     plan = make_plan(asked_for(tmp_path, *changes), 0)
     settings = plan.settings.model_copy(update={"checkpoint_every": NUM_STEPS})
     folder = plan.run.program.kwargs["data_folder"]
     kill = Fault("kill", "w1", 3, "compute")
-    run = run_plainly(
-        tmp_path / "run", settings, 2, layout="dp=2", faults=(kill,), data_folder=folder
-    )
+    run = run_plainly(tmp_path / "run", settings, workers, faults=(kill,), data_folder=folder)
     assert run.stopped.outcome == "completed"
     assert_nothing_redone(run)
     recipe = {"settings": settings.model_dump(mode="json"), "data_folder": folder}
@@ -89,7 +89,7 @@ def plainly(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
 
 @pytest.mark.slow
 def test_full_weights(tmp_path: Path) -> None:
-    losses, program = trained(tmp_path)
+    losses, program = trained(tmp_path, workers=1)
     model = plain_causal_lm.load(tmp_path / "model")
     assert list(losses.values()) == pytest.approx(plainly(program, model), rel=1e-9)
     export("run", tmp_path, tmp_path / "out")
@@ -101,7 +101,7 @@ def test_full_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters(tmp_path: Path) -> None:
     """The weights below them stay out of the optimizer; the export is a folder of peft's."""
-    losses, program = trained(tmp_path, *LORA)
+    losses, program = trained(tmp_path, *LORA, workers=2)
     specs = program.specs()
     kept = {spec.name for spec in specs if spec.kind == "optimizer"}
     assert kept and all(is_adapter(name) for name in kept)

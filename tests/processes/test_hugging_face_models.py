@@ -69,15 +69,13 @@ class Case(NamedTuple):
         return f"{self.model} {self.layout}"
 
 
-EACH = [
+CASES = [
     Case("llama", "dp=2"),
     Case("llama", "fsdp=2"),
     Case("llama", "pp=2,tp=2", 2),
     Case("tied", "fsdp=2,tp=2"),
     Case("qwen3", "fsdp=2,tp=2"),
     Case("mixtral", "fsdp=2"),
-]
-MORE = [
     Case("llama", "fsdp=2,zero=2"),
     Case("llama", "pp=4"),
     Case("tied", "fsdp=3"),
@@ -146,34 +144,21 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
 
 
-def trained_in(folder: Path, cases: list[Case]) -> Path:
-    for case in cases:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of all cases, by four processes."""
+    folder = tmp_path_factory.mktemp("trained")
+    for case in CASES:
         written(folder, case.model)
     set_forkserver_preload(["pipelines.program", "plain_causal_lm"])
-    start_processes(run_rank, (folder, cases), NUM_PROCESSES, start_method="forkserver")
+    start_processes(run_rank, (folder, CASES), NUM_PROCESSES, start_method="forkserver")
     return folder
 
 
-@pytest.fixture(scope="module")
-def each(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_in(tmp_path_factory.mktemp("each"), EACH)
-
-
-@pytest.fixture(scope="module")
-def more(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_in(tmp_path_factory.mktemp("more"), MORE)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", EACH, ids=lambda case: case.name)
-def test_each_model_trains_as_plain_transformers_does(each: Path, case: Case) -> None:
-    assert_trained_plainly(each, case)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", MORE, ids=lambda case: case.name)
-def test_more_layouts_train_as_plain_transformers_does(more: Path, case: Case) -> None:
-    assert_trained_plainly(more, case)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_model_trains_as_plain_transformers_does(trained: Path, case: Case) -> None:
+    assert_trained_plainly(trained, case)
 
 
 def assert_trained_plainly(folder: Path, case: Case) -> None:
@@ -207,7 +192,7 @@ def test_a_run_is_killed_and_relaid_out_and_exported(tmp_path: Path) -> None:
     run = run_plainly(tmp_path / "run", settings, 4, layout="dp=2,fsdp=2", due=due, faults=(kill,))
     assert run.stopped.outcome == "completed"
     assert_nothing_redone(run)
-    assert run.told("Resume")[-1]["layout"] == "dp=2,tp=2"
+    assert "tp=2" in run.told("Resume")[-1]["layout"], "of dp as many as are there"
     seen, weights = expected(settings, settings.steps)
     assert [run.losses()[n] for n in range(1, 15)] == pytest.approx(
         [loss for loss, _ in seen], rel=1e-9

@@ -122,6 +122,7 @@ def test_the_fields_that_may_not_change_on_resume_are_these() -> None:
         "model",
         "data",
         "optimizer",
+        "lora",
         "seed",
         "init_from",
         "batch",

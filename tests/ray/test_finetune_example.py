@@ -1,0 +1,39 @@
+"""The worked example of fine-tuning, as it stands, on a Ray cluster of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import PATIENCE_S, ROOT, assert_nothing_is_left, ray_folder, read
+
+
+@pytest.mark.slow
+def test_the_example_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
+    with ray_folder() as folder:
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "RAY_ADDRESS": "local",
+            "RAY_TMPDIR": folder,
+            "HF_HUB_OFFLINE": "1",
+        }
+        ended = subprocess.run(
+            ["sh", str(ROOT / "examples" / "finetune.sh")],
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+            check=False,
+            cwd=tmp_path,
+            env=environment,
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        assert_nothing_is_left(folder)
+    assert ended.stdout.splitlines()[-1].startswith("loaded ")
+    metrics = read(tmp_path / "runs" / "tuned" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, 21)), "nothing is redone"
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3
