@@ -77,6 +77,14 @@ class WrittenPart:
     checksum: int
 
 
+@dataclass(frozen=True)
+class Evaluation:
+    """What the held-out split gives: the mean loss, and further numbers by name."""
+
+    loss: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
 class Replica(Protocol):
     """One rank's part of the model and optimizer under one assignment.
 
@@ -108,8 +116,8 @@ class Replica(Protocol):
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that nobody has seen the vote of."""
 
-    def evaluate(self, step: int, interrupt: Interrupt) -> float:
-        """The mean loss over the held-out split: the same value under any layout."""
+    def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
+        """The held-out split's loss and metrics: the same values under any layout."""
 
     def state_bytes(self) -> StateBytes: ...
 

@@ -341,9 +341,10 @@ class Trainer:
         assert self.replica is not None
         self.faults.at("evaluation", step)
         with self.interruption.leavable():
-            loss = self.replica.evaluate(step, self.interruption.check)
+            found = self.replica.evaluate(step, self.interruption.check)
         if world_rank == 0:
-            self.report(Evaluated(generation, step, loss))
+            metrics = tuple(sorted(found.metrics.items()))
+            self.report(Evaluated(generation, step, found.loss, metrics))
 
     def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
         """Whether all replicas are equal, which all ranks find alike; if not, all tell of it, since

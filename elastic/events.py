@@ -214,11 +214,12 @@ class ComputeTimed:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The held-out loss after `step`."""
+    """The held-out loss after `step`, and other numbers of the held-out data by name."""
 
     generation: int
     step: int
     loss: float
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,11 +39,12 @@ class Recipe:
     worker has: what it does to an element may depend on that alone. `schedule` gives what every
     group's learning rate is multiplied by at a step, counted from 1. `data` and `held_out` open
     map-style datasets; `collate` makes a batch of a microbatch's samples. `evaluation` is the loss
-    on held-out data, if it is another. `blocks` names the modules, or their classes, that are
-    sharded one by one; by default those of the lists of modules of one class. `plan` says which
-    linear layers and embeddings `tp` cuts, e.g. `{"layers.*.up": "colwise", "layers.*.down":
-    "rowwise"}`, and `tp_divides` what it has to divide, e.g. the number of heads (None: what the
-    widths that are cut have in common).
+    on held-out data, if it is another, and `metrics` are further numbers of them by name, each
+    given as a loss is and with a forward pass of its own. `blocks` names the modules, or their
+    classes, that are sharded one by one; by default those of the lists of modules of one class.
+    `plan` says which linear layers and embeddings `tp` cuts, e.g. `{"layers.*.up": "colwise",
+    "layers.*.down": "rowwise"}`, and `tp_divides` what it has to divide, e.g. the number of heads
+    (None: what the widths that are cut have in common).
 
     `settings` are all the rest: `batch`, `microbatch`, `steps`, `seed`, `dtype`...; its `model`,
     `data` and `optimizer` mean nothing here.
@@ -59,6 +60,7 @@ class Recipe:
     held_out: Callable[[], Dataset] | None = None
     collate: Callable[[list[Any]], Any] = default_collate
     evaluation: Callable[[nn.Module, Any], Losses] | None = None
+    metrics: Mapping[str, Callable[[nn.Module, Any], Losses]] = field(default_factory=dict)
     blocks: Sequence[str | type[nn.Module]] | None = None
     plan: Mapping[str, Literal["colwise", "rowwise"]] = field(default_factory=dict)
     tp_divides: int | None = None

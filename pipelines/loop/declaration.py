@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ class Evaluation:
 
     dataset: Dataset[Any]
     losses: Callable[[nn.Module, Any], Any]
+    metrics: Mapping[str, Callable[[nn.Module, Any], Any]]
 
 
 @dataclass(frozen=True)

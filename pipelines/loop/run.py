@@ -46,10 +46,15 @@ class Run:
         prepared = tuple(self._prepared(one) for one in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
-    def evaluation(self, dataset: Dataset[Any], losses: Callable[[nn.Module, Any], Any]) -> None:
+    def evaluation(
+        self,
+        dataset: Dataset[Any],
+        losses: Callable[[nn.Module, Any], Any],
+        **metrics: Callable[[nn.Module, Any], Any],
+    ) -> None:
         """Evaluate these held-out samples after every `eval_every` steps: `losses(model, batch)`
-        is the mean loss over one microbatch."""
-        self._evaluation = Evaluation(dataset, losses)
+        is the mean loss over one microbatch, and each of the metrics a mean likewise."""
+        self._evaluation = Evaluation(dataset, losses, metrics)
 
     def steps(
         self, num_steps: int, microbatches: int = 8, max_grad_norm: float | None = None

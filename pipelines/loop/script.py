@@ -91,6 +91,7 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
         data=lambda: declaration.dataset,
         held_out=(lambda: evaluation.dataset) if evaluation else None,
         evaluation=evaluation.losses if evaluation else None,
+        metrics=evaluation.metrics if evaluation else {},
         collate=declaration.collate,
         settings=settings,
     )

@@ -77,6 +77,8 @@ def happening_metrics(happenings: Sequence[Happening], first: int) -> Iterator[M
             yield from _metric("recovery_s", happening.value, *where)
         elif kind == "evaluated":
             yield from _metric("eval_loss", happening.value, *where)
+            for name, value in happening.metrics:
+                yield from _metric(f"eval_{name}", value, *where)
 
 
 def reading_metrics(reading: Reading) -> Iterator[Metric]:

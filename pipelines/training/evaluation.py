@@ -1,4 +1,5 @@
-"""The mean loss over the held-out split: bit for bit the same under any dp, fsdp and pp."""
+"""The mean loss, and metrics, of the held-out split: bit for bit the same under any dp, fsdp and
+pp."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from actors.program import Groups, Interrupt
+from actors.program import Evaluation, Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.passes import Passes
 from pipelines.training.share import Share
@@ -23,8 +24,9 @@ def evaluate(
     spread: Spread,
     groups: Groups,
     interrupt: Interrupt = nothing,
-) -> float:
-    """The mean loss per token over the first `eval_samples` held-out samples.
+) -> Evaluation:
+    """The mean loss per token over the first `eval_samples` held-out samples, and the means of the
+    workload's metrics.
 
     The samples are cut into fixed microbatches; each is summed by one rank, and the sums are
     gathered as a vector in which every other rank adds 0, which is exact. So the order of a
@@ -46,11 +48,15 @@ def evaluate(
         return joined([workload.feed(one, groups.device, spread, PADDING) for one in batches])
 
     summed = passes.evaluate((fed(microbatch) for microbatch in rounds), len(rounds))
-    sums = torch.zeros(2, len(starts), dtype=torch.float64, device=groups.device)
-    for microbatch, (loss, num_tokens) in zip(rounds, summed, strict=False):
+    size = (1 + len(workload.metrics), 2, len(starts))
+    sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
+    for microbatch, kinds in zip(rounds, summed, strict=False):
         if microbatch is not None and spread.counts:
-            sums[0, microbatch] = loss
-            sums[1, microbatch] = num_tokens
+            for number, (total, count) in enumerate(kinds):
+                sums[number, 0, microbatch] = total
+                sums[number, 1, microbatch] = count
     dist.all_reduce(sums, group=groups.world)
-    losses, tokens = sums.tolist()
-    return math.fsum(losses) / math.fsum(tokens)
+    (loss, count), *metrics = [[math.fsum(one) for one in kind] for kind in sums.tolist()]
+    # Of a metric that has found nothing to count there is no mean.
+    means = zip(workload.metrics, metrics, strict=True)
+    return Evaluation(loss / count, {name: total / n for name, (total, n) in means if n})

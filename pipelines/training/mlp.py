@@ -54,6 +54,7 @@ class MlpWorkload:
         self.seq_len = 1
         self.is_far = False
         self.optimising = None
+        self.metrics = {}
         self.keeps_its_size = False
 
     def module(self, spread: Spread = ALONE) -> nn.Module:

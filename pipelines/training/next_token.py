@@ -41,6 +41,7 @@ class NextToken:
         self.seq_len = train.seq_len
         self.is_far = train.is_far
         self.optimising = None
+        self.metrics = {}
         self.keeps_its_size = False
         self.num_held_out = held_out.num_samples if held_out else 0
 

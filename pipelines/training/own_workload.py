@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -60,6 +60,9 @@ class OwnWorkload:
         self.num_held_out = len(self.held_out) if self.held_out is not None else 0
         if not self.num_samples:
             raise UserError("the recipe's data have no sample: len() of them is 0")
+        self.metrics = {
+            name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())
+        }
         self.values = InitialValues(recipe.model, recipe.settings.seed)
         self.is_miniature = False
         self._latest: Any = None
@@ -135,10 +138,7 @@ class OwnWorkload:
         if not self.is_miniature:
             self.values.release()
         loss = self.recipe.loss if module.training else self.recipe.evaluation or self.recipe.loss
-        sums = sums_of(loss(module, fed.value), fed.num_samples)
-        if fed.num_samples:
-            return sums
-        return Sums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
+        return _counted(loss, module, fed, spread)
 
     def num_tokens(self, targets: Tensor) -> Tensor:
         raise NotImplementedError("the loss of a recipe is not cut")
@@ -173,6 +173,16 @@ class OwnOptimising:
 
     def rate(self, step: int) -> float:
         return float(self.recipe.schedule(step))
+
+
+def _counted(
+    loss: Callable[[nn.Module, Any], Losses], module: nn.Module, fed: OwnBatch, spread: Spread
+) -> Sums:
+    """What a function of the recipe finds of a microbatch; nothing, if that only pads."""
+    sums = sums_of(loss(module, fed.value), fed.num_samples)
+    if fed.num_samples:
+        return sums
+    return Sums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
 
 
 def sums_of(losses: Losses, num_samples: int) -> Sums:

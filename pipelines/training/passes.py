@@ -27,8 +27,8 @@ class Passes(Protocol):
     def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         """Forward and backward of all."""
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
-        """Forward of all, without gradients."""
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
+        """Forward of all, without gradients: of each the loss, and the workload's metrics."""
 
 
 class OneByOne:
@@ -60,9 +60,10 @@ class OneByOne:
                 sums.append(Sums(loss.detach(), num_tokens))
         return sums
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
+        kinds = [self.workload.losses, *self.workload.metrics.values()]
         with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
-            return [self.workload.losses(self.module, fed, self.spread) for fed in feds]
+            return [[kind(self.module, fed, self.spread) for kind in kinds] for fed in feds]
 
 
 def loss_over(spread: Spread) -> AbstractContextManager[None]:

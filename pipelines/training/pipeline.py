@@ -73,9 +73,9 @@ class Pipelined:
         with loss_over(self.spread):
             return self._run(list(feds), self._schedule(num_rounds).step)
 
-    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[list[Sums]]:
         with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
-            return self._run(list(feds), self._schedule(num_rounds).eval)
+            return [[sums] for sums in self._run(list(feds), self._schedule(num_rounds).eval)]
 
     def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
         together = joined(feds)

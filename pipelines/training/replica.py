@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from actors.program import Applied, Groups, Interrupt, StateBytes
+from actors.program import Applied, Evaluation, Groups, Interrupt, StateBytes
 from elastic.samples import microbatch_seed, sample_of
 from elastic.votes import Vote
 from pipelines.settings import TrainSettings
@@ -125,8 +125,8 @@ class ShardedReplica:
         """Forget the gradients of a step that nobody has seen the vote of."""
         self.state.drop_gradients()
 
-    def evaluate(self, step: int, interrupt: Interrupt) -> float:
-        """The mean loss over the held-out split; see `pipelines.training.evaluation`."""
+    def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
+        """Loss and metrics of the held-out split; see `pipelines.training.evaluation`."""
         self.interruptible.interrupt = interrupt
         self.sharded.gather(interrupt)
         return evaluate(

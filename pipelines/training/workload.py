@@ -104,6 +104,9 @@ class Workload(Protocol):
     optimising: Optimising | None
     """How its parameters are stepped; None: with AdamW, as the run's settings say."""
 
+    metrics: Mapping[str, Callable[[nn.Module, Any, Spread], Sums]]
+    """What is evaluated beside the loss, by name; each is made as `losses` are."""
+
     keeps_its_size: bool
     """Whether microbatches are always whole: also those of `miniature`, and of `empty`."""
 

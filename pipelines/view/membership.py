@@ -34,7 +34,7 @@ class Happening:
     audit, straggler, avoided, used again, checkpoint, failed checkpoint, evaluated, starting,
     waiting, layout, refused layout, controller restarted, stopping or stopped;
     `short` says what it is about in a word or two; `value` is the held-out loss, or how many
-    seconds a recovery took.
+    seconds a recovery took; `metrics` are the held-out data's other numbers.
     """
 
     time: float
@@ -48,6 +48,7 @@ class Happening:
     node: str = ""
     cause: str = ""
     value: float | None = None
+    metrics: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +286,7 @@ class Membership:
             case "CheckpointDamaged":
                 self._fail_checkpoint(line, "a damaged checkpoint is passed over")
             case "Evaluated":
-                text = f"held-out loss {line['loss']:.4f} at step {line['step']}"
-                self._note(line, "evaluated", text, value=line["loss"])
+                self._evaluate(line)
             case "Waited":
                 self.phase = f"waiting: {line['reason']}"
                 if self.waiting_since is None:
@@ -303,6 +303,13 @@ class Membership:
                 self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
             case "Stopped":
                 self._stop(line)
+
+    def _evaluate(self, line: dict[str, Any]) -> None:
+        metrics = tuple((name, value) for name, value in line.get("metrics", ()))
+        told = [f"{name} {value:.4g}" for name, value in metrics]
+        text = ", ".join([f"held-out loss {line['loss']:.4f}", *told])
+        text = f"{text} at step {line['step']}"
+        self._note(line, "evaluated", text, value=line["loss"], metrics=metrics)
 
     def _answer(self, line: dict[str, Any]) -> None:
         """Somebody has wished for another layout; what is so already is no news."""
@@ -357,6 +364,7 @@ class Membership:
         node: str = "",
         cause: str = "",
         value: float | None = None,
+        metrics: tuple[tuple[str, float], ...] = (),
     ) -> None:
         happening = Happening(
             time=line["time"],
@@ -370,6 +378,7 @@ class Membership:
             node=node or (self.places[worker].node if worker in self.places else ""),
             cause=cause,
             value=value,
+            metrics=metrics,
         )
         self.happenings.append(happening)
 

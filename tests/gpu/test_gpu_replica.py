@@ -51,7 +51,7 @@ def train(settings: TrainSettings, device: str) -> Trained:
             loss_sum, num_tokens, sq_grad_norm = replica.compute(step, never).tolist()
             replica.apply(step, Vote(step, loss_sum, int(num_tokens), sq_grad_norm, 1))
             losses.append(loss_sum / num_tokens)
-        held_out = replica.evaluate(NUM_STEPS, never)
+        held_out = replica.evaluate(NUM_STEPS, never).loss
         tensors = {name: tensor.cpu().clone() for name, tensor in replica.tensors().items()}
         assert {tensor.device.type for tensor in replica.tensors().values()} == {device}
         return Trained(losses, held_out, tensors, replica.state_bytes())

@@ -58,6 +58,10 @@ def loss(model, batch):
     return cross_entropy(model(batch["image"]), batch["label"])
 
 
+def accuracy(model, batch):
+    return (model(batch["image"]).argmax(1) == batch["label"]).double().mean()
+
+
 def optimizer(named):
     named = list(named)
     return torch.optim.SGD(
@@ -84,6 +88,7 @@ def recipe() -> Recipe:
         schedule=schedule,
         max_grad_norm=MAX_NORM,
         held_out=Images,
+        metrics={"accuracy": accuracy},
         plan={"up": "colwise", "down": "rowwise", "twin": "rowwise"},
     )
 
@@ -91,9 +96,9 @@ def recipe() -> Recipe:
 OWN = with_own_model(recipe()).settings
 
 
-def plainly(seed_of) -> tuple[list[float], dict[int, float], dict[str, torch.Tensor]]:
-    """Losses of the steps, those of evaluations, and the state at the end; `seed_of` tells the
-    seeds of microbatches, from which noise and dropout are drawn."""
+def plainly(seed_of) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
+    """Losses of the steps, loss and accuracy of evaluations, and the state at the end; `seed_of`
+    tells the seeds of microbatches, from which noise and dropout are drawn."""
     torch.manual_seed(SETTINGS.seed)
     net, data = Net().double(), Images()
     trained = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
@@ -127,7 +132,10 @@ def plainly(seed_of) -> tuple[list[float], dict[int, float], dict[str, torch.Ten
             net.eval()
             with torch.no_grad():
                 held_out = [data[one] for one in range(SETTINGS.eval_samples)]
-                evaluated[step] = mean_loss(net, held_out).item()
+                right = [
+                    net(one["image"][None].double()).argmax() == one["label"] for one in held_out
+                ]
+                evaluated[step] = [mean_loss(net, held_out).item(), sum(right).item() / len(right)]
             net.train()
     state = net.state_dict()
     del state["twin.weight"]

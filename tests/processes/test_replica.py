@@ -89,7 +89,7 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
     replica.adopt(given)
     adopted = replica.tensors()
     uncopied = all(adopted[name].data_ptr() == given[name].data_ptr() for name in given)
-    held_out = replica.evaluate(0, never)
+    held_out = replica.evaluate(0, never).loss
     losses, norms = [], []
     for step in range(1, num_steps + 1):
         with CountCollectives() as in_compute:

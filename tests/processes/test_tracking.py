@@ -73,7 +73,7 @@ def eventful(path: Path) -> WrittenRun:
     run.roll_back(6)
     run.now += 0.25
     run.resume("w0", "w1", "w2")
-    run.hear(Evaluated(2, 6, 4.5))
+    run.hear(Evaluated(2, 6, 4.5, (("accuracy", 0.75),)))
     for _ in range(4):
         run.commit(loss=1.0)
     return run
@@ -100,6 +100,7 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
     assert history_of(client, row, "workers_lost") == [(8, 1.0)]
     assert history_of(client, row, "recovery_s") == [(6, pytest.approx(0.25))]
     assert history_of(client, row, "eval_loss") == [(6, 4.5)]
+    assert history_of(client, row, "eval_accuracy") == [(6, 0.75)]
     parts = {"compute_s": 1.0, "redone_s": 0.2, "paused_s": 0.25, "waiting_s": 0.5}
     shares = {"goodput": 1.0 / 1.95, "worker_hours": (3 * 1.95 + 1.3) / 3600}
     for name, spent_s in {**parts, **shares}.items():

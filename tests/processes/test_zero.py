@@ -125,7 +125,7 @@ def train(program: TrainingProgram, replica: Weighed, given: dict[str, Any]) -> 
             world_size = dist.get_world_size()
             replica.apply(step, Vote(step, loss_sum, int(num_tokens), sq_grad_norm, world_size))
         losses.append(loss_sum / num_tokens)
-    held_out = replica.evaluate(NUM_STEPS, never)
+    held_out = replica.evaluate(NUM_STEPS, never).loss
     tensors = {name: tensor.clone() for name, tensor in replica.tensors().items()}
     return Trained(
         losses,
