@@ -39,6 +39,12 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
             f"eval_every={settings.eval_every}: the recipe has no held_out data; give it some, or "
             "--set eval_every=0"
         )
+    for name in workload.metrics:
+        if name == "loss" or not name.isidentifier():
+            raise UserError(
+                f"metrics: '{name}' is told as eval_{name}: name it in letters, digits and _, and "
+                "not 'loss', which the held-out loss has"
+            )
     module = build_on_meta(workload, settings)
     workload.blocks(module)
     refuse_unfit(optimising_of(workload, settings), trained_dims(module))

@@ -187,6 +187,16 @@ def test_what_a_recipe_cannot_do_is_refused_in_one_line(
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("name", ["loss", "top 5"])
+def test_metrics_have_names_that_can_be_told(folder: Path, name: str) -> None:
+    file = folder / "mine.py"
+    named = f"return replace(whole(), metrics={{'{name}': loss}})"
+    text = file.read_text().replace("def mine(size=1)", "def whole(size=1)")
+    file.write_text(f"{text}from dataclasses import replace\ndef mine(): {named}\n")
+    with pytest.raises(UserError, match=f"metrics: '{name}'"):
+        planned(folder)
+
+
 def test_another_state_is_refused_and_another_source_is_told_of(folder: Path) -> None:
     store_recipe(planned(folder))
     assert planned(folder).notes == ()
