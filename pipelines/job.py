@@ -6,17 +6,23 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from actors.sources import digest_of_program
+from elastic.limits import Limits
 from elastic.planning import Job
 from elastic.specs import TensorSpec
 from pipelines.program import TrainingProgram
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
+from pipelines.training.own_flow import why_no_pipeline
+from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.spread import ALONE
+from pipelines.training.workload import Workload
 
 
 def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
     """Of what these settings make of the program."""
     specs, shape = program.specs(), program.workload.shape()
     experts = [spec for spec in specs if spec.ep_dim is not None]
+    limits = limits_of(program.workload)
+    has_pp = all(axis != "pp" for axis, _ in limits.refused)
     one_stage = None
     if settings.schedule not in SEVERAL_STAGES:
         one_stage = (
@@ -32,11 +38,22 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
         expert_param_bytes=_num_bytes(spec for spec in experts if spec.kind == "parameter"),
         steps=settings.steps,
         checkpoint_every=settings.checkpoint_steps,
-        limits=replace(shape.limits, one_stage=one_stage),
+        limits=replace(limits, one_stage=one_stage),
         layer_costs=tuple(layer.cost for layer in shape.layers),
-        activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes,
+        activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes
+        if has_pp
+        else 0,
         digest=digest_of_program(specs),
     )
+
+
+def limits_of(workload: Workload) -> Limits:
+    """Those of the workload's shape, and what trying a pipeline of the user's own has shown."""
+    limits = workload.shape().limits
+    if not isinstance(workload, OwnWorkload) or any(axis == "pp" for axis, _ in limits.refused):
+        return limits
+    why_not = why_no_pipeline(workload)
+    return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
 
 
 def _num_bytes(specs: Iterable[TensorSpec]) -> int:

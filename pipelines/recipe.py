@@ -44,7 +44,9 @@ class Recipe:
     classes, that are sharded one by one; by default those of the lists of modules of one class.
     `plan` says which linear layers and embeddings `tp` cuts, e.g. `{"layers.*.up": "colwise",
     "layers.*.down": "rowwise"}`, and `tp_divides` what it has to divide, e.g. the number of heads
-    (None: what the widths that are cut have in common).
+    (None: what the widths that are cut have in common). `pipeline` names the blocks that `pp`
+    deals to stages, in forward order, e.g. `["embed", "layers.*", "head"]`, a star being each
+    number: the module's forward is to call each with what the one before gave, one tensor.
 
     `settings` are all the rest: `batch`, `microbatch`, `steps`, `seed`, `dtype`...; its `model`,
     `data` and `optimizer` mean nothing here.
@@ -64,3 +66,4 @@ class Recipe:
     blocks: Sequence[str | type[nn.Module]] | None = None
     plan: Mapping[str, Literal["colwise", "rowwise"]] = field(default_factory=dict)
     tp_divides: int | None = None
+    pipeline: Sequence[str] = ()

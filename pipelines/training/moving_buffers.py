@@ -19,10 +19,11 @@ from actors.standstill import wait_for
 
 class MovingBuffers:
     """Those of one rank's modules. A buffer that changes at all has to do so in the first step of a
-    generation, as any running average does."""
+    generation, as any running average does. In a pipeline none may: its ranks have others each."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], may_move: bool = True) -> None:
         self.modules = modules
+        self.may_move = may_move
         self.places: dict[str, tuple[nn.Module, str]] = {}
         self.kept: dict[str, Tensor] = {}
         self.moving: list[str] | None = None
@@ -31,7 +32,7 @@ class MovingBuffers:
     def keep(self, buffers: Mapping[str, Tensor]) -> None:
         """These, which the modules hold, are part of the state: only `apply` changes them."""
         self.kept = dict(buffers)
-        self.moving = None if buffers else []
+        self.moving = None if buffers and self.may_move else []
         for name in buffers:
             owner, _, key = name.rpartition(".")
             holders = (module for module in self.modules if _has(module, owner, key))

@@ -1,4 +1,4 @@
-"""What a module of the user's own offers to the model axes: `tp` by a plan, else nothing."""
+"""What a module of the user's own offers to the model axes: `tp` by a plan, `pp` by a pipeline."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 from elastic.limits import Limits
 from pipelines.errors import UserError
 from pipelines.overrides import near
+from pipelines.training.own_pipeline import layers_of, parts_of, why_not_alone
 from pipelines.training.workload import Layer, Shape, Style, starred
 
 Cut = Literal["colwise", "rowwise"]
@@ -18,27 +19,41 @@ NO_PLAN = (
     "the recipe has no plan, which says how tp cuts its module: "
     "Recipe(plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, ...)"
 )
+NO_PIPELINE = (
+    "a recipe's loss calls its module as a whole, which no pipeline can cut unless the recipe "
+    "lists its blocks in forward order: Recipe(pipeline=['embed', 'layers.*', 'head'], ...)"
+)
 REFUSED = {
-    "pp": "a recipe's loss calls its module as a whole, which no pipeline can cut",
     "cp": "nobody knows what of a recipe's batch is a sequence",
     "ep": "nobody knows which of a recipe's modules are experts",
 }
 
 
-def shape_of(module: nn.Module, plan: Mapping[str, Cut], tp_divides: int | None = None) -> Shape:
-    """Of a module on the meta device, one layer that is whole.
+def shape_of(
+    module: nn.Module,
+    plan: Mapping[str, Cut],
+    tp_divides: int | None = None,
+    pipeline: Sequence[str] = (),
+    blocks: Sequence[str] = (),
+) -> Shape:
+    """Of a module on the meta device, whose `blocks` are sharded one by one; without a pipeline
+    it is one layer.
 
-    Raises `UserError` for a plan that does not fit it.
+    Raises `UserError` for a plan or a pipeline that does not fit it.
     """
     there: dict[str, list[nn.Module]] = {}
     for name, part in module.named_modules():
         there.setdefault(starred(name), []).append(part)
     styles = {name: _style(name, cut, there) for name, cut in plan.items()}
+    parts = parts_of(module, pipeline)
+    no_pp = why_not_alone(module, parts, blocks) if parts else NO_PIPELINE
     refused = [*REFUSED.items(), *([] if plan else [("tp", NO_PLAN)])]
+    refused += [("pp", no_pp)] if no_pp else []
     widths = [_width(part, style) for name, style in styles.items() for part in there[name]]
     divides = tp_divides or gcd(*widths) if plan else 1
-    limits = Limits(tp_divides=divides, num_layers=1, refused=tuple(refused))
-    return Shape((Layer((), 1),), limits, styles, sequence_parallel=False)
+    layers = layers_of(module, parts) or (Layer((), 1),)
+    limits = Limits(tp_divides=divides, num_layers=len(layers), refused=tuple(refused))
+    return Shape(layers, limits, styles, sequence_parallel=False)
 
 
 def _style(name: str, cut: str, there: Mapping[str, Sequence[nn.Module]]) -> Style:

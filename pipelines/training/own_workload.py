@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any, NamedTuple
@@ -16,11 +17,13 @@ from torch.optim import Optimizer
 
 from pipelines.errors import UserError
 from pipelines.recipe import Dataset, Losses, Recipe
+from pipelines.training.own_flow import flow_of
 from pipelines.training.own_module import (
     InitialValues,
     find_blocks,
     shapes_alone,
 )
+from pipelines.training.own_pipeline import Chain
 from pipelines.training.own_shape import shape_of
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
@@ -31,10 +34,12 @@ NUM_DIGESTED = 3
 
 
 class OwnBatch(NamedTuple):
-    """What the recipe's `collate` made of so many samples; 0 of them if it only pads."""
+    """What the recipe's `collate` made of `num_held` samples. `num_samples` of them count: none,
+    if it only pads."""
 
     value: Any
     num_samples: int
+    num_held: int
 
 
 class OwnWorkload:
@@ -65,13 +70,27 @@ class OwnWorkload:
         }
         self.values = InitialValues(recipe.model, recipe.settings.seed)
         self.is_miniature = False
-        self._latest: Any = None
+        self._latest: OwnBatch | None = None
 
     @cached_property
     def _shape(self) -> Shape:
-        with torch.device("meta"):
-            module = self.module()
-        return shape_of(module, self.recipe.plan, self.recipe.tp_divides)
+        recipe, module = self.recipe, self.module()
+        shape = shape_of(
+            module, recipe.plan, recipe.tp_divides, recipe.pipeline, self._names_of_blocks
+        )
+        return replace(shape, make_stage=self._make_stage)
+
+    @cached_property
+    def _names_of_blocks(self) -> list[str]:
+        module = self.module()
+        names = {part: name for name, part in module.named_modules()}
+        return [names[block] for block in find_blocks(module, self.recipe.blocks)]
+
+    @cached_property
+    def flow(self) -> tuple[Tensor, ...]:
+        """What a microbatch brings into each block of the recipe's pipeline, then out of the last,
+        as tensors on the meta device."""
+        return flow_of(self)
 
     @cached_property
     def digest(self) -> str:
@@ -91,7 +110,9 @@ class OwnWorkload:
         return shapes_alone(self.recipe.model, self.settings.seed)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        return find_blocks(module, self.recipe.blocks)
+        """Those of the whole module that are there."""
+        there = dict(module.named_modules(remove_duplicate=False))
+        return [there[name] for name in self._names_of_blocks if name in there]
 
     def shape(self) -> Shape:
         return self._shape
@@ -117,14 +138,23 @@ class OwnWorkload:
         if held_out:
             seed = keyed_generator("held out", self.settings.seed, samples[0]).initial_seed()
         seed_host(seed)
-        self._latest = self.recipe.collate([self._of(held_out)[sample] for sample in samples])
-        return OwnBatch(self._latest, len(samples))
+        self._latest = self.collated(samples, held_out)
+        return self._latest
 
     def empty(self, num_samples: int = 0) -> OwnBatch:
         """The latest microbatch again: it is not finite only if that was not."""
-        if self._latest is None:
-            self.read(range(min(self.settings.microbatch, self.num_samples)))
-        return OwnBatch(self._latest, 0)
+        latest = self._latest or self.read(self.first(self.settings.microbatch))
+        return latest._replace(num_samples=0)
+
+    def first(self, num_samples: int, held_out: bool = False) -> list[int]:
+        """So many samples, from the beginning, those that are there over and over."""
+        there = self.num_held_out if held_out else self.num_samples
+        return [number % there for number in range(num_samples)]
+
+    def collated(self, samples: Sequence[int], held_out: bool = False) -> OwnBatch:
+        """The batch of these samples, whatever the generators' seeds are."""
+        value = self.recipe.collate([self._of(held_out)[sample] for sample in samples])
+        return OwnBatch(value, len(samples), len(samples))
 
     def feed(self, batch: OwnBatch, device: torch.device, spread: Spread, seed: int) -> OwnBatch:
         """On the device, and what is floating in the run's dtype."""
@@ -132,13 +162,21 @@ class OwnWorkload:
         def fed(tensor: Tensor) -> Tensor:
             return tensor.to(device, self.dtype if tensor.is_floating_point() else None)
 
-        return OwnBatch(mapped(fed, batch.value), batch.num_samples)
+        return batch._replace(value=mapped(fed, batch.value))
 
     def losses(self, module: nn.Module, fed: OwnBatch, spread: Spread) -> Sums:
         if not self.is_miniature:
             self.values.release()
-        loss = self.recipe.loss if module.training else self.recipe.evaluation or self.recipe.loss
-        return _counted(loss, module, fed, spread)
+        return _counted(self.loss_in(module.training), module, fed, spread)
+
+    def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Losses]:
+        """The recipe's, in training or in evaluation."""
+        return self.recipe.loss if training else self.recipe.evaluation or self.recipe.loss
+
+    def kinds(self, training: bool) -> list[Callable[[nn.Module, OwnBatch, Spread], Sums]]:
+        """All that is found of a microbatch: the loss and, in evaluation, the metrics."""
+        loss = partial(_counted, self.loss_in(training))
+        return [loss, *(() if training else self.metrics.values())]
 
     def num_tokens(self, targets: Tensor) -> Tensor:
         raise NotImplementedError("the loss of a recipe is not cut")
@@ -147,13 +185,18 @@ class OwnWorkload:
         raise NotImplementedError("the loss of a recipe is not cut")
 
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
-        return torch.empty(0, device="meta")
+        return self.flow[layer] if self.recipe.pipeline else torch.empty(0, device="meta")
 
     def miniature(self) -> OwnWorkload:
         """Itself: nobody knows how to make it smaller."""
         one = copy(self)
         one.is_miniature = True
         return one
+
+    def _make_stage(self, module: nn.Module, kept: range) -> None:
+        parts = [name for number in kept for name in self._shape.layers[number].modules]
+        blocks = [module.get_submodule(name) for name in parts]
+        module.forward = Chain(blocks, self.flow[kept.stop])
 
     def _of(self, held_out: bool) -> Dataset:
         if held_out and self.held_out is None:

@@ -16,6 +16,8 @@ from pipelines.training.evaluation import evaluate
 from pipelines.training.local_state import LocalState
 from pipelines.training.look_ahead import LookAhead
 from pipelines.training.moving_buffers import MovingBuffers
+from pipelines.training.own_pipelined import OwnPipelined
+from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.parallelise import Interruptible, parallelise
 from pipelines.training.passes import OneByOne, Passes
 from pipelines.training.pipeline import Pipelined
@@ -50,7 +52,7 @@ class ShardedReplica:
         self.interruptible = Interruptible(blocks)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
-        self.moving = MovingBuffers(modules)
+        self.moving = MovingBuffers(modules, may_move=groups.layout.pp == 1)
         self.passes = self._passes(stages)
         self.left_out: Sequence[int] = ()
         self.inside = Statistics(workload, settings, groups, self.state)
@@ -59,7 +61,8 @@ class ShardedReplica:
     def _passes(self, stages: Sequence[Stage]) -> Passes:
         groups, settings = self.groups, self.settings
         if groups.layout.pp > 1:
-            return Pipelined(self.workload, stages, self.sharded, groups, self.spread, settings)
+            kind = OwnPipelined if isinstance(self.workload, OwnWorkload) else Pipelined
+            return kind(self.workload, stages, self.sharded, groups, self.spread, settings)
         return OneByOne(self.workload, self.sharded, self.spread, self.moving)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:

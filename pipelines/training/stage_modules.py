@@ -35,6 +35,8 @@ def build_stages(
     for number in range(pp_rank, len(dealt), layout.pp):
         module = build_on_meta(workload, settings, spread)
         _take_out(module, shape, dealt[number])
+        if len(dealt) > 1:
+            shape.make_stage(module, dealt[number])
         stages.append(Stage(number, dealt[number], module))
     return stages
 

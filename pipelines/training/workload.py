@@ -25,6 +25,10 @@ def no_module(lacking: nn.Module) -> None:
     """Nothing stands in for a module."""
 
 
+def as_it_is(module: nn.Module, layers: range) -> None:
+    """A module that goes through the layers that it has needs nothing."""
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """A part of a model that lies on one pipeline stage: its modules by name, and its cost
@@ -47,7 +51,7 @@ class Shape:
     for any layer's number. `limits` are those of the axes. `experts` are the last parts of the
     names of the parameters that `ep` cuts, in dim 0. Without `sequence_parallel` each rank of `tp`
     has the hidden states of all tokens. `stand_in` makes what a pipeline stage has in the place of
-    a module that it lacks.
+    a module that it lacks, and `make_stage` makes a module that has only some layers run those.
     """
 
     layers: tuple[Layer, ...]
@@ -56,6 +60,7 @@ class Shape:
     experts: tuple[str, ...] = ()
     sequence_parallel: bool = True
     stand_in: Callable[[nn.Module], nn.Module | None] = no_module
+    make_stage: Callable[[nn.Module, range], None] = as_it_is
 
     def style_of(self, module: str) -> Style | None:
         """How tensor parallelism treats the module of this name."""

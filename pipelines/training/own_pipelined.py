@@ -1,0 +1,70 @@
+"""Microbatches of the user's own through the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipelines.training.own_pipeline import filled_up, having_called, inputs_of, refuse_other
+from pipelines.training.own_workload import OwnBatch, OwnWorkload
+from pipelines.training.passes import evaluating
+from pipelines.training.pipeline import Pipelined
+from pipelines.training.workload import Sums
+
+
+class OwnPipelined(Pipelined):
+    """The first stage is given what the recipe's loss calls its module with, and the last one has
+    the loss called with a module that returns the output. Batches are of any form: losses look
+    theirs up by its number.
+
+    Smaller microbatches, of which an evaluation may have one, are filled up, and the output cut.
+    """
+
+    workload: OwnWorkload
+    needs_full_size = False
+
+    def train(self, feds: Iterable[OwnBatch], num_rounds: int) -> list[Sums]:
+        return [kinds[0] for kinds in self._run_all(list(feds), num_rounds, training=True)]
+
+    def evaluate(self, feds: Iterable[OwnBatch], num_rounds: int) -> list[list[Sums]]:
+        with torch.no_grad(), evaluating(self.sharded):
+            return self._run_all(list(feds), num_rounds, training=False)
+
+    def _run_all(
+        self, feds: Sequence[OwnBatch], num_rounds: int, training: bool
+    ) -> list[list[Sums]]:
+        self.workload.values.release()
+        self._feds, self._training = feds, training
+        self._found: dict[int, list[Sums]] = {}
+        schedule = self._schedule(num_rounds)
+        run = schedule.step if training else schedule.eval
+        inputs: list[Tensor] = []
+        if self.stages[0].number == 0:
+            inputs.append(torch.cat([self._inputs(fed) for fed in feds]))
+        options: dict[str, Any] = {}
+        if self.has_last:
+            options = {"target": torch.arange(len(feds)), "losses": []}
+        run(*inputs, **options)
+        found = [self._found[number] for number in sorted(self._found)]
+        del self._feds, self._found
+        return found
+
+    def _inputs(self, fed: OwnBatch) -> Tensor:
+        loss, first = self.workload.loss_in(self._training), self.workload.flow[0]
+        inputs = filled_up(inputs_of(loss, fed.value, self._training), len(first))
+        refuse_other(inputs, first, "the recipe's loss calls its module with")
+        return inputs
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        number = int(targets)
+        fed = self._feds[number]
+        own = output[: len(output) * fed.num_held // self.num_samples]
+        kinds = [
+            kind(having_called(own, self._training), fed, self.spread)
+            for kind in self.workload.kinds(self._training)
+        ]
+        self._found[number] = [Sums(loss.detach(), num_tokens) for loss, num_tokens in kinds]
+        return kinds[0].loss

@@ -1,0 +1,122 @@
+"""A recipe whose module is a chain of blocks, and the plain loop that trains it in one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from elastic.samples import sample_of
+from pipelines.recipe import Recipe
+from pipelines.recipes import with_own_model
+from pipelines.settings import TrainSettings
+
+NUM_SAMPLES, LENGTH, WIDTH, VOCABULARY = 40, 5, 8, 11
+MAX_NORM = 0.5
+SETTINGS = TrainSettings(
+    batch=10, microbatch=2, steps=18, dtype="float64", seed=3, eval_every=9, eval_samples=7
+)
+
+
+class Tokens:
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        known = torch.rand(LENGTH, generator=generator) < 0.7
+        return {"tokens": tokens, "targets": torch.where(known, tokens.roll(1), -100)}
+
+
+class Mixer(nn.Module):
+    """With a persistent buffer that does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed = hidden + self.norm(hidden).mean(1, keepdim=True) * self.scale
+        return mixed + self.down(self.up(mixed).relu())
+
+
+class Net(nn.Module):
+    """Its embedding is frozen: nothing that needs a gradient flows out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed.weight.requires_grad_(False)
+        self.layers = nn.ModuleList(Mixer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def loss(model, batch):
+    """Over the tokens that are known, of which microbatches have different numbers."""
+    logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
+    return cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+
+
+def accuracy(model, batch):
+    known = batch["targets"] != -100
+    right = (model(batch["tokens"]).argmax(-1) == batch["targets"]) & known
+    return right.double().sum(), known.sum()
+
+
+def optimizer(named):
+    return torch.optim.SGD(named, lr=0.2, momentum=0.9)
+
+
+def recipe() -> Recipe:
+    return Recipe(
+        Net,
+        loss,
+        optimizer,
+        Tokens,
+        SETTINGS,
+        max_grad_norm=MAX_NORM,
+        held_out=Tokens,
+        metrics={"accuracy": accuracy},
+        plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"},
+        pipeline=["embed", "layers.*", "head"],
+    )
+
+
+OWN = with_own_model(recipe()).settings
+
+
+def plainly() -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
+    """Losses of the steps, loss and accuracy of evaluations, and the state at the end."""
+    torch.manual_seed(SETTINGS.seed)
+    net, data = Net().double(), Tokens()
+    chosen = optimizer([one for one in net.named_parameters() if one[1].requires_grad])
+    losses, evaluated = [], {}
+    for step in range(1, SETTINGS.steps + 1):
+        first = (step - 1) * SETTINGS.batch
+        ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(SETTINGS.batch)]
+        part = _mean(loss, net, [data[one] for one in ids])
+        part.backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+        chosen.step()
+        chosen.zero_grad()
+        losses.append(part.item())
+        if step % SETTINGS.eval_every == 0:
+            held_out = [data[one] for one in range(SETTINGS.eval_samples)]
+            with torch.no_grad():
+                evaluated[step] = [_mean(one, net, held_out).item() for one in (loss, accuracy)]
+    return losses, evaluated, net.state_dict()
+
+
+def _mean(function, net, samples) -> torch.Tensor:
+    batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+    total, count = function(net, batch)
+    return total / count
