@@ -48,11 +48,12 @@ def flow_of(workload: OwnWorkload) -> tuple[Tensor, ...]:
     return tuple(one.detach().to("meta").requires_grad_(one.requires_grad) for one in flow)
 
 
-def why_no_pipeline(workload: OwnWorkload) -> str | None:
-    """Why the recipe cannot be trained as a pipeline, found out by trying; None if it can."""
+def why_no_pipeline(workload: OwnWorkload, most: int = MOST_TRIED) -> str | None:
+    """Why the recipe cannot be trained as a pipeline, found out by trying; None if it can. A module
+    of more parameters than `most` is tried in shapes alone."""
     try:
         with seeded(workload.settings.seed):
-            _try_out(workload)
+            _try_out(workload, most)
     except Unfit as unfit:
         return str(unfit)
     except UserError:
@@ -71,20 +72,21 @@ class _Seen(NamedTuple):
     gradients: dict[str, Tensor | None]
 
 
-def _try_out(workload: OwnWorkload) -> None:
+def _try_out(workload: OwnWorkload, most: int) -> None:
     flow = workload.flow
     for held_out in (False, True):
         if held_out and not workload.num_held_out:
             continue
         batch = _example(workload, min(NUM_TRIED, workload.settings.microbatch), held_out)
-        module = _module(workload).train(not held_out)
+        module = _module(workload, most).train(not held_out)
         with torch.set_grad_enabled(not held_out):
             whole = _whole(workload, module, batch)
             module.zero_grad()
             row = _in_a_row(workload, module, batch)
         _compare(whole, row, "evaluation" if held_out else "training")
         if held_out:
-            _refuse_cutting(workload, module, batch)
+            with torch.no_grad():
+                _refuse_cutting(workload, module)
         inputs = inputs_of(workload.loss_in(not held_out), batch.value, not held_out)
         if inputs.shape[1:] != flow[0].shape[1:]:
             raise Unfit(
@@ -100,10 +102,10 @@ def _example(workload: OwnWorkload, num_samples: int, held_out: bool) -> OwnBatc
     return workload.feed(batch, torch.device("cpu"), ALONE, 0)
 
 
-def _module(workload: OwnWorkload) -> nn.Module:
+def _module(workload: OwnWorkload, most: int) -> nn.Module:
     recipe, seed = workload.recipe, workload.settings.seed
     shapes = workload.module()
-    if sum(one.numel() for one in shapes.parameters()) > MOST_TRIED:
+    if sum(one.numel() for one in shapes.parameters()) > most:
         return _in_dtypes(workload, shapes.to("meta"))
     module = _in_dtypes(workload, build_for_real(recipe.model, seed))
     with torch.no_grad():
@@ -152,7 +154,7 @@ def _in_a_row(workload: OwnWorkload, module: nn.Module, batch: OwnBatch) -> _See
     training, value = module.training, _placed(module, batch).value
     inputs = inputs_of(workload.loss_in(training), value, training)
     for name, metric in () if training else workload.recipe.metrics.items():
-        if not torch.equal(inputs_of(metric, value, training), inputs) and not inputs.is_meta:
+        if not _alike(inputs_of(metric, value, training), inputs):
             raise Unfit(f"the metric {name} calls the module with something else than the loss")
     *_, output = _through(workload, module, inputs)
     sums = [
@@ -247,17 +249,17 @@ def _alike(one: Tensor | None, other: Tensor | None) -> bool:
     return one.is_meta or torch.allclose(one, other, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def _refuse_cutting(workload: OwnWorkload, module: nn.Module, batch: OwnBatch) -> None:
+def _refuse_cutting(workload: OwnWorkload, module: nn.Module) -> None:
     """Where the last microbatch of an evaluation is smaller it is filled up."""
     size = workload.settings.microbatch
     num_samples = min(workload.settings.eval_samples, workload.num_held_out)
     if not workload.settings.eval_every or num_samples % size == 0:
         return
-    inputs = inputs_of(workload.loss_in(False), _placed(module, batch).value, False)
+    batch = _placed(module, _example(workload, num_samples % size, held_out=True))
+    inputs = inputs_of(workload.loss_in(False), batch.value, False)
     *_, own = _through(workload, module, inputs)
-    rows = len(inputs) * size // batch.num_held
-    *_, more = _through(workload, module, filled_up(inputs, rows))
-    if len(more) * batch.num_held // size != len(own) or not _alike(own, more[: len(own)]):
+    *_, more = _through(workload, module, filled_up(inputs, len(workload.flow[0])))
+    if not _alike(own, more[: len(more) * batch.num_held // size]):
         raise Unfit(
             f"the output of a sample depends on others of its microbatch, and {num_samples} "
             f"held-out samples are no multiple of {size}: --set eval_samples="

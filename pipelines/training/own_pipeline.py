@@ -3,6 +3,7 @@ the first block is given and what is made of the last one's output."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,10 +30,12 @@ class Chain:
         self.leaving = leaving
 
     def __call__(self, hidden: Tensor) -> Tensor:
+        if hidden.requires_grad and hidden.is_leaf:
+            hidden = hidden.clone()  # a block may change it in place, which no leaf allows
         for block in self.blocks:
             hidden = block(hidden)
         refuse_other(hidden, self.leaving, "a stage gives")
-        return hidden
+        return hidden.clone() if hidden._is_view() else hidden  # schedules detach it in place
 
 
 def parts_of(module: nn.Module, pipeline: Sequence[str]) -> tuple[str, ...]:
@@ -43,7 +46,8 @@ def parts_of(module: nn.Module, pipeline: Sequence[str]) -> tuple[str, ...]:
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     parts: list[str] = []
     for wanted in pipeline:
-        found = [name for name in names if name and wanted in (name, starred(name))]
+        pattern = re.escape(wanted).replace(r"\*", r"\d+")
+        found = [name for name in names if name and re.fullmatch(pattern, name)]
         if not found:
             known = list(dict.fromkeys([*names, *map(starred, names)]))
             raise UserError(f"pipeline: the module has no {wanted}; {near(wanted, known)}")
@@ -56,9 +60,25 @@ def parts_of(module: nn.Module, pipeline: Sequence[str]) -> tuple[str, ...]:
 
 
 def layers_of(module: nn.Module, parts: Sequence[str]) -> tuple[Layer, ...]:
-    """Their costs are their numbers of parameters, of an embedding those of one row: no pass is
-    needed to know them, and they are the same on each machine."""
-    return tuple(Layer((name,), _cost(module.get_submodule(name))) for name in parts)
+    """What is dealt to stages. A block of which nothing is trained goes with the next one, or the
+    last with the one before: no stage is without anything to step.
+
+    Their costs are their numbers of parameters, of an embedding those of one row: no pass is
+    needed to know them, and they are the same on each machine.
+    """
+    groups: list[list[str]] = [[]]
+    for name in parts:
+        groups[-1].append(name)
+        if any(one.requires_grad for one in module.get_submodule(name).parameters()):
+            groups.append([])
+    *trained, rest = groups
+    if trained:
+        trained[-1] += rest
+    return tuple(
+        Layer(tuple(names), sum(_cost(module.get_submodule(name)) for name in names))
+        for names in trained or [rest]
+        if names
+    )
 
 
 def why_not_alone(module: nn.Module, parts: Sequence[str], blocks: Sequence[str]) -> str | None:
