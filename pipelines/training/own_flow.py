@@ -21,6 +21,7 @@ from pipelines.training.own_pipeline import (
 from pipelines.training.spread import ALONE
 from pipelines.training.state import stored_dtype
 from pipelines.training.trees import mapped
+from pipelines.training.workload import Sums
 
 if TYPE_CHECKING:
     from pipelines.training.own_workload import OwnBatch, OwnWorkload
@@ -68,7 +69,7 @@ class _Seen(NamedTuple):
     """What a pass has made: the module's output, the sums of each kind, the gradients."""
 
     output: Tensor
-    sums: list[tuple[Tensor, Tensor]]
+    sums: list[Sums]
     gradients: dict[str, Tensor | None]
 
 

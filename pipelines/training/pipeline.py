@@ -69,11 +69,11 @@ class Pipelined:
             return least
         return max(least, pp) if self.schedule == "1f1b" else -(-least // pp) * pp
 
-    def train(self, feds: Iterable[Fed], num_rounds: int) -> list[Sums]:
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         with loss_over(self.spread):
             return self._run(list(feds), self._schedule(num_rounds).step)
 
-    def evaluate(self, feds: Iterable[Fed], num_rounds: int) -> list[list[Sums]]:
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
         with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
             return [[sums] for sums in self._run(list(feds), self._schedule(num_rounds).eval)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import own_chain
 import pytest
@@ -30,14 +31,22 @@ def plain():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "num_workers", "changes"),
+    ("layout", "num_workers", "changes", "formed"),
     [
-        ("pp=2", 2, {}),
-        ("dp=2,pp=2", 4, {}),
+        ("pp=2", 2, {}, ["pp=2", "dp=1"]),
+        ("dp=2,pp=2", 4, {}, ["pp=2,dp=2", "pp=2"]),
+        (
+            "pp=2,vp=2",
+            2,
+            {"schedule": "zero_bubble", "microbatch": 5},
+            ["pp=2,vp=2", "dp=1"],
+        ),
     ],
 )
-def test_killed_and_resized(layout: str, num_workers: int, changes, tmp_path: Path) -> None:
-    """Whoever is left takes all of the stages, if they are too few for two."""
+def test_killed_and_resized(
+    layout: str, num_workers: int, changes: dict[str, Any], formed: list[str], tmp_path: Path
+) -> None:
+    """Who is left alone takes all of the stages; evaluations end with a smaller microbatch."""
     faults = (Fault("kill", "w1", 6, "compute"),)
     leaving = ((12, WorkerLeaving("w0", "shrinks")),)
     run = run_plainly(
@@ -48,17 +57,19 @@ def test_killed_and_resized(layout: str, num_workers: int, changes, tmp_path: Pa
         faults=faults,
         due=leaving,
         recipe=RECIPE,
+        snapshot_every=1,
     )
-    losses, evaluated, state = plain()
     assert run.stopped.outcome == "completed", run.stopped
+    resumed = run.told("Resume")
+    assert [line["layout"] for line in resumed][:2] == formed
+    assert resumed[1]["step"] > 3, "from snapshots"
+    losses, evaluated, state = plain()
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    told = {line["step"]: [line["loss"], line["metrics"]] for line in run.told("Evaluated")}
+    told = {line["step"]: [line["loss"], dict(line["metrics"])] for line in run.told("Evaluated")}
     assert told.keys() == evaluated.keys()
     for step, (held_out_loss, accuracy) in evaluated.items():
-        assert told[step] == [
-            pytest.approx(held_out_loss, rel=1e-9),
-            [["accuracy", pytest.approx(accuracy)]],
-        ]
+        assert told[step][0] == pytest.approx(held_out_loss, rel=1e-9)
+        assert told[step][1] == {"accuracy": pytest.approx(accuracy)}
     ours = weights_of(run.folder)
     assert ours.keys() == state.keys()
     for name, value in ours.items():
