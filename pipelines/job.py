@@ -11,7 +11,7 @@ from elastic.planning import Job
 from elastic.specs import TensorSpec
 from pipelines.program import TrainingProgram
 from pipelines.settings import SEVERAL_STAGES, TrainSettings
-from pipelines.training.own_flow import why_no_pipeline
+from pipelines.training.own_trial import why_no_pipeline
 from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.spread import ALONE
 from pipelines.training.workload import Workload

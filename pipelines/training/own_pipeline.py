@@ -122,6 +122,13 @@ def filled_up(inputs: Tensor, num_rows: int) -> Tensor:
     return inputs[torch.arange(num_rows, device=inputs.device) % len(inputs)]
 
 
+def cut_back(output: Tensor, num_samples: int, num_filled: int) -> Tensor:
+    """Of the output of so many samples, filled up, the rows of those that were there."""
+    if num_samples == num_filled or not output.ndim:
+        return output
+    return output[: len(output) * num_samples // num_filled]
+
+
 def refuse_other(given: Any, expected: Tensor, told: str) -> None:
     """Raises `Unfit` for anything but a tensor of this shape and dtype."""
     if not isinstance(given, Tensor):
@@ -163,6 +170,11 @@ class _Asking(_StandIn):
                 f"the recipe's loss calls its module with ({told}), and the first block of a "
                 "pipeline takes one tensor"
             )
+        if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
+            raise Unfit(
+                "the recipe's loss calls its module under autocast, of which the other stages of a "
+                "pipeline know nothing: set dtype=bfloat16, or enter autocast in the blocks"
+            )
         raise _Asked(inputs[0])
 
 
@@ -175,7 +187,7 @@ class _Answering(_StandIn):
         output, self.output = self.output, None
         if output is None:
             raise Unfit("the recipe's loss calls its module twice, and a pipeline runs once")
-        return output
+        return output if self.training else output.clone()  # a metric may change it in place
 
 
 def _is_within(name: str, module: str) -> bool:

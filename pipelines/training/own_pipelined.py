@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipelines.training.own_pipeline import filled_up, having_called, inputs_of, refuse_other
+from pipelines.training.own_pipeline import (
+    cut_back,
+    filled_up,
+    having_called,
+    inputs_of,
+    refuse_other,
+)
 from pipelines.training.own_workload import OwnBatch, OwnWorkload
 from pipelines.training.passes import evaluating
 from pipelines.training.pipeline import Pipelined
@@ -61,7 +67,7 @@ class OwnPipelined(Pipelined):
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         number = int(targets)
         fed = self._feds[number]
-        own = output[: len(output) * fed.num_held // self.num_samples]
+        own = cut_back(output, fed.num_held, self.num_samples)
         kinds = [
             kind(having_called(own, self._training), fed, self.spread)
             for kind in self.workload.kinds(self._training)

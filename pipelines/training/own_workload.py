@@ -21,9 +21,10 @@ from pipelines.training.own_flow import flow_of
 from pipelines.training.own_module import (
     InitialValues,
     find_blocks,
+    seeded,
     shapes_alone,
 )
-from pipelines.training.own_pipeline import Chain
+from pipelines.training.own_pipeline import Chain, inputs_of
 from pipelines.training.own_shape import shape_of
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
@@ -90,7 +91,8 @@ class OwnWorkload:
     def flow(self) -> tuple[Tensor, ...]:
         """What a microbatch brings into each block of the recipe's pipeline, then out of the last,
         as tensors on the meta device."""
-        return flow_of(self)
+        inputs = inputs_of(self.recipe.loss, self.example(self.settings.microbatch).value)
+        return flow_of(self.recipe, self._shape.layers, inputs)
 
     @cached_property
     def digest(self) -> str:
@@ -155,6 +157,12 @@ class OwnWorkload:
         """The batch of these samples, whatever the generators' seeds are."""
         value = self.recipe.collate([self._of(held_out)[sample] for sample in samples])
         return OwnBatch(value, len(samples), len(samples))
+
+    def example(self, num_samples: int, held_out: bool = False) -> OwnBatch:
+        """The first samples, fed on the host; generators go on afterwards as before."""
+        with seeded(self.settings.seed):
+            batch = self.collated(self.first(num_samples, held_out), held_out)
+        return self.feed(batch, torch.device("cpu"), ALONE, 0)
 
     def feed(self, batch: OwnBatch, device: torch.device, spread: Spread, seed: int) -> OwnBatch:
         """On the device, and what is floating in the run's dtype."""

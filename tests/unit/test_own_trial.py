@@ -11,9 +11,9 @@ from pipelines.errors import UserError
 from pipelines.job import limits_of
 from pipelines.recipe import Recipe
 from pipelines.settings import TrainSettings
-from pipelines.training.own_flow import why_no_pipeline
 from pipelines.training.own_pipeline import parts_of
 from pipelines.training.own_shape import shape_of
+from pipelines.training.own_trial import why_no_pipeline
 from pipelines.training.own_workload import OwnWorkload
 
 PARTS = ["first", "layers.*", "last"]
@@ -45,6 +45,11 @@ class Pair(nn.Module):
 
 def loss(model, batch):
     return model(batch).square().mean()
+
+
+def under_autocast(model, batch):
+    with torch.autocast("cpu"):
+        return loss(model, batch)
 
 
 def of(model=Net, **changes: object) -> OwnWorkload:
@@ -98,6 +103,7 @@ def test_also_where_only_shapes_are_tried(inner) -> None:
         ({"loss": lambda model, batch: batch.mean()}, "does not call its module"),
         ({"loss": lambda model, batch: loss(model, batch) + model.last.bias.sum()}, "uses last of"),
         ({"loss": lambda model, batch: loss(model, batch) * torch.rand(())}, "random numbers"),
+        ({"loss": under_autocast}, "under autocast"),
         ({"metrics": {"twice": lambda model, batch: loss(model, 2 * batch)}}, "metric twice calls"),
         ({"held_out": lambda: [torch.randn(4, 2) for _ in range(3)]}, "pad samples to one size"),
         ({"pipeline": ["first", "layers.*"]}, "leaves out last.weight"),
