@@ -4,7 +4,7 @@ the first block is given and what is made of the last one's output."""
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipelines.errors import UserError
 from pipelines.overrides import near
-from pipelines.training.workload import Layer, starred
+from pipelines.training.workload import Layer, Style, starred
 
 
 class Unfit(UserError):
@@ -59,9 +59,12 @@ def parts_of(module: nn.Module, pipeline: Sequence[str]) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def layers_of(module: nn.Module, parts: Sequence[str]) -> tuple[Layer, ...]:
+def layers_of(
+    module: nn.Module, parts: Sequence[str], styles: Mapping[str, Style]
+) -> tuple[Layer, ...]:
     """What is dealt to stages. A block of which nothing is trained goes with the next one, or the
-    last with the one before: no stage is without anything to step.
+    last with the one before: no stage is without anything to step. So do blocks between which what
+    flows is cut by `tp`.
 
     Their costs are their numbers of parameters, of an embedding those of one row: no pass is
     needed to know them, and they are the same on each machine.
@@ -69,16 +72,25 @@ def layers_of(module: nn.Module, parts: Sequence[str]) -> tuple[Layer, ...]:
     groups: list[list[str]] = [[]]
     for name in parts:
         groups[-1].append(name)
-        if any(one.requires_grad for one in module.get_submodule(name).parameters()):
+        held = [module.get_submodule(one) for one in groups[-1]]
+        is_trained = any(one.requires_grad for part in held for one in part.parameters())
+        if is_trained and not _leaves_cut(module, groups[-1], styles):
             groups.append([])
-    *trained, rest = groups
-    if trained:
-        trained[-1] += rest
+    *closed, rest = groups
+    if closed:
+        closed[-1] += rest
     return tuple(
         Layer(tuple(names), sum(_cost(module.get_submodule(name)) for name in names))
-        for names in trained or [rest]
+        for names in closed or [rest]
         if names
     )
+
+
+def _leaves_cut(module: nn.Module, parts: Sequence[str], styles: Mapping[str, Style]) -> bool:
+    """Whether `tp` cuts what flows out of these blocks: there is no rowwise one for a colwise."""
+    names = [name for name, _ in module.named_modules() if any(_is_within(name, p) for p in parts)]
+    found = [styles.get(starred(name)) for name in names]
+    return "colwise" in found and "rowwise" not in found
 
 
 def why_not_alone(module: nn.Module, parts: Sequence[str], blocks: Sequence[str]) -> str | None:

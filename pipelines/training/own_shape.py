@@ -51,7 +51,7 @@ def shape_of(
     refused += [("pp", no_pp)] if no_pp else []
     widths = [_width(part, style) for name, style in styles.items() for part in there[name]]
     divides = tp_divides or gcd(*widths) if plan else 1
-    layers = layers_of(module, parts) or (Layer((), 1),)
+    layers = layers_of(module, parts, styles) or (Layer((), 1),)
     limits = Limits(tp_divides=divides, num_layers=len(layers), refused=tuple(refused))
     return Shape(layers, limits, styles, sequence_parallel=False)
 

@@ -154,3 +154,13 @@ def test_a_block_without_anything_to_train_goes_with_a_neighbour() -> None:
     layers = shape_of(module, {}, pipeline=["*"]).layers
     assert [layer.modules for layer in layers] == [("0", "1"), ("2", "3", "4")]
     assert [layer.cost for layer in layers] == [2 + 9, 1 + 4 + 1]
+
+
+def test_blocks_between_which_tp_cuts_what_flows_stay_together() -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    shape = shape_of(module, {"*": "colwise"}, pipeline=["*"])
+    assert len(shape.layers) == 1
+    named = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "up", "down", "last")})
+    plan = {"up": "colwise", "down": "rowwise"}
+    shape = shape_of(named, plan, pipeline=["first", "up", "down", "last"])
+    assert [one.modules for one in shape.layers] == [("first",), ("up", "down"), ("last",)]
