@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipelines.training.moving_buffers import MovingBuffers
 from pipelines.training.own_pipeline import (
     cut_back,
     filled_up,
@@ -32,6 +34,13 @@ class OwnPipelined(Pipelined):
     workload: OwnWorkload
     needs_full_size = False
 
+    def __init__(self, *of: Any, moving: MovingBuffers) -> None:
+        super().__init__(*of)
+        self.moving = moving
+        for number, module in enumerate(self.sharded.modules):
+            module.register_forward_pre_hook(partial(self._before_pass, number))
+            module.register_forward_hook(partial(self._after_pass, number))
+
     def train(self, feds: Iterable[OwnBatch], num_rounds: int) -> list[Sums]:
         return [kinds[0] for kinds in self._run_all(list(feds), num_rounds, training=True)]
 
@@ -45,6 +54,7 @@ class OwnPipelined(Pipelined):
         self.workload.values.release()
         self._feds, self._training = feds, training
         self._found: dict[int, list[Sums]] = {}
+        self._num_run = [0] * len(self.stages)
         schedule = self._schedule(num_rounds)
         run = schedule.step if training else schedule.eval
         inputs: list[Tensor] = []
@@ -57,6 +67,17 @@ class OwnPipelined(Pipelined):
         found = [self._found[number] for number in sorted(self._found)]
         del self._feds, self._found
         return found
+
+    def _before_pass(self, stage: int, module: nn.Module, inputs: Any) -> None:
+        if self._training:
+            self.moving.begin_pass(stage)
+
+    def _after_pass(self, stage: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        """A schedule takes a stage's microbatches in their order."""
+        if self._training:
+            fed = self._feds[self._num_run[stage]]
+            self._num_run[stage] += 1
+            self.moving.end_pass(torch.tensor(fed.num_samples), stage)
 
     def _inputs(self, fed: OwnBatch) -> Tensor:
         loss, first = self.workload.loss_in(self._training), self.workload.flow[0]

@@ -21,6 +21,7 @@ from pipelines.training.own_pipeline import (
 )
 from pipelines.training.own_workload import OwnBatch, OwnWorkload
 from pipelines.training.spread import ALONE
+from pipelines.training.state import buffers
 from pipelines.training.trees import mapped
 from pipelines.training.workload import Sums
 
@@ -49,11 +50,12 @@ def why_no_pipeline(workload: OwnWorkload, most: int = MOST_TRIED) -> str | None
 
 
 class _Seen(NamedTuple):
-    """What a pass has made: the module's output, the sums of each kind, the gradients."""
+    """What a pass has made: the module's output, the sums of each kind, gradients and buffers."""
 
     output: Tensor
     sums: list[Sums]
     gradients: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
 
 
 def _try_out(workload: OwnWorkload, most: int) -> None:
@@ -64,7 +66,9 @@ def _try_out(workload: OwnWorkload, most: int) -> None:
         batch = workload.example(min(NUM_TRIED, workload.settings.microbatch), held_out)
         module = _module(workload, most).train(not held_out)
         with torch.set_grad_enabled(not held_out):
+            before = _buffers(module)
             whole = _whole(workload, module, batch)
+            module.load_state_dict(before, strict=False)
             module.zero_grad()
             row = _in_a_row(workload, module, batch)
         _compare(whole, row, "evaluation" if held_out else "training")
@@ -101,7 +105,7 @@ def _placed(module: nn.Module, batch: OwnBatch) -> OwnBatch:
 def _whole(workload: OwnWorkload, module: nn.Module, batch: OwnBatch) -> _Seen:
     outputs: list[Any] = []
     hook = module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    with _unmoved(module):
+    with _without_chance(module):
         sums = [
             kind(module, _placed(module, batch), ALONE) for kind in workload.kinds(module.training)
         ]
@@ -116,7 +120,7 @@ def _whole(workload: OwnWorkload, module: nn.Module, batch: OwnBatch) -> _Seen:
             f"the recipe's module gives {type(outputs[0]).__name__}, and a pipeline passes on one "
             "tensor"
         )
-    return _Seen(outputs[0], sums, _gradients(module, sums[0].loss))
+    return _Seen(outputs[0], sums, _gradients(module, sums[0].loss), _buffers(module))
 
 
 def _in_a_row(workload: OwnWorkload, module: nn.Module, batch: OwnBatch) -> _Seen:
@@ -130,7 +134,7 @@ def _in_a_row(workload: OwnWorkload, module: nn.Module, batch: OwnBatch) -> _See
         kind(having_called(output, training), _placed(module, batch), ALONE)
         for kind in workload.kinds(training)
     ]
-    return _Seen(output, sums, _gradients(module, sums[0].loss))
+    return _Seen(output, sums, _gradients(module, sums[0].loss), _buffers(module))
 
 
 def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
@@ -144,9 +148,8 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def _unmoved(module: nn.Module) -> Iterator[None]:
-    """Raises `Unfit` if what happens within draws random numbers, or changes buffers."""
-    before = {name: (one, one._version, one.clone()) for name, one in module.named_buffers()}
+def _without_chance(module: nn.Module) -> Iterator[None]:
+    """Raises `Unfit` if what happens within draws random numbers."""
     generator = torch.get_rng_state()
     yield
     by_chance = not torch.equal(torch.get_rng_state(), generator)
@@ -155,14 +158,10 @@ def _unmoved(module: nn.Module) -> Iterator[None]:
             "a pass of the recipe's module or loss draws random numbers, as dropout does, and in a "
             "pipeline each stage would draw others"
         )
-    for name, buffer in module.named_buffers():
-        was, version, value = before.get(name, (None, 0, buffer))
-        changed = buffer is not was or buffer._version != version
-        if changed or not (buffer.is_meta or torch.equal(buffer, value)):
-            raise Unfit(
-                f"a forward pass changes {name}, as BatchNorm does, and a pipeline's schedule "
-                "cannot undo that: take GroupNorm, or another layout"
-            )
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    return {name: one.clone() for name, one in buffers(module)}
 
 
 def _on_meta(module: nn.Module) -> bool:
@@ -191,6 +190,9 @@ def _compare(whole: _Seen, row: _Seen, passes: str) -> None:
     for one, other in zip(whole.sums, row.sums, strict=True):
         if not _alike(one[0], other[0]) or not _alike(one[1], other[1]):
             raise Unfit(told.format("losses"))
+    for name, buffer in whole.buffers.items():
+        if not _alike(buffer, row.buffers[name]):
+            raise Unfit(told.format(f"buffers ({name})"))
     for name, gradient in whole.gradients.items():
         if not _alike(gradient, row.gradients[name]):
             raise Unfit(told.format(f"gradients (of {name})"))

@@ -26,7 +26,7 @@ from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share, ids_of
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage, build_stages
-from pipelines.training.state import optimising_of
+from pipelines.training.state import buffers, build_on_meta, optimising_of
 from pipelines.training.statistics import Statistics, Told
 from pipelines.training.tensor_parallel import sum_over_sequence, summed_over_sequence
 from pipelines.training.workload import PADDING, Fed, Workload
@@ -52,7 +52,10 @@ class ShardedReplica:
         self.interruptible = Interruptible(blocks)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
-        self.moving = MovingBuffers(modules, may_move=groups.layout.pp == 1)
+        everywhere = None
+        if groups.layout.pp > 1:
+            everywhere = dict(buffers(build_on_meta(workload, settings)))
+        self.moving = MovingBuffers(modules, everywhere, groups.device)
         self.passes = self._passes(stages)
         self.left_out: Sequence[int] = ()
         self.inside = Statistics(workload, settings, groups, self.state)
@@ -61,8 +64,9 @@ class ShardedReplica:
     def _passes(self, stages: Sequence[Stage]) -> Passes:
         groups, settings = self.groups, self.settings
         if groups.layout.pp > 1:
-            kind = OwnPipelined if isinstance(self.workload, OwnWorkload) else Pipelined
-            return kind(self.workload, stages, self.sharded, groups, self.spread, settings)
+            of = (self.workload, stages, self.sharded, groups, self.spread, settings)
+            own = isinstance(self.workload, OwnWorkload)
+            return OwnPipelined(*of, moving=self.moving) if own else Pipelined(*of)
         return OneByOne(self.workload, self.sharded, self.spread, self.moving)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:

@@ -30,11 +30,11 @@ class Tokens:
 
 
 class Mixer(nn.Module):
-    """With a persistent buffer that does not change."""
+    """With BatchNorm, and a buffer that does not change."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
+        self.norm = nn.BatchNorm1d(LENGTH)
         self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
         self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
 
@@ -94,7 +94,7 @@ def recipe() -> Recipe:
 OWN = with_own_model(recipe()).settings
 
 
-def plainly() -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
+def plainly(microbatch: int) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
     """Losses of the steps, loss and accuracy of evaluations, and the state at the end."""
     torch.manual_seed(SETTINGS.seed)
     net, data = Net().double(), Tokens()
@@ -103,20 +103,36 @@ def plainly() -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tens
     for step in range(1, SETTINGS.steps + 1):
         first = (step - 1) * SETTINGS.batch
         ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(SETTINGS.batch)]
-        part = _mean(loss, net, [data[one] for one in ids])
-        part.backward()
+        losses.append(_pass(net, [data[one] for one in ids], microbatch))
         torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
         chosen.step()
         chosen.zero_grad()
-        losses.append(part.item())
         if step % SETTINGS.eval_every == 0:
-            held_out = [data[one] for one in range(SETTINGS.eval_samples)]
+            held_out = _batch([data[one] for one in range(SETTINGS.eval_samples)])
+            net.eval()
             with torch.no_grad():
-                evaluated[step] = [_mean(one, net, held_out).item() for one in (loss, accuracy)]
+                sums = [function(net, held_out) for function in (loss, accuracy)]
+            net.train()
+            evaluated[step] = [(total / count).item() for total, count in sums]
     return losses, evaluated, net.state_dict()
 
 
-def _mean(function, net, samples) -> torch.Tensor:
-    batch = {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
-    total, count = function(net, batch)
-    return total / count
+def _pass(net, samples, microbatch: int) -> float:
+    """Forward and backward; each microbatch begins with the same buffers, whose mean stays."""
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    count = (_batch(samples)["targets"] != -100).sum()
+    made, mean = [], 0.0
+    for first in range(0, len(samples), microbatch):
+        for name, buffer in net.named_buffers():
+            buffer.copy_(before[name])
+        total, _ = loss(net, _batch(samples[first : first + microbatch]))
+        (total / count).backward()
+        mean += (total / count).item()
+        made.append({name: buffer.double().clone() for name, buffer in net.named_buffers()})
+    for name, buffer in net.named_buffers():
+        buffer.copy_(torch.stack([one[name] for one in made]).mean(0))
+    return mean
+
+
+def _batch(samples) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([one[name] for one in samples]) for name in samples[0]}

@@ -19,12 +19,12 @@ RECIPE = f"{Path(own_chain.__file__)}:recipe"
 
 
 @cache
-def plain():
+def plain(microbatch: int):
     """On one thread: two that wait for each other on a busy machine take ten times as long."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return own_chain.plainly()
+        return own_chain.plainly(microbatch)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -49,9 +49,10 @@ def test_killed_and_resized(
     """Who is left alone takes all of the stages; evaluations end with a smaller microbatch."""
     faults = (Fault("kill", "w1", 6, "compute"),)
     leaving = ((12, WorkerLeaving("w0", "shrinks")),)
+    settings = own_chain.OWN.model_copy(update=changes)
     run = run_plainly(
         tmp_path,
-        own_chain.OWN.model_copy(update=changes),
+        settings,
         num_workers,
         layout=layout,
         faults=faults,
@@ -63,7 +64,7 @@ def test_killed_and_resized(
     resumed = run.told("Resume")
     assert [line["layout"] for line in resumed][:2] == formed
     assert resumed[1]["step"] > 3, "from snapshots"
-    losses, evaluated, state = plain()
+    losses, evaluated, state = plain(settings.microbatch)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
     told = {line["step"]: [line["loss"], dict(line["metrics"])] for line in run.told("Evaluated")}
     assert told.keys() == evaluated.keys()

@@ -78,7 +78,6 @@ def test_a_chain_of_blocks_is_a_pipeline(most: int) -> None:
         (lambda: Net(torch.relu), "do not give the output"),
         (lambda: Net(lambda hidden: hidden.detach()), "do not give the gradients"),
         (lambda: Net(inner=lambda: nn.Dropout(0.1)), "draws random numbers"),
-        (lambda: Net(inner=lambda: nn.BatchNorm1d(3)), r"changes layers\.0\.1\.running_mean"),
         (lambda: Net(lambda pair: pair[0], Pair), r"layers\.0 .* gives tuple"),
     ],
 )
@@ -90,9 +89,10 @@ def test_modules_that_are_no_chain_are_found_out(model, told: str) -> None:
     assert "\n" not in why
 
 
-@pytest.mark.parametrize("inner", [lambda: nn.Dropout(0.1), lambda: nn.BatchNorm1d(3)])
-def test_also_where_only_shapes_are_tried(inner) -> None:
-    assert why_no_pipeline(of(lambda: Net(inner=inner)), BY_SHAPES)
+@pytest.mark.parametrize("most", [BY_SHAPES, 100])
+def test_buffers_may_change_and_nothing_be_drawn_also_by_shapes(most: int) -> None:
+    assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.BatchNorm1d(3))), most) is None
+    assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.Dropout(0.1))), most)
 
 
 @pytest.mark.parametrize(
