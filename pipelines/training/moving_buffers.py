@@ -9,7 +9,6 @@ layout makes no difference.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,68 +16,61 @@ from torch.distributed import ProcessGroup
 
 from actors.standstill import wait_for
 
-HOST = torch.device("cpu")
-
 
 class MovingBuffers:
     """Those of one rank's modules. A buffer that changes at all has to do so in the first step of a
-    generation, as any running average does. `everywhere` are those of all ranks' modules, where
-    they hold different ones."""
+    generation, as any running average does."""
 
-    def __init__(
-        self,
-        modules: Sequence[nn.Module],
-        everywhere: Mapping[str, Tensor] | None = None,
-        device: torch.device = HOST,
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
-        self.everywhere = everywhere
-        self.device = device
-        self.places: dict[str, tuple[int, nn.Module, str]] = {}
+        self.places: dict[str, tuple[nn.Module, str]] = {}
         self.kept: dict[str, Tensor] = {}
-        self.sizes: dict[str, int] = {}
         self.moving: list[str] | None = None
-        """The names of those that change, on any rank; None before a step has shown it."""
+        """The names of those that change; None before a step has shown it."""
 
     def keep(self, buffers: Mapping[str, Tensor]) -> None:
         """These, which the modules hold, are part of the state: only `apply` changes them."""
         self.kept = dict(buffers)
-        everywhere = self.kept if self.everywhere is None else self.everywhere
-        self.sizes = {name: one.numel() for name, one in everywhere.items()}
-        self.moving = None if everywhere else []
+        self.moving = None if buffers else []
         for name in buffers:
             owner, _, key = name.rpartition(".")
-            holders = (n for n, module in enumerate(self.modules) if _has(module, owner, key))
-            number = next(holders)
-            self.places[name] = (number, self.modules[number].get_submodule(owner), key)
+            holders = (module for module in self.modules if _has(module, owner, key))
+            self.places[name] = (next(holders).get_submodule(owner), key)
 
     def begin(self) -> None:
         """Before the passes of a step."""
-        known = self.kept if self.moving is None else self.moving
-        self._made = [
-            _Made({name: self.kept[name] for name in known if self._is_in(name, n)}, self.device)
-            for n in range(len(self.modules))
-        ]
+        names = list(self.kept) if self.moving is None else self.moving
+        self._num_passes = torch.zeros((), dtype=torch.float64)
+        self._copies: dict[str, Tensor] = {}
+        self._changed = dict.fromkeys(names, False)
+        flat = [torch.zeros(0, dtype=torch.float64), *(self.kept[name].flatten() for name in names)]
+        self._sums = torch.zeros_like(torch.cat([one.to(flat[-1].device) for one in flat]))
         self._reduced: dict[str, Tensor] = {}
 
-    def begin_pass(self, number: int = 0) -> None:
-        """Before the forward pass of a microbatch through a module: it changes copies. In a
-        pipeline they are new ones: the backward pass of another may still want its own."""
-        made = self._made[number]
-        if not made.copies or self.everywhere is not None:
-            made.copies = {name: value.clone() for name, value in made.kept.items()}
-            self._give(made.copies)
+    def begin_pass(self) -> None:
+        """Before the forward pass of a microbatch: it changes copies."""
+        if not self._copies:
+            self._copies = {name: self.kept[name].clone() for name in self._changed}
+            self._give(self._copies)
             return
-        torch._foreach_copy_(list(made.copies.values()), list(made.kept.values()))
-        self._give({n: c for n, c in made.copies.items() if self._held(n) is not c})
+        torch._foreach_copy_(list(self._copies.values()), [self.kept[n] for n in self._copies])
+        self._give({n: c for n, c in self._copies.items() if getattr(*self.places[n]) is not c})
 
     @torch.no_grad()
-    def end_pass(self, num_tokens: Tensor, number: int = 0) -> None:
+    def end_pass(self, num_tokens: Tensor) -> None:
         """After the forward pass of a microbatch with so many tokens: without any, it counts
         nothing."""
-        if self._made[number].copies:
-            values = {name: self._held(name) for name in self._made[number].copies}
-            self._made[number].add(values, num_tokens > 0, looks=self.moving is None)
+        if not self._copies:
+            return
+        counts = num_tokens > 0
+        made = {name: getattr(*self.places[name]) for name in self._copies}
+        flat = torch.cat([self._sums[:0], *(one.flatten() for one in made.values())])
+        self._sums += torch.where(counts, flat, 0.0)
+        self._num_passes = self._num_passes.to(counts.device) + counts
+        for name, copy in self._copies.items() if self.moving is None else ():
+            # By value: BatchNorm writes past the counter of versions that autograd has.
+            changed = made[name] is not copy or not torch.equal(made[name], self.kept[name])
+            self._changed[name] = self._changed[name] or changed
 
     @torch.no_grad()
     def reduce(self, ranks: ProcessGroup) -> None:
@@ -86,22 +78,21 @@ class MovingBuffers:
         changes. In the first step another one tells which do."""
         self._give(self.kept)  # not before: a backward that recomputes changes them, too
         if self.moving is None:
-            changed = {name for made in self._made for name in made.changed}
-            told = torch.tensor([float(name in changed) for name in self.sizes])
-            told = told.to(self.device)
+            told = torch.tensor([float(one) for one in self._changed.values()])
+            told = told.to(self._num_passes.device)
             wait_for(ranks.allreduce([told]))
-            self.moving = [n for n, one in zip(self.sizes, told.tolist(), strict=True) if one]
+            self.moving = [n for n, one in zip(self._changed, told.tolist(), strict=True) if one]
         if not self.moving:
             return
-        own = {name: sums for made in self._made for name, sums in made.sums_of().items()}
-        widths = [1 + self.sizes[name] for name in self.moving]
-        parts = zip(self.moving, widths, strict=True)
-        flat = torch.cat([own[n] if n in own else self._nothing(width) for n, width in parts])
+        split = self._sums.split([self.kept[name].numel() for name in self._changed])
+        sums_of = dict(zip(self._changed, split, strict=True))
+        parts = [self._num_passes.view(1), *(sums_of[name] for name in self.moving)]
+        flat = torch.cat(parts)
         wait_for(ranks.allreduce([flat]))
+        num_passes, *sums = flat.split([part.numel() for part in parts])
         self._reduced = {
-            name: sums[1:].view_as(self.kept[name]) / sums[0]
-            for name, sums in zip(self.moving, flat.split(widths), strict=True)
-            if name in self.kept
+            name: total.view_as(self.kept[name]) / num_passes.squeeze()
+            for name, total in zip(self.moving, sums, strict=True)
         }
 
     @torch.no_grad()
@@ -114,49 +105,8 @@ class MovingBuffers:
 
     def _give(self, buffers: Mapping[str, Tensor]) -> None:
         for name, value in buffers.items():
-            _, owner, key = self.places[name]
+            owner, key = self.places[name]
             setattr(owner, key, value)
-
-    def _held(self, name: str) -> Any:
-        _, owner, key = self.places[name]
-        return getattr(owner, key)
-
-    def _is_in(self, name: str, number: int) -> bool:
-        return name in self.places and self.places[name][0] == number
-
-    def _nothing(self, width: int) -> Tensor:
-        return torch.zeros(width, dtype=torch.float64, device=self.device)
-
-
-class _Made:
-    """What the passes of a step through one module have made of its buffers, in float64."""
-
-    def __init__(self, kept: dict[str, Tensor], device: torch.device) -> None:
-        self.kept = kept
-        self.copies: dict[str, Tensor] = {}
-        self.changed: set[str] = set()
-        size = sum(value.numel() for value in kept.values())
-        self.sums = torch.zeros(size, dtype=torch.float64, device=device)
-        self.num_passes = torch.zeros(1, dtype=torch.float64, device=device)
-
-    def add(self, values: Mapping[str, Tensor], counts: Tensor, looks: bool) -> None:
-        """Those after one more pass, if it counts; `looks` for which of them it has changed."""
-        counts = counts.to(self.sums.device)
-        flat = torch.cat([self.sums[:0], *(one.flatten() for one in values.values())])
-        self.sums += torch.where(counts, flat, 0.0)
-        self.num_passes += counts
-        for name, value in values.items() if looks else ():
-            # By value: BatchNorm writes past the counter of versions that autograd has.
-            if value is not self.copies[name] or not torch.equal(value, self.kept[name]):
-                self.changed.add(name)
-
-    def sums_of(self) -> dict[str, Tensor]:
-        """Of each how many passes, and the sum over them, in a row."""
-        pieces = self.sums.split([value.numel() for value in self.kept.values()])
-        return {
-            name: torch.cat([self.num_passes, piece])
-            for name, piece in zip(self.kept, pieces, strict=True)
-        }
 
 
 def _has(module: nn.Module, owner: str, key: str) -> bool:

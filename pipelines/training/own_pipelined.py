@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipelines.training.moving_buffers import MovingBuffers
 from pipelines.training.own_pipeline import (
     cut_back,
     filled_up,
@@ -20,6 +19,7 @@ from pipelines.training.own_pipeline import (
 from pipelines.training.own_workload import OwnBatch, OwnWorkload
 from pipelines.training.passes import evaluating
 from pipelines.training.pipeline import Pipelined
+from pipelines.training.stage_buffers import StageBuffers
 from pipelines.training.workload import Sums
 
 
@@ -34,7 +34,7 @@ class OwnPipelined(Pipelined):
     workload: OwnWorkload
     needs_full_size = False
 
-    def __init__(self, *of: Any, moving: MovingBuffers) -> None:
+    def __init__(self, *of: Any, moving: StageBuffers) -> None:
         super().__init__(*of)
         self.moving = moving
         for number, module in enumerate(self.sharded.modules):
@@ -77,7 +77,7 @@ class OwnPipelined(Pipelined):
         if self._training:
             fed = self._feds[self._num_run[stage]]
             self._num_run[stage] += 1
-            self.moving.end_pass(torch.tensor(fed.num_samples), stage)
+            self.moving.end_pass(fed.num_samples, stage)
 
     def _inputs(self, fed: OwnBatch) -> Tensor:
         loss, first = self.workload.loss_in(self._training), self.workload.flow[0]

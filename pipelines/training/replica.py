@@ -25,6 +25,7 @@ from pipelines.training.sample_log import append_samples
 from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share, ids_of
 from pipelines.training.spread import Spread
+from pipelines.training.stage_buffers import StageBuffers
 from pipelines.training.stage_modules import Stage, build_stages
 from pipelines.training.state import buffers, build_on_meta, optimising_of
 from pipelines.training.statistics import Statistics, Told
@@ -52,10 +53,10 @@ class ShardedReplica:
         self.interruptible = Interruptible(blocks)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
-        everywhere = None
+        self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules)
         if groups.layout.pp > 1:
             everywhere = dict(buffers(build_on_meta(workload, settings)))
-        self.moving = MovingBuffers(modules, everywhere, groups.device)
+            self.moving = StageBuffers(modules, everywhere, groups.device)
         self.passes = self._passes(stages)
         self.left_out: Sequence[int] = ()
         self.inside = Statistics(workload, settings, groups, self.state)
