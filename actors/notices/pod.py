@@ -33,6 +33,8 @@ class Pod:
             text = self._file.read_text()
         except FileNotFoundError:
             return None
-        deadline = float(text) if text.strip() else 0.0
+        if not text.strip():
+            return None  # it is just being written
+        deadline = float(text)
         is_news = deadline > self._clock() - FORGOTTEN_S
         return Notice("the pod is terminated", deadline) if is_news else None

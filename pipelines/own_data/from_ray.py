@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from pipelines.errors import UserError
 from pipelines.own_data.arrow import ArrowDataset
 
 DONE = "_WRITTEN"
@@ -20,10 +21,16 @@ def from_ray_dataset(dataset: Writable, folder: str | Path) -> ArrowDataset:
     """Write a `ray.data.Dataset` to Parquet files in a folder that all workers see, unless it has
     been, and read them map-style: every sample has a number, which training needs.
 
-    Delete the folder to have it written anew.
+    Delete the folder to have it written anew. Raises `UserError` for one with other files in it,
+    or those of a writing that was broken off.
     """
     folder = Path(folder).expanduser().resolve()
     if not (folder / DONE).exists():
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(
+                f"{folder}: has files, but not those of a dataset that was written to its end; "
+                "delete it, or name another folder"
+            )
         dataset.write_parquet(str(folder))
         (folder / DONE).touch()
     return ArrowDataset(folder)

@@ -17,16 +17,35 @@ from torch.distributed import ProcessGroup
 from actors.standstill import wait_for
 
 
+class Alike:
+    """Buffers of one dtype, side by side in memory, so that a pass costs a few operations however
+    many there are."""
+
+    def __init__(self, kept: Mapping[str, Tensor]) -> None:
+        self.before = torch.cat([value.detach().flatten() for value in kept.values()])
+        self.made = torch.empty_like(self.before)
+        self.sums = torch.zeros_like(self.before, dtype=torch.float64)
+        parts = self.made.split([value.numel() for value in kept.values()])
+        self.copies = {
+            name: part.view_as(value)
+            for (name, value), part in zip(kept.items(), parts, strict=True)
+        }
+
+    def sums_of(self) -> dict[str, Tensor]:
+        parts = self.sums.split([copy.numel() for copy in self.copies.values()])
+        return dict(zip(self.copies, parts, strict=True))
+
+
 class MovingBuffers:
     """Those of one rank's modules. A buffer that changes at all has to do so in the first step of a
     generation, as any running average does."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = modules
-        self.places: dict[str, tuple[nn.Module, str]] = {}
         self.kept: dict[str, Tensor] = {}
         self.moving: list[str] | None = None
         """The names of those that change; None before a step has shown it."""
+        self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
 
     def keep(self, buffers: Mapping[str, Tensor]) -> None:
         """These, which the modules hold, are part of the state: only `apply` changes them."""
@@ -35,26 +54,27 @@ class MovingBuffers:
         for name in buffers:
             owner, _, key = name.rpartition(".")
             holders = (module for module in self.modules if _has(module, owner, key))
-            self.places[name] = (next(holders).get_submodule(owner), key)
+            self._places[name] = (next(holders).get_submodule(owner)._buffers, key)
 
+    @torch.no_grad()
     def begin(self) -> None:
-        """Before the passes of a step."""
+        """Before the passes of a step, which change copies."""
         names = list(self.kept) if self.moving is None else self.moving
+        by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
+        for name in names:
+            by_dtype.setdefault(self.kept[name].dtype, {})[name] = self.kept[name]
+        self._groups = [Alike(kept) for kept in by_dtype.values()]
+        self._copies = {name: copy for one in self._groups for name, copy in one.copies.items()}
         self._num_passes = torch.zeros((), dtype=torch.float64)
-        self._copies: dict[str, Tensor] = {}
         self._changed = dict.fromkeys(names, False)
-        flat = [torch.zeros(0, dtype=torch.float64), *(self.kept[name].flatten() for name in names)]
-        self._sums = torch.zeros_like(torch.cat([one.to(flat[-1].device) for one in flat]))
         self._reduced: dict[str, Tensor] = {}
+        self._give(self._copies)
 
+    @torch.no_grad()
     def begin_pass(self) -> None:
-        """Before the forward pass of a microbatch: it changes copies."""
-        if not self._copies:
-            self._copies = {name: self.kept[name].clone() for name in self._changed}
-            self._give(self._copies)
-            return
-        torch._foreach_copy_(list(self._copies.values()), [self.kept[n] for n in self._copies])
-        self._give({n: c for n, c in self._copies.items() if getattr(*self.places[n]) is not c})
+        """Before the forward pass of a microbatch."""
+        for one in self._groups:
+            one.made.copy_(one.before)
 
     @torch.no_grad()
     def end_pass(self, num_tokens: Tensor) -> None:
@@ -62,15 +82,14 @@ class MovingBuffers:
         nothing."""
         if not self._copies:
             return
+        self._take_back()
         counts = num_tokens > 0
-        made = {name: getattr(*self.places[name]) for name in self._copies}
-        flat = torch.cat([self._sums[:0], *(one.flatten() for one in made.values())])
-        self._sums += torch.where(counts, flat, 0.0)
+        for one in self._groups:
+            one.sums += torch.where(counts, one.made, 0)
         self._num_passes = self._num_passes.to(counts.device) + counts
         for name, copy in self._copies.items() if self.moving is None else ():
             # By value: BatchNorm writes past the counter of versions that autograd has.
-            changed = made[name] is not copy or not torch.equal(made[name], self.kept[name])
-            self._changed[name] = self._changed[name] or changed
+            self._changed[name] = self._changed[name] or not torch.equal(copy, self.kept[name])
 
     @torch.no_grad()
     def reduce(self, ranks: ProcessGroup) -> None:
@@ -84,8 +103,7 @@ class MovingBuffers:
             self.moving = [n for n, one in zip(self._changed, told.tolist(), strict=True) if one]
         if not self.moving:
             return
-        split = self._sums.split([self.kept[name].numel() for name in self._changed])
-        sums_of = dict(zip(self._changed, split, strict=True))
+        sums_of = {name: sums for one in self._groups for name, sums in one.sums_of().items()}
         parts = [self._num_passes.view(1), *(sums_of[name] for name in self.moving)]
         flat = torch.cat(parts)
         wait_for(ranks.allreduce([flat]))
@@ -105,8 +123,18 @@ class MovingBuffers:
 
     def _give(self, buffers: Mapping[str, Tensor]) -> None:
         for name, value in buffers.items():
-            owner, key = self.places[name]
-            setattr(owner, key, value)
+            place, key = self._places[name]
+            place[key] = value
+
+    def _take_back(self) -> None:
+        """A forward pass may have put another tensor where the copy was."""
+        for name, copy in self._copies.items():
+            place, key = self._places[name]
+            value = place[key]
+            if value is not copy:
+                assert value is not None, f"{name}: the forward pass has taken it away"
+                copy.copy_(value)
+                place[key] = copy
 
 
 def _has(module: nn.Module, owner: str, key: str) -> bool:

@@ -10,6 +10,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.hooks import RemovableHandle
 
 from actors.program import Groups, Interrupt
 from elastic.zero import divides
@@ -45,6 +46,9 @@ class PartlySharded:
         self.divides_gradients = several and divides(groups.layout.zero, "gradients")
         self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
         self.offload = settings.offload
+        self.takes_each = self.divides_gradients or self.dtype is not None
+        """Whether no backward may leave its gradients to be added to by the next."""
+        self._hooks: list[RemovableHandle] = []
         self.grouping = [
             found for module in modules for found in _grouped(module, workload, groups)
         ]
@@ -80,13 +84,9 @@ class PartlySharded:
             wholes[part.name] = as_part(whole, part.parameter)
         assign(self.modules, wholes | dict(buffers))
         self._make_buckets(own)
-        # Weakly: from a parameter's hook the collector of cycles sees no way back to the parameter.
-        accumulated = WeakMethod(self._accumulated)
-        for number, bucket in enumerate(self.buckets):
-            for place_in_bucket, part in enumerate(bucket.parts):
-                if part.parameter.requires_grad:
-                    hook = partial(_call, accumulated, number, place_in_bucket)
-                    part.parameter.register_post_accumulate_grad_hook(hook)
+        self._hooks = []
+        if self.takes_each:
+            self._listen()
         self.is_stale = True
 
     @torch.no_grad()
@@ -100,6 +100,8 @@ class PartlySharded:
 
     def accumulate(self, last: bool) -> None:
         self.is_last = last
+        if last and not self._hooks:
+            self._listen()
 
     @torch.no_grad()
     def reduce(self, interrupt: Interrupt) -> None:
@@ -118,7 +120,7 @@ class PartlySharded:
         while self._sums:
             interrupt()
             self._sums.pop(0)()
-        self.is_last = False
+        self._end_last()
 
     def gradients(self) -> dict[str, Tensor]:
         return {part.name: part.gradient for part in self._parts() if part.gradient is not None}
@@ -126,6 +128,7 @@ class PartlySharded:
     def drop_gradients(self) -> None:
         self._in_flight = None
         self._sums.clear()
+        self._end_last()
         for bucket in self.buckets:
             bucket.drop_gradients()
 
@@ -147,14 +150,27 @@ class PartlySharded:
             for part, width in zip(bucket.parts, bucket.widths, strict=True)
         )
 
+    def _listen(self) -> None:
+        """Only for backwards of which each gradient matters: each call takes as long as a small
+        operation."""
+        # Weakly: from a parameter's hook the collector of cycles sees no way back to the parameter.
+        accumulated = WeakMethod(self._accumulated)
+        for number, bucket in enumerate(self.buckets):
+            for place_in_bucket, part in enumerate(bucket.parts):
+                if part.parameter.requires_grad:
+                    hook = partial(_call, accumulated, number, place_in_bucket)
+                    self._hooks.append(part.parameter.register_post_accumulate_grad_hook(hook))
+
+    def _end_last(self) -> None:
+        self.is_last = False
+        while self._hooks and not self.takes_each:
+            self._hooks.pop().remove()
+
     def _accumulated(self, number: int, place_in_bucket: int) -> None:
         """Called by autograd when a parameter's gradient of one backward pass is there, summed
         with those of the passes before if nobody has taken them."""
         bucket = self.buckets[number]
         part = bucket.parts[place_in_bucket]
-        may_stay = not (self.divides_gradients or self.is_last)
-        if may_stay and part.parameter.dtype == part.shard.dtype:
-            return
         part.take_gradient()
         if self.divides_gradients or self.is_last:
             bucket.num_ready += 1

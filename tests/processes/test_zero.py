@@ -200,6 +200,7 @@ def ranks_of(folder: Path, case: Case) -> list[Trained]:
     return [Trained(**torch.load(file, weights_only=False)) for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SIZED, ids=lambda case: case.name)
 def test_measured_bytes_are_those_of_the_formula(folder: Path, case: Case) -> None:
     layout = Layout.parse(case.layout)
@@ -219,6 +220,7 @@ def test_measured_bytes_are_those_of_the_formula(folder: Path, case: Case) -> No
         assert trained.at_rest == trained.in_step, "gradients are told of before there are any"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SIZED + CHANGED, ids=lambda case: case.name)
 def test_all_stages_and_switches_train_alike(folder: Path, case: Case) -> None:
     plain = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
@@ -229,6 +231,7 @@ def test_all_stages_and_switches_train_alike(folder: Path, case: Case) -> None:
         assert trained.num_collectives_in_apply == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2])
 def test_mixed_precision_is_that_of_stage_three(folder: Path, zero: int) -> None:
     change = {"dtype": "bfloat16"}
@@ -261,6 +264,7 @@ def test_a_kill_in_apply_changes_nothing(zero: int, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_without_resharding_a_block_is_gathered_once_a_step(folder: Path) -> None:
     kept = ranks_of(folder, Case("fsdp=2,zero=3", {"reshard_after_forward": False}))[0]
     let_go = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
@@ -268,6 +272,7 @@ def test_without_resharding_a_block_is_gathered_once_a_step(folder: Path) -> Non
     assert let_go.num_collectives - kept.num_collectives >= num_blocks * rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", SIZED, ids=lambda case: case.name)
 def test_between_microbatches_gradients_are_kept_as_the_stage_says(
     folder: Path, case: Case
@@ -279,6 +284,7 @@ def test_between_microbatches_gradients_are_kept_as_the_stage_says(
         assert 0.95 * kept <= trained.between_bytes <= kept + 2 * whole_block
 
 
+@pytest.mark.slow
 def test_without_a_sync_each_microbatch_whole_gradients_are_summed(folder: Path) -> None:
     case = Case("fsdp=2,zero=3", {"sync_each_microbatch": False})
     [summed, *_], [synced, *_] = ranks_of(folder, case), ranks_of(folder, Case("fsdp=2,zero=3"))

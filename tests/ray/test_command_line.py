@@ -128,6 +128,7 @@ def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics] == list(range(1, 201))
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path) -> None:
     with elastic_train(
         tmp_path, *TINY, "--workers", "2", "--inject", "raise in worker 1 at step 7"
@@ -138,6 +139,7 @@ def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path)
     assert "Traceback (most recent call last)" in output
 
 
+@pytest.mark.slow
 def test_a_recipe_of_ones_own_from_a_folder_of_ones_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(

@@ -96,6 +96,11 @@ def test_two_trials_on_one_cluster(script: Script) -> None:
         assert any((run / "checkpoints").glob(f"step-{stopped['step']:08d}-*/manifest.json"))
 
 
+def test_what_ray_data_computes_is_read_by_number(script: Script) -> None:
+    seen = script.seen["data"]
+    assert sorted(seen["squares"]) == [number**2 for number in range(40)] and seen["again"] == 40
+
+
 def test_ray_is_as_it_was(script: Script) -> None:
     assert script.seen["ray_is_kept"]
     assert not script.seen["left"]

@@ -12,10 +12,12 @@ import time
 from typing import Any
 
 import ray
+import ray.data
 from ray import tune
 from ray.train import Result, RunConfig, ScalingConfig, TrainingFailedError
 
 from pipelines.api import ElasticTrainer, UserError
+from pipelines.own_data import from_ray_dataset
 from pipelines.recipes import tiny
 
 NUM_CPUS = 4
@@ -107,11 +109,21 @@ def trials(storage: str) -> dict[str, Any]:
     }
 
 
+def data(storage: str) -> dict[str, Any]:
+    """What Ray Data has computed, as samples by number; written once."""
+    computed = ray.data.range(40).map(lambda row: {"square": row["id"] ** 2})
+    folder = f"{storage}/rows"
+    rows = from_ray_dataset(computed, folder)
+    again = from_ray_dataset(None, folder)
+    return {"squares": [int(row["square"]) for row in rows], "again": len(again)}
+
+
 def main() -> None:
     storage = sys.argv[1]
     ray.init(num_cpus=NUM_CPUS, include_dashboard=False, namespace="mine")
     before = signal.getsignal(signal.SIGTERM)
     seen = {"fits": fits(storage), "handles": handles(storage), "trials": trials(storage)}
+    seen["data"] = data(storage)
     kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before
     left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     print(json.dumps(seen | {"ray_is_kept": kept, "left": left}, default=str))
