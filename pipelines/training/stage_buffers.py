@@ -37,7 +37,7 @@ class StageBuffers:
         self.moving = None if self.sizes else []
         for name in buffers:
             owner, _, key = name.rpartition(".")
-            there = (dict(module.named_buffers()) for module in self.modules)
+            there = (dict(module.named_buffers(remove_duplicate=False)) for module in self.modules)
             number = next(n for n, those in enumerate(there) if name in those)
             self.places[name] = (number, self.modules[number].get_submodule(owner), key)
 
