@@ -23,8 +23,8 @@ from elastic.roster import participants
 from elastic.state import CoreState, Crash
 
 TOGETHER_S = 1.0
-"""What happens within this time of a crash is the same moment. A worker that is started again takes
-longer to crash once more; those of a node that is gone are missed in less."""
+"""Who was there at a crash and is lost within this time of it has been struck by the same: those of
+a node that is gone are missed in less. Who was started since has not, however soon it crashes."""
 
 
 def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
@@ -36,7 +36,7 @@ def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
     is_at_work = isinstance(state.phase, Running | Pausing | Aborting)
     step = state.committed_step + 1 if is_at_work and event.worker in state.members() else 0
     recent = [c for c in state.crashes if now - c.time < state.policy.avoid_window_s]
-    crash = Crash(now, node, step)
+    crash = Crash(now, seat.since, node, step)
     state.crashes = [*recent, crash]
     counts = _counts(state)
     commands = _acquit(state, crash, counts)
@@ -87,10 +87,14 @@ def _counts(state: CoreState) -> Counter[str]:
     for crash in state.crashes:
         if crash.step and len(nodes_by_step[crash.step]) > 1:
             continue
-        if not moments or crash.time - moments[-1][0] >= TOGETHER_S:
+        if not moments or not _is_same_moment(crash, moments[-1][0]):
             moments.append((crash.time, set()))
         moments[-1][1].add(crash.node)
     return Counter(node for _, nodes in moments if len(nodes) == 1 for node in nodes)
+
+
+def _is_same_moment(crash: Crash, earlier: float) -> bool:
+    return crash.since < earlier and crash.time - earlier < TOGETHER_S
 
 
 def _is_to_blame(state: CoreState, node: str, counts: Counter[str]) -> bool:
@@ -107,7 +111,9 @@ def _acquit(state: CoreState, crash: Crash, counts: Counter[str]) -> list[Comman
     struck = {
         other.node
         for other in state.crashes
-        if crash.time - other.time < TOGETHER_S or (crash.step and other.step == crash.step)
+        if other is crash
+        or _is_same_moment(crash, other.time)
+        or (crash.step and other.step == crash.step)
     }
     if len(struck) < 2:
         return []

@@ -43,9 +43,10 @@ class Drain:
 @dataclass(frozen=True, slots=True)
 class Crash:
     """A worker's process ended on a node, at `time`, by nobody's plan; amid `step`, if it was a
-    member at work, else 0."""
+    member at work, else 0. It had been started or ready `since`."""
 
     time: float
+    since: float
     node: str
     step: int = 0
 

@@ -14,7 +14,7 @@ from pipelines.settings import TrainSettings
 NUM_SAMPLES, LENGTH, WIDTH, VOCABULARY = 40, 5, 8, 11
 MAX_NORM = 0.5
 SETTINGS = TrainSettings(
-    batch=10, microbatch=2, steps=18, dtype="float64", seed=3, eval_every=9, eval_samples=7
+    batch=10, microbatch=2, steps=60, dtype="float64", seed=3, eval_every=20, eval_samples=7
 )
 
 

@@ -10,8 +10,8 @@ import own_chain
 import pytest
 import torch
 from harness import run_plainly
+from test_snapshots import kill
 
-from actors.faults import Fault
 from elastic.events import WorkerLeaving
 from pipelines.weights import weights_of
 
@@ -47,15 +47,14 @@ def test_killed_and_resized(
     layout: str, num_workers: int, changes: dict[str, Any], formed: list[str], tmp_path: Path
 ) -> None:
     """Who is left alone takes all of the stages; evaluations end with a smaller microbatch."""
-    faults = (Fault("kill", "w1", 6, "compute"),)
-    leaving = ((12, WorkerLeaving("w0", "shrinks")),)
+    leaving = ((45, WorkerLeaving("w0", "shrinks")),)
     settings = own_chain.OWN.model_copy(update=changes)
     run = run_plainly(
         tmp_path,
         settings,
         num_workers,
         layout=layout,
-        faults=faults,
+        strikes=[kill("w1")],
         due=leaving,
         recipe=RECIPE,
         snapshot_every=1,
@@ -63,7 +62,7 @@ def test_killed_and_resized(
     assert run.stopped.outcome == "completed", run.stopped
     resumed = run.told("Resume")
     assert [line["layout"] for line in resumed][:2] == formed
-    assert resumed[1]["step"] > 3, "from snapshots"
+    assert resumed[1]["step"] > 0, "from snapshots"
     losses, evaluated, state = plain(settings.microbatch)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
     told = {line["step"]: [line["loss"], dict(line["metrics"])] for line in run.told("Evaluated")}

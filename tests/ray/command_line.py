@@ -29,8 +29,8 @@ class Command:
     process: subprocess.Popen[str]
     folder: Path
     ray_folder: str
-    address: str = ""
-    """Of a cluster that the test has made itself."""
+    address: str
+    """Of the cluster; "local" is one of its own."""
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The journal's lines of one event or command, so far."""
@@ -162,7 +162,7 @@ def start(name: str, storage: Path, ray_folder: str, address: str, *arguments: s
         env={**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": ray_folder},
         cwd=ROOT,
     )
-    return Command(process, storage / "run", ray_folder)
+    return Command(process, storage / "run", ray_folder, address)
 
 
 def assert_nothing_is_left(ray_folder: str, patience_s: float = 20.0) -> None:

@@ -123,10 +123,11 @@ def main() -> None:
     ray.init(num_cpus=NUM_CPUS, include_dashboard=False, namespace="mine")
     before = signal.getsignal(signal.SIGTERM)
     seen = {"fits": fits(storage), "handles": handles(storage), "trials": trials(storage)}
-    seen["data"] = data(storage)
     kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before
     left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    print(json.dumps(seen | {"ray_is_kept": kept, "left": left}, default=str))
+    seen |= {"ray_is_kept": kept, "left": left}
+    seen["data"] = data(storage)  # Ray Data keeps actors of its own
+    print(json.dumps(seen, default=str))
 
 
 if __name__ == "__main__":

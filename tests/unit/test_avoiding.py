@@ -41,11 +41,13 @@ def newest(life: Life) -> str:
     return f"w{life.core.state.next_worker - 1}"
 
 
-def crash_as_they_start(life: Life, node: str, times: int = 1) -> list[Command]:
+def crash_as_they_start(
+    life: Life, node: str, times: int = 1, after_s: float = 5.0
+) -> list[Command]:
     """The newest worker dies while it warms up there; another is started in its place."""
     commands: list[Command] = []
     for _ in range(times):
-        life.now += 5.0
+        life.now += after_s
         dead = newest(life)
         commands += life.tell(WorkerLost(dead, "exit code -11", node))
         while newest(life) == dead:
@@ -75,6 +77,12 @@ def test_a_node_on_which_workers_crash_again_and_again_is_avoided() -> None:
     assert avoided == NodeAvoided("b", avoided.until, "workers have crashed there 3 times")
     assert of(StartWorkers, commands) == [StartWorkers((newest(life),), ("b",))]
     assert isinstance(life.core.state.phase, Running), "the others train on"
+
+
+def test_however_quickly_they_start_and_crash() -> None:
+    life = with_one_missing(restart_backoff_s=0.1)
+    commands = crash_as_they_start(life, "b", 2, after_s=0.3)
+    assert [avoided.node for avoided in of(NodeAvoided, commands)] == ["b"]
 
 
 def test_old_crashes_do_not_count() -> None:
