@@ -38,7 +38,7 @@ def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--blocks", type=int, default=60, help="of each form")
     arguments.add_argument("--steps", type=int, default=3, help="in a block")
-    arguments.add_argument("--batch", type=int, default=384, help="samples a step")
+    arguments.add_argument("--batch", type=int, default=1536, help="samples a step")
     arguments.add_argument("--microbatch", type=int, default=32, help="samples at once")
     options = arguments.parse_args()
     told = measure(options.blocks, options.steps, options.batch, options.microbatch)

@@ -64,4 +64,4 @@ class Around:
         return microbatch
 
     def forwarded(self, count: Tensor) -> None:
-        self._moving.end_pass(count)
+        self._moving.end_pass(count, self._num_begun == self.num_microbatches)

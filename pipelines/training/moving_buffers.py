@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from actors.standstill import wait_for
 
@@ -40,8 +40,10 @@ class MovingBuffers:
     """Those of one rank's modules. A buffer that changes at all has to do so in the first step of a
     generation, as any running average does."""
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], ranks: ProcessGroup) -> None:
+        """What the passes make of them is summed over these ranks."""
         self.modules = modules
+        self.ranks = ranks
         self.kept: dict[str, Tensor] = {}
         self.moving: list[str] | None = None
         """The names of those that change; None before a step has shown it."""
@@ -67,6 +69,7 @@ class MovingBuffers:
         self._copies = {name: copy for one in self._groups for name, copy in one.copies.items()}
         self._num_passes = torch.zeros((), dtype=torch.float64)
         self._changed = dict.fromkeys(names, False)
+        self._begun: tuple[Work, list[Tensor]] | None = None
         self._reduced: dict[str, Tensor] = {}
         self._give(self._copies)
 
@@ -77,9 +80,9 @@ class MovingBuffers:
             one.made.copy_(one.before)
 
     @torch.no_grad()
-    def end_pass(self, num_tokens: Tensor) -> None:
+    def end_pass(self, num_tokens: Tensor, is_last: bool) -> None:
         """After the forward pass of a microbatch with so many tokens: without any, it counts
-        nothing."""
+        nothing. While the step's last backward goes on, the sums are on their way."""
         if not self._copies:
             return
         self._take_back()
@@ -90,24 +93,25 @@ class MovingBuffers:
         for name, copy in self._copies.items() if self.moving is None else ():
             # By value: BatchNorm writes past the counter of versions that autograd has.
             self._changed[name] = self._changed[name] or not torch.equal(copy, self.kept[name])
+        if is_last and self.moving:
+            self._begin_sum(self.moving)
 
     @torch.no_grad()
-    def reduce(self, ranks: ProcessGroup) -> None:
-        """After the passes of a step, sum over these ranks: one collective, and none if no buffer
-        changes. In the first step another one tells which do."""
+    def reduce(self) -> None:
+        """After the passes of a step, what is the sum over all ranks: one collective, and none if
+        no buffer changes. In the first step another one tells which do."""
         self._give(self.kept)  # not before: a backward that recomputes changes them, too
         if self.moving is None:
             told = torch.tensor([float(one) for one in self._changed.values()])
             told = told.to(self._num_passes.device)
-            wait_for(ranks.allreduce([told]))
+            wait_for(self.ranks.allreduce([told]))
             self.moving = [n for n, one in zip(self._changed, told.tolist(), strict=True) if one]
-        if not self.moving:
+            if self.moving:
+                self._begin_sum(self.moving)
+        if self._begun is None:
             return
-        sums_of = {name: sums for one in self._groups for name, sums in one.sums_of().items()}
-        parts = [self._num_passes.view(1), *(sums_of[name] for name in self.moving)]
-        flat = torch.cat(parts)
-        wait_for(ranks.allreduce([flat]))
-        num_passes, *sums = flat.split([part.numel() for part in parts])
+        (work, [num_passes, *sums]), self._begun = self._begun, None
+        wait_for(work)
         self._reduced = {
             name: total.view_as(self.kept[name]) / num_passes.squeeze()
             for name, total in zip(self.moving, sums, strict=True)
@@ -120,6 +124,13 @@ class MovingBuffers:
             kept = self.kept[name]
             kept.copy_(mean if kept.is_floating_point() else mean.round())
         self._reduced = {}
+
+    def _begin_sum(self, names: Sequence[str]) -> None:
+        sums_of = {name: sums for one in self._groups for name, sums in one.sums_of().items()}
+        parts = [self._num_passes.view(1), *(sums_of[name] for name in names)]
+        flat = torch.cat(parts)
+        work = self.ranks.allreduce([flat])
+        self._begun = work, list(flat.split([part.numel() for part in parts]))
 
     def _give(self, buffers: Mapping[str, Tensor]) -> None:
         for name, value in buffers.items():

@@ -51,11 +51,12 @@ class OneByOne:
         sums = []
         with loss_over(self.spread):
             for number, fed in enumerate(feds, start=1):
-                if number in (1, num_rounds):
-                    self.sharded.accumulate(number == num_rounds)
+                is_last = number == num_rounds
+                if number == 1 or is_last:
+                    self.sharded.accumulate(is_last)
                 self.moving.begin_pass()
                 loss, num_tokens = self.workload.losses(self.module, fed, self.spread)
-                self.moving.end_pass(num_tokens)
+                self.moving.end_pass(num_tokens, is_last)
                 loss.backward()
                 sums.append(Sums(loss.detach(), num_tokens))
         return sums

@@ -53,10 +53,10 @@ class ShardedReplica:
         self.interruptible = Interruptible(blocks)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
-        self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules)
+        self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules, groups.world)
         if groups.layout.pp > 1:
             everywhere = dict(buffers(build_on_meta(workload, settings)))
-            self.moving = StageBuffers(modules, everywhere, groups.device)
+            self.moving = StageBuffers(modules, everywhere, groups.world, groups.device)
         self.passes = self._passes(stages)
         self.left_out: Sequence[int] = ()
         self.inside = Statistics(workload, settings, groups, self.state)
@@ -92,12 +92,12 @@ class ShardedReplica:
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
         self.sharded.gather(interrupt)
-        for loss, num_tokens in self.passes.train(feds, len(rounds)):
-            if self.spread.counts:
-                sums[0] += loss
-                sums[1] += num_tokens
+        found = self.passes.train(feds, len(rounds))
+        if self.spread.counts and found:
+            for place, several in enumerate(zip(*found, strict=True)):
+                sums[place] = torch.stack(several).double().sum()
         self.sharded.reduce(interrupt)
-        self.moving.reduce(self.groups.world)
+        self.moving.reduce()
         if self.spread.tp is not None and self.norms:
             gradients = self.state.gradients()
             sum_over_sequence([gradients[name] for name in self.norms], self.spread.tp)

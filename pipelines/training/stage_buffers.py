@@ -21,9 +21,15 @@ class StageBuffers:
     has to do so in the first step of a generation."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], everywhere: Mapping[str, Tensor], device: torch.device
+        self,
+        modules: Sequence[nn.Module],
+        everywhere: Mapping[str, Tensor],
+        ranks: ProcessGroup,
+        device: torch.device,
     ) -> None:
+        """What the passes make of them is summed over these ranks."""
         self.modules = modules
+        self.ranks = ranks
         self.sizes = {name: one.numel() for name, one in everywhere.items()}
         self.device = device
         self.places: dict[str, tuple[int, nn.Module, str]] = {}
@@ -66,15 +72,15 @@ class StageBuffers:
             self._made[number].add(values, num_samples > 0, looks=self.moving is None)
 
     @torch.no_grad()
-    def reduce(self, ranks: ProcessGroup) -> None:
-        """After the passes of a step, sum over these ranks: one collective, and none if no buffer
+    def reduce(self) -> None:
+        """After the passes of a step, sum over all ranks: one collective, and none if no buffer
         changes. In the first step another one tells which do."""
         self._give(self.kept)  # not before: a backward that recomputes changes them, too
         if self.moving is None:
             changed = {name for made in self._made for name in made.changed}
             told = torch.tensor([float(name in changed) for name in self.sizes])
             told = told.to(self.device)
-            wait_for(ranks.allreduce([told]))
+            wait_for(self.ranks.allreduce([told]))
             self.moving = [n for n, one in zip(self.sizes, told.tolist(), strict=True) if one]
         if not self.moving:
             return
@@ -82,7 +88,7 @@ class StageBuffers:
         widths = [1 + self.sizes[name] for name in self.moving]
         parts = zip(self.moving, widths, strict=True)
         flat = torch.cat([own[n] if n in own else self._nothing(width) for n, width in parts])
-        wait_for(ranks.allreduce([flat]))
+        wait_for(self.ranks.allreduce([flat]))
         self._reduced = {
             name: sums[1:].view_as(self.kept[name]) / sums[0]
             for name, sums in zip(self.moving, flat.split(widths), strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 from weakref import WeakMethod
 
 import torch
@@ -19,6 +20,9 @@ from pipelines.training.buckets import Bucket, Chunks, Finish, Part, place
 from pipelines.training.experts import Experts
 from pipelines.training.sharded import as_part, assign, local_part, on_host
 from pipelines.training.workload import Workload
+
+SMALL_BYTES = 1 << 20
+"""Of a bucket whose collective takes as long as a smaller one's would."""
 
 
 class PartlySharded:
@@ -50,7 +54,9 @@ class PartlySharded:
         """Whether no backward may leave its gradients to be added to by the next."""
         self._hooks: list[RemovableHandle] = []
         self.grouping = [
-            found for module in modules for found in _grouped(module, workload, groups)
+            found
+            for module in modules
+            for found in self._coalesced(module, _grouped(module, workload, groups))
         ]
         self._make_buckets({})
         self.is_stale = True
@@ -200,6 +206,24 @@ class PartlySharded:
                 parts.append(Part(name, named[name], chunks, own_shards.get(name)))
             self.buckets.append(Bucket(parts, mesh))
 
+    def _coalesced(
+        self, module: nn.Module, found: Iterable[tuple[list[str], DeviceMesh]]
+    ) -> Iterator[tuple[list[str], DeviceMesh]]:
+        """Fewer groups: one that is small takes in what comes next and lies alike, unless
+        gradients of the whole are to be let go of soon."""
+        small = 0 if self.divides_gradients else SMALL_BYTES
+        newest: dict[tuple[Any, ...], list[str]] = {}
+        every: list[tuple[list[str], DeviceMesh]] = []
+        for names, mesh in found:
+            first = module.get_parameter(names[0])
+            kind = (id(mesh), first.dtype, first.requires_grad)
+            into = newest.get(kind)
+            if into is None or _num_bytes(module, into) >= small:
+                newest[kind] = into = []
+                every.append((into, mesh))
+            into += names
+        yield from every
+
     def _parts(self) -> Iterator[Part]:
         return (part for bucket in self.buckets for part in bucket.parts)
 
@@ -208,6 +232,10 @@ def _call(method: WeakMethod, number: int, place_in_bucket: int, parameter: Tens
     accumulated = method()
     assert accumulated is not None, "a backward pass after its modules were dropped"
     accumulated(number, place_in_bucket)
+
+
+def _num_bytes(module: nn.Module, names: Iterable[str]) -> int:
+    return sum(local_part(module.get_parameter(name)).nbytes for name in names)
 
 
 def _grouped(
