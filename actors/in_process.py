@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from actors.errors import RunRefused
-from actors.interface import own_address
+from actors.interface import environment_given_back, own_address
 from actors.lease import claim
 from actors.program import Factory
 from actors.ray_controller import Run
@@ -188,7 +188,8 @@ def run_in_process(
             driving.set_exception(error)
 
     threading.Thread(target=drive, name="controller", daemon=True).start()
-    fleet.serve()
+    with environment_given_back():
+        fleet.serve()
     outcome = driving.result()
     lease.release()
     return Ended(outcome, fleet.worker.error if fleet.worker else None)

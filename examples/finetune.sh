@@ -1,6 +1,6 @@
 #!/bin/sh
-# Fine-tuning from end to end with a tiny random model: adapters on conversations, over two workers of
-# which one is killed, exported and loaded with peft. Run it in an empty folder.
+# Fine-tuning from end to end with a tiny random model: adapters on conversations, over three workers of
+# which two are killed and one is taken away, exported and loaded with peft. Run it in an empty folder.
 set -eu
 
 python - <<'PYTHON'
@@ -27,10 +27,11 @@ with open("chats.jsonl", "w") as file:
         file.write(json.dumps(said) + "\n")
 PYTHON
 
-elastic train finetune --run-name tuned --workers 2 --steps 20 --data chats.jsonl \
+elastic train finetune --run-name tuned --workers 1:3 --steps 30 --data chats.jsonl \
     --set init_from=tiny --set lora.rank=8 --set data.seq_len=128 --set batch=8 \
     --set optimizer.lr=1e-2 --set optimizer.warmup_steps=0 \
-    --inject "kill worker 1 at step 10"
+    --inject "kill worker 1 at step 8" --inject "kill worker 0 at step 14" \
+    --inject "remove worker 2 at step 20"
 elastic export tuned --out adapter
 
 python - <<'PYTHON'

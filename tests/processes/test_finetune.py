@@ -16,6 +16,7 @@ from test_hugging_face_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from actors.faults import Fault
+from elastic.events import WorkerLeaving
 from elastic.regions import Region
 from elastic.samples import sample_of
 from pipelines.errors import UserError
@@ -53,17 +54,24 @@ def asked_for(folder: Path, *changes: str) -> Asked:
     )
 
 
-def trained(
-    tmp_path: Path, *changes: str, workers: int
-) -> tuple[dict[int, float], TrainingProgram]:
-    """Of two workers one is killed."""
+def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
+    """Of four workers two are killed, and one leaves."""
     plan = make_plan(asked_for(tmp_path, *changes), 0)
     settings = plan.settings.model_copy(update={"checkpoint_every": NUM_STEPS})
     folder = plan.run.program.kwargs["data_folder"]
-    kill = Fault("kill", "w1", 3, "compute")
-    run = run_plainly(tmp_path / "run", settings, workers, faults=(kill,), data_folder=folder)
+    run = run_plainly(
+        tmp_path / "run",
+        settings,
+        4,
+        layout="dp=4",
+        faults=(Fault("kill", "w1", 2, "compute"), Fault("kill", "w2", 4, "apply")),
+        due=((4, WorkerLeaving("w3", "shrinks")),),
+        data_folder=folder,
+    )
     assert run.stopped.outcome == "completed"
     assert_nothing_redone(run)
+    assert {"w1", "w2"} <= {line["worker"] for line in run.told("WorkerLost")}
+    assert "w3" not in run.told("Resume")[-1]["workers"]
     recipe = {"settings": settings.model_dump(mode="json"), "data_folder": folder}
     (run.folder / "recipe.json").write_text(json.dumps(recipe))
     return run.losses(), TrainingProgram(**recipe, device="cpu")
@@ -89,7 +97,7 @@ def plainly(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
 
 @pytest.mark.slow
 def test_full_weights(tmp_path: Path) -> None:
-    losses, program = trained(tmp_path, workers=1)
+    losses, program = trained(tmp_path)
     model = plain_causal_lm.load(tmp_path / "model")
     assert list(losses.values()) == pytest.approx(plainly(program, model), rel=1e-9)
     export("run", tmp_path, tmp_path / "out")
@@ -101,7 +109,7 @@ def test_full_weights(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_adapters(tmp_path: Path) -> None:
     """The weights below them stay out of the optimizer; the export is a folder of peft's."""
-    losses, program = trained(tmp_path, *LORA, workers=2)
+    losses, program = trained(tmp_path, *LORA)
     specs = program.specs()
     kept = {spec.name for spec in specs if spec.kind == "optimizer"}
     assert kept and all(is_adapter(name) for name in kept)

@@ -92,8 +92,9 @@ def test_what_needs_others_is_refused(tmp_path: Path, changes, told: str) -> Non
 @pytest.mark.slow
 def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
     """Here, in two processes, and here again, standing still for longer than a worker may."""
-    folder = tmp_path / "run"
+    folder, environment = tmp_path / "run", dict(os.environ)
     assert here(asked(tmp_path, 8)).outcome.outcome == "completed"
+    assert os.environ == environment, "who is started from here later inherits nothing of it"
     assert owner_of(make_plan(asked(tmp_path, 8), 0).folder.files) is None
     settings = settings_of(asked(tmp_path, 16))[0]
     assert run_plainly(folder, settings, 2).stopped.outcome == "completed"

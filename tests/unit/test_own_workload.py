@@ -122,20 +122,20 @@ def test_a_plan_says_what_tp_cuts() -> None:
 def test_buffers_become_the_mean_of_what_the_microbatches_made_of_them() -> None:
     module = nn.BatchNorm1d(1, momentum=0.5, affine=False)
     module.register_buffer("constant", torch.ones(1))
-    moving = MovingBuffers([module])
     state = {name: buffer.clone() for name, buffer in module.named_buffers()}
     for name, buffer in state.items():
         setattr(module, name, buffer)
-    moving.keep(state)
     with group_of_one(CPU) as groups:
+        moving = MovingBuffers([module], groups.world)
+        moving.keep(state)
         for _ in range(2):
             before = {name: buffer.clone() for name, buffer in state.items()}
             moving.begin()
             for value, num_tokens in ((0.0, 2), (4.0, 2), (1e9, 0)):
                 moving.begin_pass()
                 module(torch.tensor([[value], [value + 2]]))
-                moving.end_pass(torch.tensor(num_tokens))
-            moving.reduce(groups.world)
+                moving.end_pass(torch.tensor(num_tokens), is_last=num_tokens == 0)
+            moving.reduce()
             assert all(torch.equal(state[name], before[name]) for name in state), "not before"
         moving.apply()
     assert moving.moving == ["running_mean", "running_var", "num_batches_tracked"]
