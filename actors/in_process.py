@@ -6,17 +6,19 @@ caller's own stack. The same shell and the same worker as anywhere else.
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from actors.errors import RunRefused
-from actors.interface import environment_given_back, own_address
+from actors.interface import own_address
 from actors.lease import claim
 from actors.program import Factory
 from actors.ray_controller import Run
@@ -188,8 +190,21 @@ def run_in_process(
             driving.set_exception(error)
 
     threading.Thread(target=drive, name="controller", daemon=True).start()
-    with environment_given_back():
+    with _environment_given_back():
         fleet.serve()
     outcome = driving.result()
     lease.release()
     return Ended(outcome, fleet.worker.error if fleet.worker else None)
+
+
+@contextmanager
+def _environment_given_back() -> Iterator[None]:
+    """A worker sets variables for its own process. Who trains in theirs may go on to start others,
+    which inherit them, such as the name of an interface that leads nowhere else."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

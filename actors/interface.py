@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import psutil
 
@@ -52,19 +50,6 @@ def choose_interface(network: Network, towards: str) -> None:
         if any(entry.address == address for entry in addresses):
             for variable in VARIABLES:
                 os.environ.setdefault(variable, name)
-
-
-@contextmanager
-def environment_given_back() -> Iterator[None]:
-    """Within, a worker may name its interface; who trains in his own process may go on to start
-    workers elsewhere, which inherit the name."""
-    before = {variable: os.environ.get(variable) for variable in VARIABLES}
-    try:
-        yield
-    finally:
-        for variable, name in before.items():
-            os.environ.pop(variable, None)
-            os.environ.update({variable: name} if name is not None else {})
 
 
 def _address_on_route(host: str) -> str:

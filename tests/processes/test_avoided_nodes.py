@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checks import assert_nothing_redone, survivors_keep_their_processes
 from harness import run_plainly
+from run_checks import assert_nothing_redone, survivors_keep_their_processes
 
 from actors.faults import Fault
 from pipelines.recipes import tiny

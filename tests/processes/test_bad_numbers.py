@@ -8,9 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from checks import assert_each_sample_once, assert_nothing_redone, survivors_keep_their_processes
 from expected import expected
 from harness import Outcome, run_plainly
+from run_checks import (
+    assert_each_sample_once,
+    assert_nothing_redone,
+    survivors_keep_their_processes,
+)
 from spoilers import SPOILT_BATCH, SPOILT_STEP
 
 from actors.checkpoints import find_checkpoints

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checks import assert_nothing_redone
 from harness import run_plainly
 from loops import plain
+from run_checks import assert_nothing_redone
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler

@@ -11,8 +11,8 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
-from checks import assert_nothing_redone
 from harness import Outcome, run_plainly
+from run_checks import assert_nothing_redone
 from s3 import CREDENTIALS, Door
 
 from actors.faults import Fault

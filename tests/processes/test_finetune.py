@@ -10,8 +10,8 @@ import peft
 import plain_causal_lm
 import pytest
 import torch
-from checks import assert_nothing_redone
 from harness import run_plainly
+from run_checks import assert_nothing_redone
 from test_hugging_face_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

@@ -11,9 +11,9 @@ import models_on_disk  # offline, before transformers is imported
 import plain_causal_lm
 import pytest
 import torch
-from checks import assert_nothing_redone
 from harness import run_plainly
 from ranks import formed, open_file_store
+from run_checks import assert_nothing_redone
 from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import loops
 import pytest
-from checks import assert_nothing_redone, survivors_keep_their_processes
 from harness import Outcome, run_plainly
+from run_checks import assert_nothing_redone, survivors_keep_their_processes
 
 from elastic.events import LayoutRequested
 from elastic.planning import Wish

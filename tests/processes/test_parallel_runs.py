@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checks import (
+from expected import expected
+from harness import Outcome, run_plainly
+from run_checks import (
     assert_each_sample_once,
     assert_nothing_redone,
     survivors_keep_their_processes,
 )
-from expected import expected
-from harness import Outcome, run_plainly
 
 from actors.faults import Fault
 from pipelines.recipes import tiny, tiny_moe

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checks import assert_each_sample_once
 from harness import run_plainly
 from killed_whole import run_until_killed
+from run_checks import assert_each_sample_once
 
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checks import assert_nothing_redone, survivors_keep_their_processes
 from half_sent import DOOMED, FATAL_STEP
 from harness import run_plainly
+from run_checks import assert_nothing_redone, survivors_keep_their_processes
 from torch.distributed import HashStore, ProcessGroup
 
 from actors.errors import Interrupted

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checks import assert_nothing_redone
 from harness import Outcome, run_plainly
+from run_checks import assert_nothing_redone
 
 from actors.faults import Fault
 from pipelines.recipes import tiny
