@@ -1,7 +1,8 @@
 """What a step of examples/own_model.py costs through each form, against a bare DDP loop.
 
-Each is a step as a worker makes it: compute, vote and apply. `ElasticTrainer` starts the very
-workers that the command line does; what a run has beside its steps: `overhead.py`.
+A recipe and a loop are measured by the step as a worker makes it: compute, vote and apply, in turns
+with the bare loop in the same processes. `ElasticTrainer` is a whole run on Ray, with all that it
+has beside its steps, in turns with torchrun.
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from api_rank import FORMS, run_rank
+from elastic_run import started
+from peer_run import bare_own
+from processes import python
 from report import Must, conclude, parser
 from torch.multiprocessing import start_processes
-from turns import Comparison
+from turns import Comparison, side_by_side
 
 NUM_PROCESSES = 2
 LARGEST_RATIO = 1.03
@@ -34,6 +38,22 @@ def measure(num_blocks: int, num_steps: int, batch: int, microbatch: int) -> dic
     return told
 
 
+def measure_trainer(num_blocks: int, num_steps: int, batch: int, microbatch: int) -> Comparison:
+    numbers = str(batch), str(microbatch)
+    script = Path(__file__).with_name("trainer_own.py")
+    with TemporaryDirectory(prefix="api-") as name:
+        command = python(script, name, str(NUM_PROCESSES), *numbers)
+        with started(command, Path(name)) as ours:
+            return side_by_side(
+                f"own_model, ElasticTrainer, dp={NUM_PROCESSES}, torchrun bare_own.py",
+                ours,
+                NUM_PROCESSES,
+                lambda: bare_own(NUM_PROCESSES, *numbers),
+                num_blocks,
+                num_steps,
+            )
+
+
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--blocks", type=int, default=60, help="of each form")
@@ -41,12 +61,17 @@ def main() -> int:
     arguments.add_argument("--batch", type=int, default=1536, help="samples a step")
     arguments.add_argument("--microbatch", type=int, default=32, help="samples at once")
     options = arguments.parse_args()
-    told = measure(options.blocks, options.steps, options.batch, options.microbatch)
-    bounds = []
+    sizes = options.blocks, options.steps, options.batch, options.microbatch
+    told = measure(*sizes)
+    results = {}
     for form in FORMS:
         pairs_s = [(one[form], one["bare"]) for one in told["times_s"]]
         losses = list(zip(told["losses"][form], told["losses"]["bare"], strict=True))
-        result = Comparison(f"own_model, {form}, dp={NUM_PROCESSES}, bare_own.py", pairs_s, losses)
+        title = f"own_model, {form}, dp={NUM_PROCESSES}, bare_own.py"
+        results[form] = Comparison(title, pairs_s, losses)
+    results["ElasticTrainer"] = measure_trainer(*sizes)
+    bounds = []
+    for form, result in results.items():
         result.show()
         low, _ = result.interval
         bounds += [

@@ -82,8 +82,17 @@ def elastic_train(
     environment: Mapping[str, str] = LOCAL,
 ) -> Iterator[ElasticRun]:
     """`elastic train`, with MLflow on, until the block ends."""
-    storage.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pipelines", "train", recipe, "--run-name", RUN_NAME]
     command += ["--storage", str(storage), "--steps", "1000000", *arguments]
+    with started(command, storage, environment) as run:
+        yield run
+
+
+@contextmanager
+def started(
+    command: Sequence[str], storage: Path, environment: Mapping[str, str] = LOCAL
+) -> Iterator[ElasticRun]:
+    """A command that trains the run `RUN_NAME` in a storage, until the block ends."""
+    storage.mkdir(parents=True, exist_ok=True)
     with running("elastic", command, storage, environment) as program:
         yield ElasticRun(program, RunFolder.of(storage, RUN_NAME))

@@ -87,6 +87,18 @@ def bare_loop(script: str, recipe: Path, num_workers: int) -> Peer:
     )
 
 
+def bare_own(num_workers: int, *arguments: str) -> Peer:
+    """The loop of `bare_own.py`, as a program."""
+    path = str(SCRIPTS / "bare_own.py")
+    return Peer(
+        "bare-own",
+        "bare torchrun, bare_own.py",
+        "reduces the loss",
+        "torch",
+        lambda folder: torchrun(path, str(folder), *arguments, num_processes=num_workers),
+    )
+
+
 def free_ports(number: int) -> list[str]:
     """Ports that nobody listens on now."""
     with ExitStack() as stack:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 from elastic_run import ElasticRun, elastic_train
-from peer_run import PeerRun, bare_loop, peer_run
+from peer_run import Peer, PeerRun, bare_loop, peer_run
 from processes import thaw
 from report import bootstrap_interval, console, show_table
 
@@ -101,31 +101,44 @@ class Comparison:
 def compare(
     layout: str, script: str, changes: Sequence[str], num_blocks: int, num_steps: int
 ) -> Comparison:
-    """Blocks of both, in turns; which of the two begins a pair changes from pair to pair.
-
-    `script` is a bare loop in `peers/`; `changes` are further arguments of `elastic train`.
-    """
+    """`elastic train byte_lm` with these further arguments and a bare loop of `peers/`."""
     num_workers = Layout.parse(layout).num_workers
     arguments = ["--workers", str(num_workers), "--layout", layout, *RECIPE_ARGUMENTS, *changes]
     with TemporaryDirectory(prefix="overhead-") as name:
         storage = Path(name)
         with elastic_train(storage, "byte_lm", arguments) as ours:
-            ours.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
-            with peer_run(bare_loop(script, ours.folder.path / RECIPE, num_workers)) as bare:
-                bare.wait_until(
-                    lambda: len(bare.steps) >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps"
-                )
-                sides = (
-                    Side(ours, lambda: ours.metrics, ours.program.freeze()),
-                    Side(bare, lambda: bare.steps, bare.program.freeze()),
-                )
-                pairs_s = take_turns(sides, num_blocks, num_steps)
-                num_aborts = len(ours.told("Abort"))
-                losses = [
-                    (mine["loss"], its["loss"])
-                    for mine, its in zip(ours.metrics, bare.steps, strict=False)
-                ][:WARM_UP_STEPS]
-    title = f"byte_lm, {layout}, {num_blocks} blocks of {num_steps} steps each, {script}.py"
+
+            def bare() -> Peer:
+                return bare_loop(script, ours.folder.path / RECIPE, num_workers)
+
+            title = f"byte_lm, {layout}, {num_blocks} blocks of {num_steps} steps each, {script}.py"
+            return side_by_side(title, ours, num_workers, bare, num_blocks, num_steps)
+
+
+def side_by_side(
+    title: str,
+    ours: ElasticRun,
+    num_workers: int,
+    bare_of: Callable[[], Peer],
+    num_blocks: int,
+    num_steps: int,
+) -> Comparison:
+    """Blocks of a run of ours, which has just been started, and of a bare loop, in turns; which of
+    the two begins a pair changes from pair to pair."""
+    ours.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
+    with peer_run(bare_of()) as bare:
+        bare.wait_until(
+            lambda: len(bare.steps) >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps"
+        )
+        sides = (
+            Side(ours, lambda: ours.metrics, ours.program.freeze()),
+            Side(bare, lambda: bare.steps, bare.program.freeze()),
+        )
+        pairs_s = take_turns(sides, num_blocks, num_steps)
+        num_aborts = len(ours.told("Abort"))
+        losses = [
+            (mine["loss"], its["loss"]) for mine, its in zip(ours.metrics, bare.steps, strict=False)
+        ][:WARM_UP_STEPS]
     return Comparison(title, pairs_s, losses, num_blocks - len(pairs_s), num_aborts)
 
 

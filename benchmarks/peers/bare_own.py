@@ -1,13 +1,22 @@
-"""The net of examples/own_model.py in a bare loop: DistributedDataParallel, SGD, nothing else."""
+"""The net of examples/own_model.py in a bare loop: DistributedDataParallel, SGD, nothing else.
+
+As a program, under torchrun: `FOLDER BATCH MICROBATCH`; it trains for ever.
+"""
 
 from __future__ import annotations
 
+import runpy
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mlp import Told
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
@@ -45,3 +54,22 @@ def make_step(own_model: Any, num_microbatches: int, microbatch: int) -> Callabl
         return float(total) / dist.get_world_size()
 
     return step_of
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    folder, batch, microbatch = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    own_model = SimpleNamespace(
+        **runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_model.py"))
+    )
+    told = Told(folder, dist.get_rank())
+    step_of = make_step(own_model, batch // microbatch, microbatch)
+    for step in count(1):
+        loss = step_of(step)
+        if dist.get_rank() == 0:
+            told.commit(step, dist.get_world_size(), loss=loss)
+
+
+if __name__ == "__main__":
+    main()
