@@ -139,6 +139,11 @@ class Stepper:
         loss_sum, num_tokens, sq_grad_norm, *counts = read[: len(read) - len(times)]
         if not all(map(math.isfinite, (num_tokens, *counts))) or round(counts[0]) != num_workers:
             raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
+        if num_tokens != round(num_tokens):
+            raise ValueError(
+                f"step {step}: the numbers of losses sum to {num_tokens}: give whole ones, as of "
+                "tokens, and weigh the losses themselves"
+            )
         num_contributions, num_nonfinite, num_wishes, kept, *of_saving = map(round, counts)
         num_kept = num_whole(kept)
         self._snapshots.note_vote(num_kept, num_contributions)

@@ -30,7 +30,8 @@ def main(run):
             for points, labels in step.batches():
                 loss = criterion(model(points), labels)
                 step.backward(loss)
-        run.print(f"step {step.number}: loss {loss.item():.3f}")
+        if step.committed:
+            run.print(f"step {step.number}: loss {loss.item():.3f}")
 
 
 if __name__ == "__main__":

@@ -46,8 +46,25 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
                 "not 'loss', which the held-out loss has"
             )
     module = build_on_meta(workload, settings)
+    for name, parameter in module.named_parameters():
+        if not parameter.ndim:
+            raise UserError(
+                f"the model's parameter {name} has no dims, and nothing of it could be sharded: "
+                "make it of shape (1,)"
+            )
     workload.blocks(module)
     refuse_unfit(optimising_of(workload, settings), trained_dims(module))
+
+
+def notes_on(workload: Workload, settings: TrainSettings) -> tuple[str, ...]:
+    """What whoever begins a run with such a recipe should know."""
+    of, evaluated = workload.num_held_out, settings.eval_samples
+    if not settings.eval_every or of <= evaluated:
+        return ()
+    return (
+        f"evaluations take the first {evaluated} of {of} held-out samples; all: "
+        f"--set eval_samples={of}",
+    )
 
 
 def identity(recipe: Recipe | Script, program: TrainingProgram) -> dict[str, Any]:

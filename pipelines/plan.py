@@ -37,6 +37,7 @@ from pipelines.own_plan import (
     STATE_DIGEST,
     changed_source,
     identity,
+    notes_on,
     refuse_brought,
     refuse_unfit_recipe,
 )
@@ -120,6 +121,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     recipe = _recipe(asked, policy, factory, program)
     recipe |= identity(own, program) if own is not None else {}
     notes = _refuse_other_maths(folder, recipe, settings)
+    notes += notes_on(program.workload, settings) if own is not None else ()
     _refuse_unwritable(folder)
     tracking_uri = _tracking_uri(asked)
     run = Run(

@@ -47,7 +47,7 @@ class PreparedModel(nn.Module):
         return self._before_training("state_dict").state_dict(*arguments, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._part.module if self._part.is_training else self._declared, name)
+        return getattr(self._part.module or self._declared, name)
 
     def _before_training(self, what: str) -> nn.Module:
         if self._part.is_training:

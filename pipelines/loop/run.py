@@ -123,7 +123,8 @@ class Run:
 
 def _refuse_second(known: Any, kind: str) -> None:
     if known is not None:
-        raise LoopMisused(f"run.prepare: a second {kind}; a run trains with one")
+        told = "; of held-out samples: run.evaluation(dataset, losses)" if kind == "loader" else ""
+        raise LoopMisused(f"run.prepare: a second {kind}; a run trains with one{told}")
 
 
 def _refuse_other_order(loader: DataLoader[Any]) -> None:
@@ -134,10 +135,13 @@ def _refuse_other_order(loader: DataLoader[Any]) -> None:
             "run.prepare: the loader's dataset is no map-style one; it needs __len__ and "
             "__getitem__, so that any worker can read any sample"
         )
-    if not isinstance(loader.sampler, RandomSampler) or loader.batch_size is None:
+    sampler = loader.sampler
+    is_plain = isinstance(sampler, RandomSampler) and loader.batch_size is not None
+    if not is_plain or sampler.replacement or sampler.num_samples != len(dataset):
         raise LoopMisused(
             "run.prepare: the loader has an order of its own; samples come in a shuffled order "
-            "that all workers know: say shuffle=True, without a sampler"
+            "that all workers know: say shuffle=True, without a sampler (one of held-out samples: "
+            "run.evaluation(dataset, losses))"
         )
     if not len(dataset):
         raise LoopMisused("run.prepare: the loader's dataset is empty")

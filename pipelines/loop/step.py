@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipelines.loop.errors import LoopMisused
-from pipelines.training.workload import Sums
+from pipelines.training.workload import Sums, at_least_float32
 
 
 class Microbatch(Protocol):
@@ -120,9 +120,10 @@ class Step:
             raise self._misused(f"a loss of shape {tuple(loss.shape)}: give its mean, one number")
         weight = microbatch.num_samples if weight is None else weight
         count = torch.as_tensor(weight if microbatch.num_samples else 0, device=loss.device)
+        count = count.detach().reshape(())
         try:
             self._engine.forwarded(count)
-            total = loss.reshape(()) * count
+            total = at_least_float32(loss.reshape(())) * count
             total.backward()
         except BaseException as error:
             self.note(error)

@@ -114,6 +114,12 @@ class Bucket:
             part.drop_gradients()
         self.num_ready = 0
         self.reduced: Tensor | None = None
+        self.total: Tensor | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nobody else has a part in it."""
+        return self.num_chunks == 1 and self.num_replicas == 1
 
     def gather(self) -> Finish:
         """Begin to bring the shards of all ranks into the wholes. This rank's own shard is never
@@ -143,7 +149,9 @@ class Bucket:
         """Begin to sum the gradients over the shards' ranks, and add this rank's part of them to
         `reduced`. Gradients of the whole are let go of, unless they are to be kept."""
         self.num_ready = 0
-        rows = torch.cat([part.chunks.padded(part.whole_gradient()) for part in self.parts], dim=1)
+        wholes = [part.chunks.padded(part.whole_gradient()) for part in self.parts]
+        found = self._found().expand(self.num_chunks, -1)
+        rows = torch.cat([*wholes, found], dim=1)
         for part in () if keeps_whole else self.parts:
             part.summed = None
         received = rows.new_empty(rows.shape[1])
@@ -160,16 +168,17 @@ class Bucket:
     def reduce_wholes(self) -> Finish:
         """Begin to sum over the replicas what is not cut: the sum takes the gradients' place."""
         self.num_ready = 0
-        if self.num_replicas == 1:
+        if self.is_whole:
             self._keep_whole()
             return _nothing
-        self.reduced = torch.cat([part.whole_gradient().view(-1) for part in self.parts])
+        wholes = [part.whole_gradient().view(-1) for part in self.parts]
+        self.reduced = torch.cat([*wholes, self._found()])
         for part in self.parts:
             part.summed = None
         return self.reduce_replicas()
 
     def reduce_replicas(self) -> Finish:
-        """Begin to sum `reduced` over the replicas; then each part has its gradient."""
+        """Begin to sum `reduced` over the replicas, to be the `total`."""
         reduced, self.reduced = self.reduced, None
         if reduced is None:
             return _nothing
@@ -180,11 +189,30 @@ class Bucket:
         def finish() -> None:
             if work is not None:
                 wait_for(work)
-            for part, piece in zip(self.parts, reduced.split(self.widths), strict=True):
-                if part.has_gradient:
-                    self._keep_gradient(part, piece[: part.shard.numel()].view_as(part.shard))
+            self.total = reduced
 
         return finish
+
+    def num_found(self) -> Tensor:
+        """On how many ranks each part has a gradient, once there is a total."""
+        assert self.total is not None
+        return self.total[sum(self.widths) :]
+
+    def keep_gradients(self, num_found: Sequence[float]) -> None:
+        """Each part of which somebody has a gradient gets the sum. A module may leave out some of
+        its parts for some samples; replicas would drift apart if only some stepped them."""
+        assert self.total is not None
+        total, self.total = self.total[: sum(self.widths)], None
+        pieces = total.split(self.widths)
+        for part, piece, found in zip(self.parts, pieces, num_found, strict=True):
+            if found:
+                self._keep_gradient(part, piece[: part.shard.numel()].view_as(part.shard))
+
+    def _found(self) -> Tensor:
+        """For each part, whether this rank has a gradient of it."""
+        part = self.parts[0]
+        told = [float(part.has_gradient) for part in self.parts]
+        return torch.tensor(told, dtype=part.shard.dtype).to(part.whole.device)
 
     def _keep_whole(self) -> None:
         """There is nobody to sum with."""

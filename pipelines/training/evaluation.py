@@ -43,8 +43,8 @@ def evaluate(
         batches = [workload.read(samples, held_out=True, interrupt=interrupt)] if samples else []
         missing = settings.microbatch - len(samples)
         if passes.needs_full_size and missing:
-            batches.append(workload.empty(missing))
-        batches = batches or [workload.empty()]
+            batches.append(workload.empty(missing, held_out=True))
+        batches = batches or [workload.empty(held_out=True)]
         return joined([workload.feed(one, groups.device, spread, PADDING) for one in batches])
 
     summed = passes.evaluate((fed(microbatch) for microbatch in rounds), len(rounds))

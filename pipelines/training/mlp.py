@@ -93,7 +93,7 @@ class MlpWorkload:
         repeats = -(-width // inputs.shape[1])
         return VectorBatch(inputs, inputs.sin().repeat(1, repeats)[:, :width])
 
-    def empty(self, num_samples: int = 0) -> VectorBatch:
+    def empty(self, num_samples: int = 0, held_out: bool = False) -> VectorBatch:
         first, last = self.settings.dims[0], self.settings.dims[-1]
         missing = torch.full((num_samples, last), torch.nan)
         return VectorBatch(torch.zeros(num_samples, first), missing)

@@ -26,10 +26,19 @@ class Alike:
         self.made = torch.empty_like(self.before)
         self.sums = torch.zeros_like(self.before, dtype=torch.float64)
         parts = self.made.split([value.numel() for value in kept.values()])
+        # `data`: views count their changes together, and one buffer's would spoil for autograd what
+        # it has kept of another.
         self.copies = {
-            name: part.view_as(value)
+            name: part.view_as(value).data
             for (name, value), part in zip(kept.items(), parts, strict=True)
         }
+
+    def made_with(self, replaced: Mapping[str, Tensor]) -> Tensor:
+        """What a pass has made, where it has put other tensors in the places of some copies."""
+        if not replaced.keys() & self.copies.keys():
+            return self.made
+        given = [replaced.get(name, copy) for name, copy in self.copies.items()]
+        return torch.cat([one.detach().flatten().to(self.made) for one in given])
 
     def sums_of(self) -> dict[str, Tensor]:
         parts = self.sums.split([copy.numel() for copy in self.copies.values()])
@@ -69,6 +78,7 @@ class MovingBuffers:
         self._copies = {name: copy for one in self._groups for name, copy in one.copies.items()}
         self._num_passes = torch.zeros((), dtype=torch.float64)
         self._changed = dict.fromkeys(names, False)
+        self._has_replaced = False
         self._begun: tuple[Work, list[Tensor]] | None = None
         self._reduced: dict[str, Tensor] = {}
         self._give(self._copies)
@@ -78,6 +88,8 @@ class MovingBuffers:
         """Before the forward pass of a microbatch."""
         for one in self._groups:
             one.made.copy_(one.before)
+        if self._has_replaced:
+            self._give(self._copies)
 
     @torch.no_grad()
     def end_pass(self, num_tokens: Tensor, is_last: bool) -> None:
@@ -85,14 +97,16 @@ class MovingBuffers:
         nothing. While the step's last backward goes on, the sums are on their way."""
         if not self._copies:
             return
-        self._take_back()
+        replaced = self._replaced()
+        self._has_replaced = self._has_replaced or bool(replaced)
         counts = num_tokens > 0
         for one in self._groups:
-            one.sums += torch.where(counts, one.made, 0)
+            one.sums += torch.where(counts, one.made_with(replaced), 0)
         self._num_passes = self._num_passes.to(counts.device) + counts
         for name, copy in self._copies.items() if self.moving is None else ():
             # By value: BatchNorm writes past the counter of versions that autograd has.
-            self._changed[name] = self._changed[name] or not torch.equal(copy, self.kept[name])
+            value = replaced.get(name, copy)
+            self._changed[name] = self._changed[name] or not torch.equal(value, self.kept[name])
         if is_last and self.moving:
             self._begin_sum(self.moving)
 
@@ -137,15 +151,17 @@ class MovingBuffers:
             place, key = self._places[name]
             place[key] = value
 
-    def _take_back(self) -> None:
-        """A forward pass may have put another tensor where the copy was."""
+    def _replaced(self) -> dict[str, Tensor]:
+        """What a forward pass has put where copies were. The copies stay as they are: its
+        backward may want them."""
+        replaced = {}
         for name, copy in self._copies.items():
             place, key = self._places[name]
             value = place[key]
             if value is not copy:
                 assert value is not None, f"{name}: the forward pass has taken it away"
-                copy.copy_(value)
-                place[key] = copy
+                replaced[name] = value
+        return replaced
 
 
 def _has(module: nn.Module, owner: str, key: str) -> bool:

@@ -65,7 +65,7 @@ class NextToken:
     def _split(self, held_out: bool) -> Samples:
         return self.held_out if held_out else self.train
 
-    def empty(self, num_samples: int = 0) -> Batch:
+    def empty(self, num_samples: int = 0, held_out: bool = False) -> Batch:
         shape = (num_samples, self.seq_len) if num_samples else (1, 1)
         tokens = torch.zeros(shape, dtype=torch.int64)
         return Batch(tokens, torch.full_like(tokens, IGNORED), None)

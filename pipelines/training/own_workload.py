@@ -29,7 +29,7 @@ from pipelines.training.own_shape import shape_of
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.trees import mapped, tensors_in
-from pipelines.training.workload import Shape, Sums, nothing
+from pipelines.training.workload import Shape, Sums, at_least_float32, nothing
 
 NUM_DIGESTED = 3
 
@@ -71,7 +71,8 @@ class OwnWorkload:
         }
         self.values = InitialValues(recipe.model, recipe.settings.seed)
         self.is_miniature = False
-        self._latest: OwnBatch | None = None
+        self._latest: dict[bool, OwnBatch] = {}
+        """By split."""
 
     @cached_property
     def _shape(self) -> Shape:
@@ -140,13 +141,14 @@ class OwnWorkload:
         if held_out:
             seed = keyed_generator("held out", self.settings.seed, samples[0]).initial_seed()
         seed_host(seed)
-        self._latest = self.collated(samples, held_out)
-        return self._latest
+        self._latest[held_out] = batch = self.collated(samples, held_out)
+        return batch
 
-    def empty(self, num_samples: int = 0) -> OwnBatch:
-        """The latest microbatch again: it is not finite only if that was not."""
-        latest = self._latest or self.read(self.first(self.settings.microbatch))
-        return latest._replace(num_samples=0)
+    def empty(self, num_samples: int = 0, held_out: bool = False) -> OwnBatch:
+        """The split's latest microbatch again: it is not finite only if that was not."""
+        if held_out not in self._latest:
+            self.read(self.first(self.settings.microbatch, held_out), held_out)
+        return self._latest[held_out]._replace(num_samples=0)
 
     def first(self, num_samples: int, held_out: bool = False) -> list[int]:
         """So many samples, from the beginning, those that are there over and over."""
@@ -243,10 +245,10 @@ def sums_of(losses: Losses, num_samples: int) -> Sums:
     """
     match losses:
         case Tensor() if losses.numel() == 1:
-            loss = losses.reshape(())
+            loss = at_least_float32(losses.reshape(()))
             return Sums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
         case (Tensor() as total, count) if total.numel() == 1:
-            total = total.reshape(())
+            total = at_least_float32(total.reshape(()))
             return Sums(total, torch.as_tensor(count, device=total.device).detach().reshape(()))
     told = (
         f"a tensor of shape {tuple(losses.shape)}"

@@ -71,6 +71,11 @@ PADDING = -1
 """The seed of a microbatch that only pads."""
 
 
+def at_least_float32(loss: Tensor) -> Tensor:
+    """What is summed over a batch: bfloat16 has three digits."""
+    return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
+
+
 def nothing() -> None:
     """Nobody interrupts."""
 
@@ -148,7 +153,7 @@ class Workload(Protocol):
         """The batch of these samples, in this order, on the host; who has to wait for them calls
         `interrupt`, which may raise."""
 
-    def empty(self, num_samples: int = 0) -> Any:
+    def empty(self, num_samples: int = 0, held_out: bool = False) -> Any:
         """A batch whose loss is 0 and has gradient 0: so many samples of full size, or, for 0,
         one as small as it may be."""
 

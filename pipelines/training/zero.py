@@ -32,8 +32,10 @@ class PartlySharded:
     others: `fsdp` is never talked along in apply. Gradients are reduced block by block while the
     backward goes on: at stage 1 in a step's last, at stage 2 in each, and then only the shard
     of the sum is kept. Gradients that are not cut are summed over the replicas amid the last one,
-    those of shards after it. Under bfloat16, and with `offload`, the shard is a tensor of its own;
-    else it is a part of the whole parameter's memory.
+    those of shards after it. In a step's last backward buckets begin in one order on all ranks,
+    whichever blocks a pass leaves out; at stage 2 every backward has to reach all of them. Under
+    bfloat16, and with `offload`, the shard is a tensor of its own; else it is a part of the whole
+    parameter's memory.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class PartlySharded:
         self._in_flight: Finish | None = None
         self._sums: list[Finish] = []
         """Of whole gradients, which need no memory but their own: all may be under way."""
+        self._num_begun = 0
+        """Of the buckets in their order, in this step."""
 
     def shards(self) -> dict[str, Tensor]:
         return {part.name: part.shard for part in self._parts()}
@@ -116,8 +120,10 @@ class PartlySharded:
             interrupt()
             for part in bucket.parts:
                 part.take_gradient()
-            if not all(part.is_reduced for part in bucket.parts):
+            if self.divides_gradients and not all(part.is_reduced for part in bucket.parts):
                 self._reduce(bucket)
+        if not self.divides_gradients:
+            self._begin_in_order(all_of_them=True)
         self._follow(None)
         for bucket in self.buckets:
             interrupt()
@@ -126,6 +132,7 @@ class PartlySharded:
         while self._sums:
             interrupt()
             self._sums.pop(0)()
+        self._keep()
         self._end_last()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -134,6 +141,7 @@ class PartlySharded:
     def drop_gradients(self) -> None:
         self._in_flight = None
         self._sums.clear()
+        self._num_begun = 0
         self._end_last()
         for bucket in self.buckets:
             bucket.drop_gradients()
@@ -151,10 +159,15 @@ class PartlySharded:
         if self.offload and self.device.type != "cpu":
             return 0
         return sum(
-            part.shard.itemsize * (width if self.divides_gradients else part.whole.numel())
+            part.shard.itemsize * ((width if self.divides_gradients else part.whole.numel()) + told)
             for bucket in self.buckets
+            for told in [self._keeps_reduced(bucket)]
             for part, width in zip(bucket.parts, bucket.widths, strict=True)
         )
+
+    def _keeps_reduced(self, bucket: Bucket) -> bool:
+        """Whether gradients lie in what was reduced, beside a number each."""
+        return not bucket.is_whole and (self.divides_gradients or bucket.num_chunks == 1)
 
     def _listen(self) -> None:
         """Only for backwards of which each gradient matters: each call takes as long as a small
@@ -180,8 +193,31 @@ class PartlySharded:
         part.take_gradient()
         if self.divides_gradients or self.is_last:
             bucket.num_ready += 1
-            if bucket.num_ready == len(bucket.parts):
+            if bucket.num_ready < len(bucket.parts):
+                return
+            if self.divides_gradients:
                 self._reduce(bucket)
+            else:
+                self._begin_in_order()
+
+    def _begin_in_order(self, all_of_them: bool = False) -> None:
+        """Each bucket that is ready, up to the first that is not."""
+        while self._num_begun < len(self.order):
+            bucket = self.order[self._num_begun]
+            if not all_of_them and bucket.num_ready < len(bucket.parts):
+                return
+            self._num_begun += 1
+            self._reduce(bucket)
+
+    def _keep(self) -> None:
+        """The host reads once which gradients there are."""
+        summed = [bucket for bucket in self.buckets if bucket.total is not None]
+        if not summed:
+            return
+        told = torch.cat([bucket.num_found().double() for bucket in summed]).tolist()
+        for bucket in summed:
+            bucket.keep_gradients(told[: len(bucket.parts)])
+            told = told[len(bucket.parts) :]
 
     def _reduce(self, bucket: Bucket) -> None:
         if bucket.num_chunks == 1:
@@ -205,6 +241,12 @@ class PartlySharded:
                 chunks = Chunks(local_part(named[name]).shape, num_chunks, index)
                 parts.append(Part(name, named[name], chunks, own_shards.get(name)))
             self.buckets.append(Bucket(parts, mesh))
+        place = {name: number for number, name in enumerate(named)}
+        trained = [one for one in self.buckets if one.parts[0].parameter.requires_grad]
+        self.order = sorted(
+            trained, key=lambda bucket: -min(place[part.name] for part in bucket.parts)
+        )
+        """As the backward reaches them, where modules are made in the order of the forward."""
 
     def _coalesced(
         self, module: nn.Module, found: Iterable[tuple[list[str], DeviceMesh]]

@@ -52,7 +52,7 @@ def place(storage: Path) -> list[str]:
 
 def files_of(storage: Path) -> Command:
     """The run's files, as of a command of this machine."""
-    return Command(Popen(["true"]), storage / "run", "")
+    return Command(Popen(["true"]), storage / "run", ray_folder="", address="")
 
 
 def content_of(file: Path) -> bytes:
