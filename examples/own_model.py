@@ -55,5 +55,5 @@ def recipe():
         schedule=lambda step: min(1.0, step / 10),
         data=lambda: Stripes(2048),
         held_out=lambda: Stripes(256, first=2048),
-        settings=TrainSettings(batch=48, microbatch=8, steps=60, eval_every=20),
+        settings=TrainSettings(batch=48, microbatch=8, steps=60, eval_every=20, eval_samples=256),
     )

@@ -144,6 +144,49 @@ def test_buffers_become_the_mean_of_what_the_microbatches_made_of_them() -> None
     assert all(getattr(module, name) is buffer for name, buffer in state.items())
 
 
+def test_a_pass_that_puts_other_buffers_in_their_place_keeps_those_for_its_backward() -> None:
+    """And what changes one buffer spoils no other for autograd."""
+
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+            self.register_buffer("count", torch.zeros(1))
+            self.weight = nn.Parameter(torch.full((1,), 3.0))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            made = self.weight * value / self.scale
+            self.count += 1
+            self.scale = self.scale + value
+            return made
+
+    module = Running()
+    state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with group_of_one(CPU) as groups:
+        moving = MovingBuffers([module], groups.world)
+        moving.keep(state)
+        for number in range(2):
+            moving.begin()
+            for value in (2.0, 4.0):
+                moving.begin_pass()
+                made = module(torch.tensor([value]))
+                moving.end_pass(torch.tensor(1), is_last=value == 4.0)
+                module.weight.grad = None
+                made.sum().backward()
+                assert module.weight.grad == value / (1 + 3 * number)
+            moving.reduce()
+            moving.apply()
+    assert (state["scale"].item(), state["count"].item()) == (7.0, 2.0)
+
+
+def test_who_pads_an_evaluation_is_given_what_it_evaluates() -> None:
+    workload = OwnWorkload(of(held_out=lambda: [torch.full((3,), 7.0)]))
+    workload.read([0, 1])
+    padding = workload.empty(held_out=True)
+    assert (padding.value.shape, padding.num_samples) == ((2, 3), 0)
+    assert workload.empty().value.shape == (2, 2)
+
+
 def planned(folder: Path, **changes: object) -> Plan:
     asked = Asked(str(folder / "mine.py:mine"), storage=str(folder / "runs"), run_name="one")
     return make_plan(replace(asked, **changes), 0)
@@ -195,6 +238,31 @@ def test_metrics_have_names_that_can_be_told(folder: Path, name: str) -> None:
     file.write_text(f"{text}from dataclasses import replace\ndef mine(): {named}\n")
     with pytest.raises(UserError, match=f"metrics: '{name}'"):
         planned(folder)
+
+
+def test_a_parameter_without_dims_is_refused(folder: Path) -> None:
+    file = folder / "mine.py"
+    scaled = (
+        "class Net(torch.nn.Linear):\n    def __init__(self, *of):\n        super().__init__(*of)\n"
+    )
+    scaled += "        self.scale = torch.nn.Parameter(torch.tensor(1.0))\n"
+    text = file.read_text().replace("torch.nn.Linear(2, size)", "Net(2, size)")
+    file.write_text(text.replace("def loss", f"{scaled}def loss"))
+    with pytest.raises(UserError, match="parameter scale has no dims"):
+        planned(folder)
+
+
+def test_how_much_is_evaluated_is_told(folder: Path) -> None:
+    file = folder / "mine.py"
+    text = file.read_text().replace(
+        "lambda: Data(6),", "lambda: Data(6), held_out=lambda: Data(9),"
+    )
+    text = text.replace("TrainSettings(", "settings=TrainSettings(")
+    file.write_text(text)
+    changes = ("eval_every=5", "eval_samples=4")
+    [note] = planned(folder, changes=changes).notes
+    assert "the first 4 of 9 held-out samples" in note
+    assert planned(folder, changes=("eval_every=5",)).notes == ()
 
 
 def test_another_state_is_refused_and_another_source_is_told_of(folder: Path) -> None:
