@@ -3,7 +3,8 @@
 All processes of the one stand still (SIGSTOP) while the other trains for a block. So the noise of
 the machine strikes both alike, and whatever ours does beside the training (controller, Ray,
 MLflow) is paid for in its own blocks. The first step of a block, which was cut by the stop, is not
-counted.
+counted. Nor is the start: MLflow's database is made, and its first report drawn, before the first
+block.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from processes import thaw
 from report import bootstrap_interval, console, show_table
 
 from elastic.layout import Layout
-from pipelines.run_folder import RECIPE
+from pipelines.run_folder import RECIPE, TIMELINE
 from pipelines.sweep import UNDISTURBED
 
 WARM_UP_STEPS = 10
@@ -126,6 +127,7 @@ def side_by_side(
     """Blocks of a run of ours, which has just been started, and of a bare loop, in turns; which of
     the two begins a pair changes from pair to pair."""
     ours.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
+    ours.wait_until((ours.folder.path / TIMELINE).exists, START_TIMEOUT_S, "the first report")
     with peer_run(bare_of()) as bare:
         bare.wait_until(
             lambda: len(bare.steps) >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps"

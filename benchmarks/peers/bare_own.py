@@ -20,13 +20,14 @@ from mlp import Told
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from elastic.samples import sample_of
+from pipelines.training.sample_order import samples_of
 
 
 def make_step(own_model: Any, num_microbatches: int, microbatch: int) -> Callable[[int], float]:
     """A function that trains one step, from 1 on, and tells the mean loss over all ranks.
 
-    The samples are those that a run reads. A loop that logs its loss has to sum it over the ranks.
+    The samples are those that a run reads, drawn as it draws them. A loop that logs its loss has
+    to sum it over the ranks.
     """
     torch.manual_seed(0)
     model = DistributedDataParallel(own_model.Net())
@@ -40,11 +41,12 @@ def make_step(own_model: Any, num_microbatches: int, microbatch: int) -> Callabl
         for group in optimizer.param_groups:
             group["lr"] = 0.1 * min(1.0, step / 10)
         optimizer.zero_grad()
-        for number in range(first, first + share):
-            begin = ((step - 1) * num_microbatches + number) * microbatch
-            ids = range(begin, begin + microbatch)
-            batch = default_collate([data[sample_of(0, one, len(data))] for one in ids])
-            is_last = number == first + share - 1
+        begin = ((step - 1) * num_microbatches + first) * microbatch
+        samples = samples_of(0, range(begin, begin + share * microbatch), len(data))
+        for number in range(share):
+            own = samples[number * microbatch : (number + 1) * microbatch]
+            batch = default_collate([data[sample] for sample in own])
+            is_last = number == share - 1
             with nullcontext() if is_last else model.no_sync():
                 loss = own_model.loss(model, batch) / share
                 loss.backward()

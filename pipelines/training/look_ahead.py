@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from elastic.samples import deal, sample_of
+from elastic.samples import deal
 from pipelines.settings import TrainSettings
+from pipelines.training.sample_order import samples_of
 from pipelines.training.share import Share, ids_of
 from pipelines.training.workload import Workload
 
@@ -35,12 +36,13 @@ class LookAhead:
         return deal(num_microbatches, self._share.num_data_ranks)[self._share.data_rank]
 
     def _trained(self, step: int, left_out: Sequence[int]) -> list[int]:
-        settings, num_samples = self._settings, self._workload.num_samples
-        return [
-            sample_of(settings.seed, one, num_samples)
+        settings = self._settings
+        ids = [
+            one
             for microbatch in self._own(settings.num_microbatches)
             for one in ids_of(settings, step, microbatch, left_out)
         ]
+        return samples_of(settings.seed, ids, self._workload.num_samples)
 
     def _held_out(self) -> list[int]:
         settings, size = self._settings, self._settings.microbatch

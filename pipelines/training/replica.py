@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.program import Applied, Evaluation, Groups, Interrupt, StateBytes
-from elastic.samples import microbatch_seed, sample_of
+from elastic.samples import microbatch_seed
 from elastic.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.evaluation import evaluate
@@ -22,6 +22,7 @@ from pipelines.training.parallelise import Interruptible, parallelise
 from pipelines.training.passes import OneByOne, Passes
 from pipelines.training.pipeline import Pipelined
 from pipelines.training.sample_log import append_samples
+from pipelines.training.sample_order import samples_of
 from pipelines.training.seeds import seed_device
 from pipelines.training.share import Share, ids_of
 from pipelines.training.spread import Spread
@@ -58,7 +59,7 @@ class ShardedReplica:
             everywhere = dict(buffers(build_on_meta(workload, settings)))
             self.moving = StageBuffers(modules, everywhere, groups.world, groups.device)
         self.passes = self._passes(stages)
-        self.left_out: Sequence[int] = ()
+        self.samples: Mapping[int, Sequence[int]] = {}
         self.inside = Statistics(workload, settings, groups, self.state)
         self.norms = summed_over_sequence(self.state.shards, workload.shape(), self.spread)
 
@@ -83,9 +84,8 @@ class ShardedReplica:
         """Forward, backward and reduction of this rank's microbatches: float64 `(loss sum, token
         count, squared norm of the local gradients, each divided by its copies)`, shape (3,)."""
         self.interruptible.interrupt = interrupt
-        self.left_out = left_out
         rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
-        self._record(step, rounds)
+        self.samples = self._drawn(step, rounds, left_out)
         self.look_ahead.tell(step, left_out)
         self.inside.begin(step, rounds)
         feds = (self._fed(step, microbatch) for microbatch in rounds)
@@ -158,20 +158,19 @@ class ShardedReplica:
             return self.workload.feed(self.workload.empty(full_size), device, spread, PADDING)
         seed = microbatch_seed(self.settings.seed, step, microbatch)
         seed_device(device, seed)
-        num_samples = self.workload.num_samples
-        samples = [
-            sample_of(self.settings.seed, one, num_samples) for one in self._ids(step, microbatch)
-        ]
-        batch = self.workload.read(samples, interrupt=self.interruptible.interrupt)
+        batch = self.workload.read(self.samples[microbatch], interrupt=self.interruptible.interrupt)
         return self.workload.feed(batch, device, spread, seed)
 
-    def _ids(self, step: int, microbatch: int) -> range:
-        return ids_of(self.settings, step, microbatch, self.left_out)
-
-    def _record(self, step: int, rounds: Sequence[int | None]) -> None:
-        file = self.settings.record_samples
-        if file and self.spread.is_first_reader:
-            own = [microbatch for microbatch in rounds if microbatch is not None]
-            ids = [one for microbatch in own for one in self._ids(step, microbatch)]
+    def _drawn(
+        self, step: int, rounds: Sequence[int | None], left_out: Sequence[int]
+    ) -> dict[int, list[int]]:
+        """The samples of each of this rank's microbatches; recorded, if that is wished."""
+        settings = self.settings
+        own = [microbatch for microbatch in rounds if microbatch is not None]
+        ids = [one for each in own for one in ids_of(settings, step, each, left_out)]
+        if settings.record_samples and self.spread.is_first_reader:
             generation = self.groups.assignment.generation
-            append_samples(file, step, generation, self.groups.world_rank, ids)
+            append_samples(settings.record_samples, step, generation, self.groups.world_rank, ids)
+        samples = samples_of(settings.seed, ids, self.workload.num_samples)
+        size = settings.microbatch
+        return {each: samples[i * size : (i + 1) * size] for i, each in enumerate(own)}

@@ -2,10 +2,12 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.samples import batch_ids, deal, mixed, num_rounds, sample_of
+from elastic.samples import InvalidSamples, batch_ids, deal, mixed, num_rounds, sample_of
+from pipelines.training.sample_order import samples_of
 
 seeds = st.integers()
 counts = st.integers(1, 40)
@@ -37,6 +39,17 @@ def test_batches_that_cross_epochs_lose_and_repeat_nothing(
     for epoch in range(num_epochs):
         own = ids[epoch * num_samples : (epoch + 1) * num_samples]
         assert Counter(sample_of(seed, i, num_samples) for i in own) == Counter(range(num_samples))
+
+
+@given(seeds, st.integers(1, 2**63 - 1) | counts, st.lists(st.integers(0, 2**63 - 1) | counts))
+def test_many_are_drawn_as_one_by_one(seed: int, num_samples: int, ids: list[int]):
+    assert samples_of(seed, ids, num_samples) == [sample_of(seed, i, num_samples) for i in ids]
+
+
+@pytest.mark.parametrize(("ids", "num_samples"), [([0], 0), ([3, -1], 7)])
+def test_many_are_refused_as_one_is(ids: list[int], num_samples: int):
+    with pytest.raises(InvalidSamples):
+        samples_of(0, ids, num_samples)
 
 
 @given(counts, st.integers(1, 30), st.sets(st.integers(0, 40)))
