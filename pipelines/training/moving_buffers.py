@@ -83,7 +83,6 @@ class MovingBuffers:
         self._reduced: dict[str, Tensor] = {}
         self._give(self._copies)
 
-    @torch.no_grad()
     def begin_pass(self) -> None:
         """Before the forward pass of a microbatch."""
         for one in self._groups:
@@ -91,7 +90,6 @@ class MovingBuffers:
         if self._has_replaced:
             self._give(self._copies)
 
-    @torch.no_grad()
     def end_pass(self, num_tokens: Tensor, is_last: bool) -> None:
         """After the forward pass of a microbatch with so many tokens: without any, it counts
         nothing. While the step's last backward goes on, the sums are on their way."""
@@ -100,9 +98,14 @@ class MovingBuffers:
         replaced = self._replaced()
         self._has_replaced = self._has_replaced or bool(replaced)
         counts = num_tokens > 0
-        for one in self._groups:
-            one.sums += torch.where(counts, one.made_with(replaced), 0)
-        self._num_passes = self._num_passes.to(counts.device) + counts
+        if not num_tokens.is_cpu:
+            self._num_passes = self._num_passes.to(counts.device) + counts
+            for one in self._groups:
+                one.sums += torch.where(counts, one.made_with(replaced), 0)
+        elif counts:
+            self._num_passes += 1
+            for one in self._groups:
+                one.sums += one.made_with(replaced)
         for name, copy in self._copies.items() if self.moving is None else ():
             # By value: BatchNorm writes past the counter of versions that autograd has.
             value = replaced.get(name, copy)

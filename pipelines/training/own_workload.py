@@ -157,7 +157,8 @@ class OwnWorkload:
 
     def collated(self, samples: Sequence[int], held_out: bool = False) -> OwnBatch:
         """The batch of these samples, whatever the generators' seeds are."""
-        value = self.recipe.collate([self._of(held_out)[sample] for sample in samples])
+        data = self._of(held_out)
+        value = self.recipe.collate([data[sample] for sample in samples])
         return OwnBatch(value, len(samples), len(samples))
 
     def example(self, num_samples: int, held_out: bool = False) -> OwnBatch:
@@ -245,7 +246,7 @@ def sums_of(losses: Losses, num_samples: int) -> Sums:
     """
     match losses:
         case Tensor() if losses.numel() == 1:
-            loss = at_least_float32(losses.reshape(()))
+            loss = at_least_float32(losses if losses.dim() == 0 else losses.reshape(()))
             return Sums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
         case (Tensor() as total, count) if total.numel() == 1:
             total = at_least_float32(total.reshape(()))

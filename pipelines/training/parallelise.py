@@ -67,8 +67,9 @@ class Interruptible:
     blocks of which several take no longer than `NOTICED_S` in forward have one in backward.
     """
 
-    def __init__(self, blocks: Iterable[nn.Module]) -> None:
+    def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
         self.interrupt: Interrupt = _go_on
+        self._on_host = device.type == "cpu"
         self._hooked = -inf
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward, prepend=True)
@@ -79,9 +80,10 @@ class Interruptible:
 
     def _after_forward(self, block: nn.Module, inputs: Any, output: Any) -> None:
         now = time.perf_counter()
-        is_due = now - self._hooked > NOTICED_S
+        if self._on_host and now - self._hooked < NOTICED_S:
+            return
         for tensor in tensors_in(output):
-            if tensor.requires_grad and (is_due or not tensor.is_cpu):
+            if tensor.requires_grad:
                 tensor.register_hook(self._before_backward)
                 self._hooked = now
 

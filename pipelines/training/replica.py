@@ -51,7 +51,7 @@ class ShardedReplica:
         modules = [stage.module for stage in stages]
         self.sharded = parallelise(modules, workload, groups, self.spread, settings)
         blocks = [block for module in modules for block in workload.blocks(module)]
-        self.interruptible = Interruptible(blocks)
+        self.interruptible = Interruptible(blocks, groups.device)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
         self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules, groups.world)
