@@ -203,8 +203,8 @@ class Trainer:
                 break  # nobody trains on, or saves, what is in doubt
             if vote.saves(self.options.checkpoint_every):
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
-            if vote.num_pause_wishes:
-                break
+            if vote.num_pause_wishes and record.step < self.program.steps:
+                break  # the last step's evaluation has nobody to come after it
         with self.interruption.leavable():
             self.snapshots.await_whole(self.interruption.check)
         self.report(Paused(self.worker, resume.generation, stepper.committed_step))

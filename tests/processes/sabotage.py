@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,8 +32,13 @@ class ZeroesMoments(ShardedReplica):
 class DoublesASample(ShardedReplica):
     """Reads the first sample of one step twice and the second not at all."""
 
-    def _ids(self, step: int, microbatch: int) -> range:
-        return super()._ids(step, 0 if (step, microbatch) == (MISTAKEN_STEP, 1) else microbatch)
+    def _drawn(
+        self, step: int, rounds: Sequence[int | None], left_out: Sequence[int]
+    ) -> dict[int, list[int]]:
+        drawn = super()._drawn(step, rounds, left_out)
+        if step == MISTAKEN_STEP and 1 in drawn:
+            drawn[1] = super()._drawn(step, [0], left_out)[0]
+        return drawn
 
 
 class ScalesGradients(ShardedReplica):

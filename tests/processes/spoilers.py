@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from actors.program import Groups, Interrupt
+from elastic.samples import batch_number
 from pipelines.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.training.replica import ShardedReplica
@@ -86,8 +87,12 @@ class NanForEver(Spoiling):
 class SpikingBatch(Spoiling):
     """It is in the data: whatever step reads this batch spikes."""
 
+    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+        self.batch_number = batch_number(step, left_out)
+        return super().compute(step, interrupt, left_out)
+
     def _spoil(self, step: int, microbatch: int) -> None:
-        if self._ids(step, microbatch)[0] // self.settings.batch == SPOILT_BATCH:
+        if self.batch_number == SPOILT_BATCH:
             self.spoilt.factor = 50.0
 
 

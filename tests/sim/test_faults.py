@@ -41,6 +41,7 @@ NUM_SEEDS_CONTROLLER = 100
 NUM_SEEDS_ALONE = 150
 NUM_SEEDS_DRAINS = 150
 NUM_SEEDS_NOTICES = 50
+NUM_SEEDS_LEAVING = 400
 NUM_SEEDS_STRAGGLERS = 100
 NUM_SEEDS_SPOILT = 100
 NUM_SEEDS_SLOW = 12_000
@@ -109,6 +110,17 @@ def test_a_node_that_says_in_time_that_it_will_be_gone_costs_nothing(first: int)
         harm = [command for command in told if isinstance(command, Abort | RolledBack)]
         assert not harm, f"seed {seed}: {harm}"
         assert world.shell.outcome and world.shell.outcome.outcome == "completed"
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_LEAVING, 100))
+def test_workers_that_come_and_go_cost_no_evaluation(first: int) -> None:
+    """Not that of the last step either, at which the run is asked to pause now and then."""
+    for seed in range(first, first + 100):
+        scenario = drawn(seed)
+        leaving = [fault for fault in scenario.faults if fault.action == "leave"]
+        world = simulate(replace(scenario, eval_every=1, faults=leaving))
+        state = world.shell.core.state
+        assert state.evaluated_step == state.job.steps, f"seed {seed}"
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_STRAGGLERS, 50))

@@ -136,7 +136,7 @@ class Trainer:
                 break
             if vote.saves(job.checkpoint_every):
                 self._save(generation, record.step, self.holdings[generation], None)
-            if vote.num_pause_wishes:
+            if vote.num_pause_wishes and record.step < job.steps:
                 break
         yield from self.snapshots.wait()
         control.report(Paused(control.name, generation, stepper.committed_step))
