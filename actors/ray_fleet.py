@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
 from actors.ray_drains import Drains
-from actors.ray_losses import cause_of, end_unreachable, tell_loss
+from actors.ray_losses import cause_of, end_unreachable, end_without_agent, tell_loss
 from actors.ray_names import NAMESPACE
 from actors.ray_place import away_from
 from actors.ray_private import ON_HEAD
@@ -57,6 +57,8 @@ class _Seat:
     node: str = ""
     pid: int = 0
     started: float = float("inf")
+    is_ending: bool = False
+    """Told to end, it is asked for nothing more: whatever becomes of the order, an orphan ends."""
 
 
 class RayFleet:
@@ -147,14 +149,15 @@ class RayFleet:
     def stop_worker(self, worker: str) -> None:
         with self._lock:
             seat = self._seats.get(worker)
-            agent = self._agents.get(seat.node) if seat else None
-        if seat is None:
-            return
+            if seat is None:
+                return
+            self._seats[worker] = replace(seat, is_ending=True)
+            agent = self._agents.get(seat.node)
         if seat.pid and seat.node == self._node:
             with suppress(ProcessLookupError):  # gone already: as wanted
                 os.kill(seat.pid, signal.SIGKILL)
         elif agent is not None:
-            agent.kill.remote(seat.pid)
+            self._when_done(agent.kill.remote(seat.pid), partial(end_without_agent, seat.actor))
         else:
             ray.kill(seat.actor)
 
@@ -169,7 +172,7 @@ class RayFleet:
     def probe(self, worker: str) -> Future[int]:
         with self._lock:
             seat = self._seats.get(worker)
-        if seat is None:
+        if seat is None or seat.is_ending:
             return _missing(worker)
         self._probed.add(worker)
         answer: Future[int] = seat.actor.signs_of_life.remote().future()
@@ -334,7 +337,7 @@ class RayFleet:
                 seats = list(self._seats.items())
                 agents = list(self._agents.items())
             for worker, seat in seats:
-                if seat.pid and worker not in self._probed:
+                if seat.pid and not seat.is_ending and worker not in self._probed:
                     seat.actor.signs_of_life.remote()
             if self._store is not None:
                 self._store.hear.remote()

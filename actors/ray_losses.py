@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -42,13 +43,22 @@ def tell_loss(
 
 def end_unreachable(actor: Any, error: BaseException | None) -> None:
     """Who cannot be reached may live, and shall not keep its place until it hears nobody."""
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        _end_beside(actor)
 
+
+def end_without_agent(actor: Any, answer: Future[None]) -> None:
+    """What an agent was asked to do may be lost with it, or on the way to it."""
+    if answer.exception() is not None:
+        _end_beside(actor)
+
+
+def _end_beside(actor: Any) -> None:
     def end() -> None:
         with suppress(ray.exceptions.RayError, ValueError):  # it is gone
             ray.kill(actor)
 
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        _beside(end)
+    _beside(end)
 
 
 def _beside(call: Callable[[], None]) -> None:

@@ -59,3 +59,42 @@ def test_who_stands_still_is_left_and_fenced(tmp_path: Path, what: str) -> None:
     for resume in command.lines("Resume")[1:]:
         assert worker not in resume["workers"]
     assert_one_history(command)
+
+
+@pytest.mark.parametrize(("agent", "within_s"), [("dies", 20.0), ("stands still", 60.0)])
+def test_an_order_to_end_that_its_agent_loses(tmp_path: Path, agent: str, within_s: float) -> None:
+    """A worker that is left and goes on keeps its place for no longer than Ray needs to end it, or
+    it needs to find that nobody asks for it."""
+    train = unhurried("dp=2", "1:2", f"hang_timeout_s={HANG_TIMEOUT_S:g}")
+    with on_nodes(tmp_path, *train, num_nodes=2) as command:
+        command.wait_for_step(20)
+        worker, _, _ = a_node_to_drain(command)
+        left = psutil.Process(command.pid_of(worker))
+        command.wait_until(lambda: agents_beside(left), "the agent of its node")
+        [its_agent] = agents_beside(left)
+        stands_still(command, [its_agent, left])
+        command.wait_until(lambda: is_told_to_end(command, worker), "the order to end")
+        told = time.time()
+        if agent == "dies":
+            its_agent.kill()
+        left.resume()
+        command.wait_until(lambda: not left.is_running(), "its end")
+        took = time.time() - told
+        print(f"the agent {agent}: {took:.2f} s from the order to the end")
+        assert took < within_s
+        command.wait_until(lambda: len(command.lines("Resume")) > 2, "a replacement")
+        command.process.terminate()
+        code, output = command.finish()
+        assert code == 143, output
+    assert_one_history(command)
+
+
+def agents_beside(process: psutil.Process) -> list[psutil.Process]:
+    """Of the same node."""
+    raylet = process.parent()
+    assert raylet is not None
+    return [child for child in raylet.children() if child.name().startswith("ray::RayAgent")]
+
+
+def is_told_to_end(command: Command, worker: str) -> bool:
+    return worker in [line["worker"] for line in command.lines("StopWorker")]
