@@ -60,5 +60,7 @@ class Loop:
         script = self._script
         self._thread = LoopThread(lambda thread: script(Run(thread.steps, part)))
         self._leave = finalize(self, self._thread.leave_behind)
+        # A thread that frees tensors while the interpreter ends takes the whole process with it.
+        self._leave.atexit = False
         with seeded(self._seed):
             self.declaration: Declaration = self._thread.declared()

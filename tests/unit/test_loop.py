@@ -3,9 +3,12 @@ may prepare."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -222,6 +225,37 @@ def test_a_script_that_is_stuck_is_left_and_begun_anew() -> None:
     while ended != [0] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert ended == [0]
+
+
+LOOPS_AT_EXIT = """
+import torch
+from torch.optim import SGD
+from torch.utils.data import DataLoader, TensorDataset
+from pipelines.loop.loop import Loop
+
+def script(run):
+    held = [torch.ones(1) for _ in range(100_000)]
+    model = torch.nn.Linear(2, 1)
+    loader = DataLoader(TensorDataset(torch.ones(4, 2)), batch_size=2, shuffle=True)
+    run.prepare(model, SGD(model.parameters(), lr=0.5), loader)
+    for step in run.steps(3):
+        held.clear()
+
+loops = [Loop(script, 0) for _ in range(4)]
+"""
+
+
+def test_a_process_with_loops_that_wait_ends_in_peace() -> None:
+    """A thread that lets go of tensors while the interpreter ends would abort it."""
+    ended = subprocess.run(
+        [sys.executable, "-c", LOOPS_AT_EXIT],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 def stepped(optimizer: torch.optim.Optimizer, schedule: Any, weight: Tensor) -> list[float]:
