@@ -10,7 +10,7 @@ import psutil
 import pytest
 from command_line import Command
 from test_ray_notices import a_node_to_drain
-from test_ray_parity import on_nodes
+from test_ray_parity import node_of, on_nodes
 from unhurried import assert_one_history, unhurried
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -91,9 +91,7 @@ def test_an_order_to_end_that_its_agent_loses(tmp_path: Path, agent: str, within
 
 def agents_beside(process: psutil.Process) -> list[psutil.Process]:
     """Of the same node."""
-    raylet = process.parent()
-    assert raylet is not None
-    return [child for child in raylet.children() if child.name().startswith("ray::RayAgent")]
+    return [other for other in node_of(process.pid) if other.name().startswith("ray::RayAgent")]
 
 
 def is_told_to_end(command: Command, worker: str) -> bool:
