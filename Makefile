@@ -1,17 +1,31 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+NUM_TEST_WORKERS ?= 2
+PYTEST := $(BIN)/pytest -n $(NUM_TEST_WORKERS) --no-loadscope-reorder
+RESULTS := build/tests
 
-.PHONY: train test test-all lint clean
+.PHONY: train test ci soak bench bench-readme lint clean
 
 train: $(READY)
 	$(BIN)/elastic train byte_lm --workers 4
 
 test: $(READY) lint
-	$(BIN)/pytest -m "not slow and not gpu" --durations=10
+	$(PYTEST) -m "not slow and not soak and not gpu" --durations=10
 
-test-all: $(READY)
-	$(BIN)/pytest -m "slow or gpu" --durations=10
+ci: $(READY) lint
+	ELASTIC_KEEP_SEEDS=1 $(PYTEST) -m "not soak" --durations=0 --durations-min=1 \
+		--junitxml=$(RESULTS)/ci.xml
+
+soak: $(READY)
+	ELASTIC_KEEP_SEEDS=1 $(PYTEST) -m "soak" --durations=0 --durations-min=1 \
+		--junitxml=$(RESULTS)/soak.xml
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run_all.py
+
+bench-readme: $(READY)
+	$(BIN)/python benchmarks/make_readme.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ray
@@ -30,13 +31,19 @@ def choose_resources(wished: str) -> dict[str, Any]:
         return {"num_cpus": 1}
     if wished == "gpu":
         return {"num_cpus": 0, "num_gpus": 1}
+    refuse_unknown(wished, types)
+    return {"num_cpus": 0, "num_gpus": 1, "accelerator_type": wished}
+
+
+def refuse_unknown(wished: str, types: Sequence[str] = ()) -> None:
+    """Raises `NoSuchAccelerator` for what is neither a word that we know, nor a type that Ray
+    knows, nor one of the cluster's own `types`."""
     known = {name for name in vars(accelerators).values() if isinstance(name, str)}
-    if wished not in known.union(types):
+    if wished not in {"auto", "cpu", "gpu"} | known | set(types):
         raise NoSuchAccelerator(
             f"--set accelerator={wished}: Ray knows of none of that name; write cpu, gpu, or a "
             f"type such as {', '.join(types) or 'L4'}"
         )
-    return {"num_cpus": 0, "num_gpus": 1, "accelerator_type": wished}
 
 
 def _found(there: dict[str, float], types: list[str]) -> str:

@@ -6,18 +6,24 @@ import json
 import queue
 import re
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from urllib.parse import urlsplit
 
 from actors.errors import DamagedCheckpoint, LeaseLost
+from actors.guard import ThreadGuard
 from actors.lease import Lease
 from actors.storage import Storage
 from elastic.commands import DropCheckpoints, PublishCheckpoint, SetAside
+from elastic.controller_events import CheckpointsRemoved
+from elastic.errors import InvalidLayout
 from elastic.events import Checkpointed, Event, PartFailed, PartFile, Saved
+from elastic.layout import Layout
 
 FOLDER = "checkpoints"
 MANIFEST, ASIDE = "manifest.json", "manifest.damaged.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
+ONE_WORKER = Layout()
 
 
 @dataclass(frozen=True)
@@ -27,6 +33,14 @@ class Manifest:
     step: int
     generation: int
     files: tuple[PartFile, ...]
+    layout: Layout
+    members: tuple[str, ...]
+    """In world-rank order."""
+
+
+def part_name(worker: str) -> str:
+    """The file that a worker writes."""
+    return f"part-{worker}.safetensors"
 
 
 def folder_of(step: int, generation: int) -> str:
@@ -44,15 +58,29 @@ def read_manifest(checkpoint: Storage) -> Manifest:
             raise DamagedCheckpoint(
                 f"{place}: format_version {version}, and this reads {FORMAT_VERSION}"
             )
-        files = (PartFile(name, **told) for name, told in fields["files"].items())
-        return Manifest(fields["step"], fields["generation"], tuple(files))
+        files = tuple(PartFile(name, **told) for name, told in fields["files"].items())
+        layout, members = Layout(**fields["layout"]), tuple(fields["members"])
+        manifest = Manifest(int(fields["step"]), int(fields["generation"]), files, layout, members)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{place}: it is not there") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, InvalidLayout, KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpoint(f"{place}: it is no manifest ({error})") from None
+    key = (manifest.step, manifest.generation)
+    if _key(urlsplit(checkpoint.url).path) not in (None, key):
+        raise DamagedCheckpoint(
+            f"{place}: it is of step {key[0]} and generation {key[1]}, and its folder is of others"
+        )
+    return manifest
 
 
-def publish(run: Storage, step: int, generation: int, files: Iterable[PartFile]) -> str:
+def publish(
+    run: Storage,
+    step: int,
+    generation: int,
+    files: Iterable[PartFile],
+    layout: Layout = ONE_WORKER,
+    members: Sequence[str] = (),
+) -> str:
     """Make a checkpoint visible by writing its manifest last (invariant 11); returns its URL.
 
     Raises `OSError` if a part is not there in its full size, or the storage refuses.
@@ -67,10 +95,18 @@ def publish(run: Storage, step: int, generation: int, files: Iterable[PartFile])
         "format_version": FORMAT_VERSION,
         "step": step,
         "generation": generation,
+        "layout": asdict(layout),
+        "members": list(members),
         "files": {f.name: {"num_bytes": f.num_bytes, "checksum": f.checksum} for f in files},
     }
     checkpoint.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return checkpoint.url
+
+
+def set_aside(checkpoint: Storage) -> None:
+    """Hide a damaged checkpoint; all its files stay."""
+    checkpoint.write(ASIDE, checkpoint.read(MANIFEST))
+    checkpoint.remove(MANIFEST)
 
 
 @dataclass(frozen=True)
@@ -85,6 +121,10 @@ class Found:
     whole: tuple[Saved, ...]
     complaints: tuple[str, ...]
     unfinished: tuple[tuple[int, int], ...]
+    damaged: tuple[str, ...] = ()
+    """The folders of which there are complaints."""
+    newest_generation: int = 0
+    """Of all folders."""
 
 
 def find_checkpoints(run: Storage) -> Found:
@@ -93,8 +133,11 @@ def find_checkpoints(run: Storage) -> Found:
     whole: list[Saved] = []
     complaints: list[str] = []
     unfinished: list[tuple[int, int]] = []
+    damaged_folders: list[str] = []
+    generations: list[int] = []
     for name in sorted({"/".join(file.split("/")[:2]) for file in there}):
         checkpoint, key = run.at(name), _key(name)
+        generations += [key[1]] if key else []
         if f"{name}/{MANIFEST}" not in there:
             is_aside = f"{name}/{ASIDE}" in there
             unfinished += [key] if key and not is_aside else []
@@ -103,15 +146,23 @@ def find_checkpoints(run: Storage) -> Found:
             manifest = read_manifest(checkpoint)
         except DamagedCheckpoint as error:
             complaints.append(f"{error}: skipped")
+            damaged_folders.append(name)
             continue
         damaged = [f for f in manifest.files if there.get(f"{name}/{f.name}") != f.num_bytes]
         if damaged:
             url = checkpoint.at(damaged[0].name).url
             complaints.append(f"{url}: it is missing or cut short: skipped")
+            damaged_folders.append(name)
         else:
             whole.append(Saved(manifest.step, manifest.generation, checkpoint.url))
     whole.sort(key=lambda saved: (saved.step, saved.generation))
-    return Found(tuple(whole), tuple(complaints), tuple(unfinished))
+    return Found(
+        tuple(whole),
+        tuple(complaints),
+        tuple(unfinished),
+        tuple(damaged_folders),
+        max(generations, default=0),
+    )
 
 
 def _key(folder: str) -> tuple[int, int] | None:
@@ -129,6 +180,7 @@ class Publisher:
         self._run = run
         self._lease = lease
         self._post = post
+        self._guard = ThreadGuard("publisher", post)
         self._orders: queue.SimpleQueue[StorageOrder | None]
         self._orders = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
@@ -157,9 +209,16 @@ class Publisher:
                 return  # the shell sees the same, and ends
             except OSError as error:
                 self._fail(order, error)
+            except Exception as error:
+                self._guard.note_error(error)
+                self._fail(order, error)
+            else:
+                self._guard.note_success()
 
     def _publish(self, order: PublishCheckpoint) -> None:
-        url = publish(self._run, order.step, order.generation, order.files)
+        url = publish(
+            self._run, order.step, order.generation, order.files, order.layout, order.members
+        )
         self._post(Checkpointed(order.step, order.generation, url))
 
     def _drop(self, order: DropCheckpoints) -> None:
@@ -167,13 +226,14 @@ class Publisher:
         for key in order.dropped:
             self._run.remove(f"{folder_of(*key)}/{MANIFEST}")
             self._run.remove(folder_of(*key))
+        if order.dropped:
+            self._post(CheckpointsRemoved(order.dropped))
 
     def _set_aside(self, order: SetAside) -> None:
-        checkpoint = self._run.at(folder_of(order.step, order.generation))
-        checkpoint.write(ASIDE, checkpoint.read(MANIFEST))
-        checkpoint.remove(MANIFEST)
+        set_aside(self._run.at(folder_of(order.step, order.generation)))
+        self._post(CheckpointsRemoved(((order.step, order.generation),)))
 
-    def _fail(self, order: StorageOrder, error: OSError) -> None:
+    def _fail(self, order: StorageOrder, error: Exception) -> None:
         """What could not be removed, or set aside, is found when the run is opened again."""
         if isinstance(order, PublishCheckpoint):
             self._post(PartFailed("", order.generation, order.step, str(error)))

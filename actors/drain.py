@@ -20,9 +20,9 @@ LOOK_EVERY_S = 0.5
 
 def drain(timeout_s: float, file: Path = FILE) -> int:
     """Wait so long at most; return how many workers are left on this machine then."""
-    deadline = time.time() + timeout_s
-    file.write_text(f"{deadline:.0f}\n")
-    while (left := num_workers_here()) and time.time() < deadline:
+    deadline = time.monotonic() + timeout_s
+    file.write_text(f"{time.time() + timeout_s:.0f}\n")
+    while (left := num_workers_here()) and time.monotonic() < deadline:
         time.sleep(LOOK_EVERY_S)
     return left
 

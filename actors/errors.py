@@ -17,6 +17,23 @@ class DamagedCheckpoint(Exception):
     """A file of a checkpoint is not what was written; the message names it."""
 
 
+class DamagedLog(Exception):
+    """A log cannot be read from a byte on; `reason` says what is wrong with the line there."""
+
+    def __init__(self, url: str, offset: int, reason: str) -> None:
+        super().__init__(f"{url} is damaged: the line at byte {offset} {reason}")
+        self.url = url
+        self.offset = offset
+
+
+class LostLease(Exception):
+    """Files of a run's lease were removed: its epochs would begin anew."""
+
+
+class BrokenDevice(RuntimeError):
+    """The device of this worker does not compute any more."""
+
+
 class UnfitMachine(Exception):
     """A worker cannot serve the run where it is: the message says what this machine lacks."""
 
@@ -39,3 +56,7 @@ class RunRefused(RuntimeError):
 
 class RunTaken(RunRefused):
     """The run is being driven by somebody else."""
+
+
+class WrongHolding(Exception):
+    """A plan counts on this worker's part of the state at a step that it does not stand at."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from actors.own_time import NUM_PRODUCTS, Product
 from actors.stand_in import computed_s
+from elastic.votes import BrokenVote
 
 Moment = Literal[
     "compute",
@@ -72,7 +73,9 @@ class Faults:
                 case "hang":
                     time.sleep(3600)
                 case "raise":
-                    raise RuntimeError(f"{fault.worker} was told to raise at step {step}")
+                    # No code of the user's runs there: what breaks is the collective.
+                    kind = BrokenVote if moment == "reading" else RuntimeError
+                    raise kind(f"{fault.worker} was told to raise at step {step}")
 
     def flip_a_bit(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
         """As a cosmic ray or a broken device does: nobody is told. It is a high bit of the mantissa

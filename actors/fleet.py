@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from elastic.commands import Order
 from elastic.state import CoreState
+
+T = TypeVar("T")
 
 
 class Fleet(Protocol):
@@ -38,6 +40,10 @@ class Fleet(Protocol):
     def probe(self, worker: str) -> Future[int]:
         """Ask for the worker's number of signs of life."""
 
+    def process_state(self, worker: str) -> Future[str]:
+        """Ask the worker's node what its process does: `runs`, `stopped` (by a signal) or `gone`;
+        `may run` where there is nobody to ask."""
+
     def probe_keeper(self, node: str) -> Future[None]:
         """Ask the node's keeper for an answer, of whatever kind."""
 
@@ -46,6 +52,20 @@ class Fleet(Protocol):
 
     def close(self) -> None:
         """End every process; return when none is left (invariant 12)."""
+
+
+def missing(name: str) -> Future[Any]:
+    """The answer of a process that is not there."""
+    answer: Future[Any] = Future()
+    answer.set_exception(ProcessLookupError(name))
+    return answer
+
+
+def answered(value: T) -> Future[T]:
+    """An answer that is there at once."""
+    answer: Future[T] = Future()
+    answer.set_result(value)
+    return answer
 
 
 class Survivors(Protocol):

@@ -17,20 +17,18 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.errors import RunRefused
+from actors.fleet import answered
 from actors.interface import own_address
-from actors.lease import claim
 from actors.program import Factory
 from actors.ray_controller import Run
-from actors.shell import JOURNAL, Shell
+from actors.run_opening import open_run
 from actors.storage import open_storage
 from actors.store import open_store
-from actors.trainer import WorkerOptions
 from actors.worker import Envelope, Worker
+from actors.worker_options import WorkerOptions
 from elastic.commands import Order, Stopped
 from elastic.events import Event, StoreReady, WorkerLost, WorkerRaised
 from elastic.seating import Place
-from elastic.wire import UnreadableJournal
 
 HOST = "127.0.0.1"
 NODE = "this-process"
@@ -39,9 +37,9 @@ NODE = "this-process"
 class LoneWorker(Worker):
     """A worker that keeps what broke it, with its traceback as it stood."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
 
-    def tell(self, generation: int, error: Exception) -> None:
+    def tell(self, generation: int, error: BaseException) -> None:
         """There is no peer to blame: whatever breaks is taken for the program's."""
         self.error = error
         message = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -124,6 +122,9 @@ class InProcessFleet:
             answer.set_result(self.worker.num_signs_of_life())
         return answer
 
+    def process_state(self, worker: str) -> Future[str]:
+        return answered("runs")  # this code runs in it
+
     def stop_worker(self, worker: str) -> None:
         """It cannot be ended from outside: it is as good as gone."""
         self._post(WorkerLost(worker, "it was given up", NODE))
@@ -156,7 +157,7 @@ class Ended:
     """How a run ended, and what its own code raised, if that is why."""
 
     outcome: Stopped
-    error: Exception | None
+    error: BaseException | None
 
 
 def run_in_process(
@@ -168,15 +169,7 @@ def run_in_process(
     `RunTaken` if somebody drives the run, `RunRefused` if it cannot be opened.
     """
     storage = open_storage(run.folder)
-    lease = claim(storage)
-    try:
-        shell = Shell(storage, lease, run.leavers)
-    except UnreadableJournal as error:
-        lease.release()
-        raise RunRefused(
-            f"{storage.at(JOURNAL).url}: {error}; choose another --run-name, or resume it with "
-            "the version that wrote it"
-        ) from None
+    lease, shell = open_run(storage, due=run.leavers)
     fleet = InProcessFleet(
         run.program, run.options, shell.post, lambda event: hear(event, shell.post), lease.epoch
     )

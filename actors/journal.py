@@ -2,16 +2,85 @@
 
 from __future__ import annotations
 
-from actors.lines import LineLog
+from typing import Any
+
+from actors.errors import DamagedLog, LostLease
+from actors.lease import Lease
+from actors.lines import LineLog, parse_line
+from elastic.journalling import NUM_KEPT_RECORDS
 from elastic.replaying import Replay
+from elastic.wire import FORMAT, UnreadableJournal
+
+MARKER = b'"CoreState"'
+NUM_TAIL_ROWS = 4 * NUM_KEPT_RECORDS
 
 
-def replay(journal: LineLog) -> Replay:
-    """What the journal leaves behind (invariant 10).
+def replay(journal: LineLog, end: int | None = None) -> Replay:
+    """What the journal leaves behind, up to the byte `end`, from its newest full state on
+    (invariant 10).
 
-    Raises `UnreadableJournal` for a line of another format.
+    Raises `UnreadableJournal` for a line of another format, and `DamagedLog` for one that cannot
+    be replayed.
     """
     replay = Replay()
-    for line in journal.lines():
-        replay.take(line)
+    for offset, line in journal.lines_with_offsets(_newest_state(journal, end), end):
+        take_line(replay, journal, offset, line)
     return replay
+
+
+def replay_of(lease: Lease, journal: LineLog) -> Replay:
+    """What the journal leaves behind to a process that has opened it for writing: no older epoch
+    can add to it any more. Raises `LostLease`, and as `replay` does."""
+    before = replay(journal)
+    incarnation = before.core.state.incarnation
+    if incarnation >= lease.epoch:
+        raise LostLease(
+            f"{journal.url} has lines of epoch {incarnation}, but the lease is of epoch "
+            f"{lease.epoch}: files of lease/ were removed"
+        )
+    return before
+
+
+def take_line(replay: Replay, journal: LineLog, offset: int, line: dict[str, Any]) -> None:
+    """Replay one line; raises as `replay` does."""
+    try:
+        replay.take(line)
+    except Exception as error:  # whatever a line breaks that no controller wrote
+        is_of_other_format = isinstance(line.get("format"), int) and line["format"] != FORMAT
+        if isinstance(error, UnreadableJournal) and is_of_other_format:
+            raise
+        cause = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DamagedLog(journal.url, offset, f"cannot be replayed ({cause})") from error
+
+
+def newest_rows(metrics: LineLog, replay: Replay) -> list[dict[str, Any]]:
+    """The newest lines of metrics back to the oldest step whose line may be lacking, or else to the
+    newest step that the journal knows; the newest first, at most `NUM_TAIL_ROWS`."""
+    state = replay.core.state
+    oldest = (state.generation, state.committed_step)
+    if replay.records:
+        oldest = (replay.records[0].record.generation, replay.records[0].record.step)
+    rows: list[dict[str, Any]] = []
+    for _, text in metrics.lines_from_end():
+        row = parse_line(text)
+        if row is None or not is_step_line(row):
+            continue  # a line that cannot be read is of no step
+        rows.append(row)
+        is_oldest = row["step"] == oldest[1] and row["generation"] <= oldest[0]
+        if is_oldest or len(rows) >= NUM_TAIL_ROWS:
+            break
+    return rows
+
+
+def is_step_line(row: dict[str, Any]) -> bool:
+    """Whether a JSON object is a line of metrics."""
+    return isinstance(row.get("step"), int) and isinstance(row.get("generation"), int)
+
+
+def _newest_state(journal: LineLog, end: int | None) -> int:
+    """Where the newest full state before `end` begins; 0 if there is none."""
+    for offset, line in journal.lines_from_end():
+        is_before = end is None or offset + len(line) < end
+        if is_before and MARKER in line and parse_line(line) is not None:
+            return offset
+    return 0

@@ -9,15 +9,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
 import threading
 import uuid
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+from actors.door import Door
+from actors.handshake import connect_afar
 from actors.listening import ANYWHERE, BACKLOG, Network, listen
-from actors.messages import hear, receive_into, send_all, tell
+from actors.messages import MalformedMessage, hear, receive_into, send_all, tell
 from actors.parity import ParityRoom, send_chunk, take_chunk
 from actors.room import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, Room, Version
 from elastic.events import KeeperReady, KeeperTold
@@ -27,8 +30,22 @@ from elastic.keeping import Keeper, ParitySlot, Slot
 class KeeperServer:
     """Serves until its process ends; `keeper` is how to reach it."""
 
-    def __init__(self, node: str, rack: str, host: str, network: Network = ANYWHERE) -> None:
-        """Raises `UnfitMachine` if there is no port to listen on."""
+    def __init__(
+        self,
+        node: str,
+        rack: str,
+        host: str,
+        secret: bytes,
+        network: Network = ANYWHERE,
+        max_snapshot_bytes: int | None = None,
+    ) -> None:
+        """Only who knows `secret` is served. No snapshot or parity may take more than
+        `max_snapshot_bytes`, which is what the whole state would take (None: no limit).
+
+        Raises `UnfitMachine` if there is no port to listen on.
+        """
+        self._secret = secret
+        self._max_snapshot_bytes = max_snapshot_bytes
         self._rooms: dict[tuple[str, int], Room] = {}
         self._parities: dict[tuple[tuple[str, ...], str, int], ParityRoom] = {}
         self._lock = threading.Lock()
@@ -39,8 +56,7 @@ class KeeperServer:
         beside.listen(BACKLOG)
         afar = listen(host, network)
         self.keeper = Keeper(node, rack, name, host, afar.getsockname()[1])
-        for listener in (beside, afar):
-            threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        Door((beside, afar), secret, self._serve)
 
     def told(self, generation: int) -> KeeperTold:
         """Which whole snapshots there are, as an answer to who asks in a generation."""
@@ -63,11 +79,6 @@ class KeeperServer:
             self._rooms = {key: r for key, r in self._rooms.items() if key[1] >= generation}
             self._parities = {key: p for key, p in self._parities.items() if key[2] >= generation}
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
     def _serve(self, connection: socket.socket) -> None:
         """One connection, until the other side hangs up or breaks off."""
         doings: dict[str, Callable[[socket.socket, dict[str, Any]], None]] = {
@@ -80,9 +91,16 @@ class KeeperServer:
             "fold": self._fold,
             "get": self._get,
         }
-        with connection, suppress(OSError):
+        if connection.family != socket.AF_UNIX:  # a machine that is gone does not hang up
+            connection.settimeout(PEER_TIMEOUT_S)
+        try:
             while (message := hear(connection)) is not None:
-                doings[message["do"]](connection, message)
+                with _well_formed(message):
+                    doings[message["do"]](connection, message)
+        except MalformedMessage as error:
+            print(f"a snapshot server hung up on {error}", file=sys.stderr)
+        except OSError:
+            return  # the other side learns from the end of the connection, and tries again
 
     def _whole(self, message: dict[str, Any]) -> Version | None:
         """The snapshot that a message names, or the parity, if it is whole here."""
@@ -97,10 +115,17 @@ class KeeperServer:
 
     def _make_room(self, message: dict[str, Any]) -> Room:
         key = (message["worker"], message["generation"])
+        self._refuse_large(message["num_bytes"])
         with self._lock:
             if key not in self._rooms or self._rooms[key].num_bytes != message["num_bytes"]:
                 self._rooms[key] = Room.new(message["num_bytes"])
             return self._rooms[key]
+
+    def _refuse_large(self, num_bytes: int) -> None:
+        """Raises ConnectionError for more than any part of the state can take."""
+        most = self._max_snapshot_bytes
+        if num_bytes < 0 or (most is not None and num_bytes > most):
+            raise ConnectionError(f"a snapshot of {num_bytes} bytes: the whole state has {most}")
 
     def _give_room(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """The memory in which a worker beside this keeper writes its snapshots itself."""
@@ -140,7 +165,7 @@ class KeeperServer:
         version, is_whole = self._whole(message), False
         if version is not None:
             address = (message["host"], message["port"])
-            with suppress(OSError), socket.create_connection(address, PEER_TIMEOUT_S) as peer:
+            with suppress(OSError), connect_afar(address, self._secret, PEER_TIMEOUT_S) as peer:
                 is_whole = put_snapshot(peer, version, message)
         tell(connection, is_whole=is_whole)
 
@@ -179,7 +204,7 @@ class KeeperServer:
         num_taken = 0
         for chunk in message["chunks"]:
             address = (chunk["host"], chunk["port"])
-            with suppress(OSError), socket.create_connection(address, PEER_TIMEOUT_S) as peer:
+            with suppress(OSError), connect_afar(address, self._secret, PEER_TIMEOUT_S) as peer:
                 num_taken += send_chunk(peer, version, message, chunk)
         tell(connection, is_whole=num_taken == len(message["chunks"]))
 
@@ -187,6 +212,8 @@ class KeeperServer:
         """Take a chunk of another member's snapshot into the parity."""
         members, at, num_bytes = tuple(message["members"]), message["at"], message["parity_bytes"]
         key = (members, at, message["generation"])
+        self._refuse_large(num_bytes)
+        self._refuse_large(message["num_bytes"])
         with self._lock:
             if key not in self._parities or self._parities[key].num_bytes != num_bytes:
                 others = [member for member in members if member != at]
@@ -210,11 +237,17 @@ class KeeperServer:
 
 
 def host_keeper(
-    pipe: Connection, node: str, rack: str, host: str, network: Network = ANYWHERE
+    pipe: Connection,
+    node: str,
+    rack: str,
+    host: str,
+    secret: bytes,
+    network: Network = ANYWHERE,
+    max_snapshot_bytes: int | None = None,
 ) -> None:
     """A child's main: serve, and answer through the pipe, until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = KeeperServer(node, rack, host, network)
+    server = KeeperServer(node, rack, host, secret, network, max_snapshot_bytes)
     pipe.send(KeeperReady(server.keeper))
     while True:
         try:
@@ -229,6 +262,16 @@ def host_keeper(
             pipe.send(server.told(generation))
         else:
             server.forget(generation)
+
+
+@contextmanager
+def _well_formed(message: Mapping[str, Any]) -> Iterator[None]:
+    """Raises `MalformedMessage` for one that lacks something, or has it of another type."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        text = f"{type(error).__name__}: {error}"
+        raise MalformedMessage(f"a malformed message, {text}: {str(message)[:200]}") from error
 
 
 def address_of(name: str) -> str:

@@ -16,7 +16,17 @@ from actors.asking import LayoutReply
 from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunRefused, RunTaken
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
 from actors.ray_names import NAMESPACE, actor_names, actor_of
-from actors.ray_private import ON_HEAD, end_log_monitor, hush_driver, take_token
+from actors.ray_private import (
+    ON_HEAD,
+    SYSTEM_CONFIG,
+    end_log_monitor,
+    hush_driver,
+    make_token,
+    private_processes,
+    recorded_address,
+    take_token,
+)
+from actors.ray_sessions import Guard
 from elastic.commands import Stopped
 from elastic.planning import Wish
 
@@ -27,6 +37,10 @@ KNOCK_TIMEOUT_S = 2.0
 RESTART_PATIENCE_S = 60.0
 ENDING_PATIENCE_S = 300.0
 """For the last checkpoint of a run that has been stopped, before the same run is begun again."""
+LONE_PATIENCE_S = 15.0
+"""For an answer of the controller where Ray's GCS is gone."""
+HEADLESS_LEAVE_S = 3.0
+LOST_WITH_HEAD = "Ray's head process, the GCS, is gone, too: no checkpoint was saved at the end"
 _TAKEN = (
     "{}: a controller on this cluster drives this run; stop that one, or choose another --run-name"
 )
@@ -49,6 +63,8 @@ class _Hold:
         self.is_ours = False
         self.is_local = False
         self.num_runs = 0
+        self.guard: Guard | None = None
+        """Of the private cluster."""
 
 
 _hold = _Hold()
@@ -61,12 +77,13 @@ def join_or_start_cluster(
     namespace: str,
     per_worker: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Join the cluster at `address`, or the one at hand, or start a local one; True if started.
+    """Join the cluster at `address`, or the one that `ray start` has recorded, or start a private
+    one; True if started.
 
-    Where the process has Ray already, that is used, and left as it is. A local one (also on
-    `address="local"`) has a slot a worker, of what it asks for `per_worker`, and ends with this
-    process. Raises OSError if an address is named and nobody answers there, `RunRefused` if a local
-    one is full of another run's workers.
+    Where the process has Ray already, that is used, and left as it is. A private one (also on
+    `address="local"`) has a slot a worker, of what it asks for `per_worker`, ends with this
+    process, and is joined by no other command. Raises OSError if an address is named and nobody
+    answers there, `RunRefused` if a private one is full of another run's workers.
     """
     with _hold.lock:
         if ray.is_initialized():
@@ -77,12 +94,21 @@ def join_or_start_cluster(
         common = _common(namespace)
         joined = address != "local" and _join(address, common)
         if not joined:
-            slots = _slots(num_workers, use_gpus, per_worker or {})
-            ray.init(address="local", include_dashboard=False, **slots, **common)
-            end_log_monitor()
+            _start(_slots(num_workers, use_gpus, per_worker or {}) | common)
         hush_driver()
         _hold.is_ours, _hold.is_local, _hold.num_runs = True, not joined, 1
     return not joined
+
+
+def _start(options: dict[str, Any]) -> None:
+    """Start a private cluster, which no signal to this process's group reaches."""
+    make_token()
+    _hold.guard = Guard()
+    with private_processes(_hold.guard):
+        ray.init(
+            address="local", include_dashboard=False, _system_config=dict(SYSTEM_CONFIG), **options
+        )
+    end_log_monitor()
 
 
 def _slots(num_workers: int, use_gpus: bool, per_worker: Mapping[str, Any]) -> dict[str, Any]:
@@ -105,7 +131,7 @@ def join_cluster(address: str, namespace: str) -> None:
 
 
 def join_cluster_at_hand(address: str | None, namespace: str) -> bool:
-    """Join the cluster at `address`, or the one at hand; whether there is one.
+    """Join the cluster at `address`, or the one that `ray start` has recorded; True if joined.
 
     Raises OSError if an address is named and nobody answers there.
     """
@@ -121,11 +147,19 @@ def _common(namespace: str) -> dict[str, Any]:
 
 
 def _join(address: str | None, common: dict[str, Any]) -> bool:
-    if address:
+    """Ray's own "auto" would also join a private cluster of another command."""
+    if address not in (None, "", "auto"):
         _knock(address)
+        ray.init(address=address, **common)
+        return True
+    recorded = recorded_address()
     try:
-        ray.init(address=address or "auto", **common)
-    except ConnectionError:
+        if recorded is None:
+            raise ConnectionError("no `ray start` has recorded a cluster on this machine")
+        _knock(recorded)
+        take_token()
+        ray.init(address=recorded, **common)
+    except OSError:  # for example the record of a cluster that was killed
         if address:
             raise
         return False
@@ -144,6 +178,9 @@ def close_cluster(run_name: str, keep_actors: bool) -> None:
     detached, end every actor that it still has."""
     if not ray.is_initialized():
         return
+    is_gone = is_head_gone()
+    if is_gone:
+        keep_actors = True  # Ray cannot end them: they end as orphans, or with a private cluster
     if not keep_actors:
         with suppress(ray.exceptions.RayError):  # the cluster is gone, and all actors with it
             end_actors(run_name)
@@ -151,7 +188,44 @@ def close_cluster(run_name: str, keep_actors: bool) -> None:
         _hold.num_runs -= 1
         if _hold.is_ours and _hold.num_runs <= 0:
             _hold.is_ours = False
-            ray.shutdown()
+            _leave_ray(is_gone)
+            _end_private_cluster()
+
+
+def _leave_ray(is_head_gone: bool) -> None:
+    """Without the GCS, Ray waits for its answer up to a minute: it may do so beside."""
+    if not is_head_gone:
+        ray.shutdown()
+        return
+    leaving = threading.Thread(target=ray.shutdown, name="leave-ray", daemon=True)
+    leaving.start()
+    leaving.join(HEADLESS_LEAVE_S)
+
+
+def is_head_gone() -> bool:
+    """Whether nothing listens at the address of the GCS of the cluster that was joined."""
+    try:
+        _knock(ray.get_runtime_context().gcs_address)
+    except OSError:
+        return True
+    return False
+
+
+def is_private() -> bool:
+    """Whether this process has started the cluster."""
+    return _hold.guard is not None
+
+
+def keep_logs() -> None:
+    """Keep Ray's log files of a private cluster after its end: a run on it has failed."""
+    if _hold.guard is not None:
+        _hold.guard.keep_session()
+
+
+def _end_private_cluster() -> None:
+    guard, _hold.guard = _hold.guard, None
+    if guard is not None:
+        guard.close()
 
 
 def end_actors(run_name: str) -> None:
@@ -210,11 +284,15 @@ class Drive:
                 if ray.wait([asked], timeout=SHOW_EVERY_S)[0]:
                     break
                 each(progress)
+                if time.monotonic() - began > LONE_PATIENCE_S and is_head_gone():
+                    raise ControllerLost(LOST_WITH_HEAD)
             try:
                 progress, heard = _answer(asked), time.monotonic()
             except ControllerAway as error:
                 if time.monotonic() - heard > RESTART_PATIENCE_S:
                     raise ControllerLost(str(error)) from None
+                if is_head_gone():  # nobody restarts it
+                    raise ControllerLost(LOST_WITH_HEAD) from None
                 time.sleep(SHOW_EVERY_S)
                 if self._stop_cause:  # it may have died before it heard
                     self.request_stop(self._stop_cause)

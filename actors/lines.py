@@ -1,31 +1,27 @@
-"""Files of lines that only grow, also where storage cannot append; training never waits for them.
+"""Logs of JSON lines that only grow, as their readers see them, also where storage cannot append.
 
-On a disk one is a file. On an object store it is a folder of segments, each named by the byte at
-which it begins; the last is replaced while it grows. Lines that storage does not take now are kept
-in memory until it does.
+On a disk a log is one file. On an object store it is a folder of segments (`actors.segments`).
+Offsets are bytes of the whole log; they stay valid when old segments are compacted or dropped. How
+a log is written: `actors.line_writers`.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from actors.errors import DamagedLog
+from actors.segments import Segment, parse_segments, segment_name, segments_in_force
 from actors.storage import DiskStorage, Storage
 
-SEGMENT_BYTES = BLOCK_BYTES = 1 << 20
-SHIP_EVERY_S = 1.0
-LAST_TRIES_S = 30.0
+BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class LineLog:
-    """One JSON object a line, as its readers see it: `name` in `storage`."""
+    """One JSON object a line: `name` in `storage`. All methods may raise OSError."""
 
     storage: Storage
     name: str
@@ -37,163 +33,208 @@ class LineLog:
     def exists(self) -> bool:
         if isinstance(self.storage, DiskStorage):
             return self.storage.size(self.name) is not None
-        return bool(segments(self))
+        return bool(self.segments())
 
-    def read(self, offset: int = 0, max_bytes: int | None = None) -> bytes:
-        """From a byte on; nothing if it is not there yet. Raises OSError."""
+    def segments(self) -> list[Segment]:
+        """Those in force, in order: one listing. A file on a disk is one segment."""
         if isinstance(self.storage, DiskStorage):
-            if self.storage.size(self.name) is None:
-                return b""
-            return self.storage.read(self.name, offset, max_bytes)
-        found, wanted = bytearray(), max_bytes
-        for begin, size in segments(self).items():
-            if begin + size > offset and (wanted is None or wanted > 0):
-                piece = self.storage.read(segment_name(self, begin), offset - begin, wanted)
-                found += piece
-                offset += len(piece)
-                wanted = None if wanted is None else wanted - len(piece)
-        return bytes(found)
+            size = self.storage.size(self.name)
+            return [Segment(self.name, 0, 0, size)] if size else []
+        return segments_in_force(self.all_segments())
+
+    def all_segments(self) -> list[Segment]:
+        """On an object store: also the superseded ones, in no order."""
+        return parse_segments(self.storage.files(self.name))
+
+    def reader(self, offset: int = 0, strict: bool = False) -> LogReader:
+        """Reads from a byte on, and goes on as the log grows."""
+        return LogReader(self, offset, strict)
 
     def blocks(self, offset: int = 0) -> Iterator[bytes]:
-        """All that is there from a byte on, some at a time."""
-        while block := self.read(offset, BLOCK_BYTES):
-            yield block
-            offset += len(block)
+        """The whole lines from a byte on, about a MiB at a time; lost ones are left out."""
+        return self.reader(offset).blocks()
 
-    def lines(self) -> Iterator[dict[str, Any]]:
-        """The whole lines that are there."""
-        rest = b""
-        for block in self.blocks():
-            *whole, rest = (rest + block).split(b"\n")
-            yield from map(json.loads, whole)
+    def lines(self, offset: int = 0) -> Iterator[dict[str, Any]]:
+        """The whole lines from a byte on. Raises `DamagedLog` for a hole, and a line that is no
+        JSON object."""
+        return (row for _, row in self.lines_with_offsets(offset))
 
+    def lines_with_offsets(
+        self, offset: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        """The same, each with the byte at which it begins, up to the byte `end`; all lines of a
+        compacted segment with that of the segment."""
+        reader = self.reader(offset, strict=True)
+        while (end is None or reader.offset < end) and (block := reader.read()):
+            begin = reader.begin
+            for line in block.split(b"\n")[:-1]:
+                if end is not None and begin >= end:
+                    return
+                row = parse_line(line)
+                if row is None:
+                    raise DamagedLog(self.url, begin, "is no JSON object")
+                yield begin, row
+                if not reader.is_compacted:
+                    begin += len(line) + 1
 
-def segments(log: LineLog) -> dict[int, int]:
-    """Where each begins, and its size, in order."""
-    files = log.storage.files(log.name)
-    return {int(name.rpartition("/")[2]): size for name, size in sorted(files.items())}
+    def rows(self, offset: int = 0) -> Iterator[dict[str, Any]]:
+        """The whole lines from a byte on, without those that are lost or no JSON objects."""
+        for block in self.blocks(offset):
+            for line in block.split(b"\n")[:-1]:
+                row = parse_line(line)
+                if row is not None:
+                    yield row
 
+    def lines_from_end(self) -> Iterator[tuple[int, bytes]]:
+        """Each whole line with its offset, the newest first; reads a block at a time.
 
-def segment_name(log: LineLog, begin: int) -> str:
-    return f"{log.name}/{begin:016d}"
+        All lines of a compacted segment have the offset at which it begins.
+        """
+        for segment in reversed(self.segments()):
+            yield from _lines_from_end(self.storage, segment)
 
-
-class Lines(Protocol):
-    """As its one writer sees it. `trouble` is why storage takes nothing at present, or empty."""
-
-    trouble: str
-
-    def write(self, line: dict[str, Any]) -> None: ...
-
-    def make_durable(self) -> None:
-        """What has been written outlives the machine, if storage lets it."""
-
-    def close(self) -> None: ...
-
-
-def open_lines(log: LineLog) -> Lines:
-    """Go on writing where an earlier writer stopped. Raises OSError."""
-    if isinstance(log.storage, DiskStorage):
-        return LineFile(log.storage.path / log.name)
-    return ShippedLines(log)
-
-
-class LineFile:
-    """A file on a disk, flushed line by line, so that a reader may follow it live."""
-
-    def __init__(self, path: Path) -> None:
-        _cut_half_line(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open for the run)
-        self._pending = bytearray()
-        self.trouble = ""
-
-    def write(self, line: dict[str, Any]) -> None:
-        self._pending += json.dumps(line, allow_nan=False).encode() + b"\n"
-        try:
-            while self._pending:  # a full disk may have taken a part of the line
-                del self._pending[: self._file.write(self._pending)]
-            self.trouble = ""
-        except OSError as error:
-            self.trouble = str(error)
-
-    def make_durable(self) -> None:
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as error:
-            self.trouble = str(error)
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class ShippedLines:
-    """Segments on an object store, brought there by a thread: durable within about a second."""
-
-    def __init__(self, log: LineLog) -> None:
-        self._log = log
-        there = segments(log)
-        self._begin = max(there, default=0)
-        self._segment = b""
-        if there:
-            whole = log.storage.read(segment_name(log, self._begin))
-            self._segment = whole[: whole.rfind(b"\n") + 1]
-        self._waiting: list[bytes] = []
-        self._lock = threading.Lock()
-        self._is_due = threading.Event()
-        self._closed = False
-        self.trouble = ""
-        self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
-        self._thread.start()
-
-    def write(self, line: dict[str, Any]) -> None:
-        with self._lock:
-            self._waiting.append(json.dumps(line, allow_nan=False).encode() + b"\n")
-
-    def make_durable(self) -> None:
-        """It is under way at once: nothing waits for an object store."""
-        self._is_due.set()
-
-    def close(self) -> None:
-        self._closed = True
-        self._is_due.set()
-        self._thread.join(LAST_TRIES_S)
-
-    def _serve(self) -> None:
-        while not self._closed:
-            self._is_due.wait(SHIP_EVERY_S)
-            self._is_due.clear()
-            self._ship()
-        while self._waiting:
-            self._ship()
-
-    def _ship(self) -> None:
-        """Bring what waits there, a segment at a time, as far as storage takes it."""
-        with self._lock:
-            waiting = list(self._waiting)
-        num_shipped, segment = 0, self._segment
-        while num_shipped < len(waiting):
-            num_lines = num_shipped
-            while num_lines < len(waiting) and len(segment) < SEGMENT_BYTES:
-                segment += waiting[num_lines]
-                num_lines += 1
-            try:
-                self._log.storage.write(segment_name(self._log, self._begin), segment)
-            except OSError as error:
-                self.trouble = str(error)
+    def last_rows(self, num_rows: int) -> list[dict[str, Any]]:
+        """The newest JSON objects, in the order of the log."""
+        rows: list[dict[str, Any]] = []
+        for _, line in self.lines_from_end():
+            if len(rows) >= num_rows:
                 break
-            self.trouble, num_shipped, self._segment = "", num_lines, segment
-            if len(segment) >= SEGMENT_BYTES:
-                self._begin += len(segment)
-                self._segment = segment = b""
-        with self._lock:
-            del self._waiting[:num_shipped]
+            row = parse_line(line)
+            if row is not None:
+                rows.append(row)
+        return rows[::-1]
+
+    def find_newest(self, marker: bytes, end: int | None = None) -> int | None:
+        """The offset of the newest line before the byte `end` that contains these bytes and is a
+        JSON object."""
+        for offset, line in self.lines_from_end():
+            if end is not None and offset >= end:
+                continue
+            if marker in line and parse_line(line) is not None:
+                return offset
+        return None
+
+    def compact(self, segments: Sequence[Segment], lines: bytes) -> None:
+        """On an object store: write one segment that stands for these, adjacent ones in force.
+
+        The caller checks its lease before, and again before it removes them. If it is interrupted,
+        nothing is lost: readers prefer the compacted segment once it is there.
+        """
+        epoch = max(segment.epoch for segment in segments)
+        name = segment_name(self.name, epoch, segments[0].begin, segments[-1].end)
+        self.storage.write(name, lines)
+
+    def remove_segments(self, segments: Sequence[Segment]) -> None:
+        """On an object store: remove these, because they are compacted or of no use any more."""
+        for segment in segments:
+            self.storage.remove(segment.name)
 
 
-def _cut_half_line(path: Path) -> None:
-    """A writer that died in the middle of a line has written nothing."""
-    with suppress(FileNotFoundError), open(path, "rb+") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            file.truncate(whole)
+class LogReader:
+    """Reads whole lines from a byte of a log on; `offset` is the end of the last one given out.
+
+    It lists the segments once, and again only when it has come to their end. `strict` raises
+    `DamagedLog` for bytes that are lost; else they are left out and counted in `num_lost_bytes`.
+    """
+
+    def __init__(self, log: LineLog, offset: int = 0, strict: bool = False) -> None:
+        self.offset = offset
+        self.begin = offset
+        """The byte at which the lines that were read last begin."""
+        self.is_compacted = False
+        """Whether they are of a compacted segment."""
+        self.num_lost_bytes = 0
+        self._log = log
+        self._strict = strict
+        self._segments: list[Segment] = []
+        self._is_begun = offset > 0
+        """Bytes that are lacking before the first line are not lost, but dropped on purpose."""
+
+    def read(self, max_bytes: int = BLOCK_BYTES) -> bytes:
+        """The next whole lines, about so many bytes; empty if no more are there now."""
+        lines = self._next_lines(max_bytes)
+        if not lines:
+            self._segments = self._log.segments()
+            lines = self._next_lines(max_bytes)
+        return lines
+
+    def blocks(self, max_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
+        """All whole lines that are there now, some at a time."""
+        self._segments = self._log.segments()
+        while block := self._next_lines(max_bytes):
+            yield block
+
+    def _next_lines(self, max_bytes: int) -> bytes:
+        for index, segment in enumerate(self._segments):
+            if segment.end <= self.offset:
+                continue
+            self._enter(segment)
+            is_last = index == len(self._segments) - 1
+            lines = self._lines_of(segment, max_bytes, is_last)
+            if lines:
+                return lines
+        return b""
+
+    def _enter(self, segment: Segment) -> None:
+        """Go over what is lacking between the last segment and this one."""
+        if segment.begin > self.offset:
+            if self._is_begun:
+                self._lose(segment.begin - self.offset)
+            self.offset = segment.begin
+        self._is_begun = True
+
+    def _lines_of(self, segment: Segment, max_bytes: int, is_last: bool) -> bytes:
+        storage = self._log.storage
+        self.begin, self.is_compacted = self.offset, segment.is_compacted
+        if segment.is_compacted:
+            has_been_read = self.offset > segment.begin
+            self.offset = segment.end
+            return b"" if has_been_read else storage.read(segment.name)
+        while True:
+            left = segment.end - self.offset
+            first = self.offset - segment.object_begin
+            block = storage.read(segment.name, first, min(left, max_bytes))
+            end = block.rfind(b"\n") + 1
+            if end or max_bytes >= left:
+                break
+            max_bytes *= 2
+        if not end and not is_last:  # the rest of this segment is lost
+            self._lose(left)
+            self.offset = segment.end
+        self.offset += end
+        return block[:end]
+
+    def _lose(self, num_bytes: int) -> None:
+        if self._strict:
+            raise DamagedLog(
+                self._log.url, self.offset, f"is followed by a gap of {num_bytes} bytes"
+            )
+        self.num_lost_bytes += num_bytes
+
+
+def parse_line(line: bytes) -> dict[str, Any] | None:
+    """A line's JSON object; None if it is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _lines_from_end(storage: Storage, segment: Segment) -> Iterator[tuple[int, bytes]]:
+    if segment.is_compacted:
+        for line in reversed(storage.read(segment.name).split(b"\n")[:-1]):
+            yield segment.begin, line
+        return
+    end, later = segment.end, b""
+    while end > segment.begin:
+        begin = max(segment.begin, end - BLOCK_BYTES)
+        block = storage.read(segment.name, begin - segment.object_begin, end - begin) + later
+        *lines, half = block.split(b"\n")  # only at the end of the segment there is half a line
+        offset = begin + len(block) - len(half)
+        is_first_half = begin > segment.begin and bool(lines)
+        for line in reversed(lines[is_first_half:]):
+            offset -= len(line) + 1
+            yield offset, line
+        later = lines[0] + b"\n" if is_first_half else b"" if lines else block
+        end = begin

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from actors.errors import UnfitMachine
 
-BACKLOG = 128
+BACKLOG = 1024
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,13 @@ import struct
 from typing import Any
 
 CHUNK_BYTES = 2**22
+MAX_MESSAGE_BYTES = 2**22
+"""The longest names every member of the largest set of a parity."""
 _LENGTH = struct.Struct("!I")
+
+
+class MalformedMessage(ConnectionError):
+    """What came is none of the messages that are sent."""
 
 
 def tell(sock: socket.socket, **message: Any) -> None:
@@ -18,14 +24,23 @@ def tell(sock: socket.socket, **message: Any) -> None:
 
 
 def hear(sock: socket.socket) -> dict[str, Any] | None:
-    """The next message, or None if the other side has hung up. Raises OSError."""
+    """The next message, or None if the other side has hung up. Raises OSError, also for one that is
+    too long or no message."""
     head = _exactly(sock, _LENGTH.size)
     if head is None:
         return None
-    body = _exactly(sock, _LENGTH.unpack(head)[0])
+    [num_bytes] = _LENGTH.unpack(head)
+    if num_bytes > MAX_MESSAGE_BYTES:
+        raise MalformedMessage(f"a message of {num_bytes} bytes: no more than {MAX_MESSAGE_BYTES}")
+    body = _exactly(sock, num_bytes)
     if body is None:
         return None
-    message: dict[str, Any] = json.loads(body)
+    try:
+        message = json.loads(body)
+    except ValueError:
+        raise MalformedMessage("a message that is not JSON") from None
+    if not isinstance(message, dict):
+        raise MalformedMessage("a message that is no JSON object")
     return message
 
 
@@ -45,10 +60,10 @@ def send_all(sock: socket.socket, memory: memoryview) -> None:
 
 
 def _exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
-    found = b""
+    found = bytearray()
     while len(found) < num_bytes:
         more = sock.recv(num_bytes - len(found))
         if not more:
             return None
         found += more
-    return found
+    return bytes(found)

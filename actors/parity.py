@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.handshake import connect_afar
 from actors.messages import CHUNK_BYTES, hear, receive_into, send_all, tell
 from actors.room import NOT_WHOLE, PEER_TIMEOUT_S, Room, Version
 from elastic.commands import Protect
@@ -136,6 +137,7 @@ def make_again(
     keepers: Mapping[str, Keeper],
     sizes: Sequence[int],
     named: Mapping[str, Any],
+    secret: bytes,
 ) -> memoryview:
     """A lost member's snapshot, out of those of the others of its set and their parities, from all
     keepers at once; `named` is of which generation and step. Raises OSError."""
@@ -146,7 +148,7 @@ def make_again(
 
     def fetch(of: int) -> None:
         keeper = keepers[others[of][1]]
-        with socket.create_connection((keeper.host, keeper.port), PEER_TIMEOUT_S) as peer:
+        with connect_afar((keeper.host, keeper.port), secret, PEER_TIMEOUT_S) as peer:
             for read in reads:
                 if read.member == of:
                     for into, window in _fetched(peer, read, members, named):

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from actors.checkpoints import folder_of
+from actors.checkpoints import folder_of, part_name
 from actors.faults import Faults
 from actors.program import Program
 from actors.side_stream import SideStream
 from actors.storage import Storage
 from elastic.events import Event, PartFailed, PartFile, PartWritten
 from elastic.regions import Region
+
+LOOK_EVERY_S = 0.005
 
 
 @dataclass
@@ -61,6 +64,7 @@ class PartWriter:
         self._report = report
         self._newest: Part | None = None
         self.begun_step = 0
+        self.begun_generation = 0
         """Of the newest part."""
         self._parts: queue.Queue[Part] = queue.Queue()
         threading.Thread(target=self._serve, name="part-writer", daemon=True).start()
@@ -73,7 +77,14 @@ class PartWriter:
     def begin(self, part: Part) -> None:
         """From the training thread: until `await_copied` the tensors may not change."""
         self._newest, self.begun_step = part, part.step
+        self.begun_generation = part.generation
         self._parts.put(part)
+
+    def await_written(self, check: Callable[[], None]) -> None:
+        """Until all parts are durable, or have failed; `check` may raise meanwhile."""
+        while self.is_busy:
+            check()
+            time.sleep(LOOK_EVERY_S)
 
     def await_copied(self) -> None:
         """Before anything changes the tensors."""
@@ -100,7 +111,7 @@ class PartWriter:
             del part  # and with it the host memory
 
     def _write(self, part: Part) -> PartFile:
-        name = f"part-{self._worker}.safetensors"
+        name = part_name(self._worker)
         checkpoint = self._run.at(folder_of(part.step, part.generation))
         written = self._program.write_part(checkpoint, name, part.tensors)
         return PartFile(name, written.num_bytes, written.checksum)

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 
+from actors.fleet import answered, missing
 from actors.interface import own_address
 from actors.keeper import host_keeper
 from actors.program import Factory
 from actors.store import host_store
-from actors.trainer import WorkerOptions
+from actors.system import process_state
 from actors.worker import Envelope, Worker
+from actors.worker_options import WorkerOptions
 from elastic.commands import Order
 from elastic.events import Event, KeeperLost, StoreLost, StoreReady, WorkerLost
 from elastic.seating import Place
@@ -33,6 +35,7 @@ START = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has imported torch and the program but formed nothing:
 they start in a fraction of a second."""
 
+PRELOADED = ("actors.worker", "torch.distributed.pipelining")
 HOST = "127.0.0.1"
 NODE = "this-machine"
 
@@ -63,7 +66,7 @@ class ProcessFleet:
     ) -> None:
         """`node_of` lets workers pass for such on several nodes. Who would be on an avoided one is
         on another where there are workers, or waits."""
-        START.set_forkserver_preload(["actors.worker", program.target.partition(":")[0]])
+        START.set_forkserver_preload([*PRELOADED, program.target.partition(":")[0]])
         self._host = own_address(options.network, HOST)
         self._program = program
         self._options = options
@@ -105,7 +108,9 @@ class ProcessFleet:
         return min(others, default=None)
 
     def start_keeper(self, node: str) -> None:
-        child = self._spawn(host_keeper, node, "", self._host, self._options.network)
+        options = self._options
+        how = (self._host, options.secret, options.network, options.max_snapshot_bytes)
+        child = self._spawn(host_keeper, node, "", *how)
         with self._lock:
             self._keepers[node] = child
         self._wake_reader.send(None)
@@ -132,6 +137,11 @@ class ProcessFleet:
 
     def probe(self, worker: str) -> Future[int]:
         return self._probe(self._workers, worker)
+
+    def process_state(self, worker: str) -> Future[str]:
+        with self._lock:
+            child = self._workers.get(worker)
+        return answered("gone" if child is None else process_state(child.process.pid or 0))
 
     def probe_keeper(self, node: str) -> Future[None]:
         return self._probe(self._keepers, node)
@@ -172,12 +182,11 @@ class ProcessFleet:
                 child.send(message)
 
     def _probe(self, children: dict[str, _Child], name: str) -> Future[Any]:
-        answer: Future[Any] = Future()
         with self._lock:
             child = children.get(name)
         if child is None:
-            answer.set_exception(ProcessLookupError(name))
-            return answer
+            return missing(name)
+        answer: Future[Any] = Future()
         child.probes.append(answer)
         child.send("probe")
         return answer
@@ -247,8 +256,9 @@ class ProcessFleet:
                 self._workers.pop(worker, None)
             if not self._closed:
                 child.process.join()
-                cause = f"exit code {child.process.exitcode}"
-                self._post(WorkerLost(worker, cause, child.node))
+                code = child.process.exitcode
+                is_crash = code not in (-signal.SIGKILL, -signal.SIGTERM)
+                self._post(WorkerLost(worker, f"exit code {code}", child.node, is_crash))
                 child.pipe.close()
             return
         if isinstance(message, int):

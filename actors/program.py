@@ -19,6 +19,8 @@ from elastic.regions import Region
 from elastic.specs import TensorSpec
 from elastic.votes import Vote
 
+__all__ = ["Factory", "Groups", "Program", "Replica"]
+
 Interrupt = Callable[[], None]
 """Raises if the generation is being aborted; a program calls it at least once a layer."""
 
@@ -65,6 +67,7 @@ class Applied:
     """What apply has to tell of a step."""
 
     lr: float
+    """Not finite only if the schedule gave such a value, and the step is skipped."""
     grad_norm: float | None
     skipped: bool
 
@@ -79,9 +82,12 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the held-out split gives: the mean loss, and further numbers by name."""
+    """What the held-out split gives: the mean loss, and further metrics by name.
 
-    loss: float
+    The loss is None if the evaluation counted nothing; values may be infinite or NaN.
+    """
+
+    loss: float | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

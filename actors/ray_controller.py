@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any
 
 import ray
 
 from actors.asking import LayoutReply, ask_for_layout
 from actors.errors import RunRefused, UnfitMachine
-from actors.figures import Figure, Gauges
 from actors.interface import own_address
-from actors.lease import claim
-from actors.lines import LineLog, open_lines
+from actors.line_writers import open_lines
+from actors.lines import LineLog
 from actors.listening import Network, listen
+from actors.orphanage import Orphanage, end_process
 from actors.program import Factory
 from actors.ray_fleet import RayFleet
-from actors.ray_names import NAMESPACE
+from actors.ray_head import HeadWatch
+from actors.ray_observers import keep_observers
 from actors.ray_place import head_host
-from actors.ray_private import ON_HEAD
-from actors.ray_worker import Orphanage, end_process
-from actors.shell import JOURNAL, Shell
+from actors.ray_survivors import Greeter
+from actors.run_opening import open_run
+from actors.shell import SYSTEM
 from actors.sources import digest_of_sources
 from actors.storage import Storage, open_storage
-from actors.trainer import WorkerOptions
+from actors.worker_options import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StopRequested
 from elastic.planning import Wish
-from elastic.wire import UnreadableJournal
 
 CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2, "layouts": 1}
-OBSERVER_PATIENCE_S = 30.0
 ATTEND_EVERY_S = 1.0
 POLL_EVERY_S = 5.0
 END_PATIENCE_S = 5.0
+SAMPLES_PATIENCE_S = 5.0
 STORAGE_PATIENCE_S = 45.0
 """Less than the driver's for a controller that does not come back."""
-NICENESS = 10
+HEAD_GONE = "Ray's head process (the GCS at {}) is gone"
 OTHER_SOURCES = (
     "the controller on {} runs other sources than this command: install one working tree "
     "everywhere, or send it along with `ray job submit --working-dir .`"
@@ -57,19 +55,6 @@ def _refuse_network(network: Network) -> None:
         listen(own_address(network, head_host()), network).close()
     except UnfitMachine as error:
         raise RunRefused(f"{socket.gethostname()}: {error}") from None
-
-
-class Observer(Protocol):
-    """Follows a run's files beside the training, in a process of its own."""
-
-    def poll(self) -> None:
-        """Look for what is new; called every few seconds."""
-
-    def figures(self) -> Iterable[Figure]:
-        """What there is to be measured of the run now."""
-
-    def finish(self, patience_s: float) -> str | None:
-        """Deliver the rest; return one line about what could not be delivered, or None."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +73,8 @@ class Run:
     """What each worker asks the cluster for, as options of its actor."""
     orphan_timeout_s: float = 30.0
     detached: bool = False
+    head_patience_s: float = 30.0
+    """How long Ray's GCS may be away until the run is saved and ends."""
     sources: str = ""
     """The digest of the driver's, which the controller's must equal."""
 
@@ -106,29 +93,8 @@ class Progress:
     """Falls whenever the driver asks; who is not detached and hears nobody will stop."""
     trouble: str = ""
     """Why storage does not take the run's lines at present."""
-
-
-class RayObserver:
-    """An observer's process; that it is alive to somebody is heard beside its work."""
-
-    GROUPS: ClassVar = {"life": 1}
-
-    def __init__(self, factory: Factory, run_name: str, orphan_timeout_s: float) -> None:
-        os.nice(NICENESS)  # training comes first
-        self._orphanage = Orphanage(orphan_timeout_s)
-        self._gauges = Gauges(run_name)
-        self._observer: Observer = factory.make()
-
-    @ray.method(concurrency_group="life")
-    def hear(self) -> None:
-        self._orphanage.hear()
-
-    def poll(self) -> None:
-        self._observer.poll()
-        self._gauges.show(self._observer.figures())
-
-    def finish(self, patience_s: float) -> str | None:
-        return self._observer.finish(patience_s)
+    is_head_gone: bool = False
+    """Ray's GCS is; the run ends for that reason."""
 
 
 class RayController:
@@ -145,7 +111,10 @@ class RayController:
         self._orphanage = Orphanage(run.orphan_timeout_s, self._end)
         self._progress = Progress()
         self._ended = threading.Event()
-        self._take_run(open_storage(run.folder))
+        with warnings.catch_warnings(action="ignore"):  # Ray asks itself in a way that is to go
+            has_been_here = self._me.was_current_actor_reconstructed
+        self._greeter = Greeter(run.name) if has_been_here else None
+        self._take_run(open_storage(run.folder), has_been_here)
         self._fleet = RayFleet(
             run.name,
             run.program,
@@ -155,29 +124,28 @@ class RayController:
             self._shell.post,
             self._lease.epoch,
         )
-        self._observers = [self._observe(i, f) for i, f in enumerate(run.observers)]
+        self._head = HeadWatch(self._me.gcs_address, run.head_patience_s, self._note_head_gone)
+        epoch, is_heir = self._lease.epoch, self._lease.since < self._lease.epoch
+        self._observers = keep_observers(
+            run.name, run.observers, run.orphan_timeout_s, epoch, is_heir
+        )
         threading.Thread(target=self._drive, name="controller", daemon=True).start()
         threading.Thread(target=self._attend, name="attendance", daemon=True).start()
 
-    def _take_run(self, storage: Storage) -> None:
+    def _take_run(self, storage: Storage, has_been_here: bool) -> None:
         """Whoever comes back has a run to go on with, and insists where storage does not answer."""
         deadline = time.monotonic()
-        with warnings.catch_warnings(action="ignore"):  # Ray asks itself in a way that is to go
-            has_been_here = self._me.was_current_actor_reconstructed
         if has_been_here:
             deadline += STORAGE_PATIENCE_S
         while True:
             try:
-                self._lease = claim(storage, self._me.gcs_address, self._me.get_actor_id())
-                self._samples = open_lines(LineLog(storage, "system.jsonl"))
-                self._shell = Shell(storage, self._lease, self._run.leavers)
+                self._lease, self._shell = open_run(
+                    storage, self._me.gcs_address, self._me.get_actor_id(), self._run.leavers
+                )
+                self._samples = open_lines(
+                    LineLog(storage, SYSTEM), self._lease.epoch, self._lease.look
+                )
                 return
-            except UnreadableJournal as error:
-                self._lease.release()
-                raise RunRefused(
-                    f"{storage.at(JOURNAL).url}: {error}; choose another --run-name, or resume it "
-                    "with the version that wrote it"
-                ) from None
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise RunRefused(f"{storage.url}: it cannot be opened ({error})") from None
@@ -206,6 +174,7 @@ class RayController:
             is_detached=self._run.detached,
             driver_silence_s=self._driver_silence_s,
             trouble=self._shell.trouble,
+            is_head_gone=self._head.is_gone,
         )
 
     @ray.method(concurrency_group="driver")
@@ -218,10 +187,14 @@ class RayController:
         """Another process asks; one such request at a time."""
         return ask_for_layout(self._shell, wish, patience_s)
 
+    def _note_head_gone(self) -> None:
+        self._fleet.is_head_gone = True
+        self.request_stop(HEAD_GONE.format(self._me.gcs_address))
+
     def _drive(self) -> None:
         try:
             outcome = self._shell.run(self._fleet, self._run.opening, self._fleet)
-            self._samples.close()
+            self._samples.close(SAMPLES_PATIENCE_S)
             with suppress(OSError):  # a lease that cannot be given back runs out
                 self._lease.release()
         except Exception as error:
@@ -229,7 +202,8 @@ class RayController:
             outcome = Stopped("failed", 0, reason, traceback.format_exc())
         undelivered: tuple[str, ...] = ()
         try:
-            undelivered = tuple(told for told in self._finish_observers() if told)
+            finished = [observer.finish(self._head.is_gone) for observer in self._observers]
+            undelivered = tuple(told for told in finished if told)
         finally:
             self._progress = Progress(outcome, undelivered)
             self._ended.set()
@@ -239,11 +213,12 @@ class RayController:
         asked, polled = False, 0.0
         while True:
             time.sleep(ATTEND_EVERY_S)
+            if self._greeter and self._shell.opened.is_set():
+                self._greeter.close()
             if time.monotonic() - polled >= POLL_EVERY_S:
                 polled = time.monotonic()
                 for observer in self._observers:
-                    observer.hear.remote()
-                    observer.poll.remote()
+                    observer.poll()
             self._driver_silence_s += ATTEND_EVERY_S
             running = self._progress.outcome is None
             is_alone = self._driver_silence_s >= self._run.orphan_timeout_s / 3
@@ -257,37 +232,9 @@ class RayController:
 
     def _end(self) -> None:
         """For good: who ends himself by a signal is restarted."""
+        if self._head.is_gone:  # nobody restarts it, and `ray.kill` would wait
+            end_process()
         with suppress(ray.exceptions.RayError, ValueError):  # then by the signal
             ray.kill(self._me.current_actor)
             time.sleep(END_PATIENCE_S)
         end_process()
-
-    def _observe(self, number: int, factory: Factory) -> Any:
-        is_heir = self._lease.since < self._lease.epoch
-        there = self._fleet.observer(number) if is_heir else None
-        if there is not None:
-            return there
-        return (
-            ray.remote(concurrency_groups=RayObserver.GROUPS)(RayObserver)
-            .options(
-                name=f"{self._run.name}:observer-{number}-{self._lease.epoch}",
-                namespace=NAMESPACE,
-                lifetime="detached",
-                num_cpus=0,
-                enable_task_events=False,
-                resources=ON_HEAD,
-            )
-            .remote(factory, self._run.name, self._run.orphan_timeout_s)
-        )
-
-    def _finish_observers(self) -> list[str | None]:
-        told: list[str | None] = []
-        for observer in self._observers:
-            try:
-                answer = observer.finish.remote(OBSERVER_PATIENCE_S)
-                told.append(ray.get(answer, timeout=2 * OBSERVER_PATIENCE_S))
-            except ray.exceptions.RayError as error:
-                last_line = str(error).strip().split("\n")[-1]
-                told.append(f"an observer broke: {last_line}")
-            ray.kill(observer)
-        return told

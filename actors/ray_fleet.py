@@ -16,28 +16,22 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from actors.fleet import missing
 from actors.notices import Notice, watch_this_machine
 from actors.program import Factory
 from actors.ray_drains import Drains
-from actors.ray_losses import cause_of, end_unreachable, end_without_agent, tell_loss
+from actors.ray_losses import ask_state, cause_of, end_unreachable, end_without_agent, tell_loss
 from actors.ray_names import NAMESPACE
 from actors.ray_place import away_from
 from actors.ray_private import ON_HEAD
+from actors.ray_snapshot_server import RaySnapshotServer
+from actors.ray_snapshot_servers import SnapshotServers
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
-from actors.ray_worker import RayAgent, RayKeeper, RayStore, RayWorker
-from actors.trainer import WorkerOptions
+from actors.ray_worker import RayAgent, RayStore, RayWorker
 from actors.worker import Envelope
+from actors.worker_options import WorkerOptions
 from elastic.commands import Order
-from elastic.events import (
-    Event,
-    KeeperLost,
-    KeeperReady,
-    KeeperTold,
-    StoreLost,
-    StoreReady,
-    WorkerLost,
-)
-from elastic.keeping import Keeper
+from elastic.events import Event, StoreLost, StoreReady, WorkerLost
 from elastic.state import CoreState
 
 HEARTBEAT_S = 2.0
@@ -87,12 +81,19 @@ class RayFleet:
         self._seats: dict[str, _Seat] = {}
         self._probed: set[str] = set()
         self._agents: dict[str, Any] = {}
-        self._keepers: dict[str, Any] = {}
+        self._heard: set[str] = set()
+        self._servers = SnapshotServers(
+            run_name, self._start_server, post, are_wanted=options.snapshot_every > 0
+        )
         self._store: Any = None
         self._drains = Drains(post)
         self._watcher = watch_this_machine()
         self._lock = threading.Lock()
         self._closed = threading.Event()
+        self._has_come = threading.Event()
+        """A worker's process has."""
+        self.is_head_gone = False
+        """Ray's GCS is: no actor can be started or ended through Ray, and no death is reported."""
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         threading.Thread(target=self._exchange_notices, name="notices", daemon=True).start()
 
@@ -127,24 +128,22 @@ class RayFleet:
         self._when_done(life, partial(self._worker_lost, worker))
 
     def start_keeper(self, node: str) -> None:
+        self._servers.start(node)
+
+    def _start_server(self, node: str) -> Any:
         name = f"keeper-{self._incarnation}-{node}-{time.monotonic_ns()}"
         options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        kind = self._detached(RayKeeper, name, num_cpus=0, **options)
-        self._take_keeper(node, kind.remote(self._options.network, self._orphan_timeout_s))
-
-    def _take_keeper(self, node: str, keeper: Any) -> None:
-        with self._lock:
-            self._keepers[node] = keeper
-        self._when_done(keeper.keeper.remote(), self._keeper_ready)
-        self._when_done(keeper.live.remote(), partial(self._keeper_lost, node))
+        kind = self._detached(RaySnapshotServer, name, num_cpus=0, **options)
+        told = self._options
+        return kind.remote(
+            told.network, told.secret, told.max_snapshot_bytes, self._orphan_timeout_s
+        )
 
     def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
-        for keeper in self._keepers_on(nodes):
-            self._when_done(keeper.told.remote(generation), self._keeper_told)
+        self._servers.ask(nodes, generation)
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        for keeper in self._keepers_on(nodes):
-            keeper.forget.remote(generation)
+        self._servers.forget(nodes, generation)
 
     def stop_worker(self, worker: str) -> None:
         with self._lock:
@@ -158,6 +157,8 @@ class RayFleet:
                 os.kill(seat.pid, signal.SIGKILL)
         elif agent is not None:
             self._when_done(agent.kill.remote(seat.pid), partial(end_without_agent, seat.actor))
+        elif self.is_head_gone:
+            _end_directly(seat.actor)
         else:
             ray.kill(seat.actor)
 
@@ -173,21 +174,22 @@ class RayFleet:
         with self._lock:
             seat = self._seats.get(worker)
         if seat is None or seat.is_ending:
-            return _missing(worker)
+            return missing(worker)
         self._probed.add(worker)
         answer: Future[int] = seat.actor.signs_of_life.remote().future()
         return answer
 
+    def process_state(self, worker: str) -> Future[str]:
+        with self._lock:
+            seat = self._seats.get(worker, _Seat(None))
+            agent = self._agents.get(seat.node) if seat.node in self._heard else None
+        return ask_state(seat.pid, seat.node == self._node, agent)
+
     def probe_keeper(self, node: str) -> Future[None]:
-        keepers = self._keepers_on([node])
-        if not keepers:
-            return _missing(node)
-        answer: Future[None] = keepers[0].hear.remote().future()
-        return answer
+        return self._servers.probe(node) or missing(node)
 
     def stop_keeper(self, node: str) -> None:
-        for keeper in self._keepers_on([node]):
-            ray.kill(keeper)
+        self._servers.stop(node)
 
     def newest_generation(self) -> int:
         """See `Survivors`; who has only begun to start may not answer in time."""
@@ -204,7 +206,7 @@ class RayFleet:
     def attach(self, state: CoreState) -> None:
         """See `Survivors`."""
         self._attach_store(state)
-        self._attach_keepers(state)
+        self._servers.attach(state)
         with self._lock:
             self._agents.update(newest_by_node(find_actors(self._run_name, "agent")))
         workers = find_actors(self._run_name)
@@ -218,11 +220,6 @@ class RayFleet:
                 self._post(WorkerLost(worker, GONE))
             else:
                 self.start_workers([worker], state.seats[worker].avoided)
-
-    def observer(self, number: int) -> Any:
-        """The observer of this number that an earlier controller has started, or None."""
-        there = find_actors(self._run_name, "observer")
-        return next((there[name] for name in there if name.split("-")[1] == str(number)), None)
 
     def clear_away(self) -> None:
         """See `Survivors`."""
@@ -240,29 +237,23 @@ class RayFleet:
         else:
             self.start_store()
 
-    def _attach_keepers(self, state: CoreState) -> None:
-        there = newest_by_node(find_actors(self._run_name, "keeper"))
-        for node, keeper in sorted(there.items()):
-            self._take_keeper(node, keeper)
-        for node in sorted(state.keepers.keys() - there.keys()):
-            self._post(KeeperLost(node, GONE))
-        for node in sorted(state.starting_keepers - there.keys()):
-            self.start_keeper(node)
-
     def close(self) -> None:
         """End all actors of the run and wait until Ray has seen the last of them gone."""
         self._closed.set()
+        self._has_come.set()
         self._watcher.close()
         with self._lock:
             workers = list(self._seats)
         for worker in workers:
             self.stop_worker(worker)
-        with self._lock:
-            keepers = list(self._keepers.values())
-        for actor in (*keepers, *([self._store] if self._store else [])):
-            ray.kill(actor)
+        end = _end_directly if self.is_head_gone else ray.kill
+        self._servers.close(end)
+        if self._store is not None:
+            end(self._store)
+        if self.is_head_gone:
+            return  # the agents end with the orphans
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while (self._seats or self._keepers) and time.monotonic() < deadline:
+        while (self._seats or len(self._servers)) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._end_agents()  # not before they have done what they were asked to
 
@@ -294,24 +285,6 @@ class RayFleet:
         if not self._closed.is_set():
             self._post(StoreLost(cause_of(answer.exception())))
 
-    def _keepers_on(self, nodes: Sequence[str]) -> list[Any]:
-        with self._lock:
-            return [self._keepers[node] for node in nodes if node in self._keepers]
-
-    def _keeper_ready(self, answer: Future[Keeper]) -> None:
-        if answer.exception() is None:
-            self._post(KeeperReady(answer.result()))
-
-    def _keeper_told(self, answer: Future[KeeperTold]) -> None:
-        if answer.exception() is None:
-            self._post(answer.result())
-
-    def _keeper_lost(self, node: str, life: Future[Any]) -> None:
-        with self._lock:
-            self._keepers.pop(node, None)
-        if not self._closed.is_set():
-            self._post(KeeperLost(node, cause_of(life.exception())))
-
     def _worker_started(self, worker: str, answer: Future[tuple[str, int]]) -> None:
         """Where a worker runs, so that it can be ended by signal."""
         if answer.exception() is not None:
@@ -322,6 +295,7 @@ class RayFleet:
                 self._seats[worker] = replace(
                     self._seats[worker], node=node, pid=pid, started=time.monotonic()
                 )
+        self._has_come.set()
 
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
         with self._lock:
@@ -339,6 +313,7 @@ class RayFleet:
             for worker, seat in seats:
                 if seat.pid and not seat.is_ending and worker not in self._probed:
                     seat.actor.signs_of_life.remote()
+            self._servers.beat()
             if self._store is not None:
                 self._store.hear.remote()
             for node, agent in agents:
@@ -347,9 +322,11 @@ class RayFleet:
     def _agent_heard(self, node: str, answer: Future[Notice | None]) -> None:
         """Without an agent `ray.kill` does its work, until the next beat sends another."""
         if answer.exception() is None:
+            self._heard.add(node)
             self._drains.take(node, answer.result())
             return
         with self._lock:
+            self._heard.discard(node)
             self._agents.pop(node, None)
 
     def _exchange_notices(self) -> None:
@@ -358,11 +335,17 @@ class RayFleet:
         Ray's answer may take long while its GCS is away, and so may a new agent: the heartbeat must
         not wait for either. (Ray's callbacks may not create actors.)
         """
-        while not self._closed.wait(HEARTBEAT_S):
-            with suppress(ray.exceptions.RayError, ValueError):  # the next time tries again
-                self._send_agents()
+        while not self._closed.is_set():
+            self._has_come.wait(HEARTBEAT_S)
+            self._has_come.clear()
+            if self._closed.is_set() or self.is_head_gone:
+                return
             with self._lock:
-                nodes = {seat.node for seat in self._seats.values()} | self._keepers.keys()
+                peopled = {seat.node for seat in self._seats.values()} - {""}
+            with suppress(ray.exceptions.RayError, ValueError):  # the next time tries again
+                self._servers.keep_standbys(peopled)
+                self._send_agents()
+            nodes = peopled | self._servers.nodes
             if self._node in nodes:
                 self._drains.take(self._node, self._watcher.notice)
             with suppress(ray.exceptions.RayError):  # the next time tries again
@@ -374,6 +357,7 @@ class RayFleet:
             nodes = {seat.node for seat in self._seats.values() if seat.started < old}
             lacking = sorted(nodes - self._agents.keys() - {self._node})
             deserted = self._agents.keys() - {seat.node for seat in self._seats.values()}
+            self._heard -= deserted
             idle = [self._agents.pop(node) for node in deserted]
         for agent in idle:
             ray.kill(agent)  # it would keep its machine from being given back
@@ -388,8 +372,5 @@ class RayFleet:
             self._end_agents()
 
 
-def _missing(name: str) -> Future[Any]:
-    """The answer of who is not there."""
-    answer: Future[Any] = Future()
-    answer.set_exception(ProcessLookupError(name))
-    return answer
+def _end_directly(actor: Any) -> None:
+    actor.end.remote()

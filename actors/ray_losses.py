@@ -1,4 +1,4 @@
-"""What is told of an actor that has died: why, and on which node it was."""
+"""What is reported of an actor that has died or is silent: why, where, what its process does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import Any
 
 import ray
 
+from actors.fleet import answered
 from actors.ray_private import node_of_actor
+from actors.system import process_state
 from elastic.events import Event, WorkerLost
 
 
@@ -39,6 +41,19 @@ def tell_loss(
         post(WorkerLost(worker, cause, where))
 
     _beside(ask)
+
+
+def ask_state(pid: int, is_here: bool, agent: Any) -> Future[str]:
+    """What a process does; its node's agent is asked where it is not on this machine.
+
+    Without an agent that has been heard (one is started 10 s after the first workers) nobody knows.
+    """
+    if is_here:
+        return answered(process_state(pid))
+    if agent is None or not pid:
+        return answered("may run")
+    answer: Future[str] = agent.process_state.remote(pid).future()
+    return answer
 
 
 def end_unreachable(actor: Any, error: BaseException | None) -> None:

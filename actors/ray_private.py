@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import ray._private.worker as driver
-from ray._private import state
+from ray._private import services, state
 from ray._private.authentication.authentication_token_setup import (
+    AuthenticationTokenLoader,
+    _get_default_token_path,
     maybe_enable_token_auth_if_token_available,
 )
+from ray._private.utils import read_ray_address
 from ray.core.generated import autoscaler_pb2
+
+from actors.ray_sessions import Guard
 
 ON_HEAD = {"node:__internal_head__": 0.001}
 """The resources of what belongs on the head: it is not taken back, and its end is the cluster's.
@@ -26,6 +37,81 @@ def hush_driver() -> None:
     workers' logs (`log_to_driver`) leaves these messages on.
     """
     driver._worker_logs_enabled = False
+
+
+def recorded_address() -> str | None:
+    """The address of the cluster that the last `ray start` on this machine recorded, or None.
+
+    `ray.init(address="auto")` also joins any cluster whose processes it finds on this machine, for
+    example the private cluster of another command; no public option restricts it to this file.
+    """
+    return read_ray_address() or None
+
+
+def make_token() -> None:
+    """Create this user's token file if there is none.
+
+    `ray.init` creates it, too, but two commands that start at once overwrite each other's token,
+    and other users may read the file.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token" or AuthenticationTokenLoader.instance().has_token(
+        ignore_auth_mode=True
+    ):
+        return
+    path = _get_default_token_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token_hex(32))
+    with suppress(FileExistsError):  # another command was faster
+        path.hardlink_to(draft)
+    draft.unlink()
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+SYSTEM_CONFIG = {"gcs_rpc_server_reconnect_timeout_s": 300}
+"""By default Ray ends every process that has not reached the GCS for 60 s, also while it saves."""
+
+
+@contextmanager
+def private_processes(guard: Guard) -> Iterator[None]:
+    """Ray's processes that start inside the block are private to this process.
+
+    Each leads a session of its own and blocks SIGTERM and SIGHUP, and so do its children: whoever
+    signals this process's group or its whole control group stops this process, which then saves
+    the run and ends them. If this process is killed, the kernel kills them (PR_SET_PDEATHSIG, by
+    Ray) and the guard their children. Ray has no option for any of this.
+    """
+    is_noted = False
+    before = services.ConsolePopen
+
+    class PrivateProcess(before):  # type: ignore[misc, valid-type]
+        def __init__(
+            self, command: list[str], preexec_fn: Callable[[], None] | None = None, **options: Any
+        ) -> None:
+            def prepare() -> None:
+                if preexec_fn is not None:
+                    preexec_fn()
+                signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+
+            nonlocal is_noted
+            folder = re.search(rf"/[^=]*?/session_[0-9_-]+_{os.getpid()}(?=/|$)", " ".join(command))
+            if folder and not is_noted:
+                is_noted = True
+                guard.note_session(Path(folder[0]))
+            super().__init__(command, preexec_fn=prepare, start_new_session=True, **options)
+            guard.note_process(self.pid)
+
+        def terminate(self) -> None:
+            """SIGTERM is blocked there."""
+            self.kill()
+
+    services.ConsolePopen = PrivateProcess
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
 
 
 def take_token() -> None:

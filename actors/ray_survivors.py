@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -12,19 +13,23 @@ import ray
 from actors.ray_names import actor_names, actor_of
 
 END_TIMEOUT_S = 10.0
+GREET_EVERY_S = 1.0
 KINDS = ("store", "keeper", "agent", "observer")
 """Beside workers and the controller; their names begin so, and end with a time or an epoch."""
 
 
-def find_actors(run_name: str, kind: str = "") -> dict[str, Any]:
-    """The run's actors of one of the `KINDS` by their names; without one, its workers."""
+def find_actors(
+    run_name: str, kind: str = "", known: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The run's actors of one of the `KINDS` by their names; without one, its workers. Those that
+    are `known` are not looked up again."""
     found: dict[str, Any] = {}
     for full_name in actor_names():
         run, _, name = full_name.rpartition(":")
         first, dash, _ = name.partition("-")
         if run == run_name and name != "controller" and (first if dash else "") == kind:
             with suppress(ValueError):  # it has ended meanwhile
-                found[name] = actor_of(full_name)
+                found[name] = (known or {}).get(name) or actor_of(full_name)
     return found
 
 
@@ -37,6 +42,34 @@ def end_and_wait(run_name: str, names: Iterable[str]) -> None:
             ray.kill(actor_of(name))
     while left & set(actor_names()) and time.monotonic() < deadline:
         time.sleep(0.05)
+
+
+class Greeter:
+    """Tells the actors that a dead controller has left alive that it is back, so that none ends
+    itself as an orphan while the new controller takes the lease and replays the journal."""
+
+    def __init__(self, run_name: str) -> None:
+        self._run_name = run_name
+        self._actors: dict[str, Any] = {}
+        self._closed = threading.Event()
+        threading.Thread(target=self._serve, name="greeter", daemon=True).start()
+
+    def close(self) -> None:
+        """From now on the fleet talks to them."""
+        self._closed.set()
+
+    def _serve(self) -> None:
+        while not self._closed.is_set():
+            with suppress(ray.exceptions.RayError, ValueError):  # the next time tries again
+                self._greet()
+            self._closed.wait(GREET_EVERY_S)
+
+    def _greet(self) -> None:
+        """Workers first; each as soon as it is found."""
+        for kind in ("", *KINDS):
+            for name, actor in find_actors(self._run_name, kind, self._actors).items():
+                self._actors[name] = actor
+                (actor.hear if kind else actor.signs_of_life).remote()
 
 
 def newest_last(actors: dict[str, Any]) -> list[Any]:

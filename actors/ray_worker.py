@@ -1,4 +1,4 @@
-"""The Ray actors that hold one process each: a worker, the store, a node's agent and keeper."""
+"""The Ray actors that hold one process each: a worker, the store, a node's agent."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -16,50 +15,23 @@ from torch.distributed import TCPStore
 
 from actors.errors import UnfitMachine
 from actors.interface import own_address
-from actors.keeper import KeeperServer
 from actors.listening import Network
 from actors.notices import Notice, watch_this_machine
+from actors.orphanage import Orphanage, end_process
 from actors.output import KeptOutput
 from actors.program import Factory
 from actors.ray_place import head_host, node_type_here, place_here
+from actors.ray_sessions import spare_signals
 from actors.storage import open_storage
 from actors.store import open_store
-from actors.system import sample
-from actors.trainer import WorkerOptions
+from actors.system import process_state, sample
 from actors.worker import Envelope, Worker
-from elastic.events import Event, KeeperTold, Paused, WorkerRaised, WorkerReady
-from elastic.keeping import Keeper
+from actors.worker_options import WorkerOptions
+from elastic.events import Event, Paused, WorkerRaised, WorkerReady
 from elastic.reattaching import Outbox
 
 SAMPLE_EVERY_S = 10.0
 NUM_PORT_TRIES = 20
-
-
-def end_process() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Orphanage:
-    """Ends this process when nobody has been heard for too long: detached, never orphaned.
-
-    Silence is counted only while this process runs: a machine that stood still has missed nothing.
-    """
-
-    def __init__(self, timeout_s: float, end: Callable[[], None] = end_process) -> None:
-        self._timeout_s = timeout_s
-        self._end = end
-        self._silence_s = 0.0
-        threading.Thread(target=self._serve, name="orphanage", daemon=True).start()
-
-    def hear(self) -> None:
-        self._silence_s = 0.0
-
-    def _serve(self) -> None:
-        pause_s = min(1.0, self._timeout_s / 4)
-        while self._silence_s < self._timeout_s:
-            time.sleep(pause_s)
-            self._silence_s += pause_s
-        self._end()
 
 
 class RayWorker:
@@ -76,6 +48,7 @@ class RayWorker:
         incarnation: int,
         orphan_timeout_s: float,
     ) -> None:
+        spare_signals()
         self._name = name
         self._place = place_here()
         self._node_type = node_type_here()
@@ -119,6 +92,11 @@ class RayWorker:
     def signs_of_life(self) -> int:
         self._orphanage.hear()
         return self._worker.num_signs_of_life()
+
+    @ray.method(concurrency_group="probes")
+    def end(self) -> None:
+        """What `ray.kill` does, also without Ray's GCS."""
+        end_process()
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
@@ -170,32 +148,9 @@ class RayStore:
     def hear(self) -> None:
         self._orphanage.hear()
 
-    @ray.method(concurrency_group="life")
-    def live(self) -> None:
-        threading.Event().wait()
-
-
-class RayKeeper:
-    """A node's keeper as a Ray actor."""
-
-    GROUPS: ClassVar = {"life": 1}
-
-    def __init__(self, network: Network, orphan_timeout_s: float) -> None:
-        self._orphanage = Orphanage(orphan_timeout_s)
-        place, host = place_here(), own_address(network, head_host())
-        self._server = KeeperServer(place.node, place.rack, host, network)
-
-    def keeper(self) -> Keeper:
-        return self._server.keeper
-
-    def told(self, generation: int) -> KeeperTold:
-        return self._server.told(generation)
-
-    def forget(self, generation: int) -> None:
-        self._server.forget(generation)
-
-    def hear(self) -> None:
-        self._orphanage.hear()
+    def end(self) -> None:
+        """What `ray.kill` does, also without Ray's GCS."""
+        end_process()
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
@@ -215,6 +170,11 @@ class RayAgent:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             return  # it is gone already, which is what was wanted
+
+    def process_state(self, pid: int) -> str:
+        """See `actors.system.process_state`."""
+        self._orphanage.hear()
+        return process_state(pid)
 
     def hear(self) -> Notice | None:
         """Somebody is there, and is told what this machine has been told of its end."""

@@ -6,15 +6,23 @@ import dataclasses
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
 
-from actors.checkpoints import Publisher, find_checkpoints, folder_of
+from actors.checkpoints import Publisher, find_checkpoints
+from actors.compaction import Compactor
 from actors.fleet import Fleet, Survivors
-from actors.journal import replay
+from actors.guard import GuardedCore
+from actors.journal import is_step_line, newest_rows, replay_of
 from actors.lease import Lease
-from actors.lines import LineLog, open_lines
-from actors.storage import Storage
+from actors.line_writers import open_lines
+from actors.lines import LineLog
+from actors.run_clock import Clock, RunClock
+from actors.storage import DiskStorage, Storage
+from actors.storage_outage import close_logs, waiting_for_storage, with_shortfall
 from actors.watch import Watch
 from elastic.commands import (
     Abort,
@@ -36,6 +44,7 @@ from elastic.commands import (
     Resume,
     RolledBack,
     SaveCheckpoint,
+    SendRecords,
     SetAside,
     Settle,
     StartKeeper,
@@ -48,14 +57,20 @@ from elastic.commands import (
     Warned,
     WishCheckpoint,
 )
-from elastic.events import ControllerRestarted, Event, RunOpened, Woke, WorkerReady
+from elastic.controller_events import ControllerRestarted
+from elastic.events import (
+    Checkpointed,
+    Event,
+    PartFailed,
+    RunOpened,
+    Woke,
+    WorkerReady,
+)
+from elastic.journalling import SILENT, JournalWriter
 from elastic.votes import StepRecord
-from elastic.wire import FORMAT, command_line, event_line, state_line
+from elastic.wire import FORMAT, command_line
 
-SILENT = (RecordStep,)
-"""Commands that need no journal line: their event tells the same."""
-
-JOURNAL, METRICS = "journal.jsonl", "metrics.jsonl"
+JOURNAL, METRICS, SYSTEM = "journal.jsonl", "metrics.jsonl", "system.jsonl"
 LOOK_EVERY_S = 2.0
 
 
@@ -67,22 +82,32 @@ class Shell:
         run: Storage,
         lease: Lease,
         due: tuple[tuple[int, Event], ...] = (),
-        clock: Callable[[], float] = time.time,
+        wall: Clock = time.time,
     ) -> None:
         """`due` are events to be posted once their step has committed."""
         self._due = list(due)
         self._run = run
         self._lease = lease
-        self._clock = clock
         self._inbox: queue.Queue[Event] = queue.Queue()
-        self._before = replay(LineLog(run, JOURNAL))
+        self._journal = open_lines(LineLog(run, JOURNAL), lease.epoch, lease.look)
+        self._metrics = open_lines(LineLog(run, METRICS), lease.epoch, lease.look)
+        try:
+            self._before = replay_of(lease, LineLog(run, JOURNAL))
+        except Exception:
+            close_logs((self._journal, self._metrics), patience_s=0.0)
+            raise
         self._core = self._before.core
-        self._journal = open_lines(LineLog(run, JOURNAL))
-        self._metrics = open_lines(LineLog(run, METRICS))
+        self._writer = JournalWriter(
+            self._before.unfinished, self._before.records, self._before.num_events
+        )
         self._now = self._before.now
+        self._guarded = GuardedCore(self._core, self._serve)
+        self._clock = RunClock(self._before.now, wall)
         self._ahead: set[tuple[int, int]] = set()
         """Generation and step of lines of metrics that the journal does not account for."""
         self._listeners: list[queue.Queue[Command]] = []
+        self._unsaved: PartFailed | None = None
+        """The newest checkpoint that could not be written, until one can."""
         self.outcome: Stopped | None = None
         self.opened = threading.Event()
         """What is posted from now on is of this session of the run."""
@@ -94,8 +119,8 @@ class Shell:
 
     @property
     def trouble(self) -> str:
-        """Why storage does not take the run's lines at present, or empty."""
-        return self._journal.trouble or self._metrics.trouble
+        """What waits for storage at present, and why; empty if nothing does."""
+        return waiting_for_storage(self._unsaved, {JOURNAL: self._journal, METRICS: self._metrics})
 
     @contextmanager
     def listening(self) -> Iterator[queue.Queue[Command]]:
@@ -112,9 +137,11 @@ class Shell:
         it until it has stopped. `opening.saved` is found here."""
         self._fleet = fleet
         self._complete_lines()
-        watch = Watch(fleet, self.post, self._core.state.generation)
+        silence_s = opening.policy.silence_timeout_s
+        watch = Watch(fleet, self.post, self._core.state.generation, silence_s)
         self._publisher = Publisher(self._run, self._lease, self.post)
         self._lease.keep()
+        self._compactor = self._open_compactor()
         if survivors and self._goes_on(survivors):
             self._go_on(survivors, watch)
         else:
@@ -124,18 +151,37 @@ class Shell:
         self.opened.set()
         try:
             while self.outcome is None:
-                event = self._next_event()
-                watch.note(event)
+                if (forced := self._guarded.forced_end(self._now)) is not None:
+                    self._serve_forced(forced)
+                    break
+                event = self._guarded.next(self._next_event)
+                self._guarded.attempt("watch", partial(watch.note, event))
                 self._serve(event)
         finally:
             self.ended.set()
-            watch.close()
-            fleet.close()
-            self._publisher.close()
-            self._lease.let_go()
-            self._journal.close()
-            self._metrics.close()
-        return self.outcome
+            unwritten = self._close(watch)
+        assert self.outcome is not None, "the loop ends with an outcome"
+        return with_shortfall(self.outcome, unwritten)
+
+    def _close(self, watch: Watch) -> str:
+        """End everything, whatever raises on the way; returns which lines were not written."""
+        unwritten: list[str] = []
+        with ExitStack() as closing:
+            closing.callback(self._lease.let_go)
+            closing.callback(lambda: unwritten.append(close_logs((self._journal, self._metrics))))
+            if self._compactor:
+                closing.callback(self._compactor.close)
+            closing.callback(self._publisher.close)
+            closing.callback(self._fleet.close)
+            closing.callback(watch.close)
+        return "".join(unwritten)
+
+    def _open_compactor(self) -> Compactor | None:
+        """On an object store, where a log is many objects."""
+        if isinstance(self._run, DiskStorage):
+            return None
+        others = LineLog(self._run, METRICS), LineLog(self._run, SYSTEM)
+        return Compactor(LineLog(self._run, JOURNAL), others, self._lease.look)
 
     def _open(self, opening: RunOpened) -> None:
         if self._is_heir() and self._before.stopped:
@@ -143,9 +189,19 @@ class Shell:
             return
         found = find_checkpoints(self._run)
         for complaint in found.complaints:
-            self._journal.write({"time": self._clock(), "warning": complaint, "format": FORMAT})
+            self._journal.write({"time": self._clock.now(), "warning": complaint, "format": FORMAT})
+        newest = LineLog(self._run, METRICS).last_rows(1)
+        generations = [row["generation"] for row in newest if is_step_line(row)]
+        self.post(
+            dataclasses.replace(
+                opening,
+                incarnation=self._lease.epoch,
+                saved=found.whole,
+                newest_generation=max([found.newest_generation, *generations]),
+            )
+        )
+        # What the publisher answers is of this session, so its answer must not come before it.
         self._publisher.order(DropCheckpoints(found.unfinished))
-        self.post(dataclasses.replace(opening, incarnation=self._lease.epoch, saved=found.whole))
 
     def _is_heir(self) -> bool:
         """Whether it was the same actor that wrote the journal's last lines."""
@@ -160,41 +216,37 @@ class Shell:
 
     def _go_on(self, survivors: Survivors, watch: Watch) -> None:
         """Take over what lives, and have done what may not have been done."""
-        state = self._core.state
+        state, again = self._core.state, self._before.again()
         self.post(ControllerRestarted(self._lease.epoch, self._before.now))
         for worker in sorted(state.warm):
             seat = state.seats[worker]
             watch.note(WorkerReady(worker, seat.node, seat.pid))
         survivors.attach(state)
-        for told in self._before.again():
-            self._carry_out(self._still_there(told) if isinstance(told, DropCheckpoints) else told)
-
-    def _still_there(self, drop: DropCheckpoints) -> DropCheckpoints:
-        there = (key for key in drop.dropped if self._run.files(folder_of(*key)))
-        return DropCheckpoints(tuple(there))
+        for command in again:
+            self._guarded.attempt(type(command).__name__, partial(self._carry_out, command))
 
     def _complete_lines(self) -> None:
-        """Whoever wrote last may have died between an event's line and those that follow it. On an
-        object store the metrics may also be ahead of the journal."""
-        for command in self._before.untold():
-            self._tell(self._before.now, command)
-        lines = LineLog(self._run, METRICS).lines()
-        there = {(line["generation"], line["step"]) for line in lines}
+        """Whoever wrote last may have died between an event's line and those that follow it. The
+        metrics may also be ahead of the journal."""
+        untold, now = self._before.untold(), self._before.now
+        for command in untold:
+            self._journal.write(command_line(now, command, self._core.state))
+        if any(isinstance(command, Resume) for command in untold):
+            self._journal.write(self._writer.full_state(now, self._core.state))
+        rows = newest_rows(LineLog(self._run, METRICS), self._before)
+        there = {(row["generation"], row["step"]) for row in rows}
         for told in self._before.records:
             if (told.record.generation, told.record.step) not in there:
                 self._metrics.write(dataclasses.asdict(told.record))
         known = self._core.state.committed_step
-        self._ahead = {(generation, step) for generation, step in there if step > known}
-
-    def _tell(self, now: float, command: Command) -> None:
-        self._journal.write(command_line(now, command, self._core.state))
-        if isinstance(command, Resume):
-            self._journal.write(state_line(now, self._core.state))
+        generation = self._core.state.generation
+        self._ahead = {key for key in there if key[0] <= generation and key[1] > known}
+        self._before.records.clear()
 
     def _next_event(self) -> Event:
         while True:
             deadline = self._core.next_deadline()
-            now = max(self._now, self._clock())
+            now = self._clock.now()
             if deadline is not None and deadline <= now and self._inbox.empty():
                 return Woke()
             patience_s = LOOK_EVERY_S if deadline is None else deadline - now
@@ -202,22 +254,88 @@ class Shell:
                 return self._inbox.get(timeout=min(max(patience_s, 0.0), LOOK_EVERY_S))
             except queue.Empty:
                 self._lease.check()
+                self._journal.flush()
+                self._metrics.flush()
+                self._write_due(self._clock.now())
+                if self._guarded.is_failing:
+                    return Woke()
 
     def _serve(self, event: Event) -> None:
-        """One event: decide, make the decision durable, carry it out."""
-        self._now = max(self._now, self._clock())
-        commands = self._core.step(self._now, event)
-        self._lease.check()
-        self._journal.write(event_line(self._now, event, self._core.state))
-        told = [command for command in commands if not isinstance(command, SILENT)]
-        for line in told:
-            self._tell(self._now, line)
-        if told:
-            self._journal.make_durable()
+        """One event: decide, make the decision durable, carry it out. What raises on the way is
+        tried again, and after the third time given up: then the run ends, saved."""
+        self._now, event = self._clock.now(), self._clock.on_this_clock(event)
+        guarded, place = self._guarded, type(event).__name__
+        self._note_storage(event)
+        self._write_lines(place, self._writer.before(event, self._core.state, self._num_waiting()))
+        commands = guarded.step(self._now, event)
+        if commands is None:
+            self.post(Woke())  # what else there is to be done is done without it
+            return
+        self._write_event(place, event, commands)
         for command in commands:
-            self._carry_out(command)
+            is_done = guarded.attempt(type(command).__name__, partial(self._carry_out, command))
+            if isinstance(command, Stopped) and not is_done:
+                self.outcome = command
             for listener in tuple(self._listeners):
                 listener.put(command)
+        guarded.note_success(place)
+        self._write_due(self._now)
+
+    def _write_event(self, place: str, event: Event, commands: list[Command]) -> None:
+        """The lines of an event and its commands, durable if there are any commands."""
+        now, state, lines = self._now, self._core.state, deque[dict[str, Any]]()
+
+        def compose() -> None:
+            lines.extend(self._writer.after(now, event, commands, state, self._num_waiting()))
+
+        write_all = partial(self._write_all, lines)
+        actions: list[Callable[[], None]] = [self._lease.check, compose, write_all]
+        if any(not isinstance(command, SILENT) for command in commands):
+            actions.append(self._journal.make_durable)
+        self._guarded.write(place, lambda: actions, self._write_state)
+
+    def _write_due(self, now: float) -> None:
+        """Write what has been held back for long enough."""
+        if self.outcome is None:
+            lines = self._writer.due(now, self._core.state, self._num_waiting())
+            if lines:
+                self._metrics.make_durable()  # a full state stands for steps in the metrics
+            self._write_lines("journal", lines)
+
+    def _write_lines(self, place: str, lines: list[dict[str, Any]]) -> None:
+        if lines:
+            write_all = partial(self._write_all, deque(lines))
+            actions: list[Callable[[], None]] = [self._lease.check, write_all]
+            self._guarded.write(place, lambda: actions, self._write_state)
+
+    def _write_all(self, lines: deque[dict[str, Any]]) -> None:
+        """Each once, also if one raises and this is tried again."""
+        while lines:
+            self._journal.write(lines[0])
+            lines.popleft()
+
+    def _write_state(self) -> None:
+        self._journal.write(
+            self._writer.full_state(self._now, self._core.state, self._num_waiting())
+        )
+
+    def _num_waiting(self) -> int:
+        return self._metrics.num_waiting
+
+    def _serve_forced(self, stopped: Stopped) -> None:
+        """The core has not come to its end in time."""
+        state = self._core.state
+        lines = self._writer.before(Woke(), state, self._num_waiting())
+        self._write_lines("Stopped", [*lines, command_line(self._now, stopped, state)])
+        self.outcome = stopped
+        for listener in tuple(self._listeners):
+            listener.put(stopped)
+
+    def _note_storage(self, event: Event) -> None:
+        if isinstance(event, PartFailed):
+            self._unsaved = event
+        elif isinstance(event, Checkpointed):
+            self._unsaved = None
 
     def _carry_out(self, command: Command) -> None:
         fleet = self._fleet
@@ -240,6 +358,7 @@ class Shell:
                 | Protect()
                 | WishCheckpoint()
                 | SaveCheckpoint()
+                | SendRecords()
             ):
                 fleet.send(command.workers, command)
             case StartKeeper() | StopKeeper() | AskKeepers() | ForgetSnapshots():
@@ -270,7 +389,10 @@ class Shell:
 
     def _record(self, record: StepRecord) -> None:
         """A step's line, and what was to be told once it has committed."""
-        if (record.generation, record.step) not in self._ahead:
+        key = (record.generation, record.step)
+        if key in self._ahead:
+            self._ahead.discard(key)
+        else:
             self._metrics.write(dataclasses.asdict(record))
         for entry in [entry for entry in self._due if entry[0] <= record.step]:
             self._due.remove(entry)

@@ -10,7 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from actors.keeper import address_of
+from actors.handshake import connect_afar, connect_beside
 from actors.messages import hear, receive_into, tell
 from actors.parity import make_again
 from actors.room import NOT_WHOLE, PEER_TIMEOUT_S, Version
@@ -55,6 +55,11 @@ class Plan:
         return found
 
 
+def most_bytes(specs: Sequence[TensorSpec]) -> int:
+    """No snapshot of any part under any assignment takes more: that of the whole state."""
+    return sum(-(-spec.num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES for spec in specs)
+
+
 def sizes_of(
     specs: Sequence[TensorSpec], assignment: Assignment, members: Sequence[str]
 ) -> list[int]:
@@ -69,6 +74,7 @@ def read_snapshot(
     specs: Sequence[TensorSpec],
     old: Assignment,
     step: int,
+    secret: bytes,
 ) -> dict[str, Tensor]:
     """An old member's part out of its snapshot: in place where the keeper is beside this worker,
     else over the network; or made again of those of others. `keepers` are by node.
@@ -81,11 +87,11 @@ def read_snapshot(
     try:
         if part.others:
             sizes = sizes_of(specs, old, [worker for worker, _ in part.others])
-            memory = make_again(part.member, part.others, keepers, sizes, named)
+            memory = make_again(part.member, part.others, keepers, sizes, named, secret)
         elif part.keeper == node:
-            memory = _opened(keepers[part.keeper], asked)
+            memory = _opened(keepers[part.keeper], asked, plan.num_bytes, secret)
         else:
-            memory = _fetched(keepers[part.keeper], asked)
+            memory = _fetched(keepers[part.keeper], asked, plan.num_bytes, secret)
     except OSError as error:
         raise ConnectionError(f"the keeper on {', '.join(part.nodes)}: {error}") from error
     if len(memory) != plan.num_bytes:
@@ -93,28 +99,33 @@ def read_snapshot(
     return plan.tensors(memory)
 
 
-def _opened(keeper: Keeper, asked: Mapping[str, object]) -> memoryview:
-    with socket.socket(socket.AF_UNIX) as beside:
-        beside.settimeout(PEER_TIMEOUT_S)
-        beside.connect(address_of(keeper.socket))
+def _opened(
+    keeper: Keeper, asked: Mapping[str, object], num_bytes: int, secret: bytes
+) -> memoryview:
+    with connect_beside(keeper.socket, secret, PEER_TIMEOUT_S) as beside:
         tell(beside, do="open", **asked)
-        num_bytes = _found(hear(beside))
+        _check_found(hear(beside), num_bytes)
         _, fds, *_ = socket.recv_fds(beside, 1, 1)
     if not fds:
         raise ConnectionError("it hung up")
     return Version(fds[0], num_bytes).memory
 
 
-def _fetched(keeper: Keeper, asked: Mapping[str, object]) -> memoryview:
-    with socket.create_connection((keeper.host, keeper.port), PEER_TIMEOUT_S) as afar:
+def _fetched(
+    keeper: Keeper, asked: Mapping[str, object], num_bytes: int, secret: bytes
+) -> memoryview:
+    with connect_afar((keeper.host, keeper.port), secret, PEER_TIMEOUT_S) as afar:
         tell(afar, do="get", **asked)
-        memory = memoryview(bytearray(_found(hear(afar))))
+        _check_found(hear(afar), num_bytes)
+        memory = memoryview(bytearray(num_bytes))
         receive_into(afar, memory)
     return memory
 
 
-def _found(answer: Mapping[str, int] | None) -> int:
-    num_bytes = (answer or {}).get("num_bytes", NOT_WHOLE)
-    if num_bytes == NOT_WHOLE:
+def _check_found(answer: Mapping[str, int] | None, num_bytes: int) -> None:
+    """Raises ConnectionError, before memory is taken, for a snapshot of another size or none."""
+    found = (answer or {}).get("num_bytes", NOT_WHOLE)
+    if found == NOT_WHOLE:
         raise ConnectionError("it has no such snapshot")
-    return num_bytes
+    if found != num_bytes:
+        raise ConnectionError(f"its snapshot has {found} bytes, not {num_bytes}")

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from actors.faults import Faults
-from actors.keeper import address_of, put_snapshot
+from actors.handshake import connect_afar, connect_beside
+from actors.keeper import put_snapshot
 from actors.messages import hear, tell
 from actors.parity import spreading
 from actors.room import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, Room, Version
@@ -74,10 +75,12 @@ class Sink:
         plan: Plan,
         set_sizes: Sequence[int],
         faults: Faults,
+        secret: bytes,
     ) -> None:
         """`set_sizes` are of the parts of the worker's set, none if it is in no set."""
         self.order = order
         self._faults = faults
+        self._secret = secret
         self._parity = spreading(order, worker, set_sizes) if set_sizes else None
         self.keepers: tuple[Keeper, ...] = order.keepers[order.workers.index(worker)]
         self._worker = worker
@@ -131,10 +134,8 @@ class Sink:
     def _make_room(self) -> Room:
         if not self._is_beside:
             return Room.new(self._plan.num_bytes)
-        beside = socket.socket(socket.AF_UNIX)
+        beside = connect_beside(self.keepers[0].socket, self._secret, PEER_TIMEOUT_S)
         self._sockets.add(beside)
-        beside.settimeout(PEER_TIMEOUT_S)
-        beside.connect(address_of(self.keepers[0].socket))
         tell(
             beside,
             do="room",
@@ -154,7 +155,7 @@ class Sink:
         if self._beside is not None:
             return self._asked("copy", taking, host=keeper.host, port=keeper.port)
         address = (keeper.host, keeper.port)
-        with suppress(OSError), socket.create_connection(address, PEER_TIMEOUT_S) as peer:
+        with suppress(OSError), connect_afar(address, self._secret, PEER_TIMEOUT_S) as peer:
             self._sockets.add(peer)
             try:
                 return put_snapshot(peer, version, self._named(taking))

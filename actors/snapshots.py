@@ -36,7 +36,11 @@ class Snapshots:
         specs: Sequence[TensorSpec],
         every: int,
         faults: Faults | None = None,
+        *,
+        secret: bytes,
     ) -> None:
+        """`secret` is the run's, which every keeper of it knows."""
+        self._secret = secret
         self._faults = faults or Faults(worker)
         self._worker, self._node, self._specs, self._every = worker, node, specs, every
         self._order: Protect | None = None
@@ -76,7 +80,9 @@ class Snapshots:
             plan = Plan.of(self._specs, assignment, self._worker)
             mates = next((workers for workers in order.sets if self._worker in workers), ())
             sizes = sizes_of(self._specs, assignment, mates)
-            self._sink = Sink(order, self._worker, self._node, plan, sizes, self._faults)
+            self._sink = Sink(
+                order, self._worker, self._node, plan, sizes, self._faults, self._secret
+            )
         elif self._under_way and not self._under_way.done.is_set():
             return
         if not self._sink.keepers:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from actors.lines import LineLog, Lines, open_lines
+from actors.line_writers import Lines, open_lines
+from actors.lines import LineLog
 from actors.program import Replica
 from actors.storage import Storage
 from elastic.votes import StepRecord
 
 STATISTICS = "statistics.jsonl"
+PATIENCE_S = 2.0
+"""Of a worker that ends or is aborted, with a storage that takes nothing."""
 
 
 class StatisticsLog:
@@ -23,12 +26,12 @@ class StatisticsLog:
         if groups is None or world_rank != 0:
             return
         if self._lines is None:
-            self._lines = open_lines(LineLog(self._run, STATISTICS))
+            self._lines = open_lines(LineLog(self._run, STATISTICS), record.generation)
         told = {"time": record.time, "step": record.step, "generation": record.generation}
         self._lines.write({**told, "groups": groups})
 
     def close(self) -> None:
         """Another may write from now on."""
         if self._lines is not None:
-            self._lines.close()
+            self._lines.close(PATIENCE_S)
             self._lines = None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import threading
 import time
-from collections import deque
 
 import torch
 
@@ -16,10 +15,37 @@ from actors.part_writer import PartWriter
 from actors.program import Groups, Replica
 from actors.snapshots import Snapshots
 from actors.standstill import wait_for
-from elastic.parity import num_whole
-from elastic.votes import StepRecord, Vote
+from elastic.events import Quiesced
+from elastic.finite import finite
+from elastic.step_records import NUM_REPORTED_RECORDS, NUM_SENT_RECORDS, RecordRing
+from elastic.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
 
-NUM_KEPT_RECORDS = 64
+
+class KeptRecords:
+    """A worker's step records: the training thread appends, any thread reads."""
+
+    def __init__(self) -> None:
+        self._ring = RecordRing()
+        self._lock = threading.Lock()
+
+    def append(self, record: StepRecord) -> None:
+        with self._lock:
+            self._ring.append(record)
+
+    def after(self, step: int, limit: int = NUM_SENT_RECORDS) -> tuple[StepRecord, ...]:
+        with self._lock:
+            return self._ring.after(step, limit)
+
+    def for_report(self, known_step: int) -> tuple[StepRecord, ...]:
+        """What the controller lacks; nothing if that is more than a report may carry."""
+        records = self.after(known_step, NUM_REPORTED_RECORDS + 1)
+        return records if len(records) <= NUM_REPORTED_RECORDS else ()
+
+    def go_on_from(self, step: int, is_holder: bool) -> None:
+        """The next generation begins after `step`. A worker that holds the state of that step has
+        its records; the records of any other worker may be of steps that were given up."""
+        with self._lock:
+            self._ring.truncate(step if is_holder else 0)
 
 
 class Stepper:
@@ -39,6 +65,7 @@ class Stepper:
         snapshots: Snapshots,
         writer: PartWriter,
         own_times: OwnTimes,
+        records: KeptRecords,
     ) -> None:
         self.left_out: tuple[int, ...] = ()
         """The numbers of the batches that no step reads."""
@@ -56,7 +83,7 @@ class Stepper:
         self.vote: Vote | None = None
         self.gradients_complete = False
         self.torn = False
-        self.records: deque[StepRecord] = deque(maxlen=NUM_KEPT_RECORDS)
+        self._records = records
 
     def step(self) -> tuple[StepRecord, Vote]:
         """Train one step; raises if the generation is aborted or a peer is gone."""
@@ -95,14 +122,14 @@ class Stepper:
             step=vote.step,
             generation=self._groups.assignment.generation,
             world_size=self._groups.assignment.layout.num_workers,
-            loss=None if applied.skipped else vote.loss_sum / tokens,
+            loss=None if applied.skipped else finite(vote.loss_sum / tokens),
             tokens=tokens,
-            lr=applied.lr,
-            grad_norm=applied.grad_norm,
+            lr=finite(applied.lr),
+            grad_norm=finite(applied.grad_norm),
             step_s=time.perf_counter() - self._began,
             skipped=applied.skipped,
         )
-        self.records.append(record)
+        self._records.append(record)
         return record
 
     def drop_gradients(self) -> None:
@@ -112,53 +139,47 @@ class Stepper:
     def _cast(self, step: int, sums: torch.Tensor) -> Vote:
         """The one collective of a step that decides it; read on the host before any apply.
 
-        Its contribution count must equal the world size: an aborted collective completes too,
-        with garbage.
+        An aborted collective completes too, with garbage: raises `BrokenVote`.
         """
-        finite = torch.isfinite(sums)
-        whole = finite.all()
-        told = (
-            self._interruption.pause_is_wished,
-            self._snapshots.ballot,
-            self._interruption.save_is_wished(self._writer.begun_step),
-            self._writer.is_busy,
-        )
+        loss_sum, num_tokens, sq_grad_norm = sums.tolist()
         world_rank = self._groups.world_rank
         num_workers = self._groups.assignment.layout.num_workers
-        times = self._own_times.ballot(step, world_rank, num_workers)
-        extra = [1.0, 0.0, *map(float, told), *times]
-        ballot = torch.cat(
-            [torch.where(finite, sums, 0.0), torch.tensor(extra, dtype=torch.float64).to(sums)]
+        ballot = Ballot(
+            step,
+            world_rank,
+            (loss_sum, num_tokens, sq_grad_norm),
+            wants_pause=self._interruption.pause_is_wished,
+            snapshots=self._snapshots.ballot,
+            wants_save=self._interruption.save_is_wished(self._writer.begun_step),
+            is_writing=self._writer.is_busy,
+            compute_s=tuple(self._own_times.ballot(step, world_rank, num_workers)),
         )
-        ballot[4] = 1.0 - whole.to(ballot)
+        numbers = torch.tensor(pack_vote(ballot), dtype=torch.float64, device=sums.device)
         self.gradients_complete = True
-        wait_for(self._groups.world.allreduce([ballot]))
+        wait_for(self._groups.world.allreduce([numbers]))
         self._faults.at("reading", step)
-        read = ballot.tolist()
-        self.compute_s = tuple(read[len(read) - len(times) :])
-        loss_sum, num_tokens, sq_grad_norm, *counts = read[: len(read) - len(times)]
-        if not all(map(math.isfinite, (num_tokens, *counts))) or round(counts[0]) != num_workers:
-            raise RuntimeError(f"gloo/nccl: the vote of step {step} came back broken")
-        if num_tokens != round(num_tokens):
-            raise ValueError(
-                f"step {step}: the numbers of losses sum to {num_tokens}: give whole ones, as of "
-                "tokens, and weigh the losses themselves"
-            )
-        num_contributions, num_nonfinite, num_wishes, kept, *of_saving = map(round, counts)
-        num_kept = num_whole(kept)
-        self._snapshots.note_vote(num_kept, num_contributions)
-        if not (math.isfinite(loss_sum) and math.isfinite(sq_grad_norm)):
-            # What each rank added was finite: it is the sum that overflows, the same on all.
-            loss_sum, sq_grad_norm, num_nonfinite = 0.0, 0.0, num_contributions
-        return Vote(
-            step=step,
-            loss_sum=loss_sum,
-            num_tokens=round(num_tokens),
-            sq_grad_norm=sq_grad_norm,
-            num_contributions=num_contributions,
-            num_nonfinite=num_nonfinite,
-            num_pause_wishes=num_wishes,
-            num_snapshots=num_kept,
-            num_save_wishes=of_saving[0],
-            num_writing=of_saving[1],
-        )
+        tally = unpack_vote(numbers.tolist(), step, num_workers)
+        self.compute_s = tally.compute_s
+        self._snapshots.note_vote(tally.vote.num_snapshots, tally.vote.num_contributions)
+        return tally.vote
+
+
+def quiesced(
+    worker: str,
+    generation: int,
+    stepper: Stepper | None,
+    held_step: int,
+    records: tuple[StepRecord, ...],
+) -> Quiesced:
+    """Where a worker stands that has unwound; `held_step` counts where nothing trained."""
+    if stepper is None:
+        return Quiesced(worker, generation, held_step, records=records)
+    return Quiesced(
+        worker,
+        generation,
+        stepper.committed_step,
+        stepper.vote,
+        stepper.gradients_complete,
+        stepper.torn,
+        records,
+    )

@@ -6,13 +6,14 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib import import_module
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 
 SHARED_GLOO = "shared_gloo"
 NUM_GLOO_THREADS = 2
@@ -148,4 +149,16 @@ def reset_group_tables() -> None:
     world.group_count = 0
     c10d._unregister_all_process_groups()
     _gloo_device.clear()
-    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    _clear_sharding_caches()
+
+
+def _clear_sharding_caches() -> None:
+    """As `torch.distributed.tensor.debug` does it; to import that takes 1 s, as it imports the
+    compiler, and each command and worker would pay for it."""
+    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+    if clear_fast_path is None:  # another version of torch
+        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
+        return
+    dispatcher: Any = DTensor._op_dispatcher
+    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    clear_fast_path()

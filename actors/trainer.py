@@ -10,11 +10,12 @@ from functools import lru_cache
 from torch import Tensor
 
 from actors.auditing import Audit
-from actors.faults import Fault, Faults
+from actors.errors import WrongHolding
+from actors.evaluation import evaluated
+from actors.faults import Faults
 from actors.groups import Formation
 from actors.interruption import Interruption
 from actors.links import measure_links
-from actors.listening import ANYWHERE, Network
 from actors.moving import Moved, Parts, move, stage
 from actors.own_time import own_times
 from actors.part_writer import Part, PartWriter
@@ -25,17 +26,24 @@ from actors.snapshot_memory import read_snapshot
 from actors.snapshots import Snapshots
 from actors.sources import digest_of_program
 from actors.statistics_log import StatisticsLog
-from actors.stepping import Stepper
+from actors.stepping import KeptRecords, Stepper, quiesced
 from actors.storage import open_storage
+from actors.worker_options import WorkerOptions
 from elastic.assignment import Assignment
-from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.commands import (
+    Abort,
+    Form,
+    Relayout,
+    Resume,
+    SaveCheckpoint,
+    SendRecords,
+    Settle,
+)
 from elastic.events import (
     ComputeTimed,
-    Evaluated,
     Event,
     GroupFormed,
     Paused,
-    Quiesced,
     Settled,
     StateReady,
     StepCommitted,
@@ -44,28 +52,12 @@ from elastic.parts import my_share
 from elastic.regions import Region
 from elastic.relayout import Relayout as RelayoutPlan
 from elastic.shards import region_of
+from elastic.step_records import RecordsSent
 from elastic.transfers import Transfers, derive
 
 NOTHING_HELD = -1
 READ_AGAIN_S = 1.0
 """The pause after storage has refused."""
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """What a worker is told at its start and keeps for life."""
-
-    run_folder: str
-    """Its URL, or its path."""
-    collective_timeout_s: float = 30.0
-    checkpoint_every: int = 0
-    faults: tuple[Fault, ...] = ()
-    snapshot_every: int = 1
-    audit_every: int = 0
-    network: Network = ANYWHERE
-    straggler_every: int = 0
-    profiled: tuple[int, int] | None = None
-    """The first and the last step of which a trace is kept; see `actors.profiling`."""
 
 
 @dataclass
@@ -95,12 +87,18 @@ class Trainer:
     stepper: Stepper | None = None
     holdings: dict[int, Holding] = field(default_factory=dict)
     held_step: int = NOTHING_HELD
+    records: KeptRecords = field(default_factory=KeptRecords)
+    known_step: int = 0
+    """The newest step whose record the controller had at the latest abort."""
 
     def __post_init__(self) -> None:
         self.faults = Faults(self.worker, self.options.faults)
         self.specs = self.program.specs()
         every = self.options.snapshot_every
-        self.snapshots = Snapshots(self.worker, self.node, self.specs, every, self.faults)
+        secret = self.options.secret
+        self.snapshots = Snapshots(
+            self.worker, self.node, self.specs, every, self.faults, secret=secret
+        )
         run = open_storage(self.options.run_folder)
         self.statistics = StatisticsLog(run)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
@@ -109,12 +107,22 @@ class Trainer:
         self.digest = digest_of_program(self.specs)
 
     def form(self, order: Form) -> None:
-        """Leave the old generation, meet the new one, build the program without values."""
+        """Leave the old generation, meet the new one, build the program without values.
+
+        Raises `WrongHolding` if the plan counts on a state that this worker does not hold.
+        """
         self.order = order
         self.leave_generation()
-        held = order.plan.old if self.worker in order.plan.holders else None
+        is_holder = self.worker in order.plan.holders
+        held = order.plan.old if is_holder else None
+        if held and (held.generation not in self.holdings or self.held_step != order.plan.step):
+            raise WrongHolding(
+                f"the plan counts on the state of step {order.plan.step} under generation "
+                f"{held.generation}: this worker stands at step {self.held_step}"
+            )
+        self.records.go_on_from(order.plan.step, is_holder)
         old = held.generation if held else 0
-        self.holdings = {g: held for g, held in self.holdings.items() if g == old}
+        self.holdings = {g: part for g, part in self.holdings.items() if g == old}
         self.formation = Formation(
             self.worker,
             order,
@@ -150,6 +158,7 @@ class Trainer:
                 self.snapshots,
                 self.writer,
                 own_times(self.options.straggler_every, self.program.device),
+                self.records,
             )
             held = self.replica.state_bytes()
         self.report(
@@ -187,6 +196,8 @@ class Trainer:
                 self._evaluate(resume.generation, evaluated_step, world_rank)
             if stepper.committed_step >= self.program.steps:
                 break
+            if stepper.committed_step + 1 == resume.guarded_step:
+                self._guard(resume.generation, stepper.committed_step)
             with self.profiling.step(stepper.committed_step + 1):
                 record, vote = stepper.step()
             self._keep_only(resume.generation)
@@ -218,9 +229,9 @@ class Trainer:
         try:
             self.faults.at("settling", command.vote.step)
             record = self.stepper.apply(command.vote)
-        except Exception:
+        except BaseException:
             self.stepper.torn = True
-            self.quiesce(command.generation)
+            self._report_quiesced(command.generation)
             raise
         self._keep_only(max(self.holdings))
         self.report(Settled(self.worker, command.generation, record))
@@ -229,23 +240,21 @@ class Trainer:
         holding = self.holdings[command.held_generation]
         self._save(command.generation, command.step, holding, command.workers)
 
-    def quiesce(self, generation: int) -> None:
-        """Say where this worker stands; then free what the next generation cannot use."""
-        stepper = self.stepper
-        if stepper is None:
-            self.report(Quiesced(self.worker, generation, self.held_step))
-            return
-        self.report(
-            Quiesced(
-                self.worker,
-                generation,
-                stepper.committed_step,
-                stepper.vote,
-                stepper.gradients_complete,
-                stepper.torn,
-                tuple(stepper.records),
-            )
-        )
+    def quiesce(self, command: Abort) -> None:
+        """Report the step that this worker stands at, and what the controller lacks of it."""
+        self.known_step = command.committed_step
+        self._report_quiesced(command.generation)
+
+    def _report_quiesced(self, generation: int) -> None:
+        records = self.records.for_report(self.known_step)
+        self.report(quiesced(self.worker, generation, self.stepper, self.held_step, records))
+
+    def send_records(self, command: SendRecords) -> None:
+        """Answer at once, on the control side's thread, while the training thread trains on."""
+        records = self.records.after(command.committed_step)
+        # Read after the records: no record is of a step whose vote is not known then.
+        vote = stepper.vote if (stepper := self.stepper) else None
+        self.report(RecordsSent(self.worker, command.generation, records, vote))
 
     def leave_generation(self) -> None:
         """Drop model, optimizer and groups; the tensors of the holdings stay."""
@@ -280,13 +289,19 @@ class Trainer:
             return tensors, moved, moved.bytes_received
         regions = self._regions(assignment)
         if command.source == "initial":
-            by_name = {spec.name: spec for spec in self.specs}
-            made = {n: self.program.initial(by_name[n], r) for n, r in regions.items()}
-            return made, Moved(), 0
+            return self._draw(regions), Moved(), 0
         read = self._read(command.path, regions)
         placed = {name: tensor.to(self.program.device) for name, tensor in read.items()}
         num_bytes = sum(tensor.nbytes for tensor in placed.values())
         return placed, Moved(bytes_received=num_bytes), num_bytes
+
+    def _draw(self, regions: dict[str, Region]) -> dict[str, Tensor]:
+        by_name = {spec.name: spec for spec in self.specs}
+        drawn = {}
+        for name, region in regions.items():
+            self.interruption.check()
+            drawn[name] = self.program.initial(by_name[name], region)
+        return drawn
 
     def _read(self, path: str, regions: dict[str, Region]) -> dict[str, Tensor]:
         """From a checkpoint, as often as its storage needs to let it be read; whoever waits for
@@ -322,7 +337,7 @@ class Trainer:
         for part in plan.carried:
             if part.carrier == self.worker:
                 parts[old.world_rank(part.member)] = read_snapshot(
-                    part, keepers, self.node, self.specs, old, plan.step
+                    part, keepers, self.node, self.specs, old, plan.step, self.options.secret
                 )
         return parts
 
@@ -343,8 +358,7 @@ class Trainer:
         with self.interruption.leavable():
             found = self.replica.evaluate(step, self.interruption.check)
         if world_rank == 0:
-            metrics = tuple(sorted(found.metrics.items()))
-            self.report(Evaluated(generation, step, found.loss, metrics))
+            self.report(evaluated(generation, step, found))
 
     def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
         """Whether all replicas are equal, which all ranks find alike; if not, all tell of it, since
@@ -365,6 +379,13 @@ class Trainer:
         share = self._share(assignment, writers or assignment.members)
         still = held_still(self.specs, {name: holding.tensors[name] for name in share})
         self.writer.begin(Part(step, generation, {n: (share[n], t) for n, t in still.items()}))
+
+    def _guard(self, generation: int, step: int) -> None:
+        """The next step has ended workers before: what is committed outlives this one."""
+        if (self.writer.begun_step, self.writer.begun_generation) != (step, generation):
+            self._save(generation, step, self.holdings[generation], None)
+        with self.interruption.leavable():
+            self.writer.await_written(self.interruption.check)
 
     def _compute_share(self, assignment: Assignment, writers: tuple[str, ...]) -> dict[str, Region]:
         """What this worker writes of a checkpoint."""

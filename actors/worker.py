@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import os
 import queue
-import re
 import socket
 import threading
 import time
@@ -20,9 +19,10 @@ from dataclasses import dataclass
 from typing import assert_never
 
 import torch
-import torch.distributed as dist
 
-from actors.errors import DamagedCheckpoint, Interrupted, UnfitMachine
+from actors.device_check import DeviceCheck, kernel_on
+from actors.error_kinds import kind_of, wanted_of
+from actors.errors import DamagedCheckpoint, Interrupted
 from actors.groups import Formation
 from actors.interface import choose_interface
 from actors.interruption import Interruption, SaveWish
@@ -32,7 +32,8 @@ from actors.storage import open_storage
 from actors.system import drop_tiny_numbers, keep_freed_memory, peak_bytes
 from actors.torch_private import groups_in_use
 from actors.traces import keep_stacks
-from actors.trainer import Trainer, WorkerOptions
+from actors.trainer import Trainer
+from actors.worker_options import WorkerOptions
 from elastic.commands import (
     Abort,
     Form,
@@ -42,16 +43,13 @@ from elastic.commands import (
     Relayout,
     Resume,
     SaveCheckpoint,
+    SendRecords,
     Settle,
     WishCheckpoint,
 )
 from elastic.events import CheckpointDamaged, Event, WorkerRaised, WorkerReady
 from elastic.reattaching import Intake
 from elastic.seating import Place
-
-NO_MEMORY = ("DefaultCPUAllocator: can't allocate", "CUDA out of memory")
-"""In the text also of a mere RuntimeError, as which torch tells it of the host."""
-WANTED = re.compile(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) ([Bb]ytes|[KMGT]i?B)")
 
 REPEAT_BREAK_S = 0.02
 """Sockets that are born while an abort looks for them are found by the next look."""
@@ -91,6 +89,9 @@ class Worker:
         self._quiesced_generation = 0
         self._trainer: Trainer | None = None
         self._kept: dict[int | None, object] = {}
+        self._check_device: Callable[[], Exception | None] = lambda: None
+        self._is_broken = False
+        """Its device is: this worker waits for its end, and what it holds is lost."""
         self._thread = threading.Thread(target=self._serve, name="training", daemon=True)
 
     def start(self) -> None:
@@ -131,6 +132,9 @@ class Worker:
             case Protect():
                 assert self._trainer is not None
                 self._trainer.snapshots.protect(order)
+            case SendRecords():
+                assert self._trainer is not None
+                self._trainer.send_records(order)
             case _:
                 self._orders.put(order)
 
@@ -143,7 +147,7 @@ class Worker:
         drop_tiny_numbers()  # before torch makes threads of its own, which take after this one
         try:
             self._warm_up()
-        except Exception as error:
+        except BaseException as error:  # whatever the user's code raises
             self.tell(0, error)
             return
         self._obey_all()
@@ -162,12 +166,24 @@ class Worker:
                 assert isinstance(order, Relayout)
                 told = (self.name, order.generation, order.path, str(error))
                 self._report(CheckpointDamaged(*told))
-            except Exception as error:
-                is_collateral = order.generation <= self._interruption.aborted_generation
-                if isinstance(order, Settle) or not is_collateral:
-                    self.tell(order.generation, error)
+            except BaseException as error:  # whatever the user's code raises, as `sys.exit()`
+                self._take_failure(order, error)
         self._interruption.forget()
         self._kept.pop(threading.get_ident(), None)
+
+    def _take_failure(self, order: Order, error: BaseException) -> None:
+        """Report it, unless an abort has caused it. A broken device is reported in any case: its
+        peers may have failed first, and nobody else can know."""
+        kind = kind_of(error)
+        failure = self._check_device() if kind == "peer" else None
+        if failure is not None:
+            failure.__cause__ = error
+            traceback.clear_frames(error.__traceback__)
+            error, kind = failure, "device"
+        self._is_broken = self._is_broken or kind == "device"
+        is_collateral = order.generation <= self._interruption.aborted_generation
+        if kind == "device" or isinstance(order, Settle) or not is_collateral:
+            self.tell(order.generation, error)
 
     def _warm_up(self) -> None:
         choose_interface(self._options.network, self._store_host)
@@ -175,6 +191,8 @@ class Worker:
         if program.device.type == "cpu":
             keep_freed_memory()
         program.warm_up()
+        if program.device.type == "cuda":
+            self._check_device = DeviceCheck(kernel_on(program.device)).failure
         self._trainer = Trainer(
             self.name, self._place.node, program, self._options, self._report, self._interruption
         )
@@ -191,6 +209,7 @@ class Worker:
                 self._place.rack,
                 memory_bytes=memory_bytes,
                 digest=self._trainer.digest,
+                device=program.device.type,
             )
         )
 
@@ -214,8 +233,11 @@ class Worker:
                 trainer.save(order)
             case Abort():
                 self._quiesced_generation = order.generation
-                trainer.quiesce(order.generation)
-            case Pause() | Protect() | WishCheckpoint():
+                if failure := self._check_device():
+                    self._take_failure(order, failure)
+                if not self._is_broken:
+                    trainer.quiesce(order)
+            case Pause() | Protect() | SendRecords() | WishCheckpoint():
                 raise AssertionError("this never queues")
             case _:
                 assert_never(order)
@@ -245,10 +267,10 @@ class Worker:
         self._thread = threading.Thread(target=self._obey_all, name="training", daemon=True)
         self._thread.start()
 
-    def tell(self, generation: int, error: Exception) -> None:
+    def tell(self, generation: int, error: BaseException) -> None:
         """Report what broke here."""
-        text = "".join(traceback.format_exception(error))
-        message = f"{type(error).__name__}: {error}".splitlines()[0]
+        text = _printable("".join(traceback.format_exception(error)))
+        message = _printable(f"{type(error).__name__}: {error}").splitlines()[0]
         kind = kind_of(error)
         if kind == "machine":
             message = f"node {self._place.node} ({socket.gethostname()}): {error}"
@@ -261,28 +283,6 @@ class Worker:
         traceback.clear_frames(error.__traceback__)
 
 
-def wanted_of(error: BaseException) -> int:
-    """How many bytes an allocator says that it could not get; 0 if it does not say."""
-    found = WANTED.search(str(error))
-    if found is None:
-        return 0
-    power = "BKMGT".index(found[2][0].upper())
-    return int(float(found[1]) * 1024**power)
-
-
-def kind_of(error: BaseException) -> str:
-    """What an exception says of its cause: `peer`, `device`, `memory`, `machine` or `program`."""
-    text = str(error)
-    if isinstance(error, UnfitMachine):
-        return "machine"
-    is_memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-    if is_memory or any(mark in text for mark in NO_MEMORY):
-        return "memory"
-    if isinstance(error, dist.DistError | ConnectionError | socket.error):
-        return "peer"
-    if "CUDA error" in text:
-        return "device"
-    marks = ("gloo", "Connection closed by peer", "NCCL", "nccl", "Timed out waiting", "TCPStore")
-    if isinstance(error, RuntimeError) and any(mark in text for mark in marks):
-        return "peer"
-    return "program"
+def _printable(text: str) -> str:
+    """The text without lone surrogates, which no encoding and no database takes."""
+    return text.encode("utf-8", "backslashreplace").decode()

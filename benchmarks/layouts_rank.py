@@ -105,7 +105,7 @@ def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
     replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})
     interruption = Interruption()
     interruption.running_generation = groups.assignment.generation
-    snapshots = Snapshots("nobody", "", (), every=1)
+    snapshots = Snapshots("nobody", "", (), every=1, secret=b"")
     nobody = Faults("nobody")
     writer = PartWriter("nobody", open_storage("."), program, nobody, lambda event: None)
     untimed = own_times(0, program.device)

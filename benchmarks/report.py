@@ -1,24 +1,30 @@
-"""What every benchmark prints: a table, where it was measured, and whether the musts are met."""
+"""What every benchmark prints and, with `--json`, writes: tables, where they were measured, and
+whether the musts are met. `run_all.py` and `make_readme.py` read the files."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import random
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-PACKAGES = ("torch", "ray", "torchft-nightly")
+PACKAGES = ("torch", "ray", "mlflow", "torchft-nightly")
 NUM_RESAMPLES = 10_000
 
 console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
@@ -38,6 +44,16 @@ class Must:
     def is_met(self) -> bool:
         return self.measured >= self.bound if self.at_least else self.measured <= self.bound
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "what": self.what,
+            "measured": self.measured,
+            "bound": self.bound,
+            "unit": self.unit,
+            "at_least": self.at_least,
+            "met": self.is_met,
+        }
+
     def __str__(self) -> str:
         sign = "at least" if self.at_least else "at most"
         verdict = "[green]met[/]" if self.is_met else "[red]MISSED[/]"
@@ -45,15 +61,39 @@ class Must:
         return f"{found}, must be {sign} {self.bound:g}: {verdict}"
 
 
+class _Parser(argparse.ArgumentParser):
+    """Remembers where the results are to be written, for `conclude`."""
+
+    def parse_args(self, *given: Any, **more: Any) -> argparse.Namespace:
+        options = super().parse_args(*given, **more)
+        _page.file, _page.began = options.json, time.monotonic()
+        return options
+
+
+class _Page:
+    """What `conclude` writes beside the musts."""
+
+    def __init__(self) -> None:
+        self.file: Path | None = None
+        self.began = time.monotonic()
+        self.tables: list[dict[str, Any]] = []
+
+
+_page = _Page()
+
+
 def parser(description: str) -> argparse.ArgumentParser:
-    """Every benchmark takes `--check`, and ends what it has started when it is told to end."""
+    """Every benchmark takes `--check` and `--json`, and ends what it has started when it is told
+    to end."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    arguments = argparse.ArgumentParser(description=description)
+    arguments = _Parser(description=description)
     arguments.add_argument("--check", action="store_true", help="exit 1 when a must is missed")
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     return arguments
 
 
 def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    _page.tables.append({"title": title, "columns": [*columns], "rows": [[*row] for row in rows]})
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number else "left")
@@ -67,7 +107,38 @@ def conclude(musts: Sequence[Must], check: bool) -> int:
     console.print(f"{date.today()} · {machine()} · {command()}")
     for must in musts:
         console.print(str(must))
+    if _page.file is not None:
+        write_result(_page.file, musts)
     return int(check and not all(must.is_met for must in musts))
+
+
+def write_result(file: Path, musts: Sequence[Must]) -> None:
+    """One JSON object: commit, date, machine, versions, command, tables and musts."""
+    result = {
+        "recorded": "by the program",
+        "date": str(date.today()),
+        "commit": commit(),
+        "machine": machine(),
+        "command": command(),
+        "seconds": round(time.monotonic() - _page.began),
+        "musts": [must.as_json() for must in musts],
+        "tables": _page.tables,
+    }
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+
+
+def commit() -> str:
+    """The short hash of what was measured, with a `+` if files differ from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True,
+            check=False,
+        ).stdout.strip()  # fmt: skip
+
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def machine() -> str:
@@ -83,7 +154,12 @@ def machine() -> str:
 
 
 def command() -> str:
-    return " ".join(["benchmarks/" + os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    """The command line, without where its results go."""
+    words = sys.argv[1:]
+    if "--json" in words:
+        at = words.index("--json")
+        words = words[:at] + words[at + 2 :]
+    return " ".join(["benchmarks/" + os.path.basename(sys.argv[0]), *words])
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -14,6 +14,8 @@ from pathlib import Path
 from generated import ROOT, keep
 
 PACKAGES = ("pipelines", "actors", "elastic")
+BESIDE = (ROOT / "actors" / "program.py",)
+"""Modules that have a door of their own: their package imports nothing."""
 LONGEST = 92
 Definition = ast.ClassDef | ast.FunctionDef
 
@@ -21,6 +23,9 @@ Definition = ast.ClassDef | ast.FunctionDef
 def api() -> str:
     """Every package that has a door, from the outermost in."""
     doors = [door for package in PACKAGES for door in sorted((ROOT / package).rglob("__init__.py"))]
+    doors = [
+        each for door in doors for each in (door, *(b for b in BESIDE if b.parent == door.parent))
+    ]
     return "\n\n".join(part for door in doors for part in _package(door))
 
 
@@ -28,11 +33,11 @@ def _package(door: Path) -> Iterator[str]:
     tree = ast.parse(door.read_text())
     names = _names(tree)
     if names:
-        yield f"## {_dotted(door.parent)}"
+        yield f"## {_dotted(door)}"
         yield _docstring(tree)
     for name in names:
         file, definition = _found(door, name)
-        yield f"### {_dotted(door.parent)}.{name}"
+        yield f"### {_dotted(door)}.{name}"
         yield f"From [{file.relative_to(ROOT)}](../{file.relative_to(ROOT)})."
         yield "\n".join(["```python", *_signature(definition), "```"])
         yield _docstring(definition)
@@ -65,8 +70,9 @@ def _file_of(module: str) -> Path:
     return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
 
 
-def _dotted(folder: Path) -> str:
-    return folder.relative_to(ROOT).as_posix().replace("/", ".")
+def _dotted(door: Path) -> str:
+    module = door.parent if door.name == "__init__.py" else door.with_suffix("")
+    return module.relative_to(ROOT).as_posix().replace("/", ".")
 
 
 def _signature(node: Definition | ast.Assign) -> Iterator[str]:

@@ -6,14 +6,17 @@ to it (DESIGN section 6). If nobody has seen it, the gradients are dropped and t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Set
+from dataclasses import replace
 
-from elastic.blaming import verdict
+from elastic import catch_up
+from elastic.blaming import break_guard, verdict
+from elastic.catch_up import note_vote, record_all
 from elastic.commands import Abort, Command, SetAside, Settle, StopWorker
-from elastic.events import CheckpointDamaged, Quiesced, Settled, WorkerRaised
+from elastic.events import CheckpointDamaged, Quiesced, Settled, StopRequested, WorkerRaised
 from elastic.fitting import Shortage, advice
 from elastic.forming import go_on
-from elastic.judging import commit
+from elastic.hanging import give_up_at
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.protecting import is_protected
 from elastic.recovery import living
@@ -21,23 +24,38 @@ from elastic.roster import forget, participants, turn_away_unfit
 from elastic.saving import stop
 from elastic.state import CoreState, Held
 from elastic.uploads import break_upload
-from elastic.votes import StepRecord
 
 
 def abort(
-    state: CoreState, now: float, cause: str, num_lost: int = 0, is_hang: bool = False
+    state: CoreState,
+    now: float,
+    cause: str,
+    num_lost: int = 0,
+    is_hang: bool = False,
+    is_late: bool = False,
+    suspects: Set[str] = frozenset(),
 ) -> list[Command]:
-    """Break off the generation; its survivors unwind."""
+    """Break off the generation; its survivors unwind.
+
+    With `is_hang` (training) or `is_late` (forming or moving state) some worker stands still, and
+    nobody knows which; `suspects` are known not to answer.
+    """
     pending = participants(state)
-    policy, broken = state.policy, state.phase
+    broken = state.phase
     state.num_attempts += 1
     state.last_failure = cause
     state.paused_at = None
+    state.catch_up = None
     phase = Aborting(
         cause,
         pending,
-        deadline=now + max(policy.quiesce_deadline_s, state.median_step_s()),
-        patience=now + policy.collective_timeout_s,
+        deadline=now + state.policy.collective_timeout_s,
+        patience=now + state.policy.collective_timeout_s,
+        began=now,
+        on_gpu=any(state.seats[worker].device == "cuda" for worker in pending),
+        is_hang=is_hang or is_late,
+        suspects=pending & suspects,
+        suspected_at=now,
         num_lost=num_lost,
     )
     if isinstance(broken, Relaying):
@@ -45,13 +63,15 @@ def abort(
         state.also_held = Held(assignment, broken.ready.keys() & set(assignment.members) & pending)
     state.enter(phase)
     if not pending:
-        return _conclude(state, now, phase)
-    return [Abort(state.generation, tuple(sorted(pending)), cause, is_hang)]
+        return _advance(state, now, phase)
+    _set_deadline(state, phase)
+    workers = tuple(sorted(pending))
+    return [Abort(state.generation, workers, cause, is_hang, state.committed_step)]
 
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
     """Sort an exception: a peer's death, a broken device, too little memory, a machine that lacks
-    something, or a bug."""
+    something, a worker that holds another step than was thought, or a bug."""
     failure = Ending("failed", _reason(state, event), event.traceback)
     if event.worker not in state.seats:
         return []
@@ -67,12 +87,36 @@ def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command
         commands.append(StopWorker(event.worker, event.message))
     elif isinstance(state.phase, Saving) and event.generation == state.generation:
         return stop(state, f"the last checkpoint could not be written: {failure.reason}")
-    if event.generation != state.generation or not isinstance(state.phase, Breakable):
-        return commands  # collateral of an abort
-    commands += abort(state, now, failure.reason)
+    if event.generation != state.generation:
+        return commands
+    if event.kind == "holding":
+        for held in state.holdings():
+            held.holders.discard(event.worker)
+    if isinstance(state.phase, Breakable):
+        commands += abort(state, now, failure.reason)
     if event.kind in ("memory", "program") and isinstance(state.phase, Aborting):
-        state.phase.raised = failure
+        _note_cause(state.phase, failure)
     return commands
+
+
+def _note_cause(phase: Aborting, failure: Ending) -> None:
+    """An exception is the cause of the abort unless a worker was lost before: then it may follow
+    from that. Workers that are lost after it change nothing."""
+    if phase.raised is None and not phase.num_lost:
+        phase.raised = failure
+
+
+def on_stop_requested(state: CoreState, now: float, event: StopRequested) -> list[Command]:
+    """End at the next boundary. What the workers do beside training is not waited for if they hold
+    the state, nor is a worker that hangs."""
+    state.ending = state.ending or Ending("interrupted", event.cause)
+    phase = state.phase
+    if isinstance(phase, Forming | Relaying) and living(state):
+        return abort(state, now, event.cause)
+    if isinstance(phase, Aborting):
+        until = give_up_at(state, phase, _allowance_s(state, phase))
+        phase.deadline = min(phase.deadline, max(now, until))
+    return []
 
 
 def on_damaged(state: CoreState, now: float, event: CheckpointDamaged) -> list[Command]:
@@ -104,25 +148,35 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
     phase = state.phase
     if not isinstance(phase, Aborting) or event.generation != state.generation:
         return []
-    if event.worker not in phase.pending:
+    if event.worker not in phase.pending or state.catch_up:
         return []
     if phase.settling is not None:
         return _give_up_settling(state, now, event)
     phase.pending.discard(event.worker)
+    if not phase.reports:
+        phase.first_unwound_s = now - phase.began
     phase.reports[event.worker] = event
     commands = _learn(state, event)
-    return commands if phase.pending else commands + _conclude(state, now, phase)
+    if phase.pending:
+        _set_deadline(state, phase)
+        return commands
+    return commands + _advance(state, now, phase)
 
 
 def on_settled(state: CoreState, now: float, event: Settled) -> list[Command]:
     phase = state.phase
     if not isinstance(phase, Aborting) or event.generation != state.generation:
         return []
-    if phase.settling is None:
+    if phase.settling is None or event.worker not in phase.pending:
         return []
     phase.pending.discard(event.worker)
-    commands = _record(state, (event.record,))
-    return commands if phase.pending else commands + _go_on(state, now, phase)
+    report = phase.reports[event.worker]
+    phase.reports[event.worker] = replace(report, committed_step=event.record.step)
+    commands = record_all(state, (event.record,))
+    if phase.pending:
+        return commands
+    phase.settling = None
+    return commands + _advance(state, now, phase)
 
 
 def _give_up_settling(state: CoreState, now: float, event: Quiesced) -> list[Command]:
@@ -135,54 +189,114 @@ def _give_up_settling(state: CoreState, now: float, event: Quiesced) -> list[Com
 
 
 def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
-    """A worker died while the survivors unwind or settle."""
+    """A worker died while the survivors unwind, settle or send records."""
     phase = state.phase
     assert isinstance(phase, Aborting)
     was_expected = worker in phase.pending
     phase.num_lost += was_expected or worker in phase.reports
     phase.pending.discard(worker)
     phase.reports.pop(worker, None)
+    if state.catch_up:
+        return catch_up.on_lost(state, now, worker)
+    if phase.pending:
+        _set_deadline(state, phase)
     if phase.pending or not was_expected:
         return []
-    return _go_on(state, now, phase) if phase.settling else _conclude(state, now, phase)
+    phase.settling = None
+    return _advance(state, now, phase)
+
+
+def on_suspected(state: CoreState, now: float, worker: str) -> list[Command]:
+    """A worker that does not answer is waited for no longer than it may need."""
+    phase = state.phase
+    assert isinstance(phase, Aborting)
+    if worker not in phase.pending:
+        return []
+    if state.catch_up:
+        return catch_up.on_lost(state, now, worker)
+    phase.suspects.add(worker)
+    phase.suspected_at = now
+    _set_deadline(state, phase)
+    return []
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """Kill whoever has not unwound, unless he has what neither the others nor keepers have."""
+    """End suspects that have not unwound, and after the patience whoever has not; but a worker
+    that has what neither the others nor keepers have is not ended before that."""
     phase = state.phase
     assert isinstance(phase, Aborting)
-    late = sorted(phase.pending)
-    needed = living(state) and not living(state, without=phase.pending)
-    if needed and not is_protected(state) and now < phase.patience:
-        phase.deadline = phase.patience
+    until = give_up_at(state, phase, _allowance_s(state, phase))
+    late = sorted(phase.pending if now >= until else _suspects(phase))
+    needed = living(state) and not living(state, without=set(late))
+    if now < until and (not late or (needed and not is_protected(state))):
+        phase.deadline = until
         return []
-    phase.deadline = phase.patience = float("inf")
     commands: list[Command] = [StopWorker(w, "it did not unwind in time") for w in late]
     for worker in late:
         forget(state, now, worker, "it did not unwind in time")
-        commands += on_lost(state, now, worker)
+        if state.phase is phase:
+            commands += on_lost(state, now, worker)
     return commands
 
 
-def _conclude(state: CoreState, now: float, phase: Aborting) -> list[Command]:
-    """All reports are in: go to the newest step that anybody saw decided."""
+def _suspects(phase: Aborting) -> set[str]:
+    """Of the pending workers those that may be ended before the patience is over."""
+    is_told_apart = phase.is_hang and phase.reports and phase.settling is None
+    return phase.pending if is_told_apart else phase.pending & phase.suspects
+
+
+def _set_deadline(state: CoreState, phase: Aborting) -> None:
+    """How long suspects may take follows what was measured in this run, with a floor for their
+    devices: a survivor is not ended for being slower than another (DESIGN section 8)."""
+    allowance_s = _allowance_s(state, phase)
+    phase.deadline = give_up_at(state, phase, allowance_s)
+    if _suspects(phase):
+        phase.deadline = min(phase.patience, phase.suspected_at + allowance_s)
+
+
+def _allowance_s(state: CoreState, phase: Aborting) -> float:
+    """How long suspects may take to unwind, or a worker that hangs."""
+    policy = state.policy
+    floor_s = policy.quiesce_deadline_cuda_s if phase.on_gpu else policy.quiesce_deadline_s
+    measured_s = max(state.median_step_s(), phase.first_unwound_s)
+    return max(floor_s, policy.quiesce_factor * measured_s)
+
+
+def _advance(state: CoreState, now: float, phase: Aborting) -> list[Command]:
+    """Nobody is waited for: bring the survivors to one step, then the controller, then go on."""
     torn = [w for w, report in phase.reports.items() if report.torn]
     commands = _drop(state, now, phase, torn, "an apply broke half-way")
-    vote = state.last_vote
-    holders = state.held.holders if state.held else set()
+    vote, holders = state.last_vote, state.held.holders if state.held else set()
     reports = [phase.reports[w] for w in sorted(phase.reports) if w in holders]
-    late = [report for report in reports if vote and report.committed_step < vote.step]
-    hopeless = [report.worker for report in late if not report.gradients_complete]
-    commands += _drop(state, now, phase, hopeless, "its gradients were lost")
-    behind = {report.worker for report in late if report.gradients_complete}
-    if vote is None or not behind:
-        return commands + _go_on(state, now, phase)
-    # Whoever settles a step does not write a part of it.
-    break_upload(state, state.generation, vote.step)
-    phase.settling = vote
-    phase.pending = behind
-    phase.deadline = phase.patience = now + state.policy.collective_timeout_s
-    return [*commands, Settle(state.generation, tuple(sorted(behind)), vote)]
+    newest_step = max((report.committed_step for report in reports), default=0)
+    newest_step = max(newest_step, state.committed_step, vote.step if vote else 0)
+    late = [report for report in reports if report.committed_step < newest_step]
+    is_decided = vote is not None and vote.step == newest_step
+    behind = {
+        report.worker
+        for report in late
+        if is_decided and report.gradients_complete and report.committed_step == newest_step - 1
+    }
+    hopeless = [report.worker for report in late if report.worker not in behind]
+    commands += _drop(state, now, phase, hopeless, "it cannot come to the others' step")
+    if vote is not None and behind:
+        # Whoever settles a step does not write a part of it.
+        break_upload(state, state.generation, vote.step)
+        phase.settling = vote
+        phase.pending = behind
+        phase.deadline = phase.patience = now + state.policy.collective_timeout_s
+        return [*commands, Settle(state.generation, tuple(sorted(behind)), vote)]
+    if len(reports) > len(late) and newest_step > state.committed_step:
+        return commands + catch_up.begin(state, now, newest_step)
+    return commands + _go_on(state, now, phase)
+
+
+def on_caught_up(state: CoreState, now: float) -> list[Command]:
+    """The controller has the records of all that the survivors have committed."""
+    phase = state.phase
+    assert isinstance(phase, Aborting)
+    phase.pending = set()
+    return _advance(state, now, phase)
 
 
 def _drop(
@@ -199,22 +313,14 @@ def _learn(state: CoreState, report: Quiesced) -> list[Command]:
     """What a holder has seen counts, also if he dies before the others have spoken."""
     if not state.held or report.worker not in state.held.holders:
         return []
-    if report.vote and (state.last_vote is None or report.vote.step > state.last_vote.step):
-        state.last_vote = report.vote
-    return _record(state, report.records)
-
-
-def _record(state: CoreState, records: Iterable[StepRecord]) -> list[Command]:
-    """The lines of steps that no report had told of yet, in order and without a gap."""
-    commands: list[Command] = []
-    for record in records:
-        if record.step == state.committed_step + 1:
-            commands += commit(state, record)
-    return commands
+    note_vote(state, report.vote)
+    return record_all(state, report.records)
 
 
 def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
-    if phase.raised and not phase.num_lost:
+    if living(state):
+        break_guard(state)
+    if phase.raised:
         state.ending = state.ending or phase.raised
     elif state.committed_step >= state.job.steps and living(state) and not state.rewind:
         state.ending = state.ending or Ending("completed")

@@ -4,27 +4,42 @@ A crash is the end of a worker's process that nobody has planned. What strikes s
 once says little of any node: the crashes of one moment count once, and not at all where they are on
 several nodes; nor do those amid one step that happen on several nodes, one after the other, since
 they follow the batch (see `blaming`). A node is avoided if it has had `avoid_after` crashes within
-the window, over twice as many as any other, and the run has workers elsewhere.
+the window, over twice as many as the median of the others, and the run has workers elsewhere.
 
-Then nobody is started there. Its members train on, and who is spare there is let go, as far as the
-minimum allows. It is used again after `avoid_for_s`, or where without it the run has had fewer
-workers than the minimum for `start_timeout_s`.
+Then no worker is started there. Its members train on; standby workers there are let go, as far as
+the minimum allows. Quarantine is a preference, not a loss of capacity. The node is used again after
+`avoid_for_s`; when the run has had fewer workers than the minimum for `start_timeout_s`; and when
+the run has lacked workers for as long as a growth takes, since no capacity has come elsewhere. Each
+further quarantine of the same node lasts twice as long.
+
+A worker that something outside of it may have killed (SIGKILL, the out-of-memory killer, a
+preemption; on Ray every end without a known reason) and that trained for longer than it took to
+start says nothing against its node: such a node is worth more than none.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from math import inf
+from statistics import median
 
 from elastic.commands import Command, NodeAvoided, NodeUsedAgain, StopWorker
 from elastic.events import WorkerLost
 from elastic.phases import Aborting, Pausing, Running, Waiting
 from elastic.roster import participants
-from elastic.state import CoreState, Crash
+from elastic.state import CoreState, Crash, Quarantine, Seat
 
 TOGETHER_S = 1.0
 """Who was there at a crash and is lost within this time of it has been struck by the same: those of
 a node that is gone are missed in less. Who was started since has not, however soon it crashes."""
+
+MIN_USEFUL_S = 10.0
+"""A worker that trained for less than this has done no useful work, however quickly it started."""
+GROWTHS_OF_PATIENCE = 2.0
+"""How many times as long as a recent start a run waits for capacity elsewhere."""
+FORGET_AFTER = 8.0
+"""So many times `avoid_for_s` after its last quarantine a node's quarantines are forgotten."""
+MAX_DOUBLINGS = 5
 
 
 def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
@@ -36,12 +51,13 @@ def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
     is_at_work = isinstance(state.phase, Running | Pausing | Aborting)
     step = state.committed_step + 1 if is_at_work and event.worker in state.members() else 0
     recent = [c for c in state.crashes if now - c.time < state.policy.avoid_window_s]
-    crash = Crash(now, seat.since, node, step)
+    is_excused = not event.is_crash and _was_useful(state, seat, now)
+    crash = Crash(now, seat.since, node, step, is_excused)
     state.crashes = [*recent, crash]
     counts = _counts(state)
     commands = _acquit(state, crash, counts)
     if node not in state.avoided and _is_to_blame(state, node, counts):
-        state.avoided[node] = now + state.policy.avoid_for_s
+        _quarantine(state, now, node)
         told = f"workers have crashed there {counts[node]} times"
         commands.append(NodeAvoided(node, state.avoided[node], told))
     return commands
@@ -49,14 +65,23 @@ def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
 
 def avoid_deadline(state: CoreState) -> float:
     """When an avoided node is to be used again."""
-    return min([*state.avoided.values(), _starving_until(state)], default=inf)
+    patience = [_patience_until(state, node) for node in state.avoided]
+    return min([*state.avoided.values(), *patience, _starving_until(state)], default=inf)
 
 
 def follow_up(state: CoreState, now: float) -> list[Command]:
-    """Use nodes again whose time has come."""
+    """Use nodes again whose time has come; note since when the run lacks workers."""
+    if not state.avoided or not _is_short(state):
+        state.short_since = None
+    elif state.short_since is None:
+        state.short_since = now
     if not state.avoided:
         return []
     over = {n: "its time is over" for n, until in state.avoided.items() if now >= until}
+    for node in state.avoided:
+        if now >= _patience_until(state, node):
+            waited = f"{_patience_s(state, node):.0f} s"
+            over.setdefault(node, f"no other capacity has come within {waited}")
     if now >= _starving_until(state):
         over = dict.fromkeys(state.avoided, "too few workers have come elsewhere")
     state.crashes = [crash for crash in state.crashes if crash.node not in over]
@@ -78,6 +103,50 @@ def let_go_of_spares(state: CoreState) -> list[Command]:
     return commands
 
 
+def _was_useful(state: CoreState, seat: Seat, now: float) -> bool:
+    """Whether a worker was ready for longer than a start takes, waiting for a place not counted."""
+    start_s = min(state.recent_start_s, default=0.0)
+    return seat.is_ready and now - seat.since >= max(start_s, MIN_USEFUL_S)
+
+
+def _quarantine(state: CoreState, now: float, node: str) -> None:
+    """Each quarantine of a node lasts twice as long as the one before."""
+    lately = {n: q for n, q in state.quarantines.items() if now < _forgotten_at(state, q)}
+    number = lately[node].number + 1 if node in lately else 1
+    state.quarantines = {**lately, node: Quarantine(number, now)}
+    state.avoided[node] = now + _lasts_s(state, number)
+
+
+def _lasts_s(state: CoreState, number: int) -> float:
+    """How long the quarantine of this number, counted from 1, lasts."""
+    return state.policy.avoid_for_s * 2.0 ** min(number - 1, MAX_DOUBLINGS)
+
+
+def _forgotten_at(state: CoreState, quarantine: Quarantine) -> float:
+    calm_s = FORGET_AFTER * state.policy.avoid_for_s
+    return quarantine.since + _lasts_s(state, quarantine.number) + calm_s
+
+
+def _is_short(state: CoreState) -> bool:
+    """Whether fewer workers stay than the run wants."""
+    return state.num_staying() < state.policy.max_workers - state.num_given_back
+
+
+def _patience_s(state: CoreState, node: str) -> float:
+    """How long the run waits for capacity elsewhere before it uses a quarantined node again."""
+    start_s = median(state.recent_start_s) if state.recent_start_s else 0.0
+    first_s = max(state.policy.quarantine_patience_s, GROWTHS_OF_PATIENCE * start_s)
+    number = state.quarantines[node].number
+    doubled_s = first_s * 2.0 ** min(number - 1, MAX_DOUBLINGS)
+    return min(doubled_s, _lasts_s(state, number))
+
+
+def _patience_until(state: CoreState, node: str) -> float:
+    if state.short_since is None:
+        return inf
+    return max(state.short_since, state.quarantines[node].since) + _patience_s(state, node)
+
+
 def _counts(state: CoreState) -> Counter[str]:
     """How often each node has been struck, and no other with it."""
     nodes_by_step: dict[int, set[str]] = {}
@@ -85,7 +154,7 @@ def _counts(state: CoreState) -> Counter[str]:
         nodes_by_step.setdefault(crash.step, set()).add(crash.node)
     moments: list[tuple[float, set[str]]] = []
     for crash in state.crashes:
-        if crash.step and len(nodes_by_step[crash.step]) > 1:
+        if crash.is_excused or (crash.step and len(nodes_by_step[crash.step]) > 1):
             continue
         if not moments or not _is_same_moment(crash, moments[-1][0]):
             moments.append((crash.time, set()))
@@ -98,11 +167,16 @@ def _is_same_moment(crash: Crash, earlier: float) -> bool:
 
 
 def _is_to_blame(state: CoreState, node: str, counts: Counter[str]) -> bool:
-    others = max((number for other, number in counts.items() if other != node), default=0)
+    """Whether a node crashes over twice as often as the median of the others, and the run has
+    workers elsewhere. A program that crashes everywhere blames no node; two bad nodes of many do
+    not excuse each other."""
+    nodes = {seat.node for seat in state.seats.values() if seat.node} | counts.keys()
+    others = sorted(counts[other] for other in nodes - {node})
+    typical = others[len(others) // 2] if others else 0
     elsewhere = {state.seats[worker].node for worker in state.warm - state.leaving}
     elsewhere -= {node} | state.avoided.keys() | state.draining.keys()
     return (
-        counts[node] >= state.policy.avoid_after and counts[node] > 2 * others and bool(elsewhere)
+        counts[node] >= state.policy.avoid_after and counts[node] > 2 * typical and bool(elsewhere)
     )
 
 
@@ -129,7 +203,7 @@ def _starving_until(state: CoreState) -> float:
         return inf
     if state.num_staying() >= state.policy.min_workers:
         return inf
-    newest = max(state.avoided.values()) - state.policy.avoid_for_s
+    newest = max(state.quarantines[node].since for node in state.avoided)
     return max(phase.since, newest) + state.policy.start_timeout_s
 
 

@@ -7,11 +7,12 @@ being journalled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
 from elastic.events import PartFile
 from elastic.keeping import Keeper
+from elastic.layout import Layout
 from elastic.transfers import Relayout as RelayoutPlan
 from elastic.votes import StepRecord, Vote
 
@@ -90,6 +91,8 @@ class Abort:
     cause: str
     is_hang: bool = False
     """Somebody stands still: where everybody does is to be kept."""
+    committed_step: int = 0
+    """The newest step whose record the controller has: workers report later ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,15 @@ class Settle:
     generation: int
     workers: tuple[str, ...]
     vote: Vote
+
+
+@dataclass(frozen=True, slots=True)
+class SendRecords:
+    """Send the records of the steps after `committed_step`; one worker is asked."""
+
+    generation: int
+    workers: tuple[str, ...]
+    committed_step: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +167,8 @@ class Resume:
     """Took part in the transfers only, and may forget what they held."""
     left_out: tuple[int, ...] = ()
     """The numbers of the batches that no step reads, ascending."""
+    guarded_step: int = 0
+    """Before this step the members save the state, and wait until it is written; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,11 +204,17 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class PublishCheckpoint:
-    """All parts are durable: make the checkpoint visible."""
+    """All parts are durable: make the checkpoint visible.
+
+    `members` are in world-rank order: with `layout` they say which file has which region, so that
+    a reader opens only the files that it needs.
+    """
 
     step: int
     generation: int
     files: tuple[PartFile, ...]
+    layout: Layout = field(default_factory=Layout)
+    members: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +331,16 @@ class Stopped:
 
 
 Order = (
-    Abort | Form | Relayout | Resume | Pause | Protect | Settle | WishCheckpoint | SaveCheckpoint
+    Abort
+    | Form
+    | Relayout
+    | Resume
+    | Pause
+    | Protect
+    | SendRecords
+    | Settle
+    | WishCheckpoint
+    | SaveCheckpoint
 )
 """What goes to workers."""
 
@@ -326,6 +355,7 @@ Command = (
     | StopWorker
     | Abort
     | Settle
+    | SendRecords
     | Form
     | Relayout
     | Resume

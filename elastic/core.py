@@ -14,12 +14,13 @@ from elastic import (
     aborting,
     auditing,
     avoiding,
+    catch_up,
+    controller_errors,
     forming,
     giving_way,
     growing,
     leaving,
     protecting,
-    restarting,
     roster,
     running,
     saving,
@@ -27,12 +28,17 @@ from elastic import (
     wishing,
 )
 from elastic.commands import Command, StartStore, StopWorker
+from elastic.controller_events import (
+    CheckpointsRemoved,
+    ControllerRaised,
+    ControllerRecovered,
+    ControllerRestarted,
+)
 from elastic.events import (
     Audited,
     CheckpointDamaged,
     Checkpointed,
     ComputeTimed,
-    ControllerRestarted,
     Evaluated,
     Event,
     GroupFormed,
@@ -76,6 +82,7 @@ from elastic.phases import (
 )
 from elastic.recovery import INITIAL_STEP, living
 from elastic.state import CoreState
+from elastic.step_records import RecordsSent
 
 
 class Core:
@@ -86,9 +93,12 @@ class Core:
 
     def step(self, now: float, event: Event) -> list[Command]:
         """Take one event in; return what is to be done, in order. `now` is in seconds."""
-        if isinstance(self.state.phase, Stopped) and not isinstance(event, RunOpened):
+        kept_up = RunOpened | ControllerRaised
+        if isinstance(self.state.phase, Stopped) and not isinstance(event, kept_up):
             return []
         commands = self._take(now, event)
+        if isinstance(event, ControllerRaised):
+            return commands  # what raised in a follow-up shall not raise again here
         return commands + self._follow_up(now)
 
     def next_deadline(self) -> float | None:
@@ -96,6 +106,7 @@ class Core:
         state, phase = self.state, self.state.phase
         times = [roster.start_deadline(state), leaving.leave_deadline(state)]
         times += [leaving.drain_end(state), avoiding.avoid_deadline(state)]
+        times += [state.catch_up.deadline] if state.catch_up else []
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
@@ -107,6 +118,8 @@ class Core:
                 times += [protecting.protect_deadline(state), saving.wish_deadline(state)]
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
+            case Aborting() if state.catch_up:
+                pass  # only for the one that sends records
             case Forming() | Relaying() | Aborting():
                 times += [phase.deadline]
             case Saving():
@@ -123,8 +136,8 @@ class Core:
         match event:
             case RunOpened():
                 return self._open(now, event)
-            case ControllerRestarted():
-                return restarting.on_restarted(state, now, event)
+            case ControllerRestarted() | ControllerRaised() | ControllerRecovered():
+                return controller_errors.on_controller(state, now, event)
             case StoreReady():
                 state.store_host, state.store_port = event.host, event.port
             case StoreLost():
@@ -146,7 +159,7 @@ class Core:
             case LayoutRequested():
                 return wishing.on_layout_requested(state, event)
             case StopRequested():
-                state.ending = state.ending or Ending("interrupted", event.cause)
+                return aborting.on_stop_requested(state, now, event)
             case Woke():
                 return self._wake(now)
             case _:
@@ -166,9 +179,11 @@ class Core:
         | Paused
         | Quiesced
         | Settled
+        | RecordsSent
         | PartWritten
         | PartFailed
         | Checkpointed
+        | CheckpointsRemoved
         | CheckpointDamaged,
     ) -> list[Command]:
         """What workers tell of the generation's work; stale tellings change nothing."""
@@ -178,10 +193,10 @@ class Core:
                 return forming.on_group_formed(state, now, event)
             case StateReady():
                 return forming.on_state_ready(state, now, event)
-            case StepCommitted():
-                return running.on_step_committed(state, now, event)
+            case StepCommitted() | RecordsSent():
+                return running.on_steps_reported(state, now, event)
             case Progressed() | Evaluated():
-                running.on_progressed(state, now, event)
+                return running.on_progressed(state, now, event)
             case ComputeTimed():
                 return straggling.on_timed(state, now, event)
             case Audited():
@@ -196,8 +211,8 @@ class Core:
                 saving.on_part_written(state, now, event)
             case PartFailed():
                 return saving.on_part_failed(state, now, event)
-            case Checkpointed():
-                return saving.on_checkpointed(state, now, event)
+            case Checkpointed() | CheckpointsRemoved():
+                return saving.on_stored(state, event)
             case CheckpointDamaged():
                 return aborting.on_damaged(state, now, event)
             case _:
@@ -207,8 +222,11 @@ class Core:
     def _open(self, now: float, event: RunOpened) -> list[Command]:
         """Begin, or begin again: nothing of an earlier incarnation lives."""
         old = self.state
+        if old.incarnation and not isinstance(old.phase, Stopped):
+            old.checkpoint_costs.note_failure(old.generation)  # all of that session was lost
         standing = [one for one in event.saved if old.stands(one.step, one.generation)]
         step = standing[-1].step if standing else INITIAL_STEP
+        generation = max(old.generation, event.newest_generation)
         is_done = step >= event.job.steps
         self.state = CoreState(
             policy=event.policy,
@@ -216,8 +234,8 @@ class Core:
             job=event.job,
             digest=event.job.digest or None,
             incarnation=event.incarnation,
-            generation=old.generation,
-            history=old.generation,
+            generation=generation,
+            history=generation,
             phase=Waiting("starting", now),
             committed_step=step if is_done else max(old.committed_step, step),
             evaluated_step=old.evaluated_step,
@@ -232,6 +250,8 @@ class Core:
             num_rewinds=old.num_rewinds,
             voids=old.voids,
             left_out=old.left_out,
+            controller_errors=old.controller_errors,
+            checkpoint_costs=old.checkpoint_costs,
         )
         if is_done:
             self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")
@@ -264,10 +284,14 @@ class Core:
         state = self.state
         if event.worker not in state.warm:
             return []
+        state.seats[event.worker].silent_in = state.generation
         if event.worker not in roster.participants(state):
             return [StopWorker(event.worker, event.cause)]
         if isinstance(state.phase, Breakable):
-            return aborting.abort(state, now, f"{event.worker}: {event.cause}")
+            cause = f"{event.worker}: {event.cause}"
+            return aborting.abort(state, now, cause, suspects={event.worker})
+        if isinstance(state.phase, Aborting):
+            return aborting.on_suspected(state, now, event.worker)
         if isinstance(state.phase, Saving) and living(state, without={event.worker}):
             return [StopWorker(event.worker, event.cause)]
         return []
@@ -277,15 +301,18 @@ class Core:
         state, phase = self.state, self.state.phase
         protecting.stop_asking(state, now)
         leaving.end_drains(state, now)
+        if state.catch_up and now >= state.catch_up.deadline:
+            return catch_up.on_deadline(state, now)
         if now >= leaving.leave_deadline(state):
             return leaving.leave_at_once(state, now)
         match phase:
             case Forming() | Relaying() if now >= phase.deadline:
                 late = ", ".join(sorted(phase.pending)[:4])
-                return aborting.abort(state, now, f"{type(phase).__name__} is late: {late}")
+                cause = f"{type(phase).__name__} is late: {late}"
+                return aborting.abort(state, now, cause, is_late=True)
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
                 return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
-            case Aborting() if now >= phase.deadline:
+            case Aborting() if now >= phase.deadline and not state.catch_up:
                 return aborting.on_deadline(state, now)
             case Saving() if now >= phase.deadline or phase.retry_at is not None:
                 return saving.on_deadline(state, now)
@@ -293,6 +320,10 @@ class Core:
 
     def _follow_up(self, now: float) -> list[Command]:
         state, commands = self.state, saving.publish_whole(self.state)
+        if catch_up.is_over(state):
+            commands += self._go_on_after_catch_up(now)
+        if controller_errors.is_failing(state):
+            return commands + controller_errors.go_to_the_end(state, now)
         commands += avoiding.follow_up(state, now)
         if isinstance(state.phase, Waiting):
             commands += giving_way.give_way(state, now) + forming.go_on(state, now)
@@ -300,3 +331,8 @@ class Core:
             commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
             commands += saving.wish(state, now) + growing.give_back(state, now)
         return commands + roster.start_missing(state, now)
+
+    def _go_on_after_catch_up(self, now: float) -> list[Command]:
+        if isinstance(self.state.phase, Aborting):
+            return aborting.on_caught_up(self.state, now)
+        return running.on_caught_up(self.state, now)

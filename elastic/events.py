@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from elastic.controller_events import ControllerEvent
 from elastic.keeping import Keeper, ParitySlot, Slot
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.step_records import RecordsSent
 from elastic.votes import StepRecord, Vote
 
 
@@ -32,7 +34,8 @@ class PartFile:
 class RunOpened:
     """A controller has taken the run; whatever an earlier one drove is gone.
 
-    `saved` are the whole checkpoints in storage, the oldest first.
+    `saved` are the whole checkpoints in storage, the oldest first. Files of the run name
+    generations up to `newest_generation`, of which a damaged journal may know nothing.
     """
 
     incarnation: int
@@ -40,15 +43,7 @@ class RunOpened:
     wish: Wish
     job: Job
     saved: tuple[Saved, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class ControllerRestarted:
-    """The controller had died alone, its last journal line is of `stopped_at`, and is back: what it
-    drove may live, and goes on."""
-
-    incarnation: int
-    stopped_at: float
+    newest_generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +61,7 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker has warmed up and waits for its first assignment."""
+    """A worker has warmed up and waits for its first assignment. `device` is cpu or cuda."""
 
     worker: str
     node: str
@@ -78,6 +73,7 @@ class WorkerReady:
     """Of its sources and tensor specs: all workers of a run must agree on them."""
     node_type: str = ""
     """The cluster's name for machines like its node, where it has one."""
+    device: str = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +84,9 @@ class WorkerLost:
     cause: str
     node: str = ""
     """Where it ran, as far as anybody knows: one that has never been ready could not tell."""
+    is_crash: bool = False
+    """Whether the process is known to have ended by itself (a fault signal, an exit code), not by
+    SIGKILL, the out-of-memory killer or a preemption. On Ray this is mostly unknown: False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,12 +213,17 @@ class ComputeTimed:
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
-    """The held-out loss after `step`, and other numbers of the held-out data by name."""
+    """The held-out loss after `step`, and other metrics of the held-out data by name.
+
+    A value is None if it was not finite, in which case `not_finite` has its name (`loss` or that of
+    a metric), or if the evaluation counted nothing.
+    """
 
     generation: int
     step: int
-    loss: float
-    metrics: tuple[tuple[str, float], ...] = ()
+    loss: float | None
+    metrics: tuple[tuple[str, float | None], ...] = ()
+    not_finite: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +255,8 @@ class Quiesced:
     """A worker's training thread has unwound after an abort.
 
     `vote` is the latest vote it has read, `gradients_complete` whether it could still apply
-    the step after `committed_step`, `torn` whether an apply broke half-way. `records` are its
-    latest committed steps, in which nobody's report may have been lost.
+    the step after `committed_step`, `torn` whether an apply broke half-way. `records` are those
+    that the controller lacks, by `Abort.committed_step`; empty if there are too many for a report.
     """
 
     worker: str
@@ -278,9 +282,10 @@ class WorkerRaised:
     """An exception came out of a worker's training thread.
 
     `kind` is `peer` (a collective broke: somebody else may be gone), `device`, `memory`, `machine`
-    (where it runs something is lacking that it may find elsewhere, as the way to the data) or
-    `program` (the user's code). Of `memory` it is told how much the worker held at most and, if
-    the allocator says so, how much more it asked for.
+    (where it runs something is lacking that it may find elsewhere, as the way to the data),
+    `holding` (what it holds is not of the plan's step) or `program` (the user's code). Of `memory`
+    it is told how much the worker held at most and, if the allocator says so, how much more it
+    asked for.
     """
 
     worker: str
@@ -356,7 +361,7 @@ class Woke:
 
 Event = (
     RunOpened
-    | ControllerRestarted
+    | ControllerEvent
     | StoreReady
     | StoreLost
     | WorkerReady
@@ -379,6 +384,7 @@ Event = (
     | Paused
     | Quiesced
     | Settled
+    | RecordsSent
     | WorkerRaised
     | PartWritten
     | PartFailed

@@ -7,6 +7,8 @@ from dataclasses import replace
 from elastic.assigning import Proposal, propose
 from elastic.assignment import Assignment
 from elastic.avoiding import let_go_of_spares
+from elastic.blaming import guarded_step
+from elastic.catch_up import mark_missing
 from elastic.commands import (
     Command,
     Form,
@@ -30,7 +32,7 @@ from elastic.saving import begin_saving, drop_void, end, is_saved
 from elastic.state import CoreState, Held
 from elastic.transfers import Carried
 from elastic.transfers import Relayout as RelayoutPlan
-from elastic.uploads import break_uploads
+from elastic.uploads import break_uploads, open_upload
 from elastic.wishing import withdraw
 
 
@@ -63,9 +65,12 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     if isinstance(proposal, Infeasible):
         return end(state, now) if state.ending else _refuse(state, now, proposal)
     assignment = proposal.assignment
+    commands: list[Command] = []
+    if source.step > state.committed_step:  # by snapshots, of which nobody lives to tell
+        commands += mark_missing(state, now, source.step)
     state.generation = assignment.generation
     state.former_wish = None
-    commands: list[Command] = []
+    state.unheard = (0, 0)
     if source.step < state.committed_step:
         commands.append(_roll_back(state, source))
         commands += drop_void(state)
@@ -174,22 +179,19 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     if state.held:
         state.also_held = Held(state.held.assignment, state.held.holders.intersection(members))
     state.held = Held(attempt.assignment, set(members))
+    if state.ending and state.ending.outcome != "completed":
+        return [_relaid(state, now, phase), *end(state, now)]  # it has come back to be saved
     begin_shelf(state, now)
     begin_saving(state, now)
+    state.guarded_step = guarded_step(state)
+    if state.guarded_step == state.committed_step + 1:
+        open_upload(state, state.generation, state.committed_step, set(members), attempt.assignment)
     spares = state.warm - state.leaving - set(members)
     state.spare_since = state.idle_since = now if spares else None
     state.num_given_way = 0
     _note_links(state, phase)
     state.enter(Running(now, now))
     state.boundary_at, state.relayout_s = now, now - attempt.started
-    relaid = Relaid(
-        state.generation,
-        state.committed_step,
-        attempt.source,
-        sum(event.bytes_moved for event in phase.ready.values()),
-        sum(event.bytes_needed for event in phase.ready.values()),
-        state.relayout_s,
-    )
     held = [phase.ready[worker] for worker in members]
     resume = Resume(
         generation=state.generation,
@@ -200,9 +202,22 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
         evaluated_step=state.evaluated_step,
         released=attempt.plan.participants[len(members) :],
         left_out=state.left_out,
+        guarded_step=state.guarded_step,
     )
     leavers = sorted(state.leaving - set(members))
+    relaid = _relaid(state, now, phase)
     return [relaid, resume, *(StopWorker(worker, "it leaves by plan") for worker in leavers)]
+
+
+def _relaid(state: CoreState, now: float, phase: Relaying) -> Relaid:
+    return Relaid(
+        state.generation,
+        state.committed_step,
+        phase.attempt.source,
+        sum(event.bytes_moved for event in phase.ready.values()),
+        sum(event.bytes_needed for event in phase.ready.values()),
+        now - phase.attempt.started,
+    )
 
 
 def _note_links(state: CoreState, phase: Relaying) -> None:

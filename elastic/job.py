@@ -31,6 +31,8 @@ class Job:
     cost (none: all the same). One microbatch takes one worker `microbatch_s`, and its hidden
     state between two layers has `activation_bytes` (0: not known). `digest` is of the driver's
     sources and tensor specs, which each worker's must equal ("": the first worker's counts).
+    `seed` and `num_samples` (0: not known) give the order of the training samples; each
+    `eval_every` steps (0: never) an evaluation reads the first `num_eval_samples` held-out ones.
     """
 
     num_microbatches: int = 1
@@ -48,6 +50,10 @@ class Job:
     microbatch_s: float = 0.0
     links: LinkSpeeds = field(default_factory=LinkSpeeds)
     digest: str = ""
+    seed: int = 0
+    num_samples: int = 0
+    eval_every: int = 0
+    num_eval_samples: int = 0
 
     @property
     def num_layers(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from elastic.commands import Command, RecordStep, Warned
+from elastic.events import Evaluated
 from elastic.phases import Ending
 from elastic.rewinding import rewind, shortfall
 from elastic.state import CoreState
@@ -10,9 +11,24 @@ from elastic.votes import StepRecord
 
 
 def commit(state: CoreState, record: StepRecord) -> list[Command]:
-    """One more step stands: its line, and what is to be told of its numbers."""
+    """One more step stands: its line, and what is to be told of its numbers, if they are known."""
     state.commit(record.step)
+    if record.missing:
+        return [RecordStep(record)]
     return [RecordStep(record), *_count_skipped(state, record), *_watch_loss(state, record)]
+
+
+def warn_of_evaluation(event: Evaluated) -> list[Command]:
+    """Held-out numbers that are not finite, or that nothing was counted for, are reported."""
+    commands: list[Command] = []
+    if event.not_finite:
+        names = ", ".join("held-out loss" if n == "loss" else n for n in event.not_finite)
+        text = f"{names} of step {event.step}: not finite"
+        commands.append(Warned(event.generation, event.step, "not finite", text))
+    if event.loss is None and "loss" not in event.not_finite:
+        text = f"the evaluation of step {event.step} counted nothing: it has no held-out loss"
+        commands.append(Warned(event.generation, event.step, "nothing counted", text))
+    return commands
 
 
 def _count_skipped(state: CoreState, record: StepRecord) -> list[Command]:
@@ -25,9 +41,12 @@ def _count_skipped(state: CoreState, record: StepRecord) -> list[Command]:
     most = state.policy.max_skipped
     if most and record.step - state.skipped_since + 1 >= most:
         which = f"steps {state.skipped_since} to {record.step} were"
-        reason = f"{which} all skipped: a loss or gradient was not finite (max_skipped={most})"
+        what = "a loss or gradient" if record.lr is not None else "the learning rate"
+        reason = f"{which} all skipped: {what} was not finite (max_skipped={most})"
         state.ending = state.ending or Ending("failed", reason)
     why = "a loss or gradient was not finite" if record.tokens else "it had no tokens"
+    if record.lr is None:
+        why = "the learning rate was not finite"
     return [_warned(state, record, "skipped", f"step {record.step} was skipped: {why}")]
 
 

@@ -12,6 +12,9 @@ from elastic.zero import HYBRID, STAGES, parse_stage
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
 """Mesh axes from outermost to innermost: those further right talk more often."""
 
+MAX_DIGITS = 9
+"""Of a degree; Python takes quadratic time to read a number of very many."""
+
 
 class Coordinates(NamedTuple):
     """Where a worker stands in the mesh: one index an axis, in the order of `AXES`."""
@@ -124,7 +127,7 @@ class Layout:
             if axis == "zero":
                 degrees[axis] = parse_stage(value)
                 continue
-            if not value.isdecimal():
+            if not (value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS):
                 raise InvalidLayout(f"'{part}': the degree is a whole number, e.g. {axis}=2")
             degrees[axis] = int(value)
         if HYBRID in text.upper() and degrees.get("dp", 1) == 1:

@@ -36,6 +36,8 @@ def on_notice(
             return _drain(state, now, event)
         case NodeAtRisk():
             # No more than told: most such nodes live on, and to leave one costs its work.
+            if state.policy.checkpoint_auto and state.held:
+                want_at_once(state, now)
             text = f"node {event.node} may be taken before long: {event.cause}"
             return [Warned(state.generation, state.committed_step, "notice", text)]
     return []
@@ -104,6 +106,7 @@ def _ask_to_go(state: CoreState, worker: str) -> list[Command]:
 
 def _drain(state: CoreState, now: float, event: NodeDraining) -> list[Command]:
     """The same of all workers of a node; no snapshot is brought there any more."""
+    is_new = event.node not in state.draining
     drain = state.draining.setdefault(event.node, Drain(event.deadline))
     drain.deadline = event.deadline
     there = state.on(event.node)
@@ -111,7 +114,8 @@ def _drain(state: CoreState, now: float, event: NodeDraining) -> list[Command]:
     commands = _let_go(state, there)
     if state.shelves:
         state.protect_at = now
-    if there and state.held and not _enough_stay(state):
+    is_wanted = (is_new and state.policy.checkpoint_auto) or not _enough_stay(state)
+    if there and state.held and is_wanted:
         want_at_once(state, now)
     return commands
 

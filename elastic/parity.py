@@ -24,7 +24,7 @@ _NUM_DIGITS = 3
 
 def num_chunks_of(redundancy: str) -> int:
     """The k of `xor:k`; 0 for `copy`. Raises `InvalidRedundancy`."""
-    found = re.fullmatch(r"copy|xor:([1-9]\d{0,3})", redundancy)
+    found = re.fullmatch(r"copy|xor:([1-9][0-9]{0,3})", redundancy)
     if found is None:
         raise InvalidRedundancy(
             f"snapshot_redundancy={redundancy!r}: write copy, or xor:3 for the parity of 3 others"

@@ -77,21 +77,36 @@ class Pausing:
     cause: str
     pending: set[str]
     last_progress: float
+    is_whole: bool = False
+    """All have paused: the controller only lacks records of steps before the boundary."""
 
 
 @dataclass(slots=True)
 class Aborting:
-    """Workers unwind; then `settling` brings all of them to the step that a vote decided."""
+    """Workers unwind; then `settling` brings all of them to the step that a vote decided.
+
+    At `deadline` pending suspects are ended, at `patience` whoever is pending.
+    """
 
     cause: str
     pending: set[str]
     deadline: float
     patience: float
+    began: float
+    on_gpu: bool = False
+    """Whether any survivor has a GPU, which is slower to break off."""
+    is_hang: bool = False
+    """Somebody stands still, and nobody knows who: workers that do not unwind are suspects."""
+    suspects: set[str] = field(default_factory=set)
+    """Workers that have not answered a probe."""
+    suspected_at: float = 0.0
+    first_unwound_s: float = 0.0
+    """How long the first survivor took to unwind."""
     reports: dict[str, Quiesced] = field(default_factory=dict)
     settling: Vote | None = None
     num_lost: int = 0
     raised: Ending | None = None
-    """The exception that ends the run, unless somebody's death turns out to be its cause."""
+    """The exception that ends the run: no worker was lost before it."""
 
 
 @dataclass(slots=True)
@@ -127,6 +142,8 @@ TRANSITIONS: dict[type, tuple[tuple[type, str], ...]] = {
     ),
     Relaying: (
         (Running, "all state in place"),
+        (Saving, "all state in place, the run ends"),
+        (Stopped, "all state in place, already saved"),
         (Aborting, "a loss, or too late"),
     ),
     Running: (

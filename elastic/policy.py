@@ -13,16 +13,27 @@ class Policy:
     max_workers: int = 1
     start_timeout_s: float = 60.0
     """A run starts with all its workers, or after this long with at least the minimum."""
-    quiesce_deadline_s: float = 0.3
-    """After an abort, a worker that is not needed for the state gets this long to unwind, or as
-    long as a median step: on a busy machine a healthy one needs more."""
+    quiesce_deadline_s: float = 1.0
+    """After an abort, a suspect gets at least this long to unwind: a worker that does not answer
+    probes or, after a hang, one that does not unwind while others do. No other worker is ended
+    before `collective_timeout_s`."""
+    quiesce_deadline_cuda_s: float = 10.0
+    """The same for a worker on a GPU."""
+    quiesce_factor: float = 4.0
+    """A suspect also gets so many median steps, and so many times as long as the first survivor
+    took to unwind."""
     collective_timeout_s: float = 300.0
-    """What every process group has; also the patience with a worker that is needed."""
+    """What every process group has; also the patience with workers that unwind or roll forward."""
+    records_timeout_s: float = 10.0
+    """A worker that is asked for records of steps gets this long before another is asked."""
     form_timeout_s: float = 30.0
     relayout_timeout_s: float = 600.0
     hang_timeout_s: float = 60.0
     hang_factor: float = 10.0
     """No progress for `max(hang_timeout_s, hang_factor x median step)` is a hang."""
+    silence_timeout_s: float = 5.0
+    """A worker that answers no probe for so long, or for a median step if that is longer, is
+    suspected although its process runs. One that is stopped is found in 2.5 s."""
     first_step_timeout_s: float = 600.0
     """The same before any step has committed: the first one may have to compile."""
     growth_settle_s: float = 2.0
@@ -40,9 +51,15 @@ class Policy:
     save_timeout_s: float = 300.0
     """How long the last checkpoint may take, with all its tries."""
     save_backoff_s: float = 5.0
-    """The pause after a checkpoint could not be written; it doubles, up to five minutes."""
+    """The pause after a checkpoint could not be written; it doubles, up to five minutes, and up to
+    ten seconds between the tries of the last one."""
     checkpoint_every_s: float = 0.0
     """A checkpoint by time, beside those by steps; 0 is never."""
+    checkpoint_auto: bool = False
+    """Whether the time between checkpoints follows their measured cost and the failures observed,
+    within the next two numbers; then a notice that a node will be gone orders one at once."""
+    checkpoint_least_s: float = 60.0
+    checkpoint_most_s: float = 900.0
     keep_last: int = 0
     """So many newest checkpoints are kept; 0 keeps all."""
     keep_every: int = 0
@@ -90,5 +107,8 @@ class Policy:
     """Crashes that are older do not count."""
     avoid_for_s: float = 3600.0
     """After so long an avoided node is used again."""
+    quarantine_patience_s: float = 30.0
+    """The same where the run lacks workers and none come elsewhere; at least twice as long as a
+    worker takes to start, doubled with each quarantine of the same node."""
     drain_grace_s: float = 60.0
     """A node that is still there so long after its announced end is used again."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
+from heapq import merge
 
-from elastic.commands import Form, Order, Protect, WishCheckpoint
+from elastic.commands import Form, Order, Protect, SendRecords, WishCheckpoint
 from elastic.events import Event, PartFailed, PartWritten, StepCommitted
+from elastic.step_records import RecordsSent
 
 NUM_KEPT_EVENTS = 4096
 NUM_KEPT_PARTS = 16
@@ -13,16 +15,26 @@ NUM_KEPT_PARTS = 16
 
 
 class Outbox:
-    """What a worker has told in its present generation, in order; not safe for two threads."""
+    """What a worker has told in its present generation, in order; not safe for two threads.
 
-    def __init__(self, incarnation: int) -> None:
+    Of what there is too much the oldest is dropped. The reports of steps, of which there are most,
+    do not displace others: `RecordRing` has what is dropped of them.
+    """
+
+    def __init__(self, incarnation: int, num_kept: int = NUM_KEPT_EVENTS) -> None:
         """`incarnation` is of the controller that it tells."""
         self.incarnation = incarnation
         self._generation = 0
-        self._told: deque[Event] = deque(maxlen=NUM_KEPT_EVENTS)
+        self._num_told = 0
+        self._told: deque[tuple[int, Event]] = deque(maxlen=NUM_KEPT_EVENTS)
+        self._steps: deque[tuple[int, StepCommitted]] = deque(maxlen=num_kept)
 
     def add(self, event: Event) -> None:
-        self._told.append(event)
+        self._num_told += 1
+        if isinstance(event, StepCommitted):
+            self._steps.append((self._num_told, event))
+        elif not isinstance(event, RecordsSent):  # they are asked for again
+            self._told.append((self._num_told, event))
 
     def note(self, incarnation: int, order: Order) -> None:
         """An order is about to be taken. Whoever wants a generation formed knows what was told
@@ -31,17 +43,15 @@ class Outbox:
         if not isinstance(order, Form) or not is_new:
             return
         self._generation = order.generation
-        parts = [event for event in self._told if isinstance(event, PartWritten | PartFailed)]
+        parts = [told for told in self._told if isinstance(told[1], PartWritten | PartFailed)]
         self._told = deque(parts[-NUM_KEPT_PARTS:], NUM_KEPT_EVENTS)
+        self._steps.clear()
 
     def again(self, incarnation: int, committed_step: int) -> list[Event]:
         """What is to be told to another controller, which knows of the steps up to this one."""
         self.incarnation = max(self.incarnation, incarnation)
-        return [
-            event
-            for event in self._told
-            if not isinstance(event, StepCommitted) or event.record.step > committed_step
-        ]
+        steps = [told for told in self._steps if told[1].record.step > committed_step]
+        return [event for _, event in merge(self._told, steps, key=lambda told: told[0])]
 
 
 class Intake:
@@ -63,7 +73,7 @@ class Intake:
             return False
         self._incarnation = incarnation
         self.generation = max(self.generation, order.generation)
-        if isinstance(order, Protect):
+        if isinstance(order, Protect | SendRecords):
             return True  # the last one counts
         step = order.step if isinstance(order, WishCheckpoint) else 0
         key = (type(order).__name__, order.generation, step)

@@ -122,7 +122,8 @@ def _standing(state: CoreState) -> Iterator[Holding]:
 
 def _kept(state: CoreState) -> Iterator[Holding]:
     """What the keepers have said that they have, or that they can make again between them, as far
-    as it is of this history."""
+    as it is of this history. A step of which there is one has committed, also if the controller
+    has not heard of it."""
     shelves = {shelf.assignment.generation: shelf for shelf in state.shelves}
     ranks = {
         generation: {worker: rank for rank, worker in enumerate(shelf.assignment.members)}
@@ -135,8 +136,7 @@ def _kept(state: CoreState) -> Iterator[Holding]:
             if rank is None:
                 continue
             shelf = shelves[slot.generation]
-            newest_step = shelf.newest_step
-            if slot.step <= (state.committed_step if newest_step is None else newest_step):
+            if shelf.newest_step is None or slot.step <= shelf.newest_step:
                 yield _holding(state, shelf.assignment, rank, holder, Tier.SNAPSHOT, slot.step)
 
 

@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from elastic.commands import (
-    AskKeepers,
-    Command,
-    DropCheckpoints,
-    ForgetSnapshots,
-    Form,
-    Order,
-    Protect,
-    RecordStep,
-    SetAside,
-    Stopped,
-    StopWorker,
-)
+from elastic.commands import Command, RecordStep, Stopped
 from elastic.core import Core
-from elastic.events import Event, RunOpened
+from elastic.events import Event
+from elastic.journalling import NUM_KEPT_RECORDS
 from elastic.state import CoreState
-from elastic.wire import replayed
-
-NUM_KEPT_RECORDS = 4096
+from elastic.unfinished import Unfinished
+from elastic.wire import is_steps, lacking_of, replayed, steps_of, unfinished_of
 
 
 class Replay:
@@ -35,23 +23,33 @@ class Replay:
         self.now = 0.0
         self.records: deque[RecordStep] = deque(maxlen=NUM_KEPT_RECORDS)
         """Of the newest steps: their lines may be lacking."""
-        self.stopped: Stopped | None = None
-        """How this session of the run has ended, if it has."""
+        self.unfinished = Unfinished()
+        self.num_events = 0
+        """Since the newest full state."""
         self._of_event: list[Command] = []
         self._num_told = 0
-        self._since_form: list[Command] = []
-        self._of_session: list[StopWorker | DropCheckpoints | SetAside] = []
 
     def take(self, line: dict[str, Any]) -> None:
         """Raises `UnreadableJournal` for a line of another format."""
+        if is_steps(line):
+            for now, event in steps_of(line):
+                self._step(now, event)
+            return
         told = replayed(line)
         self.now = max(self.now, line["time"])
         if isinstance(told, CoreState):
-            self.core = Core(told)
+            self.core, self.unfinished = Core(told), unfinished_of(line)
+            self.records.extend(map(RecordStep, lacking_of(line)))
+            self._of_event, self._num_told, self.num_events = [], 0, 0
         elif told is not None:
-            self._note(told, self.core.step(self.now, told))
+            self._step(line["time"], told)
         elif "command" in line:
             self._num_told += 1
+
+    @property
+    def stopped(self) -> Stopped | None:
+        """How this session of the run has ended, if it has."""
+        return self.unfinished.stopped
 
     def untold(self) -> list[Command]:
         """The commands of the last event whose lines are lacking."""
@@ -59,30 +57,13 @@ class Replay:
         return told[self._num_told :]
 
     def again(self) -> list[Command]:
-        """What shall be done once more, in order; whoever has done it already takes no notice.
+        """What shall be done once more, in order; whoever has done it already takes no notice."""
+        return self.unfinished.again(self.core.state.seats.keys())
 
-        What is to be started is not among it: the core's state says what should be there.
-        """
-        seats = self.core.state.seats
-        again: list[Command] = [
-            c for c in self._of_session if not isinstance(c, StopWorker) or c.worker in seats
-        ]
-        newest = [c for c in self._since_form if isinstance(c, Protect)][-1:]
-        return again + [c for c in self._since_form if not isinstance(c, Protect)] + newest
-
-    def _note(self, event: Event, commands: list[Command]) -> None:
+    def _step(self, now: float, event: Event) -> None:
+        self.now = max(self.now, now)
+        commands = self.core.step(self.now, event)
+        self.num_events += 1
         self._of_event, self._num_told = commands, 0
-        if isinstance(event, RunOpened):
-            self._since_form, self._of_session, self.stopped = [], [], None
-        if any(isinstance(command, Form) for command in commands):
-            self._since_form = []
-        for command in commands:
-            match command:
-                case RecordStep():
-                    self.records.append(command)
-                case StopWorker() | DropCheckpoints() | SetAside():
-                    self._of_session.append(command)
-                case Stopped():
-                    self.stopped = command
-                case _ if isinstance(command, Order | AskKeepers | ForgetSnapshots):
-                    self._since_form.append(command)
+        self.unfinished.note(event, commands)
+        self.records.extend(c for c in commands if isinstance(c, RecordStep))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from elastic import catch_up
 from elastic.commands import Command
-from elastic.events import ControllerRestarted
+from elastic.controller_events import ControllerRestarted
 from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Saving, Stopped, Waiting
 from elastic.saving import drop_broken
 from elastic.state import CoreState
@@ -20,7 +21,7 @@ def on_restarted(state: CoreState, now: float, event: ControllerRestarted) -> li
     _shift_phase(state, absence_s)
     for upload in state.uploads.values():
         upload.is_published = False
-    return drop_broken(state)
+    return drop_broken(state) + catch_up.repeat_request(state, now)
 
 
 def _shift(state: CoreState, by_s: float) -> None:
@@ -36,6 +37,8 @@ def _shift(state: CoreState, by_s: float) -> None:
         state.paused_at += by_s
     if state.spare_since is not None:
         state.spare_since += by_s
+    if state.short_since is not None:
+        state.short_since += by_s
     if state.protect_at is not None:
         state.protect_at += by_s
     if state.save_at is not None:
@@ -58,6 +61,8 @@ def _shift_phase(state: CoreState, by_s: float) -> None:
         case Aborting():
             phase.deadline += by_s
             phase.patience += by_s
+            phase.began += by_s
+            phase.suspected_at += by_s
         case Saving():
             phase.deadline += by_s
             phase.retry_at = None if phase.retry_at is None else phase.retry_at + by_s

@@ -43,7 +43,8 @@ def distrust(state: CoreState, limit: int) -> None:
     for shelf in state.shelves:
         shelf.newest_step = limit if shelf.newest_step is None else min(limit, shelf.newest_step)
     state.protected = Placement()
-    state.voids = (*state.voids, Void(limit, state.generation + 1))
+    implied = (void for void in state.voids if void.step < limit)  # by the new one
+    state.voids = (*implied, Void(limit, state.generation + 1))
     state.litter += [(one.step, one.generation) for one in state.saved if one.step > limit]
     state.saved = saved_up_to(state, limit)
     break_uploads(state, lambda upload: upload.step > limit)

@@ -11,6 +11,7 @@ from elastic.state import CoreState, Seat
 from elastic.uploads import break_uploads
 
 MAX_BACKOFF_S = 60.0
+NUM_RECENT_STARTS = 8
 NUM_RECENT_CHANGES = 5
 """Of so many the mean time between them counts."""
 
@@ -35,7 +36,10 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     if state.digest not in (None, event.digest):
         return _turn_away(state, now, event)
     state.digest = event.digest
-    seat = Seat(now, event.node, event.rack, event.pid, event.memory_bytes)
+    start_s = now - state.seats[event.worker].since
+    state.recent_start_s = [*state.recent_start_s[1 - NUM_RECENT_STARTS :], start_s]
+    seat = Seat(now, event.node, event.rack, event.pid, event.memory_bytes, event.device)
+    seat.is_ready = True
     state.seats[event.worker] = seat
     state.warm.add(event.worker)
     state.ever_ready = True
@@ -61,6 +65,7 @@ def forget(state: CoreState, now: float, worker: str, cause: str, outcome: str =
     if worker not in state.leaving and worker in state.members():
         note_change(state, now)
         note_loss(state, worker)
+        state.checkpoint_costs.note_failure(state.generation)
     del state.seats[worker]
     state.warm.discard(worker)
     state.leaving.discard(worker)

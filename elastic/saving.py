@@ -14,28 +14,48 @@ from elastic.commands import (
     StopWorker,
     WishCheckpoint,
 )
-from elastic.events import Checkpointed, Evaluated, PartFailed, PartWritten, Saved
+from elastic.controller_events import CheckpointsRemoved
+from elastic.events import (
+    Checkpointed,
+    Evaluated,
+    PartFailed,
+    PartWritten,
+    Saved,
+)
 from elastic.phases import Ending, Pausing, Running, Saving
 from elastic.phases import Stopped as StoppedPhase
 from elastic.recovery import living
-from elastic.retention import kept
+from elastic.retention import kept, known
 from elastic.roster import forget
 from elastic.state import CoreState, Held
 from elastic.uploads import break_upload, break_uploads, open_upload, upload_key
 from elastic.votes import Vote
 
 MAX_BACKOFF_S = 300.0
+LAST_MAX_BACKOFF_S = 10.0
+"""The longest pause between the tries of the last checkpoint, for which the run waits."""
 
 
 def begin_saving(state: CoreState, now: float) -> None:
     """A generation trains: nobody has told its members of a wish. What was due and has been lost
     is wanted at once."""
     state.is_save_wished = False
-    every, every_s = state.job.checkpoint_every, state.policy.checkpoint_every_s
+    state.checkpoint_costs.forget()
+    every, every_s = state.job.checkpoint_every, interval_s(state)
     if every and state.committed_step // every * every > state.saved_step and not state.uploads:
         want_at_once(state, now)
     elif every_s and state.save_at is None:
         state.save_at = now + every_s
+    elif state.policy.checkpoint_auto and state.save_at is not None:
+        state.save_at = min(state.save_at, now + every_s)  # failures may have made it shorter
+
+
+def interval_s(state: CoreState) -> float:
+    """The time from one checkpoint to the next; 0 if none is made by time."""
+    policy = state.policy
+    if not policy.checkpoint_auto:
+        return policy.checkpoint_every_s
+    return state.checkpoint_costs.interval_s(policy.checkpoint_least_s, policy.checkpoint_most_s)
 
 
 def want_at_once(state: CoreState, now: float) -> None:
@@ -49,7 +69,8 @@ def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
     Not once the generation is broken off: then nobody knows who still writes, unless a part was
     told of before.
     """
-    saves = vote.saves(state.job.checkpoint_every)
+    is_guarded = vote.step + 1 == state.guarded_step and not vote.num_pause_wishes
+    saves = vote.saves(state.job.checkpoint_every) or is_guarded
     if not isinstance(state.phase, Running | Pausing):
         if saves and upload_key(state.generation, vote.step) not in state.uploads:
             state.litter.append((vote.step, state.generation))
@@ -60,11 +81,15 @@ def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
 
 
 def wish(state: CoreState, now: float) -> list[Command]:
-    """Have the members save at the next boundary, if it is time to."""
+    """Have the members save at the next boundary, if it is time to. What is left of attempts that
+    failed is removed before: on a full disk it may take the very space that is lacking."""
     if now < wish_deadline(state):
         return []
     state.is_save_wished = True
-    return [WishCheckpoint(state.generation, state.members(), state.committed_step)]
+    return [
+        *drop_broken(state),
+        WishCheckpoint(state.generation, state.members(), state.committed_step),
+    ]
 
 
 def wish_deadline(state: CoreState) -> float:
@@ -90,7 +115,10 @@ def publish_whole(state: CoreState) -> list[Command]:
         if known and not upload.pending and not upload.is_published:
             upload.is_published = True
             files = tuple(upload.files[name] for name in sorted(upload.files))
-            commands.append(PublishCheckpoint(upload.step, upload.generation, files))
+            layout, members = upload.assignment.layout, upload.assignment.members
+            commands.append(
+                PublishCheckpoint(upload.step, upload.generation, files, layout, members)
+            )
     return commands
 
 
@@ -101,17 +129,22 @@ def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Comm
         return []  # another part of it has failed before
     state.num_save_failures += 1
     first_s, num_failures = state.policy.save_backoff_s, state.num_save_failures
-    retry_at = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
-    state.save_at = retry_at
     phase = state.phase
-    if isinstance(phase, Saving) and event.step == state.committed_step:
+    is_last = isinstance(phase, Saving) and event.step == state.committed_step
+    longest_s = LAST_MAX_BACKOFF_S if is_last else MAX_BACKOFF_S
+    retry_at = now + backoff_s(first_s, num_failures, longest_s)
+    state.save_at = retry_at
+    if isinstance(phase, Saving) and is_last:
         if retry_at >= phase.deadline:
             return stop(state, f"the last checkpoint could not be written: {event.cause}")
         phase.retry_at = retry_at
     return []
 
 
-def on_checkpointed(state: CoreState, now: float, event: Checkpointed) -> list[Command]:
+def on_stored(state: CoreState, event: Checkpointed | CheckpointsRemoved) -> list[Command]:
+    """A checkpoint has become visible. Removals are counted where the journal is written."""
+    if isinstance(event, CheckpointsRemoved):
+        return []
     saved = Saved(event.step, event.generation, event.path)
     state.uploads.pop(upload_key(event.generation, event.step), None)
     if not state.stands(saved.step, saved.generation):
@@ -129,7 +162,11 @@ def on_checkpointed(state: CoreState, now: float, event: Checkpointed) -> list[C
 
 
 def note_loss(state: CoreState, event: Evaluated) -> None:
-    """The held-out loss of a step that is saved, or is being saved."""
+    """The held-out loss of a step that is saved, or is being saved. Without a finite loss a
+    checkpoint is never among the best."""
+    if event.loss is None:
+        state.held_out_losses.pop(str(event.step), None)
+        return
     state.held_out_losses[str(event.step)] = event.loss
     steps = {s.step for s in state.saved} | {u.step for u in state.uploads.values()}
     steps.add(state.committed_step)  # its report may come after this
@@ -170,7 +207,7 @@ def end(state: CoreState, now: float) -> list[Command]:
     state.held, state.also_held = held, next(iter(others), None)
     commands: list[Command] = []
     if upload_key(state.generation, state.committed_step) not in state.uploads:
-        commands = [_order_parts(state, held)]
+        commands = [*drop_broken(state), _order_parts(state, held)]
     phase = state.phase
     deadline = phase.deadline if isinstance(phase, Saving) else now + state.policy.save_timeout_s
     state.enter(Saving(state.generation, deadline))
@@ -215,15 +252,20 @@ def _open(state: CoreState, now: float, step: int) -> None:
     if not state.stands(*key):
         state.litter.append(key)
         return
-    open_upload(state, state.generation, step, set(state.members()))
-    every_s = state.policy.checkpoint_every_s
+    assert state.held is not None, "members that write hold the state"
+    assignment = state.held.assignment
+    open_upload(state, state.generation, step, set(assignment.members), assignment)
+    every_s = interval_s(state)
     state.save_at = now + every_s if every_s else None
+    state.checkpoint_costs.begin()
     state.is_save_wished = False
 
 
 def _expect_early(state: CoreState, now: float, event: PartWritten | PartFailed) -> None:
-    """What becomes of a part may overtake the report of its step."""
-    is_early = event.generation == state.generation and event.step > state.committed_step
+    """What becomes of a part may overtake the report of its step, or that report was lost."""
+    first, last = state.unheard
+    is_early = event.step > state.committed_step or first <= event.step <= last
+    is_early = is_early and event.generation == state.generation
     if is_early and isinstance(state.phase, Running | Pausing):
         _open(state, now, event.step)
 
@@ -232,7 +274,7 @@ def _order_parts(state: CoreState, held: Held) -> SaveCheckpoint:
     """Parts of a broken attempt at this step may still arrive: a new number tells them apart."""
     state.generation += 1
     step, workers = state.committed_step, tuple(sorted(held.holders))
-    open_upload(state, state.generation, step, held.holders)
+    open_upload(state, state.generation, step, held.holders, held.assignment)
     return SaveCheckpoint(state.generation, workers, step, held.assignment.generation)
 
 
@@ -247,7 +289,8 @@ def _retain(state: CoreState) -> list[Command]:
         steps |= {*clean[-1:], *there[len(clean) :]}
     latest = {saved.step: saved for saved in state.saved if saved.step in steps}
     dropped = [saved for saved in state.saved if latest.get(saved.step) != saved]
-    state.saved = list(latest.values())
+    remembered = known(sorted(latest), state.policy)
+    state.saved = [saved for step, saved in latest.items() if step in remembered]
     return _drop(state, dropped)
 
 

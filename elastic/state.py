@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.assignment import Assignment
+from elastic.checkpoint_interval import CheckpointCosts
 from elastic.events import PartFile, Saved
 from elastic.keeping import Keeper, ParitySlot, Placement, Slot
 from elastic.layout import Layout
@@ -20,12 +21,17 @@ class Seat:
     """One worker as the core knows it; `warm` and `leaving` workers are sets of the state."""
 
     since: float
+    """When it was started; once it is ready, since when it is."""
     node: str = ""
     rack: str = ""
     pid: int = 0
     memory_bytes: int | None = None
+    device: str = "cpu"
     avoided: tuple[str, ...] = ()
     """Where it was not to be started."""
+    is_ready: bool = False
+    silent_in: int = 0
+    """The latest generation in which it did not answer."""
 
     @property
     def place(self) -> Place:
@@ -49,6 +55,16 @@ class Crash:
     since: float
     node: str
     step: int = 0
+    is_excused: bool = False
+    """Whether it says nothing against its node by itself: see `avoiding`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """How often a node has been quarantined lately, and when last."""
+
+    number: int
+    since: float
 
 
 @dataclass(slots=True)
@@ -71,12 +87,26 @@ class Shelf:
 
 
 @dataclass(slots=True)
+class CatchUp:
+    """The controller lacks the records of committed steps up to `target`, and has asked a worker
+    for them."""
+
+    target: int
+    worker: str = ""
+    deadline: float = 0.0
+    tried: tuple[str, ...] = ()
+    """Workers that did not answer in time, or had none of the records."""
+
+
+@dataclass(slots=True)
 class Upload:
     """A checkpoint whose parts are still being written."""
 
     step: int
     generation: int
     pending: set[str]
+    assignment: Assignment
+    """Under which the state lies that is written."""
     files: dict[str, PartFile] = field(default_factory=dict)
     is_published: bool = False
 
@@ -124,6 +154,11 @@ class CoreState:
 
     committed_step: int = 0
     evaluated_step: int = 0
+    catch_up: CatchUp | None = None
+    """While the controller lacks records of steps that have committed."""
+    unheard: tuple[int, int] = (0, 0)
+    """The first and the last of the steps of which only the records were heard of, not the votes:
+    which of them were saved is known by their parts."""
     last_vote: Vote | None = None
     recent_step_s: list[float] = field(default_factory=list)
     timed_layout: Layout | None = None
@@ -132,6 +167,10 @@ class CoreState:
     """The step amid which members were last lost."""
     fatal: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
     """Of each of them the generation, and the microbatches that it ran."""
+    is_fatal_evaluation: bool = False
+    """Whether it was the evaluation before that step, and the microbatches are held-out data."""
+    guarded_step: int = 0
+    """The members save the state before this step, and wait until it is written; 0: none."""
     boundary_at: float = 0.0
     """When the members last stood at a step boundary, as far as it has been told."""
     relayout_s: float = 0.0
@@ -148,6 +187,12 @@ class CoreState:
     """The latest, the oldest first."""
     avoided: dict[str, float] = field(default_factory=dict)
     """By node, until when."""
+    quarantines: dict[str, Quarantine] = field(default_factory=dict)
+    """By node, also of nodes that are used again."""
+    short_since: float | None = None
+    """Since when the run lacks workers while a node is quarantined."""
+    recent_start_s: list[float] = field(default_factory=list)
+    """How long the latest workers took from being started to being ready."""
     timed: tuple[int, int] = (0, 0)
     """Generation and step of the latest report of how long members computed."""
     num_slow: dict[str, int] = field(default_factory=dict)
@@ -179,6 +224,12 @@ class CoreState:
     """Since workers last trained."""
     not_again_before: float = 0.0
     """No worker is asked for, since all have been given back."""
+
+    controller_errors: dict[str, int] = field(default_factory=dict)
+    """By place (the class of an event or command, or a thread's name): how many unexpected
+    exceptions in a row the controller had there."""
+    has_controller_failed: bool = False
+    """They end this session of the run."""
 
     store_host: str = ""
     store_port: int = 0
@@ -223,6 +274,7 @@ class CoreState:
     is_save_wished: bool = False
     """Whether the members of this generation have been told so."""
     num_save_failures: int = 0
+    checkpoint_costs: CheckpointCosts = field(default_factory=CheckpointCosts)
 
     skipped_since: int | None = None
     """The first of the steps up to the committed one that were all skipped."""

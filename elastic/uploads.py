@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from elastic.assignment import Assignment
 from elastic.state import CoreState, Upload
 
 
@@ -11,8 +12,12 @@ def upload_key(generation: int, step: int) -> str:
     return f"{generation}:{step}"
 
 
-def open_upload(state: CoreState, generation: int, step: int, writers: set[str]) -> None:
-    state.uploads.setdefault(upload_key(generation, step), Upload(step, generation, set(writers)))
+def open_upload(
+    state: CoreState, generation: int, step: int, writers: set[str], assignment: Assignment
+) -> None:
+    """Expect the parts of a checkpoint from these workers."""
+    upload = Upload(step, generation, set(writers), assignment)
+    state.uploads.setdefault(upload_key(generation, step), upload)
 
 
 def break_uploads(

@@ -38,8 +38,8 @@ def zero_in_step(zero: int, pp: int) -> int:
 def parse_stage(text: str) -> int:
     """Read a stage: its number, or a name of FSDP's in any case. Raises `InvalidLayout`."""
     name = text.upper()
-    if text.isdecimal():
-        return int(text)
+    if text.isascii() and text.isdecimal():
+        return int(text[:9])
     if name not in STRATEGIES:
         raise InvalidLayout(
             f"zero={text}: the ZeRO stage is 0, 1, 2 or 3, or one of {', '.join(STRATEGIES)}"

@@ -4,21 +4,23 @@ doctor."""
 from __future__ import annotations
 
 import sys
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
 from pipelines.data import find_corpus, find_tokenizer, prepare_at
-from pipelines.doctor import DoctorAsked, doctor
+from pipelines.doctor import DoctorAsked, check_run, doctor
 from pipelines.drive import drive
 from pipelines.dry_run import dry_run
-from pipelines.errors import UserError
+from pipelines.errors import UserCodeFailed, UserError
 from pipelines.hugging_face.export import export
 from pipelines.in_process import train_in_process
 from pipelines.logs import logs
 from pipelines.plan import Asked
+from pipelines.refusals import refuse_undecodable
 from pipelines.relayout import relayout
 from pipelines.status import status
 from pipelines.sweep import SweepAsked, sweep
@@ -311,16 +313,49 @@ def doctor_command(
     data: Data = None,
     interface: Interface = None,
     ports: Ports = None,
+    run: Annotated[
+        str | None, typer.Argument(help="Check the files of this run instead of the machine.")
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Set damaged files of RUN aside, so that it can continue."),
+    ] = False,
 ) -> None:
-    """Look at this machine, and the cluster at hand, for what a run would stumble over."""
+    """Check this machine and the cluster at hand, or the files of RUN, and report problems."""
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    if run is not None:
+        raise typer.Exit(check_run(run, storage, repair, console))
+    if repair:
+        raise UserError("--repair: name the run, e.g. elastic doctor RUN --repair")
     raise typer.Exit(doctor(DoctorAsked(storage, tracking_uri, data, interface, ports), console))
 
 
 def main() -> None:
     """The `elastic` command. Exit codes: 0, 1 failed, 2 user error, 130 and 143 interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # what users raise may have lone surrogates in it
+            stream.reconfigure(errors="backslashreplace")
     try:
-        app()
+        for argument in sys.argv[1:]:
+            refuse_undecodable("the argument", argument)
+        sys.exit(app(standalone_mode=False) or 0)
     except UserError as error:
-        print(f"elastic: {error}", file=sys.stderr)
-        sys.exit(USER_ERROR)
+        if isinstance(error, UserCodeFailed) and error.frames:
+            print(error.frames, end="", file=sys.stderr)
+        print(f"elastic: {' '.join(str(error).splitlines())}", file=sys.stderr)
+    except Exception as error:
+        if not hasattr(error, "format_message"):
+            raise
+        print(_misuse(error), file=sys.stderr)
+    sys.exit(USER_ERROR)
+
+
+def _misuse(error: Any) -> str:
+    """What the parser of the command line (click's, whichever copy of it) says, in one line; where
+    nothing was asked for, that is the help."""
+    message = error.format_message()
+    if "\n\n" in message:
+        return str(message)
+    context = getattr(error, "ctx", None)
+    more = f" (see {context.command_path} --help)" if context else ""
+    return f"elastic: {' '.join(message.split())}{more}"

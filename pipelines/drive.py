@@ -11,36 +11,55 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from rich.console import Console
 
 from actors.accelerators import NoSuchAccelerator, choose_resources
+from actors.checkpoints import find_checkpoints
 from actors.errors import ControllerLost, RunRefused, RunTaken
-from actors.launch import Drive, close_cluster, exit_code, join_or_start_cluster
+from actors.launch import (
+    Drive,
+    close_cluster,
+    exit_code,
+    is_private,
+    join_or_start_cluster,
+    keep_logs,
+)
 from actors.ray_controller import Progress, Run
 from actors.ray_names import NAMESPACE
 from actors.ray_private import job_folder
+from actors.run_opening import repair_command
 from actors.storage import DiskStorage
+from elastic.commands import Stopped
 from pipelines.errors import UserError
 from pipelines.follow import Follower
 from pipelines.plan import Asked, Plan, make_plan, store_recipe
+from pipelines.preflight import refuse_unstartable
 from pipelines.run_folder import named_storage
+from pipelines.settings import TrainSettings
 from pipelines.view.display import Display
 
 LAST_LINES_S = 30.0
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PRIVATE_HEAD_PATIENCE_S = 2.0
+REPEAT_S = 1.0
+"""`timeout` sends its signal to the process and to its group: that is one request, not two."""
 
 
 class Interrupts:
-    """The first signal asks for a stop at the next boundary, the second ends at once."""
+    """The first signal asks for a stop at the next boundary, another one later ends at once."""
 
     def __init__(self) -> None:
         self.number = 0
         self._is_told = False
+        self._first_at = 0.0
+        self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
         is_main = threading.current_thread() is threading.main_thread()  # others may not
         self._before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
+        if self._before.get(signal.SIGHUP) is signal.SIG_IGN:
+            del self._before[signal.SIGHUP]  # started by `nohup`
         self.listen()
 
     def listen(self) -> None:
@@ -61,8 +80,19 @@ class Interrupts:
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         if self.number:
-            raise KeyboardInterrupt
-        self.number = number
+            if time.monotonic() - self._first_at > REPEAT_S:
+                raise KeyboardInterrupt
+            return
+        self.number, self._first_at = number, time.monotonic()
+        if number == signal.SIGHUP:
+            self._leave_terminal()
+
+    def _leave_terminal(self) -> None:
+        """The terminal is gone, and writing to it raises."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for fd in self._terminals:
+            os.dup2(nowhere, fd)
+        os.close(nowhere)
 
 
 def drive(asked: Asked, console: Console) -> int:
@@ -72,28 +102,44 @@ def drive(asked: Asked, console: Console) -> int:
     tell_place(plan, console)
     for note in plan.notes:
         console.print(note, soft_wrap=True, highlight=False)
+    has_begun = False
     try:
         with under_way(plan, asked.detach, interrupts.listen) as drive_:
+            has_begun = True
             if asked.detach:
                 return 0
             progress = follow(plan, drive_, console, lambda: interrupts.pass_on(drive_))
-        _tell_ending(progress)
+            _tell_ending(progress, plan)
         assert progress.outcome is not None
+        if progress.is_head_gone:
+            _exit_without_ray(progress.outcome, interrupts.number)
         return exit_code(progress.outcome, interrupts.number)
     except ControllerLost as error:
-        print(
-            f"elastic: the controller died ({error}); the same command resumes the run",
-            file=sys.stderr,
-        )
+        if has_begun:
+            told = f"the controller died ({error}); the same command resumes the run"
+        else:
+            check = repair_command(plan.folder.files).removesuffix(" --repair")
+            told = f"the controller did not start ({error}); `{check}` checks the files of the run"
+        print(f"elastic: {told}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 128 + interrupts.number
+        return 128 + (interrupts.number or signal.SIGINT)
+
+
+def _exit_without_ray(outcome: Stopped, signal_number: int) -> NoReturn:
+    """End this process now: Ray's exit handlers would wait for its GCS, which is gone."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    is_failure = outcome.outcome == "interrupted" and not signal_number
+    os._exit(1 if is_failure else exit_code(outcome, signal_number))
 
 
 def plan_here(asked: Asked) -> Plan:
     """The plan of a run that this machine is to drive. Raises `UserError`."""
     _refuse_passing_folder(asked)
-    return make_plan(asked, torch.cuda.device_count())
+    plan = make_plan(asked, torch.cuda.device_count())
+    refuse_unstartable(plan, asked.detach)
+    return plan
 
 
 def tell_place(plan: Plan, console: Console) -> None:
@@ -123,7 +169,11 @@ def under_way(
                 "set RAY_ADDRESS"
             )
         joined()
+        if not started and (note := warn_unsaved(plan.settings)):
+            print(f"elastic: {note}", file=sys.stderr)
         run = equipped(plan)
+        if is_private():  # nobody restarts the GCS of a private cluster
+            run = replace(run, head_patience_s=PRIVATE_HEAD_PATIENCE_S)
         store_recipe(plan)
         yield Drive(run)
     except RunRefused as error:
@@ -131,6 +181,16 @@ def under_way(
         raise UserError(str(error)) from None
     finally:
         close_cluster(plan.folder.name, keep_actors)
+
+
+def warn_unsaved(settings: TrainSettings) -> str:
+    """What to say on a cluster about a run without checkpoints; empty for any other."""
+    if settings.checkpoint_every != 0:
+        return ""
+    return (
+        "checkpoint_every=0: only the last step is saved, so the loss of this cluster loses all "
+        "progress; set checkpoint_every=auto"
+    )
 
 
 def _refuse_passing_folder(asked: Asked) -> None:
@@ -184,10 +244,25 @@ def follow(
 ) -> Progress:
     """Follow the run to its end, shown on the console if there is one; `each` is called twice a
     second. Raises `ControllerLost`."""
+    try:
+        progress = _follow(plan, drive_, console, each)
+    except ControllerLost:
+        keep_logs()
+        raise
+    has_failed = progress.outcome is not None and progress.outcome.outcome == "failed"
+    if has_failed or progress.is_head_gone:
+        keep_logs()
+    return progress
+
+
+def _follow(
+    plan: Plan, drive_: Drive, console: Console | None, each: Callable[[], object]
+) -> Progress:
     if console is None:
         return drive_.follow(lambda progress: each())
     follower = Follower(plan.folder)
-    with Display(console, plan.folder.name, since=drive_.began) as display:
+    began, history = drive_.began, follower.history
+    with Display(console, plan.folder.name, began, history) as display:
 
         def show(progress: Progress) -> None:
             each()
@@ -201,13 +276,25 @@ def follow(
     return progress
 
 
-def _tell_ending(progress: Progress) -> None:
+def _saved(plan: Plan) -> str:
+    """Which checkpoint there is, in words."""
+    try:
+        steps = [saved.step for saved in find_checkpoints(plan.folder.files).whole]
+    except OSError as error:
+        return f"whether the run is saved is not known ({error})"
+    return f"the run is saved at step {max(steps)}" if steps else "no checkpoint is saved"
+
+
+def _tell_ending(progress: Progress, plan: Plan) -> None:
     """What went wrong goes to standard error, the user's own traceback first."""
     outcome = progress.outcome
     assert outcome is not None
     if outcome.traceback:
         print(outcome.traceback, file=sys.stderr)
-    if outcome.outcome != "completed":
+    if progress.is_head_gone and outcome.outcome == "interrupted":
+        saved = f"{_saved(plan)} in {plan.folder.url}: the same command resumes it"
+        print(f"elastic: {outcome.reason}; {saved}", file=sys.stderr)
+    elif outcome.outcome != "completed":
         print(f"elastic: {outcome.outcome}: {outcome.reason}", file=sys.stderr)
     for line in progress.undelivered:
         print(f"elastic: {line}", file=sys.stderr)

@@ -23,6 +23,7 @@ from pipelines.data.opening import RANDOM
 from pipelines.data.packing import find_chats
 from pipelines.errors import UserError
 from pipelines.plan import Asked, Plan, make_plan, settings_of
+from pipelines.preflight import refuse_unstartable
 from pipelines.run_folder import RunFolder, named_storage
 from pipelines.settings import MlpSettings, TrainSettings
 from pipelines.view.wording import counted, quantity
@@ -37,11 +38,13 @@ def dry_run(asked: Asked, console: Console) -> int:
     the prepared data can tell (their length, whether a stored run read the same) is not known
     while they have yet to be prepared.
     """
+    asked.refuse_unreadable()
     settings, own = settings_of(asked)
     reads_text = own is None and not isinstance(settings.model, MlpSettings)
     found = _data(asked, settings) if reads_text else None
     is_there = found is None or found.is_there()
     plan = make_plan(asked if is_there else _with_random_data(asked), torch.cuda.device_count())
+    refuse_unstartable(plan, asked.detach)
     folder = RunFolder.of(plan.folder.storage, asked.run_name or plan.folder.name)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+from pipelines.history_file import load_history
 from pipelines.run_folder import RunFolder, Tail
+from pipelines.view.history import History
 
 LOOK_EVERY_S = 0.5
 Rows = list[dict[str, Any]]
@@ -14,12 +16,19 @@ Rows = list[dict[str, Any]]
 class Follower:
     """Reads the journal and the metrics in a thread of its own, until `finish`.
 
-    `trouble` is why they cannot be read at present, or empty.
+    `trouble` is why they cannot be read at present, or empty; `history` is what had been saved of
+    the run before, and the lines that are given out come after it.
     """
 
     def __init__(self, folder: RunFolder) -> None:
         self.trouble = ""
+        self.history = History()
         self._tails = Tail(folder.journal), Tail(folder.metrics)
+        try:
+            followed = load_history(folder)
+            self.history, self._tails = followed.history, (followed.journal, followed.metrics)
+        except OSError as error:
+            self.trouble = str(error)
         self._rows: tuple[Rows, Rows] = [], []
         self._lock = threading.Lock()
         self._ending = threading.Event()

@@ -15,7 +15,8 @@ from rich.console import Console
 from actors.errors import RunRefused
 from actors.in_process import run_in_process
 from actors.launch import exit_code
-from actors.ray_controller import OBSERVER_PATIENCE_S, Run
+from actors.ray_controller import Run
+from actors.ray_observers import PATIENCE_S as OBSERVER_PATIENCE_S
 from elastic.events import Event, StopRequested
 from pipelines.drive import LAST_LINES_S, Interrupts
 from pipelines.errors import UserError
@@ -79,6 +80,8 @@ def unhurried(run: Run) -> Run:
         relayout_timeout_s=FOR_EVER_S,
         save_timeout_s=FOR_EVER_S,
         quiesce_deadline_s=FOR_EVER_S,
+        quiesce_deadline_cuda_s=FOR_EVER_S,
+        collective_timeout_s=FOR_EVER_S,
         snapshot_every=0,
         straggler_every=0,
     )
@@ -99,7 +102,8 @@ class _Here:
 def _train(plan: Plan, console: Console, interrupts: Interrupts) -> int:
     started, follower = time.time(), Follower(plan.folder)
     plain = Console(file=console.file, force_terminal=False, soft_wrap=True)
-    display = Display(plain, plan.folder.name, since=started)  # a live panel would fight with pdb
+    history = follower.history
+    display = Display(plain, plan.folder.name, started, history)  # a live panel would fight pdb
 
     def hear(event: Event, post: Callable[[Event], None]) -> None:
         interrupts.pass_on(_Here(post))
@@ -115,6 +119,9 @@ def _train(plan: Plan, console: Console, interrupts: Interrupts) -> int:
         if undelivered := observer.make().finish(OBSERVER_PATIENCE_S):
             print(f"elastic: {undelivered}", file=sys.stderr)
     if ended.error is not None and ended.outcome.outcome not in ("completed", "interrupted"):
+        if not isinstance(ended.error, Exception):  # as of `sys.exit()`, which would end unseen
+            told = f"the training's code raised {type(ended.error).__name__}: {ended.error}"
+            raise RuntimeError(told) from ended.error
         raise ended.error
     if ended.outcome.outcome != "completed":
         print(f"elastic: {ended.outcome.outcome}: {ended.outcome.reason}", file=sys.stderr)

@@ -12,9 +12,10 @@ from pipelines.errors import UserError
 
 _SENTENCE = re.compile(
     r"(?P<action>kill|stop|hang|raise in|remove|flip a bit in|nan in|slow) workers? "
-    r"(?P<workers>\d+(?:(?:,| and|, and) \d+)*)"
-    r"(?: by (?P<factor>\d+(?:\.\d+)?)x)?"
-    r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))? (?:at|of|in|before|after) step (?P<step>\d+)"
+    r"(?P<workers>[0-9]{1,9}(?:(?:,| and|, and) [0-9]{1,9})*)"
+    r"(?: by (?P<factor>[0-9]{1,9}(?:\.[0-9]{1,9})?)x)?"
+    r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))?"
+    r" (?:at|of|in|before|after) step (?P<step>[0-9]{1,12})"
 )
 _MOMENTS = {**{moment: moment for moment in MOMENTS}, "re-laying-out": "relaying"}
 EXAMPLES = (

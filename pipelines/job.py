@@ -9,8 +9,9 @@ from actors.sources import digest_of_program
 from elastic.limits import Limits
 from elastic.planning import Job
 from elastic.specs import TensorSpec
+from pipelines.bounds import SEVERAL_STAGES
 from pipelines.program import TrainingProgram
-from pipelines.settings import SEVERAL_STAGES, TrainSettings
+from pipelines.settings import TrainSettings
 from pipelines.training.own_trial import why_no_pipeline
 from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.spread import ALONE
@@ -44,7 +45,19 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
         if has_pp
         else 0,
         digest=digest_of_program(specs),
+        **_samples(settings, program.workload),
     )
+
+
+def _samples(settings: TrainSettings, workload: Workload) -> dict[str, int]:
+    """By what the controller knows which samples a microbatch has."""
+    num_eval_samples = min(settings.eval_samples, workload.num_held_out)
+    return {
+        "seed": settings.seed,
+        "num_samples": workload.num_samples,
+        "eval_every": settings.eval_every,
+        "num_eval_samples": num_eval_samples if settings.eval_every else 0,
+    }
 
 
 def limits_of(workload: Workload) -> Limits:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, get_origin
+from typing import Any, NamedTuple, get_origin
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
@@ -31,6 +31,12 @@ WHERE_AND_HOW = frozenset(
         "statistics_every",
         "start_timeout_s",
         "hang_timeout_s",
+        "quiesce_deadline_s",
+        "quiesce_deadline_cuda_s",
+        "quiesce_factor",
+        "collective_timeout_s",
+        "records_timeout_s",
+        "silence_timeout_s",
         "growth_horizon_s",
         "spare_timeout_s",
         "gang_timeout_s",
@@ -40,6 +46,7 @@ WHERE_AND_HOW = frozenset(
         "avoid_after",
         "avoid_window_s",
         "avoid_for_s",
+        "quarantine_patience_s",
         "activation_checkpointing",
         "compile",
         "record_samples",
@@ -56,7 +63,15 @@ WHERE_AND_HOW = frozenset(
 """The fields that may change when a run is resumed, with all in them; others define the maths."""
 
 
-def override(settings: TrainSettings, changes: Iterable[str]) -> TrainSettings:
+class Given(NamedTuple):
+    """A setting that an option of its own gives, such as `--steps 100`."""
+
+    key: str
+    text: str
+    option: str
+
+
+def override(settings: TrainSettings, changes: Iterable[str | Given]) -> TrainSettings:
     """The settings with each `key=value` set, e.g. `optimizer.lr=3e-4`; the last of a key counts.
 
     Raises `UserError` for an unknown key (naming the near ones), a value that does not fit
@@ -65,13 +80,27 @@ def override(settings: TrainSettings, changes: Iterable[str]) -> TrainSettings:
     values = settings.model_dump()
     known = list(_flat(values))
     for change in changes:
-        key, equals, text = change.partition("=")
-        if not equals:
-            raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
+        if isinstance(change, Given):
+            key, text, told = change.key, change.text, f"{change.option} {change.text}"
+        else:
+            key, equals, text = change.partition("=")
+            told = f"--set {change}"
+            if not equals:
+                raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
         if key not in known:
             raise UserError(f"--set {key}: there is no such setting; {near(key, known)}")
-        _set(values, key.split("."), _typed(settings, key, text))
-    return TrainSettings.model_validate(values)
+        _set(values, key.split("."), _typed(settings, key, text, told))
+    return settings_from(values, "--set")
+
+
+def settings_from(values: Mapping[str, Any], where: str) -> TrainSettings:
+    """The settings that nested JSON says. Raises `UserError`, which names `where` they stand."""
+    try:
+        return TrainSettings.model_validate(values)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(str(part) for part in problem["loc"])
+        raise UserError(f"{where} {key}: {_lowered(problem['msg'])}") from None
 
 
 def differing_maths(old: TrainSettings, new: TrainSettings) -> list[str]:
@@ -92,10 +121,10 @@ def near(name: str, known: Sequence[str]) -> str:
     close += [last[part] for part in get_close_matches(name.rpartition(".")[2], list(last), n=3)]
     if close:
         return "near it: " + ", ".join(dict.fromkeys(close))
-    return "there are: " + ", ".join(known)
+    return "there are: " + ", ".join(known) if known else "there is none"
 
 
-def _typed(settings: Any, key: str, text: str) -> Any:
+def _typed(settings: Any, key: str, text: str, told: str) -> Any:
     *path, last = key.split(".")
     for part in path:
         settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
@@ -106,10 +135,24 @@ def _typed(settings: Any, key: str, text: str) -> Any:
     if value is not None and get_origin(annotation) is tuple:
         value = text.split(",")
     try:
-        return TypeAdapter(annotation).validate_python(value)
+        return _adapter(annotation).validate_python(value)
     except ValidationError as error:
-        wanted = "; ".join(problem["msg"] for problem in error.errors())
-        raise UserError(f"--set {key}={text}: {wanted[0].lower()}{wanted[1:]}") from None
+        wanted = "; ".join(dict.fromkeys(_lowered(problem["msg"]) for problem in error.errors()))
+        raise UserError(f"{told}: {wanted}") from None
+
+
+def _adapter(annotation: Any) -> TypeAdapter[Any]:
+    """The finiteness of numbers is the models' own configuration, which a bare type lacks; and a
+    model brings its own, and takes no other."""
+    try:
+        return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
+    except PydanticUserError:
+        return TypeAdapter(annotation)
+
+
+def _lowered(message: str) -> str:
+    message = message.removeprefix("Value error, ")
+    return message[:1].lower() + message[1:]
 
 
 def _as_json(text: str) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from pipelines.errors import UserError
 from pipelines.loop.script import Script
+from pipelines.overrides import Given
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
 from pipelines.settings import TrainSettings
@@ -23,10 +25,10 @@ UNSAID = ("data", "optimizer")
 """Of these what would mislead whoever reads `recipe.json`."""
 
 
-def refuse_brought(changes: list[str]) -> None:
+def refuse_brought(changes: Sequence[str | Given]) -> None:
     """Raises `UserError` for a change of what the recipe has brought itself."""
     for change in changes:
-        key = change.partition("=")[0]
+        key = change.key if isinstance(change, Given) else change.partition("=")[0]
         part = key.partition(".")[0]
         if part in BROUGHT:
             raise UserError(f"{key}: the recipe brings its own {part}; change it there")
@@ -46,6 +48,11 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
                 "not 'loss', which the held-out loss has"
             )
     module = build_on_meta(workload, settings)
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise UserError(
+            f"the model {type(module).__name__} has no parameters to train: give it layers that "
+            "have some, and leave requires_grad on for them"
+        )
     for name, parameter in module.named_parameters():
         if not parameter.ndim:
             raise UserError(

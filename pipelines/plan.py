@@ -6,16 +6,17 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import datetime
-from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from actors.credentials import has_credentials, without_credentials
 from actors.program import Factory
 from actors.ray_controller import Run
+from actors.reach import refuse_unreachable
+from actors.snapshot_memory import most_bytes
 from actors.sources import digest_of_sources
 from elastic.errors import ElasticError
 from elastic.events import RunOpened
@@ -32,7 +33,7 @@ from pipelines.inject import parse_faults
 from pipelines.job import job_of
 from pipelines.loop.script import Script
 from pipelines.notify import check_url
-from pipelines.overrides import differing_maths, override
+from pipelines.overrides import Given, differing_maths, override, settings_from
 from pipelines.own_plan import (
     STATE_DIGEST,
     changed_source,
@@ -41,11 +42,20 @@ from pipelines.own_plan import (
     refuse_brought,
     refuse_unfit_recipe,
 )
+from pipelines.policy import policy_of
 from pipelines.program import TrainingProgram
 from pipelines.recipe import Recipe
 from pipelines.recipes import RecipeLike, load, name_of
-from pipelines.run_folder import RECIPE, RunFolder, default_tracking_uri, named_storage
+from pipelines.refusals import check_tracking_uri, parse_workers, refuse_unreadable
+from pipelines.run_folder import (
+    RECIPE,
+    RunFolder,
+    damaged_file,
+    default_tracking_uri,
+    named_storage,
+)
 from pipelines.settings import TrainSettings
+from pipelines.user_code import code_of_user
 from pipelines.worker_options import worker_options
 
 RECIPE_FORMAT = 1
@@ -80,6 +90,12 @@ class Asked:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Of the recipe's function, by name."""
 
+    def refuse_unreadable(self) -> None:
+        """Raises `UserError` for options that are empty, or no text; an empty `--data` is text."""
+        options = {f"--{key.replace('_', '-')}": value for key, value in vars(self).items()}
+        data = {"--data": self.data or None, "--recipe": None, "--set": self.changes}
+        refuse_unreadable({**options, **data})
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -102,6 +118,7 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
 
     Raises `UserError`.
     """
+    asked.refuse_unreadable()
     settings, own = settings_of(asked)
     notify_url = check_url(asked.notify) if asked.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
@@ -110,26 +127,28 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
     wish = _wish(asked.layout, policy)
     faults, leavers = parse_faults(asked.inject)
     settings = _with_places(settings, asked, folder)
+    tracking_uri = _tracking_uri(asked)
+    options = worker_options(folder.url, settings, policy, faults, asked.profile)
+    _refuse_unusable(folder)
     factory = _program(
         settings, own, asked.data_cache or named_storage(asked.storage).at("data").url
     )
-    program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
-    if own is not None:
-        refuse_unfit_recipe(program.workload, settings)
-    job = job_of(settings, program)
-    _refuse_impossible_layout(policy, wish, job)
-    recipe = _recipe(asked, policy, factory, program)
-    recipe |= identity(own, program) if own is not None else {}
+    with code_of_user(f"recipe {name_of(asked.recipe)}") if own is not None else nullcontext():
+        program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
+        if own is not None:
+            refuse_unfit_recipe(program.workload, settings)
+        job = job_of(settings, program)
+        _refuse_impossible_layout(policy, wish, job)
+        recipe = _recipe(asked, policy, factory, program)
+        recipe |= identity(own, program) if own is not None else {}
     notes = _refuse_other_maths(folder, recipe, settings)
     notes += notes_on(program.workload, settings) if own is not None else ()
-    _refuse_unwritable(folder)
-    tracking_uri = _tracking_uri(asked)
     run = Run(
         name=folder.name,
         folder=folder.url,
         opening=RunOpened(0, policy, wish, job),
         program=factory,
-        options=worker_options(folder.url, settings, policy, faults, asked.profile),
+        options=replace(options, max_snapshot_bytes=most_bytes(program.specs())),
         leavers=leavers,
         observers=(
             _sidecar(folder, tracking_uri, asked.experiment, notify_url, settings.notify_after_s),
@@ -151,13 +170,9 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
 
 
 def _tracking_uri(asked: Asked) -> str:
-    uri = asked.tracking_uri
-    if uri is not None and has_credentials(uri):
-        raise UserError(
-            f"--tracking-uri {without_credentials(uri)}: credentials belong in the environment, "
-            "as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
-        )
-    return uri or default_tracking_uri(asked.storage)
+    if asked.tracking_uri is not None:
+        return check_tracking_uri(asked.tracking_uri)
+    return default_tracking_uri(asked.storage)
 
 
 def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> TrainSettings:
@@ -242,13 +257,17 @@ def _sidecar(
 def settings_of(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
     """Those of the run, and the recipe if it has a model of its own. Raises `UserError`."""
     found = load(asked.recipe, asked.arguments)
-    changes = list(asked.changes)
-    changes += [f"data.source={asked.data}"] if asked.data is not None else []
-    changes += [f"steps={asked.steps}"] if asked.steps is not None else []
-    audit_every = asked.audit_every
-    changes += [f"audit_every={audit_every}"] if audit_every is not None else []
-    changes += [f"network.interface={asked.interface}"] if asked.interface else []
-    changes += [f"network.ports={asked.ports}"] if asked.ports else []
+    options = {
+        "--data": ("data.source", asked.data),
+        "--steps": ("steps", asked.steps),
+        "--audit-every": ("audit_every", asked.audit_every),
+        "--interface": ("network.interface", asked.interface),
+        "--ports": ("network.ports", asked.ports),
+    }
+    changes: list[str | Given] = list(asked.changes)
+    for option, (key, value) in options.items():
+        if value is not None:
+            changes.append(Given(key, str(value), option))
     if isinstance(found, TrainSettings):
         return with_model_of_folder(override(found, changes)), None
     refuse_brought(changes)
@@ -256,29 +275,9 @@ def settings_of(asked: Asked) -> tuple[TrainSettings, Recipe | Script | None]:
 
 
 def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
-    """`MIN:MAX`, or `MAX` alone for any number up to it."""
-    text = workers or str(num_gpus or min(4, os.cpu_count() or 1))
-    fewest, colon, most = text.rpartition(":")
-    if not (most.isdecimal() and (fewest.isdecimal() or not colon)):
-        raise UserError(f"--workers {text}: write MIN:MAX, e.g. 2:4, or the most alone, e.g. 4")
-    min_workers, max_workers = int(fewest or 1), int(most)
-    if min_workers < 1 or max_workers < 1:
-        raise UserError(f"--workers {text}: a run needs at least 1 worker")
-    if min_workers > max_workers:
-        raise UserError(f"--workers {text}: the minimum is over the maximum; write MIN:MAX")
-    alike = {field.name for field in fields(Policy)} & TrainSettings.model_fields.keys()
-    return Policy(
-        min_workers=min_workers,
-        max_workers=max_workers,
-        checkpoint_every_s=settings.checkpoint_s,
-        gang_jitter=_share_of(run_name),
-        **{name: getattr(settings, name) for name in alike},
-    )
-
-
-def _share_of(name: str) -> float:
-    """A number from 0 to 1 that differs between names."""
-    return int.from_bytes(sha256(name.encode()).digest()[:4], "big") / 2**32
+    at_most = num_gpus or min(4, os.cpu_count() or 1)
+    min_workers, max_workers = parse_workers(workers or str(at_most))
+    return policy_of(settings, min_workers, max_workers, run_name)
 
 
 def parse_layout(layout: str, max_workers: int | None = None) -> Wish:
@@ -313,7 +312,7 @@ def _run_folder(asked: Asked) -> RunFolder:
     recipe = name_of(asked.recipe)
     last = (recipe.rpartition(":")[2] or recipe).rstrip("/").rpartition("/")[2]
     plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-") or "run"
-    name = asked.run_name or f"{plain}-{stamp}"
+    name = f"{plain}-{stamp}" if asked.run_name is None else asked.run_name
     return RunFolder.of(asked.storage, name)
 
 
@@ -327,8 +326,12 @@ def _refuse_other_maths(
         raise UserError(f"--storage {folder.storage}: cannot be read ({error})") from None
     if stored is None:
         return ()
-    differing = differing_maths(TrainSettings.model_validate(stored["settings"]), settings)
-    if stored["data_digest"] == recipe["data_digest"]:  # then they may have been moved
+    try:
+        old = settings_from(stored["settings"], f"{folder.files.at(RECIPE).url}:")
+    except KeyError:
+        raise damaged_file(folder.files, RECIPE) from None
+    differing = differing_maths(old, settings)
+    if stored.get("data_digest") == recipe["data_digest"]:  # then they may have been moved
         differing = [told for told in differing if not told.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
@@ -345,10 +348,15 @@ def _refuse_other_maths(
     return tuple(filter(None, [changed_source(stored, recipe)]))
 
 
-def _refuse_unwritable(folder: RunFolder) -> None:
+def _refuse_unusable(folder: RunFolder) -> None:
+    """Raises `UserError` for storage that cannot be reached or written."""
     path = folder.path
     if path is None:
-        return  # a probe would cost as much as `store_recipe` does
+        try:
+            refuse_unreachable(folder.url)
+        except OSError as error:
+            raise UserError(f"--storage {folder.storage}: cannot be reached ({error})") from None
+        return  # to try to write would cost as much as `store_recipe` does
     nearest = next(place for place in (path, *path.parents) if place.exists())
     if not nearest.is_dir():
         raise _unwritable(folder, f"{nearest} is no folder")

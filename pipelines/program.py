@@ -110,7 +110,7 @@ class TrainingProgram:
 
     def read_regions(self, checkpoint: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
         """Read regions from a checkpoint; see `pipelines.training.checkpoint`."""
-        return read_regions(checkpoint, wanted)
+        return read_regions(checkpoint, wanted, self.specs())
 
 
 def make_workload(

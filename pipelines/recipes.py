@@ -6,9 +6,10 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from inspect import signature
+from inspect import isfunction, signature
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -27,6 +28,7 @@ from pipelines.settings import (
     TrainSettings,
     TransformerSettings,
 )
+from pipelines.user_code import code_of_user
 
 RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
 """What may stand for a recipe; see `load`."""
@@ -107,9 +109,12 @@ def load(
         given = _with_arguments(recipe, given, arguments)
     verb = "is"
     if callable(given):
-        if is_script(given):
-            return script_of(given)
-        verb, given = "returns", given()
+        is_named = isinstance(recipe, str)
+        with code_of_user(f"recipe {recipe}") if is_named else nullcontext():
+            if is_script(given):
+                return script_of(given)
+            _refuse_unnamed_parameters(recipe, given)
+            verb, given = "returns", given()
     if isinstance(given, Recipe):
         return with_own_model(given)
     if not isinstance(given, TrainSettings):
@@ -118,6 +123,21 @@ def load(
             "Recipe"
         )
     return given
+
+
+def _refuse_unnamed_parameters(recipe: RecipeLike, function: Callable[..., Any]) -> None:
+    """Raises `UserError` for a function that needs arguments which nobody gives."""
+    try:
+        told = signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        told.bind()
+    except TypeError as error:
+        raise UserError(
+            f"recipe {name_of(recipe)}{told}: {error}; give it a default, or arguments by "
+            "ElasticTrainer(recipe_config=...)"
+        ) from None
 
 
 def _with_arguments(recipe: RecipeLike, function: Any, arguments: Mapping[str, Any]) -> Any:
@@ -162,14 +182,22 @@ def with_own_model(recipe: Recipe) -> Recipe:
 
 
 def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
-    module = _from_file(name, Path(place)) if place.endswith(".py") else _imported(name, place)
+    is_file = place.endswith(".py")
+    if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
+        raise UserError(f"recipe {name}: give path/to/file.py:function or module:function")
+    with code_of_user(f"recipe {name}", is_all_theirs=True):
+        module = _from_file(name, Path(place)) if is_file else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
-        known = [key for key, value in vars(module).items() if callable(value)]
+        known = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
         raise UserError(
-            f"recipe {name}: {place} has no function {function}; {near(function, known)}"
+            f"recipe {name}: {place} has no function '{function}'; {near(function, known)}"
         )
     return recipe
+
+
+def _is_defined_in(module: ModuleType, value: object) -> bool:
+    return isfunction(value) and value.__module__ == module.__name__
 
 
 def _from_file(name: str, file: Path) -> ModuleType:
@@ -195,6 +223,6 @@ def _imported(name: str, place: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
-        if error.name is None or not place.startswith(error.name):
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise
         raise UserError(f"recipe {name}: there is no module {place}") from None

@@ -12,8 +12,10 @@ from actors.ray_names import NAMESPACE
 from elastic.commands import Relaid
 from elastic.planning import Wish
 from pipelines.errors import UserError
+from pipelines.history_file import load_history
 from pipelines.plan import parse_layout
-from pipelines.run_folder import RunFolder, Tail, find_run
+from pipelines.refusals import refuse_unreadable
+from pipelines.run_folder import RunFolder, find_run
 from pipelines.view.wording import duration
 
 PATIENCE_S = 120.0
@@ -24,6 +26,7 @@ def relayout(run_name: str, layout: str, storage: str) -> str:
 
     Raises `UserError` if there is no such run, it does not run, or refuses the layout.
     """
+    refuse_unreadable({"--layout": layout})
     wish = parse_layout(layout)
     folder = find_run(run_name, storage)
     owner = _owner(folder)
@@ -65,12 +68,12 @@ def _owner(folder: RunFolder) -> dict[str, Any]:
 
 
 def _not_running(folder: RunFolder) -> UserError:
+    followed = load_history(folder, needs_all_metrics=False)
+    followed.follow()
+    membership = followed.history.membership
     how = "it was killed"
-    for line in Tail(folder.journal).drain():
-        if line.get("event") == "RunOpened":
-            how = "it was killed"
-        elif line.get("command") == "Stopped":
-            how = f"{line['outcome']} at step {line['step']}"
+    if membership.outcome:
+        how = f"{membership.outcome} at step {membership.step}"
     return UserError(
         f"run '{folder.name}' is not running ({how}): give --layout to `elastic train` with the "
         "same run name"

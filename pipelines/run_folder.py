@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,12 +11,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from actors.credentials import without_credentials
-from actors.lines import LineLog
+from actors.lines import LineLog, parse_line
+from actors.run_opening import repair_command
 from actors.statistics_log import STATISTICS
 from actors.storage import DiskStorage, Storage, open_storage
 from pipelines.errors import UserError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+RESERVED = frozenset({"data", "sweeps", "mlflow.db", "mlruns", "mlartifacts"})
+"""What lies beside the runs in a storage: prepared data, sweeps, MLflow's own."""
 RECIPE, TRACKING, TIMELINE = "recipe.json", "tracking.json", "timeline.png"
 
 
@@ -34,6 +36,11 @@ class RunFolder:
             raise UserError(
                 f"--run-name {run_name!r}: use letters, digits, '.', '_' and '-', beginning with a "
                 "letter or digit"
+            )
+        if run_name.lower() in RESERVED:
+            raise UserError(
+                f"--run-name {run_name}: the storage keeps other things under that name; choose "
+                f"another, e.g. {run_name}-1"
             )
         return cls(named_storage(storage).at(run_name))
 
@@ -83,6 +90,10 @@ class RunFolder:
 
 def named_storage(storage: str | Path) -> Storage:
     """What `--storage` names. Raises `UserError`."""
+    if not str(storage):
+        raise UserError(
+            "--storage: it is empty; name a folder, or a URL such as s3://bucket/folder"
+        )
     try:
         return open_storage(str(storage))
     except (ValueError, OSError) as error:
@@ -96,7 +107,7 @@ def find_run(name: str, storage: str | Path) -> RunFolder:
     """The folder of a run that has been begun; raises `UserError` if there is none."""
     folder = RunFolder.of(storage, name)
     try:
-        if folder.recipe() is not None:
+        if folder.files.size(RECIPE) is not None:
             return folder
         place = named_storage(storage)
         there = [name for name in place.folders() if place.at(name).size(RECIPE) is not None]
@@ -109,11 +120,23 @@ def find_run(name: str, storage: str | Path) -> RunFolder:
 
 
 def read_json(files: Storage, name: str) -> dict[str, Any] | None:
+    """A JSON object; None if it is not there. Raises `UserError` if the file is damaged."""
     try:
-        told: dict[str, Any] = json.loads(files.read(name))
+        content = files.read(name)
     except FileNotFoundError:
         return None
+    told = parse_line(content)
+    if told is None:
+        raise damaged_file(files, name)
     return told
+
+
+def damaged_file(files: Storage, name: str) -> UserError:
+    """For a small file of a run that holds something else than was written."""
+    return UserError(
+        f"{files.at(name).url} is damaged; `{repair_command(files)}` sets it aside, "
+        "and says what is lost with it"
+    )
 
 
 def default_tracking_uri(storage: str | Path) -> str:
@@ -133,44 +156,27 @@ class Tail:
     """
 
     def __init__(self, log: LineLog, offset: int = 0) -> None:
-        self.log = log
-        self.offset = offset
+        self._reader = log.reader(offset)
         self.num_torn = 0
+
+    @property
+    def offset(self) -> int:
+        return self._reader.offset
 
     def read(self, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
         """The next complete lines, about `max_bytes` of them; none if nothing has come."""
-        block = self._whole_lines(max_bytes)
-        self.offset += len(block)
-        parsed = [_parse(line) for line in block.split(b"\n")[:-1]]
-        whole = [row for row in parsed if row is not None]
-        self.num_torn += len(parsed) - len(whole)
-        return whole
+        return self._parsed(self._reader.read(max_bytes))
 
     def blocks(self, max_bytes: int = 1 << 20) -> Iterator[list[dict[str, Any]]]:
         """All complete lines up to the end that the file has now, some at a time."""
-        while True:
-            before = self.offset
-            rows = self.read(max_bytes)
-            if self.offset == before:
-                return
-            yield rows
+        yield from map(self._parsed, self._reader.blocks(max_bytes))
 
     def drain(self) -> Iterator[dict[str, Any]]:
         """All complete lines up to the end that the file has now."""
         return chain.from_iterable(self.blocks())
 
-    def _whole_lines(self, size_bytes: int) -> bytes:
-        while True:
-            block = self.log.read(self.offset, size_bytes)
-            end = block.rfind(b"\n") + 1
-            if end or len(block) < size_bytes:
-                return block[:end]
-            size_bytes *= 2
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+    def _parsed(self, block: bytes) -> list[dict[str, Any]]:
+        parsed = [parse_line(line) for line in block.split(b"\n")[:-1]]
+        whole = [row for row in parsed if row is not None]
+        self.num_torn += len(parsed) - len(whole)
+        return whole

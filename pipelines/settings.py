@@ -11,53 +11,33 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 
 from elastic.errors import ElasticError
 from elastic.parity import num_chunks_of
+from pipelines.bounds import (
+    Depth,
+    Fraction,
+    Minutes,
+    NonNegativeInt,
+    PositiveInt,
+    ScheduleName,
+    Seconds,
+    Seed,
+    SpikeFactor,
+    StragglerFactor,
+    UnwindFactor,
+    Width,
+)
 from pipelines.errors import UserError
-
-Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""A part of a whole, from 0 to below 1."""
-
-
-Minutes = Annotated[str, Field(pattern=r"^\d*\.?\d+min$")]
-"""A time, such as `15min`."""
-
-
-def _over_one(factor: float) -> float:
-    if 0.0 < factor <= 1.0:
-        raise ValueError("a loss as high as the others is no spike: give more than 1, or 0 for off")
-    return factor
-
-
-def _slower(factor: float) -> float:
-    if factor <= 1.0:
-        raise ValueError("who takes as long as the others is no straggler: give more than 1")
-    return factor
-
-
-StragglerFactor = Annotated[PositiveFloat, AfterValidator(_slower)]
-"""How many times as long as the others a straggler computes."""
-
-SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_over_one)]
-"""How many times the usual loss is a spike; 0 is never."""
-
-ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-"""The order of a pipeline's passes."""
-
-SEVERAL_STAGES: tuple[ScheduleName, ...] = ("interleaved_1f1b", "zero_bubble")
-"""The schedules that may have several stages a rank (`vp`)."""
 
 
 class Settings(BaseModel):
     """Frozen, and refuses what it does not know."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ExpertsSettings(Settings):
@@ -68,10 +48,10 @@ class ExpertsSettings(Settings):
     token. With `top_k=1` the router learns from that loss alone.
     """
 
-    num_experts: PositiveInt = 8
-    top_k: PositiveInt = 2
-    hidden_dim: PositiveInt = 352
-    shared_hidden_dim: NonNegativeInt = 0
+    num_experts: Width = 8
+    top_k: Width = 2
+    hidden_dim: Width = 352
+    shared_hidden_dim: Annotated[int, Field(ge=0, le=10**8)] = 0
     balance_coefficient: NonNegativeFloat = 0.01
 
     @model_validator(mode="after")
@@ -93,12 +73,12 @@ class TransformerSettings(Settings):
     """
 
     kind: Literal["transformer"] = "transformer"
-    vocab_size: PositiveInt = 264
-    dim: PositiveInt = 256
-    num_layers: PositiveInt = 4
-    num_heads: PositiveInt = 8
-    num_kv_heads: PositiveInt = 4
-    hidden_dim: PositiveInt = 704
+    vocab_size: Width = 264
+    dim: Width = 256
+    num_layers: Depth = 4
+    num_heads: Width = 8
+    num_kv_heads: Width = 4
+    hidden_dim: Width = 704
     rope_theta: PositiveFloat = 10_000.0
     norm_eps: PositiveFloat = 1e-5
     dropout: Fraction = 0.0
@@ -123,7 +103,7 @@ class MlpSettings(Settings):
     """A multi-layer perceptron on random vectors: small work for benchmarks and tests."""
 
     kind: Literal["mlp"] = "mlp"
-    dims: tuple[PositiveInt, ...] = (512, 1024, 1024, 512)
+    dims: tuple[Width, ...] = (512, 1024, 1024, 512)
     num_samples: PositiveInt = 65_536
 
     @model_validator(mode="after")
@@ -172,7 +152,7 @@ class DataSettings(Settings):
     format: Literal["text", "chat"] = "text"
     tokenizer: str = "bytes"
     separator: str | None = None
-    seq_len: PositiveInt = 256
+    seq_len: Width = 256
     attend_across_documents: bool = False
     held_out_fraction: Fraction = 0.02
 
@@ -189,15 +169,16 @@ class CacheSettings(Settings):
 
     folder: str | None = None
     max_bytes: PositiveInt = 32 * 2**30
-    num_fetchers: PositiveInt = 2
+    num_fetchers: Annotated[int, Field(gt=0, le=1000)] = 2
     prefetch_steps: PositiveInt = 8
-    patience_s: PositiveFloat = 600.0
-    reach_timeout_s: PositiveFloat = 30.0
+    patience_s: Seconds = 600.0
+    reach_timeout_s: Seconds = 30.0
 
 
 def _ports_in_order(text: str) -> str:
     first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last) <= 65535):
+    are_numbers = text.isascii() and len(text) <= 11 and first.isdecimal() and last.isdecimal()
+    if not (are_numbers and 1 <= int(first) <= int(last) <= 65535):
         raise ValueError("write the first and the last port, from 1 to 65535, e.g. 20000:20100")
     return text
 
@@ -246,7 +227,9 @@ class TrainSettings(Settings):
 
     `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
     are reduced in float32. `record_samples` names a file that gets the ids that each data
-    rank read. `checkpoint_every` is in steps, or a time such as `15min`; 0 is never. Kept are the
+    rank read. `checkpoint_every` is in steps, or a time such as `15min`; with `auto` the time
+    between two follows their measured cost and the observed rate of failures, from 1 to 15 minutes
+    (docs/checkpoints.md); with 0 only the last step is saved. Kept are the
     newest `keep_last` checkpoints (0: all), those of each multiple of `keep_every` steps, and the
     `keep_best` with the lowest held-out loss. Every `snapshot_every` steps what no other worker
     holds is copied to host memory outside of the workers; 0 is never. What a node has alone is
@@ -274,10 +257,19 @@ class TrainSettings(Settings):
     workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
     after `spare_timeout_s`, and all workers where fewer than the minimum have come and no other
     comes in `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
+    A worker whose process runs but answers no probe for `silence_timeout_s`, or for a median step
+    if that is longer, is suspected: raise it if a call in C holds the interpreter's lock longer.
+    When a generation is aborted, a worker that does not answer probes, or after a hang does not
+    unwind while others do, gets the largest of `quiesce_deadline_s` (on a GPU
+    `quiesce_deadline_cuda_s`), `quiesce_factor` median steps, and as many times what the first
+    survivor took; then it is ended. Any other worker gets `collective_timeout_s`, which is also the
+    limit of every collective. A controller that was away asks one worker for the records of steps,
+    and after `records_timeout_s` another.
     Workers tell after every `straggler_every` steps (0: never) how long they computed; who took
     over `straggler_factor` times as long as others with the same work, `straggler_reports` times in
     a row, is replaced by a spare or told of. A node on which workers crash `avoid_after` times (0:
-    never) within `avoid_window_s` gets no new ones for `avoid_for_s`.
+    never) within `avoid_window_s` gets no new ones for `avoid_for_s`, or until the run has lacked
+    workers for `quarantine_patience_s`.
     `--notify` tells of a run that has waited for `notify_after_s`.
     """
 
@@ -290,15 +282,15 @@ class TrainSettings(Settings):
     network: NetworkSettings = NetworkSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     lora: LoraSettings = LoraSettings()
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     init_from: str | None = None
-    batch: PositiveInt = 24
-    microbatch: PositiveInt = 1
+    batch: Width = 24
+    microbatch: Width = 1
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     steps: PositiveInt = 100
     eval_every: NonNegativeInt = 0
     eval_samples: PositiveInt = 64
-    checkpoint_every: NonNegativeInt | Minutes = 0
+    checkpoint_every: NonNegativeInt | Minutes | Literal["auto"] = "auto"
     keep_last: NonNegativeInt = 3
     keep_every: NonNegativeInt = 0
     keep_best: NonNegativeInt = 1
@@ -310,17 +302,24 @@ class TrainSettings(Settings):
     spike_window: PositiveInt = 32
     audit_every: NonNegativeInt = 0
     audit_rewind: bool = False
-    start_timeout_s: PositiveFloat = 60.0
-    hang_timeout_s: PositiveFloat = 60.0
-    growth_horizon_s: PositiveFloat = 600.0
-    spare_timeout_s: PositiveFloat = 600.0
-    gang_timeout_s: PositiveFloat = 1800.0
+    start_timeout_s: Seconds = 60.0
+    hang_timeout_s: Seconds = 60.0
+    silence_timeout_s: Seconds = 5.0
+    quiesce_deadline_s: Seconds = 1.0
+    quiesce_deadline_cuda_s: Seconds = 10.0
+    quiesce_factor: UnwindFactor = 4.0
+    collective_timeout_s: Seconds = 300.0
+    records_timeout_s: Seconds = 10.0
+    growth_horizon_s: Seconds = 600.0
+    spare_timeout_s: Seconds = 600.0
+    gang_timeout_s: Seconds = 1800.0
     straggler_every: NonNegativeInt = 20
     straggler_factor: StragglerFactor = 2.0
     straggler_reports: PositiveInt = 3
     avoid_after: NonNegativeInt = 3
-    avoid_window_s: PositiveFloat = 600.0
-    avoid_for_s: PositiveFloat = 3600.0
+    avoid_window_s: Seconds = 600.0
+    avoid_for_s: Seconds = 3600.0
+    quarantine_patience_s: Seconds = 30.0
     schedule: ScheduleName = "1f1b"
     reshard_after_forward: bool = True
     sync_each_microbatch: bool = True
@@ -329,15 +328,18 @@ class TrainSettings(Settings):
     compile: bool = False
     accelerator: str = "auto"
     record_samples: Path | None = None
-    notify_after_s: PositiveFloat = 600.0
+    notify_after_s: Seconds = 600.0
 
     @model_validator(mode="after")
     def microbatches_fill_the_batch(self) -> TrainSettings:
         if self.batch % self.microbatch:
             below = self.batch - self.batch % self.microbatch
+            ways = [str(below)] if below else []
+            ways.append(str(below + self.microbatch))
+            fewer = f", or microbatch to {self.batch}" if not below else ""
             raise UserError(
                 f"batch={self.batch} is no multiple of microbatch={self.microbatch}: "
-                f"set batch to {below or self.microbatch} or {below + self.microbatch}"
+                f"set batch to {' or '.join(ways)}{fewer}"
             )
         return self
 
@@ -365,9 +367,10 @@ class TrainSettings(Settings):
 
     @property
     def checkpoint_s(self) -> float:
-        """A checkpoint after so many seconds; 0 if they come by steps, or never."""
+        """A checkpoint after so many seconds; 0 if they come by steps, by `auto`, or never."""
         every = self.checkpoint_every
-        return 0.0 if isinstance(every, int) else 60.0 * float(every.removesuffix("min"))
+        is_time = isinstance(every, str) and every != "auto"
+        return 60.0 * float(every.removesuffix("min")) if is_time else 0.0
 
     @property
     def num_microbatches(self) -> int:

@@ -10,7 +10,7 @@ from actors.storage import open_storage
 from pipelines.figures import figures_of
 from pipelines.notify import Notifier
 from pipelines.run_folder import RunFolder
-from pipelines.tracking import Tracker
+from pipelines.tracking.tracker import Tracker
 
 NOTICE_PATIENCE_S = 10.0
 

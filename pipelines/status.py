@@ -11,7 +11,8 @@ from rich.live import Live
 
 from actors.lease import owner_of
 from pipelines.errors import UserError
-from pipelines.run_folder import RunFolder, Tail, find_run
+from pipelines.history_file import FollowedHistory, load_history
+from pipelines.run_folder import RunFolder, find_run
 from pipelines.view.display import Display
 from pipelines.view.history import History
 from pipelines.view.standing import Standing
@@ -27,13 +28,16 @@ class Looking:
         self.folder = folder
         self.history = History()
         self._prices = prices
-        self._tails = Tail(folder.journal), Tail(folder.metrics)
+        self._followed: FollowedHistory | None = None
 
     def look(self) -> Standing:
         """Raises `UserError` if the storage cannot be read."""
         try:
             owner = owner_of(self.folder.files)
-            self.history.take(*(tail.drain() for tail in self._tails))
+            if self._followed is None:
+                self._followed = load_history(self.folder, needs_all_metrics=False)
+                self.history = self._followed.history
+            self._followed.follow()
         except OSError as error:
             raise UserError(f"{self.folder.url}: cannot be read ({error})") from None
         now, folder = time.time(), self.folder

@@ -30,6 +30,7 @@ EXPERIMENT = "sweep"
 UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
 """What would fall into some steps and not into others, unless it is asked for."""
 TRACKING_PATIENCE_S = 30.0
+MAX_START_TIMEOUT_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def sweep(asked: SweepAsked, console: Console) -> int:
     """
     if asked.steps < 2:
         raise UserError(f"--steps {asked.steps}: at least 2, since the first is not counted")
+    if not 0.0 < asked.start_timeout_s <= MAX_START_TIMEOUT_S:
+        raise UserError(f"--start-timeout {asked.start_timeout_s:g}: give seconds, e.g. 600")
     layouts = parse_layouts(asked.layouts)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
     if is_remote(asked.storage):

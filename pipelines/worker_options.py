@@ -6,7 +6,7 @@ import re
 
 from actors.faults import Fault
 from actors.listening import Network
-from actors.trainer import WorkerOptions
+from actors.worker_options import WorkerOptions
 from elastic.policy import Policy
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
@@ -35,7 +35,7 @@ def worker_options(
 
 def parse_profile(text: str) -> tuple[int, int]:
     """The first and the last step of `steps=10:13`; `steps=10` is that one. Raises `UserError`."""
-    found = re.fullmatch(r"steps=(\d+)(?::(\d+))?", text)
+    found = re.fullmatch(r"steps=([0-9]{1,12})(?::([0-9]{1,12}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
         raise UserError(

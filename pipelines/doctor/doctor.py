@@ -16,8 +16,10 @@ from actors.ray_names import NAMESPACE
 from pipelines.doctor import machine, places, software
 from pipelines.doctor.cluster import cluster
 from pipelines.doctor.finding import Finding, Verdict
+from pipelines.doctor.run_files import check_files, repair_run
 from pipelines.errors import UserError
 from pipelines.overrides import override
+from pipelines.run_folder import RunFolder
 from pipelines.settings import TrainSettings
 from pipelines.view.wording import counted
 
@@ -38,7 +40,22 @@ class DoctorAsked:
 
 def doctor(asked: DoctorAsked, console: Console) -> int:
     """Print what was found; return 1 if anything has failed. Raises `UserError`."""
-    found = list(findings(asked))
+    return _report(list(findings(asked)), console)
+
+
+def check_run(run_name: str, storage: str, repair: bool, console: Console) -> int:
+    """Check the files of a run, and with `repair` set damaged ones aside; the exit code as of
+    `doctor`. Raises `UserError`, also if somebody drives the run that is to be repaired."""
+    folder = RunFolder.of(storage, run_name)
+    try:
+        found = list(repair_run(folder) if repair else check_files(folder))
+    except OSError as error:
+        raise UserError(f"{folder.url}: {error}") from None
+    return _report(found, console)
+
+
+def _report(found: list[Finding], console: Console) -> int:
+    """Print the table; return 1 if anything has failed."""
     console.print(_table(found))
     num = {verdict: sum(f.verdict == verdict for f in found) for verdict in STYLES}
     console.print(

@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import nn
 
 from pipelines.errors import UserError
 from pipelines.hugging_face.anatomy import Anatomy
 from pipelines.hugging_face.library import library
 from pipelines.settings import LoraSettings
+from pipelines.training.initial_values import Constant, Distribution, kaiming_uniform
 
 BASE = ".base_layer."
 ADAPTER = ".default."
@@ -58,12 +59,9 @@ def file_name(name: str) -> str:
     return f"base_model.model.{name.replace(ADAPTER, '.')}"
 
 
-def fill_adapter(name: str, tensor: Tensor, generator: Generator) -> None:
+def of_adapter(name: str, shape: tuple[int, ...]) -> Distribution:
     """As `peft` begins: the product of the two is 0."""
-    if ".lora_B." in name:
-        tensor.zero_()
-    else:
-        nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+    return Constant(0.0) if ".lora_B." in name else kaiming_uniform(shape[1], math.sqrt(5))
 
 
 def with_adapters(anatomy: Anatomy) -> Anatomy:

@@ -62,26 +62,28 @@ def build(fields: dict[str, Any]) -> nn.Module:
     return model
 
 
-def fill_tensor(model: nn.Module, name: str, tensor: Tensor, seed: int) -> None:
-    """Write into a whole tensor what `transformers` gives a parameter, or buffer, of that name:
-    of a model on the meta device only this one is there for a while."""
+def draw_tensor(model: nn.Module, name: str, seed: int) -> Tensor:
+    """The whole of what `transformers` gives a parameter, or buffer, of that name (float32, or of
+    its own kind of integers): of a model on the meta device only this one is there for a while."""
     owner, _, key = name.rpartition(".")
     holder = model.get_submodule(owner)
     is_parameter = key in holder._parameters
     held = holder._parameters if is_parameter else holder._buffers
     absent = held[key]
+    dtype = torch.float32 if absent.is_floating_point() else absent.dtype
+    tensor = torch.empty(absent.shape, dtype=dtype, device=CPU)
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
     held[key] = nn.Parameter(tensor) if is_parameter else tensor
     try:
         with torch.random.fork_rng(devices=[]), CPU, torch.no_grad():
             torch.default_generator.manual_seed(seed)
-            for place in _upwards(owner):
-                _initialise(model, place)
+            initialise_upwards(model, owner)
     finally:
         held[key] = absent
     if tensor.is_floating_point() and tensor.isnan().any():
         raise UserError(f"model.config: transformers gives no initial values to {name}")
+    return tensor
 
 
 def _fill_buffers(model: nn.Module) -> None:
@@ -97,6 +99,12 @@ def _fill_buffers(model: nn.Module) -> None:
         unknown = [key for key in kept_out if module._buffers[key].isnan().any()]
         if unknown:
             raise UserError(f"model.config: transformers gives no values to {name}.{unknown[0]}")
+
+
+def initialise_upwards(model: nn.Module, name: str) -> None:
+    """What `transformers` does to a module, and then to those that it lies in."""
+    for place in _upwards(name):
+        _initialise(model, place)
 
 
 def _initialise(model: nn.Module, name: str) -> None:

@@ -7,23 +7,26 @@ from collections.abc import Callable, Sequence
 from inspect import signature
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from elastic.regions import chunk_interval
+from elastic.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
 from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import (
     add_adapters,
     base_name,
-    fill_adapter,
     is_adapter,
+    of_adapter,
     with_adapters,
 )
 from pipelines.hugging_face.anatomy import Anatomy, StandIn, anatomy_of
-from pipelines.hugging_face.building import build, fill_tensor
+from pipelines.hugging_face.building import build, draw_tensor
+from pipelines.hugging_face.initial_distribution import distribution
 from pipelines.settings import HuggingFaceSettings, LoraSettings
+from pipelines.training.initial_values import draw, slices_of
 from pipelines.training.next_token import NextToken
+from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.workload import Fed, Shape
 
@@ -102,11 +105,15 @@ class CausalLMWorkload(NextToken):
     def shape(self) -> Shape:
         return self.anatomy.shape
 
-    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        if is_adapter(name):
-            fill_adapter(name, tensor, generator)
-        else:
-            fill_tensor(self.example, base_name(name), tensor, generator.initial_seed())
+    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+        """As `transformers` and `peft` do: by the distribution that they draw from where one was
+        found out, else the whole tensor and the region of it."""
+        base = base_name(name)
+        drawn = of_adapter(name, shape) if is_adapter(name) else distribution(self.example, base)
+        if drawn is not None:
+            return draw(drawn, name, seed, shape, region)
+        key = keyed_generator("initial", seed, name).initial_seed()
+        return draw_tensor(self.example, base, key)[slices_of(region)].clone()
 
     def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
         keywords = {}

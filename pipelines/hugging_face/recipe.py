@@ -66,5 +66,4 @@ def hugging_face(path: str) -> TrainSettings:
         init_from=str(folder) if folder and has_weights(folder) else None,
         batch=16,
         steps=200,
-        checkpoint_every=100,
     )

@@ -1,5 +1,4 @@
-"""A run in MLflow: one process follows the run's files and delivers them; training never waits."""
+"""A run in MLflow: one process follows the run's files and delivers them; training never waits.
 
-from pipelines.tracking.tracker import Tracker
-
-__all__ = ["Tracker"]
+Nothing is imported here: MLflow takes seconds, and only that process needs it.
+"""

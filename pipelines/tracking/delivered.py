@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from uuid import uuid4
 
 from actors.storage import Storage
-from pipelines.run_folder import TRACKING, read_json
+from pipelines.run_folder import TRACKING, damaged_file, read_json
 from pipelines.tracking.attempts import without_credentials
 
 
@@ -38,7 +38,10 @@ class Delivered:
         uri = without_credentials(uri)
         told = read_json(files, TRACKING)
         if told is not None:
-            found = cls(**told)
+            try:
+                found = cls(**told)
+            except TypeError:
+                raise damaged_file(files, TRACKING) from None
             if (found.uri, found.experiment) == (uri, experiment):
                 return found
         return cls(uri, experiment, key=uuid4().hex)

@@ -140,18 +140,18 @@ class Delivery:
         _log_tags(client, run.info.run_id, changed)
 
     def _happenings(self, client: MlflowClient, history: History) -> None:
-        happenings = history.membership.happenings
-        if len(happenings) > self._delivered.num_happenings:
-            told = happening_metrics(happenings, self._delivered.num_happenings)
+        membership = history.membership
+        if membership.num_happenings > self._delivered.num_happenings:
+            told = happening_metrics(membership, self._delivered.num_happenings)
             _log_metrics(client, self._run_id(), told)
-            self._advance("num_happenings", len(happenings))
+            self._advance("num_happenings", membership.num_happenings)
 
     def _readings(self, client: MlflowClient, history: History) -> None:
-        readings = history.account.readings
-        if len(readings) > self._delivered.num_readings:
-            told = (m for r in readings[self._delivered.num_readings :] for m in reading_metrics(r))
-            _log_metrics(client, self._run_id(), told)
-            self._advance("num_readings", len(readings))
+        account = history.account
+        if account.num_readings > self._delivered.num_readings:
+            readings = account.readings_from(self._delivered.num_readings)
+            _log_metrics(client, self._run_id(), (m for r in readings for m in reading_metrics(r)))
+            self._advance("num_readings", account.num_readings)
 
     def _profiles(self, client: MlflowClient, run_id: str) -> None:
         """Each trace once: it is whole when it is there, and does not change."""

@@ -6,7 +6,7 @@ MLflow keys a metric by name, timestamp, step and value: a line that is sent twi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import isfinite
 from typing import Any
 
@@ -14,7 +14,7 @@ from mlflow.entities import Metric
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
 
 from pipelines.view.goodput import Reading
-from pipelines.view.membership import Happening
+from pipelines.view.membership import Membership
 from pipelines.view.wording import shortened
 
 STEP_FIELDS = ("loss", "lr", "grad_norm", "step_s", "world_size", "generation")
@@ -26,7 +26,12 @@ SYSTEM_FIELDS = {
     "device_use_percent": ("device_utilization_percentage", 1.0),
 }
 """Of each field of a sample: its name among MLflow's system metrics, and its scale."""
-COUNTED = {"lost": "workers_lost", "joined": "workers_joined", "skipped": "steps_skipped"}
+COUNTED = {
+    "lost": "workers_lost",
+    "joined": "workers_joined",
+    "skipped": "steps_skipped",
+    "not finite": "evaluations_not_finite",
+}
 """The metric that counts the happenings of a kind."""
 FOREIGN = re.compile(r"[^\w.\- /]")
 
@@ -36,7 +41,7 @@ def step_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
     where = (row["time"], row["step"])
     for field in STEP_FIELDS:
         yield from _metric(field, row.get(field), *where)
-    if row["step_s"] > 0:
+    if row["step_s"]:  # a missing record has no numbers
         yield from _metric("tokens_per_s", row["tokens"] / row["step_s"], *where)
 
 
@@ -58,13 +63,14 @@ def statistics_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
             yield from _metric(f"statistics/{FOREIGN.sub('_', group)}/{name}", value, *where)
 
 
-def happening_metrics(happenings: Sequence[Happening], first: int) -> Iterator[Metric]:
+def happening_metrics(membership: Membership, first: int) -> Iterator[Metric]:
     """What the journal tells from its happening number `first` on, as far as it has numbers.
 
     Losses, joins and skipped steps are running counts, so that a chart shows when each came.
     """
-    counts = dict.fromkeys(COUNTED, 0)
-    for index, happening in enumerate(happenings):
+    counts = {kind: membership.dropped.get(kind, 0) for kind in COUNTED}
+    num_dropped = sum(membership.dropped.values())
+    for index, happening in enumerate(membership.happenings, num_dropped):
         kind, where = happening.kind, (happening.time, happening.step)
         if kind in counts:
             counts[kind] += 1

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 
 from actors.credentials import without_credentials
-from pipelines.run_folder import RunFolder, Tail, default_tracking_uri
+from pipelines.history_file import FollowedHistory, load_history
+from pipelines.run_folder import RunFolder, default_tracking_uri
 from pipelines.tracking.attempts import Attempts
 from pipelines.tracking.delivery import Delivery
 from pipelines.tracking.store import prepare_process
@@ -16,6 +17,7 @@ from pipelines.view.wording import counted
 POLL_S = 2.0
 """A poll that catches up leaves the rest to the next one after so long."""
 FIRST_REPORT_S, REPORT_EVERY_S = 15.0, 60.0
+SAVE_EVERY_S = 60.0
 REPORT_SHARE = 0.01
 """Reports, whose files grow with the run, take at most this share of the time."""
 
@@ -36,13 +38,18 @@ class Tracker:
     ) -> None:
         prepare_process()
         self.uri = tracking_uri or default_tracking_uri(folder.storage)
-        self.history = History()
         self._folder = folder
         self._clock = clock
-        self._journal, self._metrics = Tail(folder.journal), Tail(folder.metrics)
+        self._followed: FollowedHistory | None = None
         self._delivery = Delivery(folder, self.uri, experiment, clock)
-        self._reads, self._rows, self._reports = (Attempts(clock) for _ in range(3))
+        self._reads, self._rows, self._reports, self._saves = (Attempts(clock) for _ in range(4))
         self._next_report = clock() + FIRST_REPORT_S
+        self._next_save = clock() + FIRST_REPORT_S
+
+    @property
+    def history(self) -> History:
+        """As far as the run's files have been read."""
+        return self._followed.history if self._followed else History()
 
     @property
     def trouble(self) -> str:
@@ -64,6 +71,7 @@ class Tracker:
             attempts.forgive()
             attempts.longest_pause_s = 1.0
         self.follow()
+        self._save()
         is_ended = False
         while self.history.membership.sessions or self._reads.failure:
             is_ended = is_ended or (self._try_rows(deadline) and self._try_end())
@@ -79,7 +87,17 @@ class Tracker:
         return self._attempt(self._reads, self._follow)
 
     def _follow(self) -> None:
-        self.history.take(self._journal.drain(), self._metrics.drain())
+        if self._followed is None:
+            self._followed = load_history(self._folder)
+        self._followed.follow()
+        if self._clock() >= self._next_save:
+            self._save()
+
+    def _save(self) -> None:
+        """Renew what other readers begin with; if storage refuses, later."""
+        if self._followed is not None:
+            self._saves.run(self._followed.save)
+            self._next_save = self._clock() + SAVE_EVERY_S
 
     def _try_rows(self, until: float) -> bool:
         """Whether the store has all lines that are there; nothing is tried before the first."""

@@ -5,15 +5,17 @@ Nothing here reads or writes a pickle, or talks to another process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
-from actors.checkpoints import read_manifest
+from actors.checkpoints import part_name, read_manifest
 from actors.storage import Storage
+from elastic.parts import writers_of
 from elastic.regions import Region
+from elastic.specs import TensorSpec
 from pipelines.errors import UserError
 from pipelines.training.part_file import PartFile, Piece
 
@@ -28,18 +30,44 @@ class Checkpoint:
     refuses.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: Storage, specs: Sequence[TensorSpec] = ()) -> None:
+        """With the `specs` of the state that was saved only the files are opened that have some of
+        what is read; without them all are."""
+        self._storage = storage
         self._url = storage.url
-        listed = read_manifest(storage).files
+        self._specs = specs
+        self._manifest = read_manifest(storage)
+        self._listed = {file.name: file for file in self._manifest.files}
+        self._pieces: dict[str, list[tuple[PartFile, Piece]]] = {}
+        if not specs:
+            self._open(set(self._listed))
+
+    def _open(self, names: set[str]) -> None:
+        """Read the headers of these files."""
+        files = [self._listed.pop(name) for name in sorted(names & self._listed.keys())]
         with ThreadPoolExecutor(NUM_READERS) as readers:
             opened = [
-                readers.submit(PartFile, storage, f.name, f.num_bytes, f.checksum) for f in listed
+                readers.submit(PartFile, self._storage, f.name, f.num_bytes, f.checksum)
+                for f in files
             ]
-            files = [file.result() for file in opened]
-        self._pieces: dict[str, list[tuple[PartFile, Piece]]] = {}
-        for file in files:
-            for name, piece in file.pieces.items():
-                self._pieces.setdefault(name, []).append((file, piece))
+            for file in [one.result() for one in opened]:
+                for name, piece in file.pieces.items():
+                    self._pieces.setdefault(name, []).append((file, piece))
+
+    def _open_what_has(self, wanted: Mapping[str, Region]) -> None:
+        """By the layout that wrote it; a file that turns out to have something else has been
+        written by another version of the model, whose regions only the headers tell."""
+        layout, members = self._manifest.layout, self._manifest.members
+        writers = [member for member in members if part_name(member) in self._listed]
+        if len(members) == layout.num_workers and writers:
+            found = writers_of(self._specs, layout, members, writers, wanted)
+            self._open({part_name(writer) for writer in found})
+        if not all(self._has(name, region) for name, region in wanted.items()):
+            self._open(set(self._listed))
+
+    def _has(self, name: str, region: Region) -> bool:
+        boxes = (box for _, box, _ in _overlaps(self._pieces.get(name, []), region))
+        return sum(box.num_elements for box in boxes) == region.num_elements
 
     def wholes(self) -> dict[str, Region]:
         """All of each tensor, as far as its pieces reach."""
@@ -55,6 +83,8 @@ class Checkpoint:
     def read(self, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
         """Regions, whatever layout wrote them: of each file only the blocks that overlap, and each
         checked. Raises `UserError` if it is a checkpoint of something else."""
+        if self._listed:
+            self._open_what_has(wanted)
         reads: dict[PartFile, list[tuple[str, Region, Tensor]]] = {}
         regions: dict[str, Tensor] = {}
         for name, region in wanted.items():
@@ -79,9 +109,11 @@ class Checkpoint:
         return regions
 
 
-def read_regions(storage: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+def read_regions(
+    storage: Storage, wanted: Mapping[str, Region], specs: Sequence[TensorSpec] = ()
+) -> dict[str, Tensor]:
     """Read regions from the checkpoint in a folder; see `Checkpoint`."""
-    return Checkpoint(storage).read(wanted)
+    return Checkpoint(storage, specs).read(wanted)
 
 
 def _overlaps(

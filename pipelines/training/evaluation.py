@@ -56,7 +56,17 @@ def evaluate(
                 sums[number, 0, microbatch] = total
                 sums[number, 1, microbatch] = count
     dist.all_reduce(sums, group=groups.world)
-    (loss, count), *metrics = [[math.fsum(one) for one in kind] for kind in sums.tolist()]
-    # Of a metric that has found nothing to count there is no mean.
+    (loss, count), *metrics = [[_total(one) for one in kind] for kind in sums.tolist()]
+    # Where nothing was counted there is no mean.
     means = zip(workload.metrics, metrics, strict=True)
-    return Evaluation(loss / count, {name: total / n for name, (total, n) in means if n})
+    return Evaluation(
+        loss / count if count else None, {name: total / n for name, (total, n) in means if n}
+    )
+
+
+def _total(values: list[float]) -> float:
+    """The exact sum; of values that are not finite together, infinite or NaN."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):  # a sum that overflows; inf - inf
+        return sum(values)

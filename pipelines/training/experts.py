@@ -39,10 +39,14 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(settings.num_experts // spread.num_ep, dim, settings.hidden_dim)
         shared_dim = settings.shared_hidden_dim
         self.shared = FeedForward(dim, shared_dim) if shared_dim else None
+        # How many tokens an expert gets is another number each time, and would be compiled anew.
+        # As a decorator this would import the compiler, which takes 1 s, in every command.
+        self._uncompiled = torch.compiler.disable(MixtureOfExperts._mixed)
 
-    # How many tokens an expert gets is another number each time, and would be compiled anew.
-    @torch.compiler.disable
     def forward(self, hidden: Tensor, counted: bool | Tensor = True) -> Tensor:
+        return self._uncompiled(self, hidden, counted)
+
+    def _mixed(self, hidden: Tensor, counted: bool | Tensor) -> Tensor:
         tokens = hidden.flatten(0, 1)
         exact = torch.promote_types(tokens.dtype, torch.float32)
         logits = functional.linear(tokens.to(exact), _own(self.router.weight).to(exact))

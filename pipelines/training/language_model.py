@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
-from elastic.regions import chunk_interval
+from elastic.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
 from pipelines.errors import UserError
 from pipelines.settings import ExpertsSettings, TransformerSettings
+from pipelines.training.initial_values import Constant, Normal, draw
 from pipelines.training.model import Transformer, initial_std
 from pipelines.training.next_token import NextToken
 from pipelines.training.ring import positions
@@ -48,11 +49,10 @@ class LanguageModelWorkload(NextToken):
     def shape(self) -> Shape:
         return transformer_shape(self.settings, self.seq_len)
 
-    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        if tensor.ndim == 1:
-            tensor.fill_(1.0)
-        else:
-            tensor.normal_(std=initial_std(name, self.settings), generator=generator)
+    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+        std = initial_std(name, self.settings)
+        drawn = Constant(1.0) if len(shape) == 1 else Normal(0.0, std)
+        return draw(drawn, name, seed, shape, region)
 
     def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
         keywords = {"seeds": torch.full(batch.tokens.shape[:1], seed)}

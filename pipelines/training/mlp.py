@@ -7,11 +7,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from elastic.limits import Limits
+from elastic.regions import Region
 from pipelines.settings import MlpSettings
+from pipelines.training.initial_values import Constant, draw, kaiming_uniform
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.workload import Fed, Layer, Shape, Sums, nothing, output_losses
@@ -70,11 +72,9 @@ class MlpWorkload:
         layers = tuple(Layer((name,), cost) for name, cost in zip(names, costs, strict=True))
         return Shape(layers, Limits(tp_divides=1, num_layers=len(costs), seq_len=1, num_experts=1))
 
-    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        if tensor.ndim == 1:
-            tensor.zero_()
-        else:
-            nn.init.kaiming_uniform_(tensor, nonlinearity="relu", generator=generator)
+    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+        drawn = Constant(0.0) if len(shape) == 1 else kaiming_uniform(shape[1])
+        return draw(drawn, name, seed, shape, region)
 
     def reach(self) -> None:
         """They are made here."""

@@ -37,10 +37,7 @@ class InitialValues:
 def build_for_real(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     """The module on the host, every generator seeded; they go on afterwards as before."""
     with torch.device("cpu"), seeded(seed):
-        module = model()
-    if not isinstance(module, nn.Module):
-        raise UserError(f"the recipe's model returned {type(module).__name__}, not an nn.Module")
-    return module
+        return _checked(model())
 
 
 def shapes_alone(model: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -48,7 +45,7 @@ def shapes_alone(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     buffers that are not persistent, and tensors that are neither, keep their values."""
     try:
         with torch.device("meta"), seeded(seed):
-            module = model()
+            module = _checked(model())
         if not _keeps_values_apart(module):
             return module
     except (RuntimeError, NotImplementedError):
@@ -95,6 +92,12 @@ def seeded(seed: int) -> Iterator[None]:
         finally:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
+
+
+def _checked(module: object) -> nn.Module:
+    if not isinstance(module, nn.Module):
+        raise UserError(f"the recipe's model returned {type(module).__name__}, not an nn.Module")
+    return module
 
 
 def _keeps_values_apart(module: nn.Module) -> bool:

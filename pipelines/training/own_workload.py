@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic.regions import Region
 from pipelines.errors import UserError
 from pipelines.recipe import Dataset, Losses, Recipe
+from pipelines.training.initial_values import slices_of
 from pipelines.training.own_flow import flow_of
 from pipelines.training.own_module import (
     InitialValues,
@@ -60,8 +62,8 @@ class OwnWorkload:
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
         self.optimising = OwnOptimising(recipe)
-        self.train = recipe.data()
-        self.held_out = recipe.held_out() if recipe.held_out else None
+        self.train = _map_style(recipe.data(), "data")
+        self.held_out = _map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
         self.num_held_out = len(self.held_out) if self.held_out is not None else 0
         if not self.num_samples:
@@ -120,9 +122,10 @@ class OwnWorkload:
     def shape(self) -> Shape:
         return self._shape
 
-    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """As the module's own constructor fills it, under the run's seed."""
-        tensor.copy_(self.values.get()[name])
+    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+        """As the module's own constructor makes it under the run's seed: the whole module is built
+        on the host."""
+        return self.values.get()[name][slices_of(region)].clone()
 
     def reach(self) -> None:
         """They were opened in the constructor."""
@@ -213,6 +216,17 @@ class OwnWorkload:
         if held_out and self.held_out is None:
             raise UserError("eval_every: the recipe has no `held_out` data; give some, or set 0")
         return self.held_out if held_out and self.held_out is not None else self.train
+
+
+def _map_style(dataset: Any, name: str) -> Any:
+    lacking = [what for what in ("__len__", "__getitem__") if not hasattr(type(dataset), what)]
+    if lacking:
+        raise UserError(
+            f"the recipe's {name} gave {type(dataset).__name__}, which has no "
+            f"{' and no '.join(lacking)}: give a map-style dataset, so that any worker can read "
+            "any sample"
+        )
+    return dataset
 
 
 class OwnOptimising:

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import (
-    PipelineStage,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-)
 
 from actors.program import Groups
-from pipelines.settings import SEVERAL_STAGES, ScheduleName, TrainSettings
+from pipelines.bounds import SEVERAL_STAGES, ScheduleName
+from pipelines.settings import TrainSettings
 from pipelines.training.passes import evaluating, loss_over
 from pipelines.training.sharded import Sharded
 from pipelines.training.spread import Spread
 from pipelines.training.stage_modules import Stage
 from pipelines.training.workload import Fed, Sums, Workload, joined
 
-SCHEDULES: dict[ScheduleName, Any] = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved_1f1b": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
+SCHEDULES: dict[ScheduleName, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
 }
 """Huang et al., GPipe, 2019; Narayanan et al., PipeDream-Flush and interleaved, 2021; Qi et al.,
-Zero Bubble (ZB1P), 2024."""
+Zero Bubble (ZB1P), 2024. Names in `torch_pipelining()`."""
+
+
+@cache
+def torch_pipelining() -> Any:
+    """`torch.distributed.pipelining`: its import takes 1 s, since it imports the compiler. Workers
+    import it while they warm up, and the command line never does."""
+    return import_module("torch.distributed.pipelining")
 
 
 class Pipelined:
@@ -91,7 +94,7 @@ class Pipelined:
 
     def _schedule(self, num_rounds: int) -> Any:
         if num_rounds not in self._schedules:
-            make = SCHEDULES[self.schedule]
+            make = getattr(torch_pipelining(), SCHEDULES[self.schedule])
             stages: Any = [
                 self._stage(*pair) for pair in zip(self.stages, self.sharded.modules, strict=True)
             ]
@@ -105,13 +108,13 @@ class Pipelined:
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return self.workload.loss(output, targets, self.spread)
 
-    def _stage(self, stage: Stage, module: nn.Module) -> PipelineStage:
+    def _stage(self, stage: Stage, module: nn.Module) -> Any:
         """With the shapes of what flows in and out, which torch would else find by a pass."""
         first, stop = stage.layers.start, stage.layers.stop
         inputs, output = (
             self.workload.flowing(layer, self.num_samples, self.spread) for layer in (first, stop)
         )
-        return PipelineStage(
+        return torch_pipelining().PipelineStage(
             module,
             stage.number,
             self.num_stages,

@@ -110,7 +110,7 @@ class ShardedReplica:
         et al., 2013) and step the optimizer: local, without any collective. Parameters stay as
         they are if anyone's gradients are not finite."""
         rate = self.state.optimising.rate(step)
-        skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0
+        skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0 or not math.isfinite(rate)
         norm = None
         self.inside.before_step()
         if not skipped:

@@ -11,7 +11,6 @@ from elastic.regions import Region
 from elastic.specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
 from pipelines.training.optimizer import AdamWBySettings, Optimising, state_templates
-from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.workload import Shape, Style, Workload
 
@@ -118,18 +117,11 @@ def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def initial_value(
     workload: Workload, settings: TrainSettings, spec: TensorSpec, region: Region
 ) -> Tensor:
-    """A region of a tensor at step 0, on the host: a function of (seed, name) and nothing else.
+    """A region of a tensor at step 0, on the host: the same values under every sharding.
 
-    The whole tensor is drawn and the region taken, so that every sharding gives the same. What
-    an optimizer keeps begins at 0.
+    What an optimizer keeps begins at 0.
     """
     dtype = getattr(torch, spec.dtype)
     if spec.name.startswith(OPTIMIZER):
         return torch.zeros(region.shape, dtype=dtype)
-    whole = torch.empty(spec.shape, dtype=torch.float32 if dtype.is_floating_point else dtype)
-    workload.fill(spec.name, whole, keyed_generator("initial", settings.seed, spec.name))
-    slices = tuple(
-        slice(first, first + length)
-        for first, length in zip(region.offsets, region.shape, strict=True)
-    )
-    return whole[slices].to(dtype, copy=True).contiguous()
+    return workload.draw(spec.name, spec.shape, region, settings.seed).to(dtype).contiguous()

@@ -18,6 +18,7 @@ from elastic.layout import Layout
 from elastic.regions import Region
 from elastic.votes import Vote
 from pipelines.settings import TrainSettings
+from pipelines.training.pipeline import torch_pipelining
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
 from pipelines.training.workload import Workload
@@ -40,6 +41,7 @@ def warm_up(
     It pays for torch's lazy imports and first-call caches. For a process without groups, on the
     thread that will train: some of those caches are the thread's own.
     """
+    torch_pipelining()
     small_one = workload.miniature()
     microbatch = settings.microbatch if small_one.keeps_its_size else 1
     changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}

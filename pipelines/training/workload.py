@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
 
 from elastic.limits import Limits
+from elastic.regions import Region
 from pipelines.training.optimizer import Optimising
 from pipelines.training.spread import ALONE, Spread
 
@@ -135,8 +136,9 @@ class Workload(Protocol):
     def shape(self) -> Shape:
         """How the model may be spread over pp, cp, tp and ep."""
 
-    def fill(self, name: str, tensor: Tensor, generator: Generator) -> None:
-        """Write a parameter's (or buffer's) values at step 0 into a whole float32 tensor."""
+    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+        """A region (on the host) of a parameter or buffer of this shape at step 0: the same values
+        whatever the other regions are."""
 
     def reach(self) -> None:
         """See that the data can be read on this machine. Raises `UnfitMachine`."""

@@ -24,6 +24,7 @@ REDRAW_S = 0.25
 PLAIN_EVERY_S = 10.0
 PLAIN_SILENCE_S = 60.0
 """While nothing changes, a plain line comes only after so long."""
+TROUBLE_EVERY_S = 30.0
 NUM_SHOWN_HAPPENINGS = 6
 MAX_WIDTH = 110
 BARS = "▁▂▃▄▅▆▇█"
@@ -54,6 +55,7 @@ class Display:
         self._lined_state = (0, "", 0)
         self._live: Live | Cell | None = None
         self._trouble = ""
+        self._troubled_at = float("-inf")
         if console.is_jupyter:
             self._live = Cell()
         elif console.is_terminal and not console.is_dumb_terminal:
@@ -82,16 +84,15 @@ class Display:
     ) -> None:
         """Take new lines in, and show what they change if it is time to.
 
-        `trouble` is why the run's storage does not answer at present, or empty.
+        `trouble` is what waits for the run's storage at present, and why, or empty.
         """
         self.history.take(journal, metrics)
         was_well, self._trouble = not self._trouble, trouble
         if self._live is None:
-            if was_well == bool(trouble):
-                self._print(now, self._storage() if trouble else "storage answers again")
+            self._print_trouble(now, was_well)
             self._print_news()
             self._print_progress(now)
-        elif now - self._drawn_at >= REDRAW_S or self.history.membership.outcome:
+        elif abs(now - self._drawn_at) >= REDRAW_S or self.history.membership.outcome:
             self._drawn_at = now
             self._live.update(self.panel(now), refresh=True)
 
@@ -143,7 +144,15 @@ class Display:
             yield "storage", Text(self._storage(), style="red")
 
     def _storage(self) -> str:
-        return f"storage does not answer, training goes on: {shortened(self._trouble, 200)}"
+        return f"waiting for storage: {shortened(self._trouble, 200)}"
+
+    def _print_trouble(self, now: float, was_well: bool) -> None:
+        """Once when it comes and when it goes, and at intervals as long as it lasts."""
+        if not self._trouble and not was_well:
+            self._print(now, "storage works again: nothing waits")
+        if self._trouble and (was_well or now - self._troubled_at >= TROUBLE_EVERY_S):
+            self._troubled_at = now
+            self._print(now, self._storage())
 
     def _losses(self) -> list[float]:
         return [point.mean for point in self.history.progress.curve.points if not point.void]
@@ -154,9 +163,10 @@ class Display:
 
     def _print_news(self) -> None:
         """Happenings as they come; who waits for workers reads so in the lines between."""
-        happenings = self.history.membership.happenings
-        news = happenings[self._num_told :]
-        self._num_told = len(happenings)
+        membership = self.history.membership
+        num_new = min(membership.num_happenings - self._num_told, len(membership.happenings))
+        news = membership.happenings[len(membership.happenings) - num_new :]
+        self._num_told = membership.num_happenings
         for happening in news:
             is_start = happening.kind in ("ready", "starting") and not happening.world_size
             if happening.time >= self._since and not is_start:
@@ -164,7 +174,7 @@ class Display:
 
     def _print_progress(self, now: float) -> None:
         progress, membership = self.history.progress, self.history.membership
-        silent_s = now - self._lined_at
+        silent_s = abs(now - self._lined_at)  # the clock may be set back
         state = (progress.step, membership.phase, len(membership.spares))
         has_moved = state != self._lined_state
         if silent_s < (PLAIN_EVERY_S if has_moved else PLAIN_SILENCE_S) or membership.outcome:

@@ -37,7 +37,7 @@ LANES = (
     Lane("joined", ("joined",), "#009e73", "^"),
     Lane("layout", ("layout",), "#0072b2", "D", marker_size=6),
     Lane("rolled back", ("rolled back",), "#e69f00", "<", is_line=True),
-    Lane("numbers", ("skipped", "spike", "audit"), "#56b4e9", "P"),
+    Lane("numbers", ("skipped", "not finite", "spike", "audit"), "#56b4e9", "P"),
     Lane("checkpoint", ("checkpoint",), "#8a94a3", "d", marker_size=6),
     Lane("waiting", ("waiting",), "#8a94a3", "o", marker_size=6),
     Lane("stopped", ("stopped",), INK, "s", marker_size=6),

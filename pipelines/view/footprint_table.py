@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rich.table import Table
@@ -29,7 +30,7 @@ def footprint_tables(num_params: float, shard_counts: Sequence[int]) -> list[tup
 def parse_counts(text: str) -> list[int]:
     """Read `1,8,64`. Raises `UserError`."""
     counts = [part.strip() for part in text.split(",")]
-    bad = [part for part in counts if not part.isdecimal() or int(part) < 1]
+    bad = [part for part in counts if not re.fullmatch(r"0*[1-9][0-9]{0,11}", part)]
     if bad:
         raise UserError(f"--world-sizes {text}: '{bad[0]}' is no number of workers; e.g. 1,8,64")
     return [int(part) for part in counts]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from array import array
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.wire import is_progress, is_steps, steps_in
+
+DOINGS = ("compute", "redone", "paused", "waiting", "undriven", "nothing")
 READ_EVERY_S = 60.0
+MAX_READINGS = 4096
+"""Almost three days of them; older ones are dropped."""
+MAX_SPANS = 1024
+"""Of more spans of steps, the older ones are merged: their compute is then known only together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,7 @@ class WorkerTime:
     """How long workers were there, from `WorkerReady` to their loss, by the place they were at:
     the type of their node if the journal tells it, else the node."""
 
-    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _spent: dict[str, float] = field(default_factory=dict)
     _there: dict[str, tuple[str, float]] = field(default_factory=dict)
     """Where each worker is, and since when."""
     _heard: float = 0.0
@@ -65,16 +70,16 @@ class WorkerTime:
     def by_place(self, now: float | None = None) -> dict[str, float]:
         """Worker-seconds by place, most first, as of `now`, or of the last line."""
         until = self._heard if now is None else max(now, self._heard)
-        spent = defaultdict(float, self._spent)
+        spent = dict(self._spent)
         for place, since in self._there.values():
-            spent[place] += until - since
+            spent[place] = spent.get(place, 0.0) + until - since
         return dict(sorted(spent.items(), key=lambda entry: -entry[1]))
 
     def _leave(self, workers: Iterable[str], time: float) -> None:
         for worker in workers:
             if worker in self._there:
                 place, since = self._there.pop(worker)
-                self._spent[place] += time - since
+                self._spent[place] = self._spent.get(place, 0.0) + time - since
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +93,29 @@ class Reading:
 
 
 @dataclass(slots=True)
+class Span:
+    """The steps after `begin` up to `end` stand, and took `compute_s` together."""
+
+    begin: int
+    end: int
+    compute_s: float
+
+
+@dataclass(slots=True)
 class Account:
     """Folds a journal, line by line; the same lines always give the same splits and readings.
 
     Time is the controller's; of workers' clocks only `step_s` is taken, a difference. `readings`
-    are taken once a minute of that time, as far as there are lines, and when the run stops.
+    are taken once a minute of that time, as far as there are lines, and when the run stops; the
+    newest `MAX_READINGS` are kept, after `num_dropped` others.
     """
 
     readings: list[Reading] = field(default_factory=list)
+    num_dropped: int = 0
     workers: WorkerTime = field(default_factory=WorkerTime)
-    _spent: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    _spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DOINGS, 0.0))
     _doing: str = "waiting"
-    """What the time since `_mark` is spent on: compute, paused, waiting, undriven, or nothing."""
+    """What the time since `_mark` is spent on: one of `DOINGS`, but not redone."""
     _mark: float | None = None
     _read_at: float = 0.0
     _heard: float = 0.0
@@ -112,10 +128,8 @@ class Account:
     """Since training last stopped."""
     _broken_off_s: float = 0.0
     """So much of the pause went into steps that seemed lost; late reports may tell otherwise."""
-    _steps: array[int] = field(default_factory=lambda: array("q"))
-    """Those that stand."""
-    _step_s: array[float] = field(default_factory=lambda: array("d"))
-    """The compute of each."""
+    _spans: list[Span] = field(default_factory=list)
+    """Of the steps that stand, in order."""
 
     def take(self, line: Mapping[str, Any]) -> None:
         """Fold one journal line in; one of an unknown name changes nothing but the time."""
@@ -126,6 +140,8 @@ class Account:
         time = max(self._heard, line["time"])
         if self._mark is None:
             self._mark = self._heard = self._read_at = time
+        if is_steps(line):
+            self._take_steps(line)
         match name:
             case "RunOpened":
                 self._open(time)
@@ -143,19 +159,17 @@ class Account:
                 self._take_back(line["step"])
             case "StepCommitted" | "Settled":
                 self._commit(time, [line["record"]])
-            case "Quiesced":
+            case "Quiesced" | "RecordsSent":
                 self._commit(time, line["records"])
             case "Stopped":
                 self._stand(time, "nothing")
-        self._heard = time
-        if name == "Stopped" or time - self._read_at >= READ_EVERY_S:
-            self._read_at = time
-            worker_s = sum(self.workers.by_place().values())
-            self.readings.append(Reading(time, self._last_step, self.split(), worker_s))
+            case "" if is_progress(line):
+                self._catch_up(time, line["generation"], line["step"])
+        self._hear(time, is_last=name == "Stopped")
 
     def split(self, now: float | None = None) -> Split:
         """As of `now`, or of the last line; a run that has stopped spends no more time."""
-        spent = defaultdict(float, self._spent)
+        spent = dict(self._spent)
         if self._mark is not None:
             until = self._heard if now is None else max(now, self._heard)
             spent[self._doing] += until - self._mark
@@ -168,8 +182,27 @@ class Account:
         )
 
     @property
+    def num_readings(self) -> int:
+        """How many have been taken, with those that are dropped."""
+        return self.num_dropped + len(self.readings)
+
+    def readings_from(self, number: int) -> list[Reading]:
+        """Those from this one on (from 0), as far as they are kept."""
+        return self.readings[max(0, number - self.num_dropped) :]
+
+    @property
     def _last_step(self) -> int:
-        return self._steps[-1] if self._steps else 0
+        return self._spans[-1].end if self._spans else 0
+
+    def _hear(self, time: float, is_last: bool) -> None:
+        self._heard = time
+        if is_last or time - self._read_at >= READ_EVERY_S:
+            self._read_at = time
+            worker_s = sum(self.workers.by_place().values())
+            self.readings.append(Reading(time, self._last_step, self.split(), worker_s))
+            if len(self.readings) > MAX_READINGS:
+                del self.readings[0]
+                self.num_dropped += 1
 
     def _open(self, time: float) -> None:
         """Whoever drove the run before was last heard at his last line."""
@@ -191,10 +224,31 @@ class Account:
     def _commit(self, time: float, records: Iterable[Mapping[str, Any]]) -> None:
         """Steps stand; several workers may tell of the same."""
         for record in records:
-            is_of_now = record["generation"] == self._generation
-            if is_of_now and record["step"] > self._last_step:
-                self._steps.append(record["step"])
-                self._step_s.append(self._compute_s(time, record["step_s"]))
+            self._add(time, record["generation"], record["step"], record["step_s"] or 0.0)
+
+    def _take_steps(self, line: Mapping[str, Any]) -> None:
+        """A line of steps: each has its own time."""
+        for time, generation, step, step_s in steps_in(line):
+            self._heard = max(self._heard, time)
+            self._add(self._heard, generation, step, step_s)
+
+    def _add(self, time: float, generation: int, step: int, step_s: float) -> None:
+        if generation == self._generation and step > self._last_step:
+            self._add_span(step - 1, step, self._compute_s(time, step_s))
+
+    def _catch_up(self, time: float, generation: int, step: int) -> None:
+        """A full state stands for steps that have no lines: all the time since was theirs."""
+        is_of_now = generation == self._generation and step > self._last_step
+        if is_of_now and self._doing == "compute":
+            assert self._mark is not None
+            begin = self._last_step
+            self._add_span(begin, step, self._compute_s(time, time - self._mark))
+
+    def _add_span(self, begin: int, end: int, compute_s: float) -> None:
+        self._spans.append(Span(begin, end, compute_s))
+        if len(self._spans) > MAX_SPANS:
+            old, new = self._spans[: MAX_SPANS // 2], self._spans[MAX_SPANS // 2 :]
+            self._spans = [*_merged(old), *new]
 
     def _compute_s(self, time: float, step_s: float) -> float:
         """Spend the time of a step that stands, and return it."""
@@ -213,9 +267,22 @@ class Account:
         return compute_s
 
     def _take_back(self, step: int) -> None:
-        """Steps after this one do not stand any more."""
+        """Steps after this one do not stand any more; of a span a part may."""
         while self._last_step > step:
-            self._steps.pop()
-            lost_s = self._step_s.pop()
-            self._spent["compute"] -= lost_s
-            self._spent["redone"] += lost_s
+            span = self._spans.pop()
+            kept = max(0, step - span.begin) / (span.end - span.begin)
+            if kept:
+                self._spans.append(Span(span.begin, step, kept * span.compute_s))
+            self._spent["compute"] -= (1 - kept) * span.compute_s
+            self._spent["redone"] += (1 - kept) * span.compute_s
+
+
+def _merged(spans: Sequence[Span]) -> Iterator[Span]:
+    """Each two neighbours together, where no steps lie between them."""
+    spans = list(spans)
+    while spans:
+        first = spans.pop(0)
+        if spans and spans[0].begin == first.end:
+            second = spans.pop(0)
+            first = Span(first.begin, second.end, first.compute_s + second.compute_s)
+        yield first

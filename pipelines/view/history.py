@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,13 +20,21 @@ class History:
     membership: Membership = field(default_factory=Membership)
     progress: Progress = field(default_factory=Progress)
     account: Account = field(default_factory=Account)
+    num_damaged: int = 0
 
     def take(self, journal: Iterable[dict[str, Any]], metrics: Iterable[dict[str, Any]]) -> None:
+        """Lines that no controller wrote are left out, and counted in `num_damaged`."""
         for line in journal:
-            self.membership.take(line)
-            self.account.take(line)
+            self._take(line, self.membership.take, self.account.take)
         for row in metrics:
-            self.progress.take(row)
+            self._take(row, self.progress.take)
+
+    def _take(self, line: dict[str, Any], *takers: Callable[[dict[str, Any]], object]) -> None:
+        try:
+            for take in takers:
+                take(line)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            self.num_damaged += 1
 
     def goodput(self, now: float | None = None) -> float | None:
         """The share of the driven time that went into steps which stand."""
@@ -49,6 +57,8 @@ class History:
         ]
         if progress.num_skipped:
             parts.append(f"{counted(progress.num_skipped, 'step')} skipped")
+        if membership.num_not_finite:
+            parts.append(f"{counted(membership.num_not_finite, 'evaluation')} not finite")
         return " · ".join(parts)
 
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from elastic.wire import is_progress, is_steps, steps_in
+from pipelines.view.journal_texts import controller_text, evaluation_text
+from pipelines.view.run_events import Happening, Place, Session, Stretch
 from pipelines.view.wording import counted, duration, shortened
+
+__all__ = ["Happening", "Membership", "Place", "Session", "Stretch"]
 
 PHASES = {
     "RunOpened": "starting",
@@ -20,62 +25,19 @@ PHASES = {
 """What the run is doing after a line of each name."""
 
 
+MAX_KEPT = 4096
 AVOIDED = "its node is avoided"
 
-OF_THEIR_OWN_STEP = ("checkpoint", "evaluated", "skipped", "spike", "audit")
+OF_THEIR_OWN_STEP = (
+    "checkpoint",
+    "evaluated",
+    "skipped",
+    "not finite",
+    "nothing counted",
+    "spike",
+    "audit",
+)
 """The kinds of which the line itself tells the step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """One thing that a person wants to know of; `time` is in seconds since the epoch.
-
-    `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, skipped, spike,
-    audit, straggler, avoided, used again, checkpoint, failed checkpoint, evaluated, starting,
-    waiting, layout, refused layout, controller restarted, stopping or stopped;
-    `short` says what it is about in a word or two; `value` is the held-out loss, or how many
-    seconds a recovery took; `metrics` are the held-out data's other numbers.
-    """
-
-    time: float
-    kind: str
-    step: int
-    generation: int
-    world_size: int
-    text: str
-    short: str = ""
-    worker: str = ""
-    node: str = ""
-    cause: str = ""
-    value: float | None = None
-    metrics: tuple[tuple[str, float], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """From `time` on, `world_size` workers were members, and trained or did not."""
-
-    time: float
-    world_size: int
-    generation: int
-    training: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a worker's process is, and since when it has been warm (seconds since the epoch)."""
-
-    node: str
-    pid: int
-    since: float
-
-
-@dataclass(slots=True)
-class Session:
-    """The run was being driven from `start` to `end`."""
-
-    start: float
-    end: float
 
 
 @dataclass(slots=True)
@@ -83,6 +45,9 @@ class Membership:
     """The journal's side of a run, as of the last line taken."""
 
     happenings: list[Happening] = field(default_factory=list)
+    """The newest `MAX_KEPT`."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """How many older ones there were of each kind."""
     stretches: list[Stretch] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
     members: tuple[str, ...] = ()
@@ -106,6 +71,8 @@ class Membership:
     total_steps: int | None = None
     num_lost: int = 0
     num_joined: int = 0
+    num_not_finite: int = 0
+    """Evaluations with a loss or metric that was not finite."""
     waiting_since: float | None = None
     """Since when it has been waiting, if it does."""
     recovery_s: float | None = None
@@ -126,6 +93,8 @@ class Membership:
         self._stay_awake(line["time"])
         if name in PHASES:
             self.phase, self.waiting_since = PHASES[name], None
+        if is_steps(line) or is_progress(line):
+            self._advance(line)
         if "warning" in line:
             self._note(line, "failed checkpoint", line["warning"], cause=line["warning"])
         match name:
@@ -150,12 +119,26 @@ class Membership:
             case _:
                 self._tell(name, line)
 
+    def _advance(self, line: dict[str, Any]) -> None:
+        """Steps that have no lines of their own."""
+        if is_steps(line):
+            *_, (_, _, self.step, _) = steps_in(line)
+            return
+        self.step = line["step"]
+        times = dict(zip(self.ranked, line.get("compute_s", ()), strict=False))
+        self.compute_s = times or self.compute_s
+
     def wall_s(self, now: float | None = None) -> float:
         """How long the run has been driven, in seconds, without the time it was stopped."""
         told_s = sum(session.end - session.start for session in self.sessions)
         if now is None or self.outcome or not self.sessions:
             return told_s
         return told_s + max(0.0, now - self.sessions[-1].end)
+
+    @property
+    def num_happenings(self) -> int:
+        """With those that are dropped."""
+        return sum(self.dropped.values()) + len(self.happenings)
 
     def last(self, kind: str) -> Happening | None:
         """The newest happening of a kind."""
@@ -275,6 +258,7 @@ class Membership:
             case "RolledBack":
                 self._roll_back(line)
             case "Warned":
+                self.num_not_finite += line["kind"] == "not finite"
                 self._note(line, line["kind"], line["text"], f"{line['kind']} at {line['step']}")
             case "Audited" if line["num_replicas"] == 1:
                 self._tell_of_no_replicas(line)
@@ -295,10 +279,9 @@ class Membership:
                 self._note(line, kind, self.phase, line["reason"])
             case "LayoutAnswered":
                 self._answer(line)
-            case "ControllerRestarted":
-                text = "controller restarted"
-                away_s = line["time"] - line["stopped_at"]
-                self._note(line, text, f"{text} after {duration(away_s)}")
+            case "ControllerRestarted" | "ControllerRaised" | "ControllerRecovered":
+                kind, text = controller_text(name, line)
+                self._note(line, kind, text, cause=line.get("message", ""))
             case "StopRequested":
                 self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
             case "Stopped":
@@ -306,9 +289,7 @@ class Membership:
 
     def _evaluate(self, line: dict[str, Any]) -> None:
         metrics = tuple((name, value) for name, value in line.get("metrics", ()))
-        told = [f"{name} {value:.4g}" for name, value in metrics]
-        text = ", ".join([f"held-out loss {line['loss']:.4f}", *told])
-        text = f"{text} at step {line['step']}"
+        text = evaluation_text(line)
         self._note(line, "evaluated", text, value=line["loss"], metrics=metrics)
 
     def _answer(self, line: dict[str, Any]) -> None:
@@ -381,6 +362,10 @@ class Membership:
             metrics=metrics,
         )
         self.happenings.append(happening)
+        if len(self.happenings) > MAX_KEPT:
+            kind = self.happenings.pop(0).kind
+            self.dropped[kind] = self.dropped.get(kind, 0) + 1
 
     def _stretch(self, time: float, world_size: int, training: bool) -> None:
         self.stretches.append(Stretch(time, world_size, self.generation, training))
+        del self.stretches[:-MAX_KEPT]

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 RECENT_S = 20.0
-"""Throughput is told over about this much of the newest rows."""
+MAX_RECENT = 1000
+"""Throughput is that of the newest rows: of about so many seconds, and of at most so many rows."""
 
 
 @dataclass(slots=True)
@@ -94,11 +95,12 @@ class Progress:
         if row["step"] <= self.furthest_step:
             self.num_redone += 1
         else:
-            self.num_tokens += row["tokens"]
+            self.num_tokens += row["tokens"] or 0
         self.step, self.time = row["step"], row["time"]
         self.furthest_step = max(self.furthest_step, self.step)
         self.num_skipped += bool(row.get("skipped"))
-        self.lr = row["lr"]
+        if row["lr"] is not None:
+            self.lr = row["lr"]
         if row["loss"] is not None:
             self.loss = row["loss"]
             self.curve.add(row["time"], row["step"], row["loss"])
@@ -114,8 +116,10 @@ class Progress:
         return self._per_second(1)
 
     def _remember(self, row: dict[str, Any]) -> None:
-        self._recent.append((row["time"], 1, row["tokens"]))
-        while len(self._recent) > 2 and self._recent[0][0] < row["time"] - RECENT_S:
+        self._recent.append((row["time"], 1, row["tokens"] or 0))
+        while len(self._recent) > 2 and (
+            self._recent[0][0] < row["time"] - RECENT_S or len(self._recent) > MAX_RECENT
+        ):
             self._recent.popleft()
 
     def _per_second(self, place: int) -> float | None:

@@ -102,6 +102,8 @@ class Standing:
             "step": membership.step,
             "total_steps": membership.total_steps,
             "loss": progress.loss,
+            "num_skipped": progress.num_skipped,
+            "num_evaluations_not_finite": membership.num_not_finite,
             "tokens_per_s": progress.tokens_per_s,
             "steps_per_s": progress.steps_per_s,
             "layout": membership.layout,

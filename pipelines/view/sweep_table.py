@@ -61,7 +61,7 @@ def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
         return refused(layout, other)
     steps = {line["step"]: line for line in Tail(folder.metrics).drain()}
     verdict, reason = _ending(journal, broken)
-    counted = [line for step, line in steps.items() if step > 1]
+    counted = [line for step, line in steps.items() if step > 1 and not line.get("missing")]
     step_s = median(line["step_s"] for line in counted) if counted else None
     tokens = median(line["tokens"] for line in counted) if counted else 0
     peak_bytes, peak_is_of = _peak(journal, list(Tail(folder.system).drain()))

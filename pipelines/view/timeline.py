@@ -114,7 +114,8 @@ def _runs(points: list[Point], time_axis: TimeAxis) -> list[list[Point]]:
 
 
 def _draw_evaluations(axes: Axes, history: History, time_axis: TimeAxis) -> None:
-    told = [h for h in history.membership.happenings if h.kind == "evaluated"]
+    happenings = history.membership.happenings
+    told = [h for h in happenings if h.kind == "evaluated" and h.value is not None]
     if told:
         axes.plot(
             [time_axis.place(happening.time) for happening in told],

@@ -24,6 +24,7 @@ are the reader's own:
                                         the parities of all sets whose member the first is
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
     settled W... at 8
+    sent W... [records 6..7] [saw 7]    records of steps that the core has asked for
     damaged W 4 [gG]                    a worker found a flipped bit in that checkpoint
     raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
     relayout LAYOUT                     a person wishes for another layout
@@ -41,12 +42,12 @@ from itertools import groupby
 from sim.telling import command_in_words, phase_in_words
 
 from elastic.commands import Command, Protect, RecordStep
+from elastic.controller_events import ControllerRestarted
 from elastic.core import Core
 from elastic.events import (
     Audited,
     CheckpointDamaged,
     Checkpointed,
-    ControllerRestarted,
     Event,
     GroupFormed,
     KeeperLost,
@@ -78,6 +79,7 @@ from elastic.events import (
 from elastic.keeping import Keeper, ParitySlot, Slot
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.step_records import RecordsSent
 from elastic.votes import StepRecord, Vote
 
 KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with", "loss", "in")
@@ -209,10 +211,8 @@ class Script:
                     yield StateReady(name, generation, 0, 0, 0.0, 1, 1, 2)
                 case "paused":
                     yield Paused(name, generation, step)
-                case "quiesced":
-                    yield self._quiesced(name, generation, step, words)
-                case "settled":
-                    yield Settled(name, generation, self._record(step))
+                case "quiesced" | "settled" | "sent":
+                    yield self._unwinding(kind, name, step, words)
                 case "raised":
                     yield WorkerRaised(name, generation, cause, f"{cause} trouble", "traceback")
                 case "written":
@@ -237,12 +237,18 @@ class Script:
             )
             yield StepCommitted(generation, record, vote)
 
-    def _quiesced(self, name: str, generation: int, step: int, words: list[str]) -> Quiesced:
-        told = _keywords(words)
+    def _unwinding(
+        self, kind: str, name: str, step: int, words: list[str]
+    ) -> Quiesced | Settled | RecordsSent:
+        told, generation = _keywords(words), self._generation(words)
+        if kind == "settled":
+            return Settled(name, generation, self._record(step))
         records = (
             tuple(self._record(s) for s in _range(told["records"])) if "records" in told else ()
         )
         vote = _vote(int(told["saw"])) if "saw" in told else _vote(step) if step else None
+        if kind == "sent":
+            return RecordsSent(name, generation, records, vote)
         complete = "gradients" in words
         return Quiesced(name, generation, step, vote, complete, "torn" in words, records)
 

@@ -18,7 +18,7 @@ from actors.process_fleet import NODE, ProcessFleet
 from actors.program import Factory
 from actors.shell import Shell
 from actors.storage import Storage, open_storage
-from actors.trainer import WorkerOptions
+from actors.worker_options import WorkerOptions
 from elastic.commands import Stopped
 from elastic.events import Event, RunOpened, StepCommitted, StopRequested, WorkerLost
 from elastic.planning import Job, Wish
@@ -88,13 +88,15 @@ def run_plainly(
     strikes: Sequence[Strike] = (),
     hear: Callable[[Event], None] = lambda event: None,
     profiled: tuple[int, int] | None = None,
+    with_shell: Callable[[Shell], None] = lambda shell: None,
+    shell_kind: type[Shell] = Shell,
     **policy: float | str,
 ) -> Outcome:
     """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
 
-    `recipe` is a file and function of one's own. `hear` is called with each event. Each of the
-    `strikes` is done once all snapshots of a
-    generation are whole, one a generation.
+    `recipe` is a file and function of one's own. `hear` is called with each event, and
+    `with_shell` with the shell before it runs. Each of the `strikes` is done once all snapshots of
+    a generation are whole, one a generation.
     """
     kwargs = {"settings": settings.model_dump(mode="json"), "data_folder": data_folder}
     kwargs |= {"recipe": recipe} if recipe else {}
@@ -102,7 +104,8 @@ def run_plainly(
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
     rules = rules_of(min_workers, workers, policy)
     run = open_storage(str(folder))
-    shell = Shell(run, lease := claim(run), due)
+    shell = shell_kind(run, lease := claim(run), due)
+    with_shell(shell)
     options = replace(_options(folder, settings, faults, rules, network), profiled=profiled)
     post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _striking(_heard(post, hear), due_strikes := [])
@@ -165,6 +168,10 @@ def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
         checkpoint_every=settings.checkpoint_steps,
         limits=shape.limits,
         layer_costs=tuple(layer.cost for layer in shape.layers),
+        seed=settings.seed,
+        num_samples=made.workload.num_samples,
+        eval_every=settings.eval_every,
+        num_eval_samples=min(settings.eval_samples, made.workload.num_held_out),
     )
 
 

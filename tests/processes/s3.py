@@ -36,7 +36,7 @@ class Door:
     """Forwards connections to a port, unless it is shut."""
 
     def __init__(self, target: int) -> None:
-        self._target = target
+        self.target = target
         self.port = free_port()
         self._listener: socket.socket | None = None
         self._open_ones: set[socket.socket] = set()
@@ -71,7 +71,7 @@ class Door:
                 incoming, _ = listener.accept()
             except OSError:
                 return  # it has been shut
-            outgoing = socket.create_connection(("127.0.0.1", self._target))
+            outgoing = socket.create_connection(("127.0.0.1", self.target))
             self._open_ones |= {incoming, outgoing}
             threading.Thread(target=self._forward, args=(incoming, outgoing), daemon=True).start()
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from actors.program import Applied, Groups
+from actors.program import Applied, Evaluation, Groups, Interrupt
 from elastic.votes import Vote
 from pipelines.program import TrainingProgram
 from pipelines.training.replica import ShardedReplica
@@ -67,6 +67,15 @@ class DiesOfASample(ShardedReplica):
         return super()._fed(step, microbatch)
 
 
+class DiesOfAHeldOutSample(ShardedReplica):
+    """The first held-out microbatch ends the worker that evaluates it."""
+
+    def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
+        if self.share.data_rank == 0 and self.groups.assignment.generation > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().evaluate(step, interrupt)
+
+
 def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
     class Sabotaged(TrainingProgram):
         def build(self, groups: Groups) -> ShardedReplica:
@@ -80,3 +89,4 @@ sample_doubled = _program(DoublesASample)
 gradients_scaled = _program(ScalesGradients)
 seeds_by_rank = _program(SeedsByRank)
 dies_of_a_sample = _program(DiesOfASample)
+dies_of_a_held_out_sample = _program(DiesOfAHeldOutSample)

@@ -7,10 +7,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from actors.program import Groups, Interrupt
+from actors.program import Applied, Evaluation, Groups, Interrupt
 from elastic.samples import batch_number
+from elastic.votes import Vote
 from pipelines.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.training.replica import ShardedReplica
@@ -27,12 +29,14 @@ class Spoilt:
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
         self.factor = self.gradient_factor = 1.0
+        self.counts = True
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)
 
     def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
-        return output_losses(self, module, fed, spread)
+        sums = output_losses(self, module, fed, spread)
+        return sums if self.counts else Sums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
 
     def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
         loss = self._workload.loss(output, targets, spread) * self.factor
@@ -96,6 +100,34 @@ class SpikingBatch(Spoiling):
             self.spoilt.factor = 50.0
 
 
+class BadEvaluations(Spoiling):
+    """After two steps the held-out loss is NaN, then infinite both ways; after a third the
+    evaluation counts nothing."""
+
+    def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
+        if step == 1:
+            return super().evaluate(step, interrupt)
+        self.spoilt.factor = {2: math.nan, 3: math.inf}.get(step, 1.0)
+        self.spoilt.counts = step != 4
+        try:
+            return super().evaluate(step, interrupt)
+        finally:
+            self.spoilt.factor, self.spoilt.counts = 1.0, True
+
+
+class BadRate(ShardedReplica):
+    """The schedule gives no finite learning rate at one step."""
+
+    def apply(self, step: int, vote: Vote) -> Applied:
+        rate = self.state.optimising.rate
+        if step == SPOILT_STEP:
+            self.state.optimising.rate = lambda step: math.nan
+        try:
+            return super().apply(step, vote)
+        finally:
+            self.state.optimising.rate = rate
+
+
 class OverflowingSum(ShardedReplica):
     """What each rank tells is finite, and together it is not."""
 
@@ -119,3 +151,5 @@ infinite_gradient = _program(InfiniteGradient)
 nan_for_ever = _program(NanForEver)
 spiking_batch = _program(SpikingBatch)
 overflowing_sum = _program(OverflowingSum)
+bad_evaluations = _program(BadEvaluations)
+bad_rate = _program(BadRate)

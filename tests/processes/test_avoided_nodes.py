@@ -45,7 +45,7 @@ def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_only_node_there_is_goes_on_being_used(tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"steps": 300})
     faults = tuple(Fault("kill", f"w{number}", 0) for number in range(1, 5))

@@ -27,7 +27,9 @@ from elastic.planning import Wish
 from elastic.regions import Region
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny, tiny_moe
+from pipelines.run_folder import RunFolder
 from pipelines.settings import DataSettings, OptimizerSettings
+from pipelines.view.history import read_history
 
 NUM_STEPS = 24
 SETTINGS = tiny().model_copy(
@@ -105,6 +107,37 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, tmp_path: Path) ->
     assert held_out[SPOILT_STEP] == held_out[SPOILT_STEP - 1] != held_out[SPOILT_STEP - 2]
 
 
+def test_bad_held_out_losses_are_null_and_the_run_completes_after_a_resume(tmp_path: Path) -> None:
+    """Evaluations that are NaN, infinite, or count nothing; metrics, journal and status show it."""
+    settings = changed(eval_every=1, steps=6, checkpoint_every=2, keep_last=1, keep_best=1)
+    for steps in (4, 6):
+        settings = settings.model_copy(update={"steps": steps})
+        run = run_plainly(tmp_path, settings, 2, program="spoilers:bad_evaluations")
+        assert run.stopped.outcome == "completed", run.stopped
+    held_out = {line["step"]: (line["loss"], line["not_finite"]) for line in run.told("Evaluated")}
+    assert held_out[2] == held_out[3] == (None, ["loss"])
+    assert held_out[4] == (None, [])
+    assert all(held_out[step][0] for step in (1, 5, 6))
+    warned = [(line["step"], line["kind"]) for line in run.told("Warned")]
+    assert warned == [(2, "not finite"), (3, "not finite"), (4, "nothing counted")]
+    history = read_history(RunFolder(run.run))
+    assert history.membership.num_not_finite == 2
+    texts = [h.text for h in history.membership.happenings if h.kind == "evaluated"]
+    assert "held-out loss not finite at step 2" in texts
+    assert "held-out loss nothing counted at step 4" in texts
+    assert "2 evaluations not finite" in history.summary()
+
+
+def test_a_learning_rate_that_is_not_finite_skips_its_step(tmp_path: Path) -> None:
+    run = run_plainly(tmp_path, changed(steps=12), 2, program="spoilers:bad_rate")
+    assert run.stopped.outcome == "completed", run.stopped
+    [skipped] = [line for line in run.metrics if line["skipped"]]
+    assert (skipped["step"], skipped["lr"]) == (SPOILT_STEP, None)
+    [warned] = run.told("Warned")
+    assert "learning rate" in warned["text"]
+
+
+@pytest.mark.slow
 def test_too_many_in_a_row_end_the_run_and_it_is_saved(tmp_path: Path) -> None:
     """The count goes on over a kill and the re-layout after it."""
     kill = Fault("kill", "w2", SPOILT_STEP + 2)
@@ -122,6 +155,7 @@ def test_too_many_in_a_row_end_the_run_and_it_is_saved(tmp_path: Path) -> None:
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     settings = changed(record_samples=samples, checkpoint_every=5)
@@ -160,7 +194,7 @@ def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_replicas_stay_equal_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """After every step, also over re-layouts, a kill and a newcomer."""
     due = ((10, LayoutRequested("shards", Wish.parse("dp=2,fsdp=2"))),)
@@ -184,8 +218,17 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+SOAK_LAYOUTS = ("dp=2,cp=2", "dp=2,pp=2", "dp=2,fsdp=2,zero=1")
+"""`test_layouts.py` trains these axes in continuous integration."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=pytest.mark.soak if layout in SOAK_LAYOUTS else pytest.mark.slow)
+        for layout in LAYOUTS
+    ],
+)
 def test_replicas_stay_equal_under_any_layout(layout: str, tmp_path: Path) -> None:
     changes = {"data": SETTINGS.data, "dtype": "float32", "steps": 15, "eval_every": 0}
     settings = LAYOUTS[layout]().model_copy(update=changes)
@@ -217,7 +260,7 @@ def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp=3", "dp=4"])
+@pytest.mark.parametrize("layout", ["dp=3", pytest.param("dp=4", marks=pytest.mark.soak)])
 def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path) -> None:
     run = run_plainly(
         tmp_path,
@@ -236,7 +279,7 @@ def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path
     assert_same(run, [loss for loss, _ in seen], weights)
 
 
-@pytest.mark.parametrize("layout", ["dp=2", pytest.param("dp=2,fsdp=2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dp=2", pytest.param("dp=2,fsdp=2", marks=pytest.mark.soak)])
 def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
     """Back to before the last clean audit; the checkpoint of step 8 may have the flipped bit."""
     num_workers = 2 if layout == "dp=2" else 4

@@ -204,8 +204,8 @@ def small_blocks(tmp_path_factory) -> tuple[Path, bytes]:
 def test_other_formats_are_refused_with_a_reason(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout())
     manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 2', '"format_version": 3'))
-    with pytest.raises(DamagedCheckpoint, match="format_version 3, and this reads 2"):
+    manifest.write_text(manifest.read_text().replace('"format_version": 3', '"format_version": 4'))
+    with pytest.raises(DamagedCheckpoint, match="format_version 4, and this reads 3"):
         read_regions(DiskStorage(folder), {})
     found = find_checkpoints(DiskStorage(tmp_path))
-    assert not found.whole and "format_version 3" in found.complaints[0]
+    assert not found.whole and "format_version 4" in found.complaints[0]

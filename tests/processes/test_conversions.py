@@ -74,7 +74,9 @@ def plain_losses(script: Any) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CONVERTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param("accelerate", marks=pytest.mark.soak), "torch_trainer"]
+)
 def test_a_converted_script_is_killed_twice_and_resized(name: str, tmp_path: Path) -> None:
     file, function = EXAMPLES / f"{name}_after.py", CONVERTED[name]
     script = runpy.run_path(str(file))[function]

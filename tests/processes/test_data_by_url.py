@@ -116,6 +116,7 @@ def test_losses_are_those_of_a_folder_and_each_shard_is_fetched_once(
     assert set(shards.values()) == {1}, "two workers of one machine share what is fetched"
 
 
+@pytest.mark.slow
 def test_the_cache_keeps_its_bound_with_more_shards_than_fit(
     undisturbed: Outcome, there: str, door: Door, tmp_path: Path
 ) -> None:
@@ -133,6 +134,7 @@ def test_the_cache_keeps_its_bound_with_more_shards_than_fit(
     assert len(sizes) == STEPS and max(*sizes, size_of(cache)) <= most
 
 
+@pytest.mark.slow
 def test_damaged_files_of_the_cache_are_fetched_again(
     undisturbed: Outcome, there: str, door: Door, tmp_path: Path
 ) -> None:

@@ -74,13 +74,17 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Outcom
 def test_who_dies_over_a_part_leaves_nothing_visible(
     tmp_path: Path, undisturbed: Outcome, moment: str
 ) -> None:
-    """The checkpoint that was due is made again by those that are left."""
+    """The checkpoint that was due is made again by the worker that is left: at once, since it alone
+    has the state and the next step has ended the other one, or at the next boundary."""
     fault = Fault("kill", "w1", 16, moment)
     run = run_plainly(tmp_path, SETTINGS, 2, layout="dp=2", faults=(fault,), keep_last=0)
     assert_same_losses(run, undisturbed)
     assert_nothing_redone(run)
-    steps = [line["step"] for line in run.told("Checkpointed")]
-    assert 16 not in steps and min(s for s in steps if s > 16) < 24
+    checkpointed = run.told("Checkpointed")
+    steps = [line["step"] for line in checkpointed]
+    lost_in = next(line["generation"] for line in run.told("WorkerLost"))
+    assert (16, lost_in) not in [(line["step"], line["generation"]) for line in checkpointed]
+    assert min(s for s in steps if s >= 16) < 24
     assert saved_steps(run) == steps
     folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
     assert len(folders) == len(steps), "what was left of the other is removed"
@@ -115,6 +119,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", folder], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
 def test_a_full_disk_stops_no_training(small_disk: Path, undisturbed: Outcome) -> None:
     """Two checkpoints fit; a fifth of a second after the third has failed there is more space."""

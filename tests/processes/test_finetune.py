@@ -95,7 +95,7 @@ def plainly(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
     return [loss for loss, _ in seen]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_full_weights(tmp_path: Path) -> None:
     losses, program = trained(tmp_path)
     model = plain_causal_lm.load(tmp_path / "model")

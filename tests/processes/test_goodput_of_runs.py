@@ -23,6 +23,7 @@ SETTINGS = tiny().model_copy(
 )
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_run_that_fell_back_are_those_of_its_files(tmp_path: Path) -> None:
     """Nobody else has the dead worker's shard: all go back to a checkpoint."""
     faults = (Fault("kill", "w1", 38, "compute"),)

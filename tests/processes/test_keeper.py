@@ -15,6 +15,7 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
+from actors.handshake import connect_afar, new_secret
 from actors.keeper import KeeperServer, host_keeper
 from actors.messages import tell
 from actors.snapshot_memory import read_snapshot
@@ -36,6 +37,7 @@ SPECS = (
 """20 MB: more than any socket's buffers take."""
 ASSIGNMENT = Assignment(3, Layout(), ("w0",))
 HOST = "127.0.0.1"
+SECRET = new_secret()
 
 
 class Child:
@@ -47,7 +49,7 @@ class Child:
         self.pipe: Connection
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(
-            target=host_keeper, args=(theirs, node, "", HOST), daemon=True
+            target=host_keeper, args=(theirs, node, "", HOST, SECRET), daemon=True
         )
         self.process.start()
         ready = self.pipe.recv()
@@ -79,7 +81,7 @@ def part(step: int) -> dict[str, torch.Tensor]:
 
 
 def snapshots_at(*keepers: Keeper, node: str = "here") -> Snapshots:
-    snapshots = Snapshots("w0", node, SPECS, every=1)
+    snapshots = Snapshots("w0", node, SPECS, every=1, secret=SECRET)
     snapshots.protect(Protect(3, ("w0",), (keepers,)))
     return snapshots
 
@@ -91,7 +93,7 @@ def never() -> None:
 def assert_has(keeper: Keeper, step: int, node: str) -> None:
     """Whether it is read in place or over the network is by the reader's node."""
     carried, keepers = Carried("w0", "w1", keeper.node), {keeper.node: keeper}
-    found = read_snapshot(carried, keepers, node, SPECS, ASSIGNMENT, step)
+    found = read_snapshot(carried, keepers, node, SPECS, ASSIGNMENT, step, SECRET)
     for name, tensor in part(step).items():
         assert torch.equal(found[name], tensor), name
 
@@ -172,14 +174,14 @@ def test_a_frozen_keeper_holds_nobody_up(children: list[Child]) -> None:
 
 def test_of_two_that_write_the_same_room_the_newer_counts() -> None:
     """The older sender stands still half-way, as on a machine that was stopped."""
-    server = KeeperServer("there", "", HOST)
+    server = KeeperServer("there", "", HOST, SECRET)
     keeper = server.keeper
-    stuck = socket.create_connection((keeper.host, keeper.port))
+    stuck = connect_afar((keeper.host, keeper.port), SECRET, 30.0)
     about = {"worker": "w0", "generation": 3, "kept_step": -2}
     body = b"x" * 1_000_000
     tell(stuck, do="put", **about, step=5, num_bytes=len(body))
     stuck.sendall(body[:1000])
-    with socket.create_connection((keeper.host, keeper.port)) as newer:
+    with connect_afar((keeper.host, keeper.port), SECRET, 30.0) as newer:
         tell(newer, do="put", **about, step=6, num_bytes=len(body))
         newer.sendall(body)
         tell(newer, step=6)
@@ -192,8 +194,8 @@ def test_of_two_that_write_the_same_room_the_newer_counts() -> None:
 
 
 def test_what_was_written_over_while_it_was_sent_does_not_count() -> None:
-    server = KeeperServer("there", "", HOST)
-    with socket.create_connection((server.keeper.host, server.keeper.port)) as sender:
+    server = KeeperServer("there", "", HOST, SECRET)
+    with connect_afar((server.keeper.host, server.keeper.port), SECRET, 30.0) as sender:
         about = {"worker": "w0", "generation": 3, "kept_step": -2}
         tell(sender, do="put", **about, step=5, num_bytes=100)
         sender.sendall(b"x" * 100)

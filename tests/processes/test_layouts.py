@@ -107,6 +107,26 @@ TOGETHER = [
     Case("fsdp=2,cp=2,tp=2,ep=2,zero=2", MIXED),
 ]
 
+IN_CI = [
+    case
+    for case in TOGETHER
+    if case.layout
+    in (
+        "cp=2,tp=2",
+        "pp=2",
+        "tp=2,fsdp=3",
+        "pp=2,vp=2,fsdp=2",
+        "pp=2,fsdp=2,cp=2",
+        "fsdp=2,zero=0",
+        "tp=2,ep=2",
+        "fsdp=2,cp=2,tp=2,ep=4",
+        "fsdp=5,zero=1",
+        "pp=2,vp=2,fsdp=2,zero=2",
+        "fsdp=2,cp=2,tp=2,ep=2,zero=2",
+    )
+]
+"""Each axis, stage and schedule in at least one case; `make soak` trains the others."""
+
 
 def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
     """One of the processes: train each case that has such a rank."""
@@ -135,8 +155,14 @@ def each_axis(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def together(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_in(tmp_path_factory.mktemp("together"), TOGETHER)
+def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results of the cases that this pytest run has selected."""
+    selected = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and "together" in item.fixturenames
+    ]
+    return trained_in(tmp_path_factory.mktemp("together"), selected)
 
 
 @pytest.mark.parametrize("case", EACH_AXIS, ids=lambda case: case.name)
@@ -144,9 +170,16 @@ def test_each_axis_trains_as_the_plain_loop_does(each_axis: Path, case: Case) ->
     assert_trained_plainly(each_axis, case)
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("case", TOGETHER, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=pytest.mark.slow if case in IN_CI else pytest.mark.soak
+        )
+        for case in TOGETHER
+    ],
+)
 def test_axes_together_train_as_the_plain_loop_does(together: Path, case: Case) -> None:
     assert_trained_plainly(together, case)
 

@@ -50,7 +50,7 @@ KILLS = {
     "ep": ("dp=2,fsdp=2,ep=2", MIXED, Fault("kill", "w0", 8, "compute")),
 }
 
-QUICK = ("tp", "pp", "cp")
+QUICK = ("pp",)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from test_keeper import HOST, Child, never
+from test_keeper import HOST, SECRET, Child, never
 
+from actors.handshake import connect_afar
 from actors.keeper import KeeperServer
 from actors.messages import hear, tell
 from actors.snapshot_memory import read_snapshot, sizes_of
@@ -65,7 +66,7 @@ def snapshots_at(order: Protect) -> list[Snapshots]:
     """One worker's on each node."""
     found = []
     for rank, worker in enumerate(MEMBERS):
-        found.append(Snapshots(worker, f"n{rank}", SPECS, every=1))
+        found.append(Snapshots(worker, f"n{rank}", SPECS, every=1, secret=SECRET))
         found[-1].protect(order)
     return found
 
@@ -101,7 +102,7 @@ def made_again(children: list[Child], lost: int, step: int) -> dict[str, torch.T
     [others] = [o for s, o in back.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
     keepers = {child.keeper.node: child.keeper for child in children}
     carried = Carried(MEMBERS[lost], "w9", "", others)
-    return read_snapshot(carried, keepers, "n9", SPECS, ASSIGNMENT, step)
+    return read_snapshot(carried, keepers, "n9", SPECS, ASSIGNMENT, step, SECRET)
 
 
 @pytest.mark.parametrize("lost", range(NUM_NODES))
@@ -187,7 +188,7 @@ class Chunk:
 
     def __init__(self, server: KeeperServer, worker: str, step: int, body: bytes) -> None:
         self.step, self.body = step, body
-        self.socket = socket.create_connection((server.keeper.host, server.keeper.port))
+        self.socket = connect_afar((server.keeper.host, server.keeper.port), SECRET, 30.0)
         about = {"generation": 3, "kept_step": -2, "members": ["w0", "w1", "w2"], "at": "w0"}
         sizes = {"parity_bytes": len(body), "num_bytes": len(body)}
         tell(self.socket, do="fold", worker=worker, step=step, **about, **sizes)
@@ -209,7 +210,7 @@ def parities_of(server: KeeperServer) -> list[int]:
 
 
 def test_a_chunk_that_breaks_off_spoils_its_step_alone() -> None:
-    server = KeeperServer("n0", "", HOST)
+    server = KeeperServer("n0", "", HOST, SECRET)
     torn, other = Chunk(server, "w1", 5, ONES), Chunk(server, "w2", 5, TWOS)
     torn.send(4_500_000)
     torn.socket.close()
@@ -225,13 +226,13 @@ def test_a_chunk_that_breaks_off_spoils_its_step_alone() -> None:
 
 
 def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
-    server = KeeperServer("n0", "", HOST)
+    server = KeeperServer("n0", "", HOST, SECRET)
     for worker, body in (("w1", ONES), ("w2", TWOS)):
         chunk = Chunk(server, worker, 5, body)
         chunk.send()
         assert chunk.finish()
         assert Chunk(server, worker, 5, body).answer == {"is_wanted": False}
-    with socket.create_connection((server.keeper.host, server.keeper.port)) as reader:
+    with connect_afar((server.keeper.host, server.keeper.port), SECRET, 30.0) as reader:
         about = {"generation": 3, "step": 5, "members": ["w0", "w1", "w2"], "at": "w0"}
         tell(reader, do="get", **about, begin=10, end=1010)
         assert hear(reader) == {"num_bytes": 1000}
@@ -239,7 +240,7 @@ def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
 
 
 def test_a_slow_chunk_of_an_older_step_does_not_reach_the_newer() -> None:
-    server = KeeperServer("n0", "", HOST)
+    server = KeeperServer("n0", "", HOST, SECRET)
     slow = Chunk(server, "w1", 5, ONES)
     slow.send(1000)
     newer = [Chunk(server, "w1", 6, ONES), Chunk(server, "w2", 6, TWOS)]

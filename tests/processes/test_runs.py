@@ -21,6 +21,7 @@ from actors.storage import DiskStorage
 from elastic.events import LayoutRequested, NodeDraining, WorkerLeaving
 from elastic.planning import Wish
 from elastic.regions import Region
+from elastic.samples import sample_of
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings
@@ -144,6 +145,7 @@ def test_who_cannot_roll_forward_is_replaced(tmp_path: Path, undisturbed: Outcom
     survivors_keep_their_processes(run, {"w0", "w3"})
 
 
+@pytest.mark.slow
 def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Outcome) -> None:
     """w1 hangs in code that is not torch's: another thread would hang there again."""
     faults = (Fault("kill", "w2", 20, "apply"), Fault("hang", "w1", 20, "reading"))
@@ -157,6 +159,7 @@ def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Ou
     survivors_keep_their_processes(run, {"w0", "w3"})
 
 
+@pytest.mark.slow
 def test_where_everybody_stands_is_kept_when_a_worker_hangs(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
@@ -182,10 +185,31 @@ def test_a_sample_that_ends_whoever_runs_it_is_named(tmp_path: Path) -> None:
     # Of six, five, four and three data ranks, the one that ran number 5 also ran number 4.
     first = (12 - 1) * SETTINGS.batch
     assert SETTINGS.num_microbatches == 12 and SETTINGS.microbatch == 1
-    assert "whoever ran microbatch 4 to 5 of it, 4 times" in run.stopped.reason
-    assert f"(sample id {first + 4} to {first + 5})" in run.stopped.reason
+    assert "every worker that ran microbatch 4 to 5 of it, 4 times" in run.stopped.reason
+    num_samples = TrainingProgram(SETTINGS.model_dump(mode="json")).workload.num_samples
+    indices = sorted(sample_of(SETTINGS.seed, first + i, num_samples) for i in (4, 5))
+    assert run.stopped.reason.endswith(f"look at training samples {indices[0]}, {indices[1]}")
     assert len(run.told("WorkerLost")) == 4
     assert run.told("Checkpointed")[-1]["step"] == 11
+
+
+def test_a_sample_that_ends_both_workers_costs_no_step(tmp_path: Path) -> None:
+    """The second would have had the whole state alone as it read the sample."""
+    run = run_plainly(tmp_path, SETTINGS, 2, program="sabotage:dies_of_a_sample")
+    assert run.stopped.outcome == "failed"
+    assert "4 times: look at training samples" in run.stopped.reason
+    assert run.told("Checkpointed")[-1]["step"] == run.stopped.step == 11
+    assert_nothing_redone(run)
+
+
+def test_a_held_out_sample_that_ends_workers_is_not_taken_for_training_data(
+    tmp_path: Path,
+) -> None:
+    run = run_plainly(tmp_path, SETTINGS, 4, program="sabotage:dies_of_a_held_out_sample")
+    assert run.stopped.outcome == "failed"
+    assert "the evaluation after step" in run.stopped.reason
+    assert "look at held-out samples" in run.stopped.reason
+    assert "training samples" not in run.stopped.reason
 
 
 def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:

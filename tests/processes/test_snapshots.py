@@ -104,8 +104,8 @@ def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: i
 @pytest.mark.parametrize(
     "layout",
     [
-        "pp=2,fsdp=2",
-        pytest.param("fsdp=4", marks=pytest.mark.slow),
+        pytest.param("pp=2,fsdp=2", marks=pytest.mark.slow),
+        pytest.param("fsdp=4", marks=pytest.mark.soak),
         pytest.param("tp=2,fsdp=2", marks=pytest.mark.slow),
     ],
 )
@@ -133,6 +133,7 @@ def test_who_dies_amid_a_snapshot_goes_back_to_the_one_before(
     assert_nothing_is_lost(run, undisturbed)
 
 
+@pytest.mark.slow
 def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
     run = run_plainly(
         tmp_path,

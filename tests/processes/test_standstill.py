@@ -27,7 +27,7 @@ SETTINGS = tiny().model_copy(
 )
 
 
-@pytest.mark.parametrize("layout", ["dp=4", "dp=2,fsdp=2"])
+@pytest.mark.parametrize("layout", [pytest.param("dp=4", marks=pytest.mark.slow), "dp=2,fsdp=2"])
 def test_a_death_amid_large_messages_costs_no_other_worker(tmp_path: Path, layout: str) -> None:
     undisturbed = run_plainly(tmp_path / "undisturbed", SETTINGS, 1)
     run = run_plainly(

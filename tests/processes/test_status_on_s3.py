@@ -12,7 +12,8 @@ from s3 import Door
 from written_runs import WrittenRun
 
 from actors.lease import claim
-from actors.lines import LineLog, open_lines
+from actors.line_writers import open_lines
+from actors.lines import LineLog
 from actors.storage import Storage, open_storage
 from pipelines.cli import main
 

@@ -13,8 +13,9 @@ import pytest
 from s3 import Door, s3_with_keys
 
 from actors.errors import LeaseLost, RunTaken
-from actors.lease import claim, owner_of
-from actors.lines import LineLog, open_lines, segments
+from actors.lease import Lease, claim, owner_of
+from actors.line_writers import open_lines
+from actors.lines import LineLog
 from actors.storage import Storage, is_remote, open_storage
 
 
@@ -88,10 +89,11 @@ def test_a_log_reads_back_as_one(storage: Storage) -> None:
         assert not lines.trouble
     assert log.exists()
     assert [line["number"] for line in log.lines()] == list(range(2000))
-    whole = log.read()
-    assert log.read(1234, 2_000_000) == whole[1234:2_001_234]
+    whole = b"".join(log.blocks())
+    later = whole.index(b"\n", 1234) + 1
+    assert b"".join(log.blocks(later)) == whole[later:]
     if is_remote(storage.url):
-        assert len(segments(log)) == 2 and len(whole) > 2e6
+        assert len(log.segments()) == 2 and len(whole) > 2e6
 
 
 def test_lines_wait_until_storage_takes_them(door: Door, tmp_path: Path) -> None:
@@ -107,6 +109,39 @@ def test_lines_wait_until_storage_takes_them(door: Door, tmp_path: Path) -> None
     lines.close()
     assert not lines.trouble
     assert [line["number"] for line in log.lines()] == [1, 2, 3]
+
+
+def test_a_process_that_was_cut_off_and_returns_changes_nothing(door: Door, tmp_path: Path) -> None:
+    """A is cut off with lines that it has not shipped, B takes over and writes, A comes back."""
+    other_door = Door(door.target)
+    other_door.open()
+    there, there_for_a = (
+        open_storage(d.url).at(tmp_path.name).at("run") for d in (door, other_door)
+    )
+    log, log_of_a = LineLog(there, "journal.jsonl"), LineLog(there_for_a, "journal.jsonl")
+    first = claim(there_for_a, actor="a")
+    first.keep()
+    of_a = open_lines(log_of_a, first.epoch, first.look)
+    of_a.write({"number": 0})
+    until(lambda: list(log.lines()) == [{"number": 0}])
+    other_door.shut()
+    for number in range(1, 100):
+        of_a.write({"number": number, "filler": "x" * 1000})
+    until(lambda: bool(of_a.trouble))
+    elsewhere = {**json.loads(there.read(*there.files("lease"))), "host": "elsewhere"}
+    there.write(*there.files("lease"), json.dumps(elsewhere).encode())
+    second = when_stale(there)
+    of_b = open_lines(log, second.epoch, second.look)
+    for number in range(100, 111):
+        of_b.write({"number": number})
+    assert of_b.close() == ""
+    other_door.open()
+    assert of_a.close() == ""  # nothing of it is lost, since nothing of it counts
+    first.release()
+    assert [line["number"] for line in log.lines()] == [0, *range(100, 111)]
+    second.release()
+    assert owner_of(there) is None
+    other_door.shut()
 
 
 def test_one_of_many_who_claim_at_once_has_the_run_at_most(storage: Storage) -> None:
@@ -139,9 +174,24 @@ def test_a_lease_that_was_given_back_or_ran_out_is_taken_over(storage: Storage) 
     with pytest.raises(LeaseLost):
         first.look()
     [name] = storage.files("lease")
-    gone = {**json.loads(storage.read(name)), "host": "elsewhere", "renewed": 0.0}
-    storage.write(name, json.dumps(gone).encode())
-    assert claim(storage).epoch == second.epoch + 1
+    elsewhere = {**json.loads(storage.read(name)), "host": "elsewhere"}
+    storage.write(name, json.dumps(elsewhere).encode())
+    with pytest.raises(RunTaken, match="on elsewhere drives this run"):
+        claim(storage)
+    third = when_stale(storage)
+    assert third.epoch == second.epoch + 1
+    second.release()  # it has been lost, so nothing is written
+    assert len(storage.files("lease")) == 1 and owner_of(storage) is not None
+
+
+def when_stale(storage: Storage) -> Lease:
+    deadline = time.monotonic() + 30.0
+    while True:
+        try:
+            return claim(storage, stale_s=1.0)
+        except RunTaken:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
 
 
 def until(condition: Callable[[], bool]) -> None:

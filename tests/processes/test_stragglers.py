@@ -41,6 +41,7 @@ def test_a_slow_worker_is_replaced_by_a_spare(tmp_path: Path, undisturbed: Outco
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_without_a_spare_it_is_told_of_once(tmp_path: Path, undisturbed: Outcome) -> None:
     run = run_plainly(tmp_path, SETTINGS, 3, faults=(SLOW,), **WATCHED)
     assert run.stopped.outcome == "completed", run.stopped
@@ -54,8 +55,8 @@ def test_without_a_spare_it_is_told_of_once(tmp_path: Path, undisturbed: Outcome
 @pytest.mark.parametrize(
     "layout",
     [
-        "dp=3",
-        pytest.param("fsdp=3", marks=pytest.mark.slow),
+        pytest.param("dp=3", marks=pytest.mark.slow),
+        pytest.param("fsdp=3", marks=pytest.mark.soak),
         pytest.param("dp=2,pp=2", marks=pytest.mark.slow),
         pytest.param("tp=2", marks=pytest.mark.slow),
     ],

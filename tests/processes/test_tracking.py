@@ -23,10 +23,10 @@ from written_runs import WrittenRun, append
 
 from elastic.events import Evaluated
 from pipelines.run_folder import RunFolder, default_tracking_uri
-from pipelines.tracking import Tracker
 from pipelines.tracking.delivered import Delivered
 from pipelines.tracking.rows import params
 from pipelines.tracking.store import KEY_TAG, connect, prepare_process
+from pipelines.tracking.tracker import Tracker
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +315,9 @@ def test_a_server_that_is_killed_slow_and_back_misses_and_doubles_nothing(
     assert len(losses) == 11 + 300
     assert losses[-300:] == [(11 + number, float(number)) for number in range(300)]
     stamps = [m.timestamp for m in client.get_metric_history(row.info.run_id, "loss")]
-    written = [json.loads(line) for line in run.folder.metrics.read().decode().splitlines()]
+    written = [
+        json.loads(line) for line in b"".join(run.folder.metrics.blocks()).decode().splitlines()
+    ]
     expected = [int(line["time"] * 1000) for line in written if line["loss"] is not None]
     assert sorted(stamps) == sorted(expected)
     assert "timeline.png" in {file.path for file in client.list_artifacts(row.info.run_id)}
@@ -323,7 +325,7 @@ def test_a_server_that_is_killed_slow_and_back_misses_and_doubles_nothing(
 
 def poll_until_delivered(tracker: Tracker, run: WrittenRun) -> None:
     deadline = time.monotonic() + 120
-    size = len(run.folder.metrics.read())
+    size = len(b"".join(run.folder.metrics.blocks()))
     while json.loads(run.folder.files.read("tracking.json"))["metrics_offset"] < size:
         assert time.monotonic() < deadline, tracker.trouble
         tracker.poll()

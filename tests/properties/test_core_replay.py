@@ -15,28 +15,46 @@ from sim.scenario import (
     drawn_with_parities,
     drawn_with_relayouts,
 )
-from sim.shell import replay
+from sim.shell import replay, replay_newest
 from sim.simulation import simulate
 
+from elastic.commands import RecordStep
 from elastic.core import Core
+from elastic.replaying import Replay
 from elastic.state import CoreState
-from elastic.wire import command_line, encode, replayed
+from elastic.wire import command_line, encode, is_steps, replayed, steps_of
 
 SEEDS = (*range(700, 720), 754, 774, 795, 821)
 SILENT = "RecordStep"
 
 
 def commands_after(core: Core, lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What a core says when it is told a journal's events, as journal lines."""
+    """What a core says when it is given a journal's events, as journal lines.
+
+    A full state stands for reports that led to no command.
+    """
     for line in lines:
+        if is_steps(line):
+            for now, event in steps_of(line):
+                assert all(isinstance(c, RecordStep) for c in core.step(now, event))
+            continue
         told = replayed(line)
-        if told is None or isinstance(told, CoreState):
+        if told is None:
+            continue
+        if isinstance(told, CoreState):
+            core.state = told
             continue
         commands = core.step(line["time"], told)
         for command in commands:
             said = json.loads(json.dumps(command_line(line["time"], command, core.state)))
             if said["command"] != SILENT:
                 yield said
+
+
+def left_by(replay: Replay) -> tuple[Any, ...]:
+    """All that a controller takes from a journal."""
+    state = encode(replay.core.state)
+    return state, replay.now, replay.num_events, replay.stopped, replay.untold(), replay.again()
 
 
 def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -63,26 +81,22 @@ def test_a_replay_says_the_same_and_stands_where_the_run_stood(
     lines = [json.loads(text) for text in texts]
     final = encode(world.shell.core.state)
     assert encode(replay(texts).core.state) == final
+    assert left_by(replay_newest(texts)) == left_by(replay(texts))
     begins = [0, *(i for i, line in enumerate(lines) if "CoreState" in line)]
     for begin in begins:
         core = Core(replayed(lines[begin])) if begin else Core()
-        rest = lines[begin:]
-        # What the event before a full state has led to is part of it already.
-        later = rest[next((i for i, line in enumerate(rest) if "event" in line), len(rest)) :]
+        later = lines[begin + 1 :] if begin else lines
         assert list(commands_after(core, later)) == journalled_commands(later)
         assert encode(core.state) == final
 
 
 def test_a_journal_cut_anywhere_gives_the_state_of_that_moment() -> None:
-    """A controller that died after any line begins where that line ends."""
-    world = simulate(drawn(701), keep_journal=True)
+    """A controller that died after any line begins where that line ends, from the newest full
+    state as from the first line."""
+    world = simulate(drawn_with_parities(701), keep_journal=True)
     texts = world.records.journal or []
-    core, now = Core(), 0.0
+    whole = Replay()
     for i, text in enumerate(texts):
-        line = json.loads(text)
-        told = replayed(line)
-        now = max(now, line["time"])
-        if told is not None and not isinstance(told, CoreState):
-            core.step(now, told)
-        if i % 25 == 0:
-            assert encode(replay(texts[: i + 1]).core.state) == encode(core.state)
+        whole.take(json.loads(text))
+        if i % 5 == 0 or '"CoreState"' in text:
+            assert left_by(replay_newest(texts[: i + 1])) == left_by(whole)

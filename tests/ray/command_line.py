@@ -152,8 +152,16 @@ def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Comman
             assert_nothing_is_left(folder)
 
 
-def start(name: str, storage: Path, ray_folder: str, address: str, *arguments: str) -> Command:
-    """Start a command on the cluster at an address."""
+def start(
+    name: str,
+    storage: Path,
+    ray_folder: str,
+    address: str,
+    *arguments: str,
+    run_name: str = "run",
+) -> Command:
+    """Start a command on the cluster at an address, as the leader of a process group; with an
+    empty address it looks for a cluster itself."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pipelines", name, *arguments, "--storage", str(storage)],
         stdout=subprocess.PIPE,
@@ -161,8 +169,9 @@ def start(name: str, storage: Path, ray_folder: str, address: str, *arguments: s
         text=True,
         env={**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": ray_folder},
         cwd=ROOT,
+        start_new_session=True,
     )
-    return Command(process, storage / "run", ray_folder, address)
+    return Command(process, storage / run_name, ray_folder, address)
 
 
 def assert_nothing_is_left(ray_folder: str, patience_s: float = 20.0) -> None:

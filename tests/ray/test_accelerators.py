@@ -35,6 +35,7 @@ def test_the_one_type_that_is_there_is_used(cluster: None) -> None:
         choose_resources("L5")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("cluster", [(2, "L4", "A10G")], indirect=True)
 def test_of_two_types_one_is_to_be_named(cluster: None) -> None:
     with pytest.raises(NoSuchAccelerator, match="A10G and L4, and a run uses one type"):
@@ -42,7 +43,9 @@ def test_of_two_types_one_is_to_be_named(cluster: None) -> None:
     assert choose_resources("A10G")["accelerator_type"] == "A10G"
 
 
-@pytest.mark.parametrize("cluster", [(2,), (0,)], indirect=True)
+@pytest.mark.parametrize(
+    "cluster", [pytest.param((2,), marks=pytest.mark.soak), (0,)], indirect=True
+)
 def test_without_gpus(cluster: None) -> None:
     if ray.cluster_resources().get("CPU"):
         assert choose_resources("auto") == {"num_cpus": 1}

@@ -7,7 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from command_line import elastic, elastic_train, processes_of
+from command_line import elastic
+from shared_cluster import elastic_train
 
 pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
@@ -52,16 +53,3 @@ def test_a_run_changes_its_layout_while_it_goes_on(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     code, out, err = relayout("dp=2")
     assert code == 2 and "not running (interrupted at step" in err
-
-
-def test_an_address_where_nobody_answers_is_refused_at_once(tmp_path: Path) -> None:
-    """Nothing of a run that never was stays behind. (How quickly: `tests/unit/test_launch.py`.)"""
-    ended = elastic(
-        "train", "tiny", "--data", "random", "--storage", str(tmp_path / "runs"),
-        RAY_ADDRESS="127.0.0.1:1", RAY_TMPDIR=str(tmp_path / "ray"),
-    )  # fmt: skip
-    assert ended.returncode == 2
-    [line] = ended.stderr.splitlines()
-    assert "RAY_ADDRESS=127.0.0.1:1" in line and "Connection refused" in line
-    assert not list(tmp_path.iterdir())
-    assert not processes_of(str(tmp_path / "ray"))

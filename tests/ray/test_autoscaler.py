@@ -19,7 +19,7 @@ from ray.autoscaler._private.util import prepare_config
 from test_job_submit import files_of, place
 from unhurried import SETTINGS, assert_one_history
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
 HEAD_TYPE = "ray.head.default"
 """Both as Ray's fake provider has them."""

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from command_line import PATIENCE_S, elastic_train, read
+from command_line import on_own_cluster
 from mlflow import MlflowClient
+from shared_cluster import elastic_train
 
 pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
 
 def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> None:
-    with elastic_train(
-        tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
-        "--inject", "kill worker 0 at step 40",
+    with on_own_cluster(
+        "train", tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
+        "--inject", "kill worker 0 at step 40", "--run-name", "run",
     ) as command:  # fmt: skip
         code, output = command.finish()
         resumes = [line["workers"] for line in command.lines("Resume")]
@@ -39,9 +38,10 @@ def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> No
     assert run.info.status == "FINISHED"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "exit_code"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)],
 )
 def test_an_interrupted_run_saves_and_goes_on(
     tmp_path: Path, number: signal.Signals, exit_code: int
@@ -61,38 +61,24 @@ def test_an_interrupted_run_saves_and_goes_on(
     assert [line["step"] for line in metrics] == list(range(1, stopped_at + 21))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_that_is_driven_is_refused_and_a_killed_driver_leaves_nothing(
     tmp_path: Path,
 ) -> None:
-    arguments = (*TINY, "--workers", "2", "--steps", "100000")
-    with elastic_train(tmp_path, *arguments) as first:
+    arguments = (*TINY, "--workers", "2", "--steps", "100000", "--run-name", "run")
+    with on_own_cluster("train", tmp_path, *arguments) as first:
         first.wait_for_step(5)
-        with elastic_train(tmp_path, *arguments) as second:
+        with on_own_cluster("train", tmp_path, *arguments) as second:
             code, output = second.finish()
         assert code == 2, output
         assert "drives this run" in output and "Traceback" not in output
         num_steps = len(first.metrics())
         first.wait_for_step(num_steps + 5)
         first.process.kill()
-        # What the driver's death leaves behind is asserted by `elastic_train` itself.
+        # What the driver's death leaves behind is asserted by `on_own_cluster` itself.
 
 
-@pytest.mark.slow
-def test_changed_maths_are_refused_on_resume(tmp_path: Path) -> None:
-    with elastic_train(tmp_path, *TINY, "--workers", "1", "--steps", "5") as command:
-        assert command.finish()[0] == 0
-    before = (tmp_path / "run" / "recipe.json").read_text()
-    with elastic_train(
-        tmp_path, *TINY, "--workers", "1", "--steps", "9", "--set", "optimizer.lr=0.5"
-    ) as command:
-        code, output = command.finish()
-    assert code == 2
-    assert "optimizer.lr: 0.003 -> 0.5" in output and "Traceback" not in output
-    assert (tmp_path / "run" / "recipe.json").read_text() == before
-
-
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     """In one line, with the lease given back, and nothing of it changed."""
     journal = tmp_path / "run" / "journal.jsonl"
@@ -128,7 +114,7 @@ def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
     assert [line["step"] for line in metrics] == list(range(1, 201))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path) -> None:
     with elastic_train(
         tmp_path, *TINY, "--workers", "2", "--inject", "raise in worker 1 at step 7"
@@ -139,7 +125,7 @@ def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path)
     assert "Traceback (most recent call last)" in output
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_recipe_of_ones_own_from_a_folder_of_ones_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(
@@ -154,19 +140,7 @@ def test_a_recipe_of_ones_own_from_a_folder_of_ones_own(tmp_path: Path) -> None:
         assert len(command.metrics()) == 7
 
 
-def test_prepare_tells_what_it_made(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
-    made = subprocess.run(
-        [sys.executable, "-m", "pipelines", "prepare", str(tmp_path / "text.txt"),
-         str(tmp_path / "shards")],
-        capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    assert "--data" in made.stdout
-    assert not read(tmp_path / "journal.jsonl")
-
-
-@pytest.mark.slow
+@pytest.mark.soak
 def test_bad_numbers_from_the_command_line(tmp_path: Path) -> None:
     """A flipped bit is found; then too many steps in a row are skipped, and the run is saved."""
     with elastic_train(

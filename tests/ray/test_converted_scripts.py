@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, elastic_train
+from command_line import ROOT
+from shared_cluster import elastic_train
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 SCRIPT = f"{ROOT / 'examples' / 'torch_trainer_after.py'}:train_func"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import elastic, elastic_train, processes_of
+from shared_cluster import elastic_train as train_on_shared_cluster
 
 sys.path.append(str(Path(__file__).parents[1] / "processes"))
 from s3 import CREDENTIALS, s3_server
@@ -40,7 +41,10 @@ def test_prepared_at_a_url_and_trained_from_there(
         with elastic_train(tmp_path / "there", *TINY, *data, *network) as command:
             command.wait_until(lambda: command.lines("KeeperReady"), "a keeper")
             command.wait_for_step(5)
-            ours = {kind: listeners(command.ray_folder, kind) for kind in ("RayStore", "RayKeeper")}
+            ours = {
+                kind: listeners(command.ray_folder, kind)
+                for kind in ("RayStore", "RaySnapshotServer")
+            }
             code, output = command.finish()
             assert code == 0, output
             losses = [line["loss"] for line in command.metrics()]
@@ -48,27 +52,10 @@ def test_prepared_at_a_url_and_trained_from_there(
         assert door.fetched["train-tokens-00000.arrow"] == 1, "the driver reads the index alone"
     wanted = {(store["host"], store["port"]), (keeper["keeper"]["host"], keeper["keeper"]["port"])}
     assert all(host == "127.0.0.1" and PORTS[0] <= port <= PORTS[1] for host, port in wanted)
-    assert wanted <= ours["RayStore"] | ours["RayKeeper"]
+    assert wanted <= ours["RayStore"] | ours["RaySnapshotServer"]
     assert ("127.0.0.1", store["port"]) in ours["RayStore"]
     here = ("--data", str(text), "--steps", "60")
-    with elastic_train(tmp_path / "here", *TINY, *here) as command:
+    with train_on_shared_cluster(tmp_path / "here", *TINY, *here) as command:
         code, output = command.finish()
         assert code == 0, output
         assert [line["loss"] for line in command.metrics()] == losses
-
-
-@pytest.mark.parametrize(
-    ("option", "told"),
-    [
-        (("--interface", "eth77"), "--interface eth77: this machine has none of that name"),
-        (("--ports", "1:x"), "first and the last port"),
-    ],
-)
-def test_what_cannot_be_is_told_in_one_line(
-    option: tuple[str, str], told: str, tmp_path: Path
-) -> None:
-    with elastic_train(tmp_path, *TINY, "--data", "random", *option) as command:
-        _, error = command.process.communicate()
-        assert command.process.returncode == 2
-    [line] = error.splitlines()
-    assert told in line

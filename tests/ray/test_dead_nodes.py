@@ -38,7 +38,7 @@ def until_next_commit(command: Command, killed: float) -> float:
     return float(others[0]["time"] - killed)
 
 
-@pytest.mark.parametrize("layout", ["dp=3", "fsdp=3"])
+@pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.soak), "fsdp=3"])
 def test_the_next_step_does_not_wait_for_ray(tmp_path: Path, layout: str) -> None:
     train = arguments("tiny", layout, f"2:{NUM_NODES}", NUM_STEPS)
     with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:

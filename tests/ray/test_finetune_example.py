@@ -11,7 +11,7 @@ import pytest
 from command_line import PATIENCE_S, ROOT, assert_nothing_is_left, ray_folder, read
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_example_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
     with ray_folder() as folder:
         environment = {

@@ -16,7 +16,10 @@ from unhurried import assert_one_history, unhurried
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_NODES = 3
 HANG_TIMEOUT_S = 5.0
-FROZEN_S = 8.0
+FOUND_S = 9.0
+"""Suspected after `silence_timeout_s` (5 s), since nodes have no agents yet, or as a hang; ended a
+second later; then the others form and take a step."""
+FROZEN_S = 10.0
 """Less than Ray needs to call a machine dead: it comes back into a cluster that knows it."""
 
 
@@ -29,7 +32,7 @@ def stands_still(command: Command, processes: list[psutil.Process]) -> float:
     return frozen
 
 
-@pytest.mark.parametrize("what", ["worker", "machine"])
+@pytest.mark.parametrize("what", [pytest.param("worker", marks=pytest.mark.soak), "machine"])
 def test_who_stands_still_is_left_and_fenced(tmp_path: Path, what: str) -> None:
     """Of a worker nothing is left by the time at which it could go on; where its whole machine
     stood, it goes on, and ends before it has done anything."""
@@ -44,7 +47,7 @@ def test_who_stands_still_is_left_and_fenced(tmp_path: Path, what: str) -> None:
         next_one = next(line for line in command.metrics() if line["generation"] > 1)
         took = next_one["time"] - frozen
         print(f"{what}: {took:.2f} s from SIGSTOP to the next committed step")
-        assert took < HANG_TIMEOUT_S + 2.0
+        assert took < FOUND_S
         time.sleep(max(0.0, frozen + FROZEN_S - time.time()))
         assert what == "machine" or not frozen_one.is_running()
         for process in processes:
@@ -61,6 +64,7 @@ def test_who_stands_still_is_left_and_fenced(tmp_path: Path, what: str) -> None:
     assert_one_history(command)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("agent", "within_s"), [("dies", 20.0), ("stands still", 60.0)])
 def test_an_order_to_end_that_its_agent_loses(tmp_path: Path, agent: str, within_s: float) -> None:
     """A worker that is left and goes on keeps its place for no longer than Ray needs to end it, or

@@ -109,6 +109,7 @@ def test_a_stopped_job_saves_without_its_driver_and_resumes(
     cluster.await_end_of_actors()
 
 
+@pytest.mark.soak
 def test_a_job_whose_driver_is_killed_at_once_is_waited_for(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:
@@ -128,6 +129,7 @@ def test_a_job_whose_driver_is_killed_at_once_is_waited_for(
     cluster.await_end_of_actors()
 
 
+@pytest.mark.soak
 def test_exit_codes_stand_in_the_jobs_status(tmp_path: Path, cluster: Head, tree: Path) -> None:
     bad = train(tmp_path, "1:1", 5, "--set", "optimizer.lrr=1")
     broken = train(tmp_path / "broken", "1:2", 50, "--inject", "raise in worker 1 at step 7")

@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Command, elastic_train
+from command_line import Command
+from shared_cluster import elastic_train
 
 sys.path.append(str(Path(__file__).parents[1] / "processes"))
 
@@ -15,7 +16,7 @@ from expected import expected
 from pipelines.overrides import override
 from pipelines.recipes import load
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 SETTINGS = ("data.source=random", "data.seq_len=16", "dtype=float64", "batch=8")
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import ROOT, elastic_train
+from command_line import ROOT
+from shared_cluster import elastic_train
 
 from elastic.samples import sample_of
 from pipelines.recipe import Recipe
@@ -17,7 +18,7 @@ EXAMPLE = f"{ROOT}/examples/own_model.py:recipe"
 NUM_STEPS = 40
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_the_example_is_killed_twice_and_resized_and_equals_a_plain_loop(tmp_path: Path) -> None:
     arguments = (

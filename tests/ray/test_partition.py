@@ -19,7 +19,7 @@ from networks import Host, Switch, networked
 from test_ray_snapshots import are_protected
 from unhurried import assert_one_history, unhurried
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 CUT_S = 20.0
 PORT = "6379"
 RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"]

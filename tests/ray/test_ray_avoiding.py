@@ -12,7 +12,7 @@ from test_model_axes import arguments
 from test_ray_notices import a_node_to_drain, pod
 from test_ray_parity import on_nodes
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 
 
 def workers_under(raylet: psutil.Process) -> set[int]:

@@ -72,7 +72,7 @@ def a_node_to_drain(command: Command) -> tuple[str, str, list[psutil.Process]]:
     raise AssertionError("the run needs every node")
 
 
-@pytest.mark.parametrize("layout", ["dp=3", "fsdp=3"])
+@pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.soak), "fsdp=3"])
 def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None:
     train = arguments("tiny", layout, f"2:{NUM_NODES}", NUM_STEPS)
     with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
@@ -94,6 +94,7 @@ def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None
         assert not [line for line in command.lines("Abort") if line["time"] < left["time"]]
 
 
+@pytest.mark.soak
 def test_sigterm_of_a_pod_is_such_a_notice(tmp_path: Path) -> None:
     """Ray drains its own node then; nobody has to say what a pod is."""
     train = arguments("tiny", "dp=3", f"2:{NUM_NODES}", NUM_STEPS)

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from test_model_axes import arguments
 from test_ray_snapshots import are_protected, assert_nothing_is_lost
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 NUM_NODES = 4
 NUM_STEPS = 120
 

@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import Command, elastic_train
+from command_line import Command
+from shared_cluster import elastic_train
 from test_model_axes import SETTINGS, arguments
 
 sys.path.append(str(Path(__file__).parents[1] / "processes"))
@@ -18,7 +19,7 @@ from expected import expected
 from pipelines.overrides import override
 from pipelines.recipes import load
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 NUM_STEPS = 120
 
 

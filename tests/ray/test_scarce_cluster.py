@@ -7,30 +7,27 @@ from pathlib import Path
 
 import pytest
 import ray
-from command_line import Command, start
-from test_controller_death import Ground, ground, wait_for
+from command_line import Command
+from shared_cluster import NUM_CPUS, SharedCluster
+from test_controller_death import wait_for
 from test_model_axes import arguments
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
-__all__ = ["ground"]
 NUM_STEPS = 30
 IMPATIENT = ("--set", "gang_timeout_s=15")
 
 
 @pytest.fixture
-def joined(ground: Ground) -> Iterator[Ground]:
-    ray.init(address=ground.address, namespace="elastic", log_to_driver=False)
-    yield ground
+def joined(cluster_of_all: SharedCluster) -> Iterator[SharedCluster]:
+    ray.init(address=cluster_of_all.address, namespace="elastic", log_to_driver=False)
+    yield cluster_of_all
     ray.shutdown()
 
 
-def drive(ground: Ground, storage: Path, name: str) -> Command:
-    """A run that needs three of the four processors."""
-    run = arguments("tiny", "dp=3", "3:3", NUM_STEPS)
-    folder = ground.folder
-    command = start("train", storage, folder, ground.address, *run, *IMPATIENT, "--run-name", name)
-    command.folder = storage / name
-    return command
+def drive(cluster: SharedCluster, storage: Path, num_workers: int, name: str = "run") -> Command:
+    """A run that needs so many of the processors."""
+    run = arguments("tiny", f"dp={num_workers}", f"{num_workers}:{num_workers}", NUM_STEPS)
+    return cluster.start(storage, *run, *IMPATIENT, name=name)
 
 
 def assert_trained(command: Command) -> None:
@@ -39,15 +36,17 @@ def assert_trained(command: Command) -> None:
     assert [line["step"] for line in command.metrics()] == list(range(1, NUM_STEPS + 1))
 
 
-def test_all_workers_are_given_back_and_asked_for_again(tmp_path: Path, joined: Ground) -> None:
-    @ray.remote(num_cpus=2)
+def test_all_workers_are_given_back_and_asked_for_again(
+    tmp_path: Path, joined: SharedCluster
+) -> None:
+    @ray.remote(num_cpus=NUM_CPUS - 2)
     class Other:
         def is_there(self) -> bool:
             return True
 
     other = Other.remote()
     assert ray.get(other.is_there.remote())
-    command = drive(joined, tmp_path, "run")
+    command = drive(joined, tmp_path, num_workers=3)
     command.wait_until(lambda: len(command.lines("WorkerReady")) == 2, "two of three workers")
     command.wait_until(lambda: len(command.lines("WorkerLost")) == 3, "the end of all three")
     wait_for(lambda: ray.available_resources().get("CPU") == 2, "free processors")
@@ -57,8 +56,13 @@ def test_all_workers_are_given_back_and_asked_for_again(tmp_path: Path, joined: 
     assert not command.lines("Abort")
 
 
-def test_two_runs_come_to_their_ends_one_after_the_other(tmp_path: Path, ground: Ground) -> None:
+@pytest.mark.soak
+def test_two_runs_come_to_their_ends_one_after_the_other(
+    tmp_path: Path, cluster_of_all: SharedCluster
+) -> None:
     """Each needs more than half of the cluster, whichever workers come first."""
-    commands = [drive(ground, tmp_path / name, name) for name in ("one", "two")]
+    commands = [
+        drive(cluster_of_all, tmp_path / name, NUM_CPUS // 2 + 1, name) for name in ("one", "two")
+    ]
     for command in commands:
         assert_trained(command)

@@ -51,6 +51,7 @@ from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Stoppe
 from elastic.planning import Wish
 from elastic.regions import Region
 from elastic.state import CoreState
+from elastic.step_records import RecordsSent
 
 GENERATION_BOUND = (
     GroupFormed
@@ -62,6 +63,7 @@ GENERATION_BOUND = (
     | Paused
     | Quiesced
     | Settled
+    | RecordsSent
     | WorkerRaised
     | KeeperTold
 )
@@ -97,6 +99,10 @@ class Checks:
 
     def note_fault(self, now: float) -> None:
         self._well_at = max(self._well_at, now)
+
+    def note_restart(self, committed_step: int) -> None:
+        """The journal knows of the steps up to this one; later ones are reported again, or lost."""
+        self._recorded_step = min(self._recorded_step, committed_step)
 
     def after(self, now: float, event: Event, commands: list[Command], core: Core) -> None:
         """Look at one event's outcome."""

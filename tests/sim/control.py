@@ -15,7 +15,8 @@ from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
 from elastic.commands import Form
 from elastic.events import Event
 from elastic.planning import Job
-from elastic.reattaching import Outbox
+from elastic.reattaching import NUM_KEPT_EVENTS, Outbox
+from elastic.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
 
 
 class Interrupted(Exception):
@@ -51,6 +52,11 @@ class Surroundings:
     snapshot_every: int = 0
     audit_every: int = 0
     straggler_every: int = 0
+    step_s: tuple[float, float] = (0.02, 0.05)
+    unwind_s: tuple[float, float] = (0.001, 0.01)
+    num_kept_events: int = NUM_KEPT_EVENTS
+    num_kept_records: int = NUM_KEPT_RECORDS
+    num_sent_records: int = NUM_SENT_RECORDS
     read: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """By generation and step: the ids of the samples that all ranks together read."""
     keepers: dict[str, SimKeeper] = field(default_factory=dict)
@@ -66,7 +72,7 @@ class Control:
     def __init__(self, name: str, around: Surroundings) -> None:
         self.name = name
         self.around = around
-        self.outbox = Outbox(around.incarnation)
+        self.outbox = Outbox(around.incarnation, around.num_kept_events)
         self.training: Thread
         self.frozen = False
         self.deaf = False

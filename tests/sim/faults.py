@@ -182,6 +182,19 @@ def draw_controller_restarts(random: Random) -> list[Fault]:
     return [_draw_fault(random, "restart the controller") for _ in range(number)]
 
 
+def draw_long_absence(random: Random, num_steps: int) -> list[Fault]:
+    """The controller dies early, for about so many steps; then, while it is away or later, some
+    workers die, mostly with world rank 0 among them."""
+    away = Fault("restart the controller", "applied", random.randint(1, 20), only_world_rank_0=True)
+    faults = [away]
+    for _ in range(random.choice((0, 1, 1, 2))):
+        action = random.choice(("kill", "kill", "kill two", "lose a report", "raise peer"))
+        moment = random.choice(("compute", "vote", "read", "apply", "applied", "reported"))
+        num_spared = random.randint(0, num_steps + 40)
+        faults.append(Fault(action, moment, num_spared, random.random() < 0.7))
+    return faults
+
+
 def _draw_fault(random: Random, action: str) -> Fault:
     moment, num_passages = random.choice(MOMENTS)
     only_world_rank_0 = random.random() < 0.25

@@ -9,8 +9,8 @@ from sim.timeline import Channel
 from sim.world import World
 
 from elastic.commands import StartKeeper, StartStore
+from elastic.controller_events import ControllerRestarted
 from elastic.events import (
-    ControllerRestarted,
     KeeperLost,
     KeeperReady,
     StoreLost,
@@ -24,7 +24,7 @@ GONE = "it died while nobody looked"
 
 def kill_controller(world: World) -> None:
     """It dies amid its next event or at once, and is back a little later."""
-    absence_s = world.random.uniform(0.3, 4.0)
+    absence_s = world.random.uniform(*world.scenario.absence_s)
     dead = world.shell
 
     def come_back() -> None:
@@ -50,7 +50,8 @@ def _come_back(world: World) -> None:
     world.around.incarnation = world.incarnation
     before = replay_whole(world.records)
     state, again = before.core.state, before.again()
-    world.shell = world.shell_of(before.core)
+    world.checks.note_restart(state.committed_step)
+    world.shell = world.shell_of(before.core, before)
     if before.stopped:
         world.shell.outcome = before.stopped
         world.shell.close()

@@ -12,6 +12,7 @@ from sim.faults import (
     draw_drains,
     draw_faults,
     draw_frozen_keepers,
+    draw_long_absence,
     draw_long_notices,
     draw_node_faults,
     draw_relayouts,
@@ -22,6 +23,8 @@ from sim.faults import (
 
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.reattaching import NUM_KEPT_EVENTS
+from elastic.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
 
 NUM_MICROBATCHES = 12
 
@@ -40,6 +43,15 @@ class Scenario:
     num_nodes: int | None = None
     """Each with room for so many workers; without a number there is always another."""
     num_slow_starters: int = 0
+    step_s: tuple[float, float] = (0.02, 0.05)
+    unwind_s: tuple[float, float] = (0.001, 0.01)
+    absence_s: tuple[float, float] = (0.3, 4.0)
+    """Of a controller that dies."""
+    num_kept_events: int = NUM_KEPT_EVENTS
+    num_kept_records: int = NUM_KEPT_RECORDS
+    num_sent_records: int = NUM_SENT_RECORDS
+    horizon_s: float = 900.0
+    """By then it is over."""
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -206,6 +218,15 @@ def drawn_with_storage_faults(seed: int) -> Scenario:
         keep_best=random.choice((0, 1)),
     )
     scenario.faults = [*scenario.faults, *draw_storage_faults(random)]
+    if random.random() < 0.3:
+        scenario.job = replace(scenario.job, checkpoint_every=0)
+        scenario.policy = replace(
+            scenario.policy,
+            checkpoint_every_s=0.0,
+            checkpoint_auto=True,
+            checkpoint_least_s=random.choice((0.1, 0.5)),
+            checkpoint_most_s=random.choice((0.5, 2.0)),
+        )
     return scenario
 
 
@@ -272,6 +293,9 @@ def drawn_with_spoilt_nodes(seed: int) -> Scenario:
     scenario.workers_per_node = -(-most // scenario.num_nodes) + random.choice((0, 1, most))
     scenario.job = replace(scenario.job, steps=random.choice((60, 200)))
     num_spoilt = 1 if scenario.num_nodes == 2 else random.choice((1, 2))
+    if scenario.num_nodes == 3:
+        num_spoilt = 1  # the median node is healthy, or nobody knows which are not
+    num_spoilt = min(num_spoilt, most - 1)  # so is a node of some worker
     healthy_room = scenario.workers_per_node * (scenario.num_nodes - num_spoilt)
     scenario.policy = replace(
         scenario.policy,
@@ -279,6 +303,7 @@ def drawn_with_spoilt_nodes(seed: int) -> Scenario:
         avoid_after=random.choice((1, 2, 3)),
         avoid_window_s=random.choice((10.0, 100.0)),
         avoid_for_s=random.choice((1.0, 5.0, 500.0)),
+        quarantine_patience_s=Random(f"patience/{seed}").choice((0.5, 10.0, 1e6)),
     )
     others = [fault for fault in scenario.faults if fault.action != "restart"]
     scenario.faults = [*others[:2], *draw_spoilt_nodes(random, num_spoilt)]
@@ -291,3 +316,70 @@ def drawn_with_watching_and_restarts(seed: int) -> Scenario:
     scenario = random.choice((drawn_with_slow_workers, drawn_with_spoilt_nodes))(seed)
     scenario.faults = [*scenario.faults, *draw_controller_restarts(random)]
     return scenario
+
+
+def drawn_with_long_absences(seed: int) -> Scenario:
+    """A controller that is away for many steps, longer than buffers last, and workers that die
+    meanwhile or soon after; a step takes from 1 ms to 60 s."""
+    random = Random(f"absence/{seed}")
+    step_s = random.choice((0.001, 0.01, 0.1, 1.0, 60.0))
+    num_steps = random.choice((70, 150, 400, 1200))
+    most = random.choice((1, 2, 2, 3, 4))
+    layouts = {1: ("",), 2: ("", "fsdp=2"), 3: ("", "fsdp=3"), 4: ("dp=2,fsdp=2", "", "pp=2")}
+    every = random.choice((0, 1, 1))
+    policy = policy_of(random.randint(1, most), most, every)
+    policy = replace(
+        policy,
+        first_step_timeout_s=5.0 + 10 * step_s,
+        collective_timeout_s=3.0 + 4 * step_s,
+        checkpoint_every_s=random.choice((0.0, 50 * step_s)),
+    )
+    job = Job(
+        NUM_MICROBATCHES,
+        state_bytes=1000,
+        steps=num_steps + random.randint(30, 60),
+        checkpoint_every=random.choice((0, 0, 7)),
+    )
+    absence_s = num_steps * 1.5 * (step_s + 0.006)
+    return Scenario(
+        seed,
+        policy,
+        random.choice(layouts[most]),
+        job,
+        step_s=(step_s, 2 * step_s),
+        absence_s=(0.7 * absence_s, absence_s),
+        num_kept_events=random.choice((30, 100, NUM_KEPT_EVENTS)),
+        num_kept_records=random.choice((16, 100, NUM_KEPT_RECORDS, NUM_KEPT_RECORDS)),
+        num_sent_records=random.choice((5, 64, NUM_SENT_RECORDS)),
+        horizon_s=900.0 + 20 * num_steps * (2 * step_s + 0.02),
+        faults=draw_long_absence(random, num_steps),
+    )
+
+
+def drawn_under_load(seed: int, policy: Policy) -> Scenario:
+    """Workers die or stand still on machines so busy that some survivors unwind in milliseconds
+    and others in half a minute; `policy` is what users get."""
+    random = Random(f"load/{seed}")
+    most = random.choice((2, 3, 4, 6, 8))
+    can_hang = random.random() < 0.3
+    step_s = random.choice((0.001, 0.02, 0.2))
+    steps = random.choice((40, 80))
+    actions = ["kill", "kill", "kill two", "kill and tell late", "freeze"]
+    faults = [
+        Fault(
+            "hang" if can_hang and not number else random.choice(actions),
+            random.choice(("compute", "vote", "read", "apply", "applied", "reported")),
+            random.randint(most, most * 20),
+        )
+        for number in range(random.randint(3, 6))
+    ]
+    return Scenario(
+        seed,
+        replace(policy, min_workers=1, max_workers=most),
+        "",
+        Job(24, state_bytes=1000, steps=steps),
+        step_s=(step_s, 10 * step_s),
+        unwind_s=(0.001, 0.9 if can_hang else random.choice((0.01, 2.0, 30.0))),
+        horizon_s=100_000.0,
+        faults=faults,
+    )

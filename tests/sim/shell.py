@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from sim.timeline import Timeline
@@ -13,8 +13,9 @@ from sim.timeline import Timeline
 from elastic.commands import Command, RecordStep, Resume, Stopped
 from elastic.core import Core
 from elastic.events import Event, Woke
+from elastic.journalling import JournalWriter
 from elastic.replaying import Replay
-from elastic.wire import command_line, event_line, state_line
+from elastic.wire import command_line, state_line
 
 MAX_WAKES_AT_ONCE = 3
 
@@ -26,6 +27,19 @@ class Records:
     journal: list[str] | None = None
     metrics: list[RecordStep] = field(default_factory=list)
     trace: list[tuple[float, Event, list[Command], str]] = field(default_factory=list)
+    _written: dict[tuple[int, int], RecordStep] = field(default_factory=dict)
+    """The metrics by generation and step."""
+
+    def record(self, told: RecordStep) -> None:
+        """One line of metrics, unless a controller that died has written it already."""
+        key = (told.record.generation, told.record.step)
+        if key not in self._written:
+            self._written[key] = told
+            self.metrics.append(told)
+        same = replace(told.record, time=0.0, step_s=0.0)  # each worker measures its own
+        first = replace(self._written[key].record, time=0.0, step_s=0.0)
+        # What no worker has any more may have been written before the controller died.
+        assert first == same or told.record.missing, "invariant 8: two reports of a step differ"
 
     def write(self, line: dict[str, Any]) -> None:
         if self.journal is not None:
@@ -52,8 +66,15 @@ class SimShell:
         records: Records,
         carry_out: Callable[[Command], None],
         check: Callable[[float, Event, list[Command], Core], None],
+        before: Replay | None = None,
     ) -> None:
+        """`before` is what the journal leaves behind, if there is one."""
         self.core = core
+        self._writer = (
+            JournalWriter(before.unfinished, before.records, before.num_events)
+            if before
+            else JournalWriter()
+        )
         self.outcome: Stopped | None = None
         self._timeline = timeline
         self._records = records
@@ -96,29 +117,30 @@ class SimShell:
         if death and not death.num_lines:
             self._die(death)
             return
+        lines = self._writer.before(event, core.state)
         commands = core.step(now, event)
         records.trace.append((now, event, commands, type(core.state.phase).__name__))
         self._check(now, event, commands, core)
-        records.write(event_line(now, event, core.state))
-        told = [command for command in commands if not isinstance(command, RecordStep)]
-        for command in told[: death.num_lines - 1 if death else None]:
-            records.write(command_line(now, command, core.state))
-            if isinstance(command, Resume) and records.journal is not None:
-                records.write(state_line(now, core.state))
-        if death and death.num_lines <= len(told):
+        lines += self._writer.after(now, event, commands, core.state)
+        for line in lines[: death.num_lines if death else None]:
+            records.write(line)
+        if death and death.num_lines < len(lines):
             self._die(death)
             return
         for command in commands[: death.num_commands if death else None]:
             self._obey(command)
         if death:
             self._die(death)
+            return
+        for line in self._writer.due(now, core.state) if self.outcome is None else ():
+            records.write(line)
 
     def _obey(self, command: Command) -> None:
         if isinstance(command, Stopped):
             self.outcome = command
             self.close()
         elif isinstance(command, RecordStep):
-            self._records.metrics.append(command)
+            self._records.record(command)
         self._carry_out(command)
 
     def _die(self, death: Death) -> None:
@@ -145,20 +167,27 @@ class SimShell:
 
 
 def replay(lines: Iterable[str]) -> Replay:
-    """A journal replayed: as `actors/journal.py` has it, from memory."""
+    """A journal replayed whole, from memory."""
     replay = Replay()
     for text in lines:
         replay.take(json.loads(text))
     return replay
 
 
+def replay_newest(lines: list[str]) -> Replay:
+    """From the newest full state on: as `actors/journal.py` has it."""
+    begins = [index for index, text in enumerate(lines) if '"CoreState"' in text]
+    return replay(lines[begins[-1] if begins else 0 :])
+
+
 def replay_whole(records: Records) -> Replay:
     """The journal replayed, and the lines added that a controller was about to write."""
-    before = replay(records.journal or [])
-    for command in before.untold():
+    before = replay_newest(records.journal or [])
+    untold = before.untold()
+    for command in untold:
         records.write(command_line(before.now, command, before.core.state))
-    there = {(told.record.generation, told.record.step) for told in records.metrics}
+    if any(isinstance(command, Resume) for command in untold):
+        records.write(state_line(before.now, before.core.state, before.unfinished))
     for told in before.records:
-        if (told.record.generation, told.record.step) not in there:
-            records.metrics.append(told)
+        records.record(told)
     return before

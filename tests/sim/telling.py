@@ -24,6 +24,7 @@ from elastic.commands import (
     Resume,
     RolledBack,
     SaveCheckpoint,
+    SendRecords,
     SetAside,
     Settle,
     StartKeeper,
@@ -39,6 +40,7 @@ from elastic.commands import (
 from elastic.events import Event, Quiesced, RunOpened, Settled, StateReady, StepCommitted
 from elastic.phases import Aborting, Phase, Waiting
 from elastic.relayout import Carried
+from elastic.step_records import RecordsSent
 
 
 def command_in_words(command: Command) -> str:
@@ -64,8 +66,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"{command.worker}: {command.cause}"
         case Abort() | Pause():
             return f"g{command.generation} {_names(command.workers)}: {command.cause}"
-        case Settle():
-            return f"g{command.generation} {_names(command.workers)} at step {command.vote.step}"
+        case Settle() | SendRecords():
+            return _of_survivors(command)
         case Form():
             return _of_form(command)
         case Relayout():
@@ -85,7 +87,7 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         ):
             return _of_saving(command)
         case RecordStep():
-            return f"{command.record.step}"
+            return f"{command.record.step}{' missing' * command.record.missing}"
         case Relaid():
             return f"g{command.generation} at step {command.step} from {command.source}"
         case RolledBack():
@@ -105,6 +107,13 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case Stopped():
             reason = f": {command.reason}" if command.reason else ""
             return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_survivors(command: Settle | SendRecords) -> str:
+    whom = f"g{command.generation} {_names(command.workers)}"
+    if isinstance(command, SendRecords):
+        return f"{whom} after step {command.committed_step}"
+    return f"{whom} at step {command.vote.step}"
 
 
 def _of_watching(command: Replaced | NodeAvoided | NodeUsedAgain) -> str:
@@ -164,6 +173,10 @@ def event_in_words(event: Event) -> str:
             return f"StepCommitted {event.record.step} g{event.generation}"
         case Settled():
             return f"Settled {event.worker} g{event.generation} at step {event.record.step}"
+        case RecordsSent():
+            steps = [record.step for record in event.records]
+            told = f"{steps[0]}..{steps[-1]}" if steps else "none"
+            return f"RecordsSent {event.worker} g{event.generation} {told}"
         case Quiesced():
             seen = f", saw the vote of {event.vote.step}" if event.vote else ""
             complete = ", gradients complete" if event.gradients_complete else ""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import nan
 
 from sim.control import Control, Raised
 from sim.lineage import SPECS, Part, regions_under
@@ -14,7 +14,15 @@ from sim.timeline import Body, GroupBroken
 from sim.writer import PartWriter
 
 from elastic.auditing import compare
-from elastic.commands import Form, Relayout, Resume, SaveCheckpoint, Settle
+from elastic.commands import (
+    Abort,
+    Form,
+    Relayout,
+    Resume,
+    SaveCheckpoint,
+    SendRecords,
+    Settle,
+)
 from elastic.events import (
     Audited,
     CheckpointDamaged,
@@ -27,13 +35,12 @@ from elastic.events import (
     StateReady,
     StepCommitted,
 )
-from elastic.parity import num_whole
 from elastic.parts import my_share
 from elastic.samples import batch_ids, deal
-from elastic.votes import StepRecord, Vote
+from elastic.step_records import NUM_REPORTED_RECORDS, RecordRing, RecordsSent
+from elastic.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
 
 NOTHING_HELD = -1
-NUM_KEPT_RECORDS = 64
 SAMPLES_PER_MICROBATCH = 2
 
 
@@ -46,7 +53,6 @@ class Stepper:
     compute_s: tuple[float, ...] = ()
     gradients_complete: bool = False
     torn: bool = False
-    records: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=NUM_KEPT_RECORDS))
 
 
 class Trainer:
@@ -59,6 +65,8 @@ class Trainer:
         self._order: Form
         self._held_step = NOTHING_HELD
         self._left_out: tuple[int, ...] = ()
+        self._records = RecordRing(control.around.num_kept_records)
+        self._known_step = 0
         self.snapshots = Snapshots(control)
         self.holdings: dict[int, Part] = {}
         self.stepper: Stepper | None = None
@@ -67,7 +75,11 @@ class Trainer:
         control, self._order = self._control, order
         self._leave_generation()
         old = order.plan.old.generation if order.plan.old else 0
-        if control.name not in order.plan.holders:
+        is_holder = control.name in order.plan.holders
+        if is_holder and (old not in self.holdings or self._held_step != order.plan.step):
+            raise Raised("holding")
+        self._records.truncate(order.plan.step if is_holder else 0)
+        if not is_holder:
             old = 0
         self.holdings = {g: part for g, part in self.holdings.items() if g == old}
         control.check()
@@ -123,6 +135,8 @@ class Trainer:
                     control.report(Evaluated(generation, evaluated_step, 1.0))
             if stepper.committed_step >= job.steps:
                 break
+            if stepper.committed_step + 1 == resume.guarded_step:
+                yield from self._guard(generation, stepper.committed_step)
             vote = yield from self._cast(stepper)
             record = yield from self._apply(stepper, vote)
             if control.world_rank == 0:
@@ -142,6 +156,13 @@ class Trainer:
         control.report(Paused(control.name, generation, stepper.committed_step))
         yield from control.at("paused")
 
+    def _guard(self, generation: int, step: int) -> Body:
+        """The next step has ended workers before: its state is durable before it begins."""
+        if (self._writer.begun_step, self._writer.begun_generation) != (step, generation):
+            self._save(generation, step, self.holdings[generation], None)
+        while self._writer.is_busy:
+            yield from self._control.work(0.01)
+
     def settle(self, command: Settle) -> Body:
         control = self._control
         assert self.stepper
@@ -150,7 +171,7 @@ class Trainer:
             record = yield from self._apply(self.stepper, command.vote)
         except Raised:
             self.stepper.torn = True
-            yield from self.quiesce(command.generation)
+            yield from self._report_quiesced(command.generation)
             raise
         control.report(Settled(control.name, command.generation, record))
         yield from control.at("settled")
@@ -160,16 +181,23 @@ class Trainer:
         self._save(command.generation, command.step, part, command.workers)
         yield from self._control.at("saving")
 
-    def quiesce(self, generation: int) -> Body:
-        """Say where this worker stands."""
-        control = self._control
+    def quiesce(self, command: Abort) -> Body:
+        """Report the step that this worker stands at, and what the controller lacks of it."""
+        self._around.meetings.leave(self._control.name)
+        self._known_step = command.committed_step
+        yield self._around.draw(*self._around.unwind_s)
+        yield from self._control.at("quiescing")
+        yield from self._report_quiesced(command.generation)
+
+    def _report_quiesced(self, generation: int) -> Body:
+        control, stepper = self._control, self.stepper
         self._around.meetings.leave(control.name)
-        yield self._around.draw(0.001, 0.01)
-        yield from control.at("quiescing")
-        stepper = self.stepper
+        records = self._records.after(self._known_step, NUM_REPORTED_RECORDS + 1)
+        lacking = records if len(records) <= NUM_REPORTED_RECORDS else ()
         if stepper is None:
-            control.report(Quiesced(control.name, generation, self._held_step))
+            control.report(Quiesced(control.name, generation, self._held_step, records=lacking))
             return
+        yield 0.0
         control.report(
             Quiesced(
                 control.name,
@@ -178,9 +206,16 @@ class Trainer:
                 stepper.vote,
                 stepper.gradients_complete,
                 stepper.torn,
-                tuple(stepper.records),
+                lacking,
             )
         )
+
+    def send_records(self, command: SendRecords) -> None:
+        """Answer at once, beside whatever trains."""
+        records = self._records.after(command.committed_step, self._around.num_sent_records)
+        vote = self.stepper.vote if self.stepper else None
+        name, generation = self._control.name, command.generation
+        self._control.report(RecordsSent(name, generation, records, vote))
 
     def _move(self) -> Body:
         plan = self._order.plan
@@ -196,20 +231,28 @@ class Trainer:
         """Compute and vote; the vote is read on the host before anything is applied."""
         control, around, step = self._control, self._around, stepper.committed_step + 1
         yield from control.at("compute")
-        compute_s = control.slowness * around.draw(0.02, 0.05)
+        compute_s = control.slowness * around.draw(*around.step_s)
         yield from control.work(compute_s)
         yield from self.snapshots.wait()
         yield from control.at("vote")
         stepper.gradients_complete = True
         loss, control.next_loss = control.next_loss, 1.0
         is_bad, control.num_nans = control.num_nans > 0, max(0, control.num_nans - 1)
-        saves, writes = control.save_is_wished(self._writer.begun_step), self._writer.is_busy
-        flags = (is_bad, control.pause_is_wished, self.snapshots.ballot, saves, writes)
-        ballot = (*self._samples(step), compute_s, loss, flags)
-        brought = yield from control.meet("vote", self._order, step, ballot)
         every, members = around.straggler_every, self._order.assignment.members
-        is_told = every and step % every == 0
-        stepper.compute_s = tuple(brought[w][2] for w in members) if is_told else ()
+        is_told, rank = bool(every) and step % every == 0, members.index(control.name)
+        times = [compute_s if i == rank else 0.0 for i in range(len(members))]
+        ballot = Ballot(
+            step,
+            rank,
+            (nan if is_bad else loss, 1.0, 1.0),
+            control.pause_is_wished,
+            self.snapshots.ballot,
+            control.save_is_wished(self._writer.begun_step),
+            self._writer.is_busy,
+            tuple(times) if is_told else (),
+        )
+        cast = (*self._samples(step), pack_vote(ballot))
+        brought = yield from control.meet("vote", self._order, step, cast)
         by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
         read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
         wanted = list(batch_ids(step, self._batch, self._left_out))
@@ -218,11 +261,10 @@ class Trainer:
         voted = (self._order.generation, step)
         assert voted >= around.newest_vote, "invariant 6: two generations run"
         around.newest_vote = voted
-        counts = [sum(flag) for flag in zip(*(told for *_, told in brought.values()), strict=True)]
-        counts[2] = num_whole(round(counts[2]))
-        self.snapshots.note(counts[2], len(brought))
-        loss_sum, n = sum(loss for *_, loss, _ in brought.values()), len(brought)
-        stepper.vote = Vote(step, loss_sum, n, 1.0, n, *counts)
+        places = zip(*(numbers for *_, numbers in brought.values()), strict=True)
+        tally = unpack_vote([sum(place) for place in places], step, len(brought))
+        stepper.vote, stepper.compute_s = tally.vote, tally.compute_s
+        self.snapshots.note(tally.vote.num_snapshots, len(brought))
         yield from control.at("read")
         return stepper.vote
 
@@ -242,8 +284,9 @@ class Trainer:
         stepper.gradients_complete = False
         now, world_size = self._around.timeline.now, self._order.assignment.layout.num_workers
         loss = None if skipped else vote.loss_sum / vote.num_tokens
-        record = StepRecord(now, vote.step, newest, world_size, loss, 1, 0.1, 1.0, 0.05, skipped)
-        stepper.records.append(record)
+        step_s = sum(self._around.step_s) / 2
+        record = StepRecord(now, vote.step, newest, world_size, loss, 1, 0.1, 1.0, step_s, skipped)
+        self._records.append(record)
         yield from self._control.at("applied")
         return record
 

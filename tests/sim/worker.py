@@ -21,6 +21,7 @@ from elastic.commands import (
     Relayout,
     Resume,
     SaveCheckpoint,
+    SendRecords,
     Settle,
     WishCheckpoint,
 )
@@ -67,6 +68,9 @@ class SimWorker:
             return
         if isinstance(order, Protect):
             self._trainer.snapshots.obey(order)
+            return
+        if isinstance(order, SendRecords):
+            self._trainer.send_records(order)
             return
         if isinstance(order, Abort):
             control.aborted_generation = max(control.aborted_generation, order.generation)
@@ -146,4 +150,4 @@ class SimWorker:
                 yield from trainer.save(order)
             case Abort():
                 control.deaf = False
-                yield from trainer.quiesce(order.generation)
+                yield from trainer.quiesce(order)

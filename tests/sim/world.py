@@ -34,6 +34,7 @@ from elastic.commands import (
     Relayout,
     Resume,
     SaveCheckpoint,
+    SendRecords,
     SetAside,
     Settle,
     StartKeeper,
@@ -44,6 +45,7 @@ from elastic.commands import (
     StopWorker,
     WishCheckpoint,
 )
+from elastic.controller_events import CheckpointsRemoved
 from elastic.core import Core
 from elastic.events import (
     Checkpointed,
@@ -60,8 +62,7 @@ from elastic.events import (
 )
 from elastic.keeping import Keeper
 from elastic.policy import Policy
-
-HORIZON_S = 900.0
+from elastic.replaying import Replay
 
 Inflict = Callable[["World", str, SimWorker], None]
 """Lets a fault, by its name, befall a worker."""
@@ -112,7 +113,7 @@ class World:
 
     def run(self) -> Stopped:
         """To the end, whatever the checks raise on the way."""
-        self.timeline.run(HORIZON_S, lambda: self.shell.outcome is not None)
+        self.timeline.run(self.scenario.horizon_s, lambda: self.shell.outcome is not None)
         outcome = self.shell.outcome
         assert outcome, f"invariant 9: no end in sight: {self.shell.core.state.phase}"
         state = self.shell.core.state
@@ -143,8 +144,14 @@ class World:
             snapshot_every=policy.snapshot_every,
             audit_every=policy.audit_every,
             straggler_every=policy.straggler_every,
+            step_s=scenario.step_s,
+            unwind_s=scenario.unwind_s,
+            num_kept_events=scenario.num_kept_events,
+            num_kept_records=scenario.num_kept_records,
+            num_sent_records=scenario.num_sent_records,
             read=self.read,
         )
+        self.checks.note_restart(core.state.committed_step)
         self.shell = self.shell_of(core)
         saved = self.storage.whole()
         wish = replace(scenario.wish, max_workers=policy.max_workers)
@@ -160,8 +167,9 @@ class World:
         self.nodes.waiting.clear()
         self.open(replay_whole(self.records).core, policy)
 
-    def shell_of(self, core: Core) -> SimShell:
-        return SimShell(self.timeline, core, self.records, self.carry_out, self.checks.after)
+    def shell_of(self, core: Core, before: Replay | None = None) -> SimShell:
+        check = self.checks.after
+        return SimShell(self.timeline, core, self.records, self.carry_out, check, before)
 
     def post_soon(self, event: Event, within_s: float = 0.02) -> None:
         """Tell the controller, if it is still the same by then."""
@@ -249,6 +257,7 @@ class World:
                 | Protect()
                 | WishCheckpoint()
                 | SaveCheckpoint()
+                | SendRecords()
             ):
                 self._send(command.workers, command)
             case StartKeeper():
@@ -279,10 +288,15 @@ class World:
     def _store(self, command: PublishCheckpoint | DropCheckpoints | SetAside) -> None:
         if isinstance(command, DropCheckpoints):
             self.storage.drop(command)
+            self._confirm(command.dropped)
         elif isinstance(command, SetAside):
             self.storage.set_aside(command)
+            self._confirm(((command.step, command.generation),))
         else:
             self._publish(command)
+
+    def _confirm(self, removed: tuple[tuple[int, int], ...]) -> None:
+        self._published.send(0.01, partial(self.shell.post, CheckpointsRemoved(removed)))
 
     def _publish(self, command: PublishCheckpoint) -> None:
         try:

@@ -17,12 +17,12 @@ class PartWriter:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._parts: deque[tuple[int, int, Written]] = deque()
-        self.begun_step = 0
+        self.begun_step = self.begun_generation = 0
         self._writes = False
         self.thread = Thread(control.around.timeline, self._serve())
 
     def write(self, step: int, generation: int, part: Written) -> None:
-        self.begun_step = step
+        self.begun_step, self.begun_generation = step, generation
         self._parts.append((step, generation, part))
         if self.thread.waiting_on == "parts":
             self.thread.wake(None, 0.0)

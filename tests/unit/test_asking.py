@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from actors.asking import LayoutReply, ask_for_layout
+from actors.fleet import answered
 from actors.lease import claim
 from actors.shell import Shell
 from actors.storage import DiskStorage
@@ -37,6 +39,9 @@ class EmptyFleet:
 
     def probe(self, worker: str) -> Future[int]:
         return Future()
+
+    def process_state(self, worker: str) -> Future[str]:
+        return answered("runs")
 
     def close(self) -> None:
         pass
@@ -68,7 +73,7 @@ def test_who_asks_before_the_run_is_opened_is_answered_by_this_session(tmp_path:
     with driven(tmp_path):
         pass  # the journal now tells of a session that has stopped
     [file] = (tmp_path / "lease").iterdir()
-    file.write_text('{"released": true}')
+    file.write_text(json.dumps({**json.loads(file.read_text()), "released": True}))
     shell, thread = shell_of(tmp_path)
     replies: list[LayoutReply] = []
     asking = threading.Thread(

@@ -14,7 +14,7 @@ from elastic.commands import (
     StopWorker,
     Waited,
 )
-from elastic.events import NodeDraining, WorkerLeaving, WorkerLost, WorkerReady
+from elastic.events import NodeDraining, Quiesced, Woke, WorkerLeaving, WorkerLost, WorkerReady
 from elastic.phases import Forming, Running, Waiting
 from elastic.planning import Job, Wish
 from elastic.wire import decode, encode
@@ -134,7 +134,7 @@ def test_what_follows_the_batch_is_not_the_nodes_fault() -> None:
     participants = life.core.state.phase.attempt.plan.participants  # type: ignore[union-attr]
     assert "w2" not in participants
     life.now += 10.0
-    commands = life.tell(WorkerLost("w3", "killed", "b"))
+    commands = life.tell(WorkerLost("w3", "exit code -11", "b", is_crash=True))
     assert of(NodeAvoided, commands), "of two on one node both count"
     life.now += 10.0
     commands = life.tell(WorkerLost("w1", "killed", "a"))
@@ -191,7 +191,7 @@ def test_who_comes_up_on_an_avoided_node_is_sent_away() -> None:
 
 
 def test_after_a_while_it_is_used_again() -> None:
-    life = with_one_missing(avoid_for_s=40.0)
+    life = with_one_missing(avoid_for_s=40.0, quarantine_patience_s=100.0)
     crash_as_they_start(life, "b", 2)
     waiting, until = newest(life), life.core.state.avoided["b"]
     while life.core.state.avoided:
@@ -207,7 +207,7 @@ def test_after_a_while_it_is_used_again() -> None:
 
 
 def test_it_is_used_again_where_there_are_too_few_without_it() -> None:
-    life = training("aab", least=3, start_timeout_s=60.0)
+    life = training("aab", least=3, start_timeout_s=60.0, quarantine_patience_s=100.0)
     life.lose("w2")
     assert isinstance(life.core.state.phase, Waiting)
     commands = crash_as_they_start(life, "b", 2)
@@ -246,3 +246,84 @@ def test_what_strikes_others_at_that_moment_as_they_start_was_not_the_node() -> 
     life.now += 5.0
     commands = life.tell(WorkerLost("w1", "killed", "a"))
     assert of(NodeAvoided, commands) == [], "all of one step"
+
+
+def kill_newest_member(life: Life, node: str, after_s: float, is_crash: bool = False) -> float:
+    """The replacement of the last loss joins on this node, trains for some time and is killed.
+
+    Returns when the node is quarantined by that, or 0.
+    """
+    come(life, newest(life), node)
+    while isinstance(life.core.state.phase, Running):
+        life.wake()  # a run whose members change often grows later
+    life.pause()
+    life.form()
+    life.now += after_s
+    commands = life.tell(WorkerLost(newest(life), "exit code -9", node, is_crash))
+    survivors = [w for w in life.core.state.members() if w in life.core.state.seats]
+    generation, step = life.core.state.generation, life.core.state.committed_step
+    life.tell(*(Quiesced(w, generation, step) for w in survivors))
+    life.form()
+    return life.now if of(NodeAvoided, commands) else 0.0
+
+
+def test_kills_after_useful_work_do_not_quarantine_a_node_but_crashes_do() -> None:
+    life = with_one_missing()
+    assert not any(kill_newest_member(life, "b", after_s=60.0) for _ in range(10))
+    life = with_one_missing()
+    crashes = [kill_newest_member(life, "b", after_s=60.0, is_crash=True) for _ in range(2)]
+    assert crashes[-1]
+
+
+def test_kills_before_any_useful_work_quarantine_a_node() -> None:
+    life = with_one_missing()
+    assert [bool(kill_newest_member(life, "b", after_s=1.0)) for _ in range(2)] == [False, True]
+
+
+def test_without_other_capacity_a_quarantined_node_is_used_again_after_doubling_pauses() -> None:
+    life = with_one_missing(quarantine_patience_s=30.0)
+    pauses = []
+    for num_crashes in (2, 3, 3):
+        for _ in range(num_crashes):
+            quarantined_at = kill_newest_member(life, "b", after_s=1.0)
+        assert quarantined_at
+        while life.core.state.avoided:
+            commands = life.wake()
+        pauses.append(life.now - quarantined_at)
+        assert of(StartWorkers, commands)[-1].avoided == ()
+    assert [round(pause) for pause in pauses] == [30, 60, 120]
+
+
+def test_a_quarantine_lasts_while_other_capacity_is_there() -> None:
+    life = with_one_missing(quarantine_patience_s=30.0, spare_timeout_s=1e9)
+    kill_newest_member(life, "b", after_s=1.0)
+    quarantined_at = kill_newest_member(life, "b", after_s=1.0)
+    come(life, newest(life), "a")
+    life.pause()
+    life.form()
+    life.now = quarantined_at + 3000.0
+    assert of(NodeUsedAgain, life.tell(Woke())) == []
+    assert "b" in life.core.state.avoided
+
+
+def test_two_bad_nodes_of_many_are_both_quarantined() -> None:
+    life = training("aabbccddee", avoid_after=3)
+    for crash in range(3):
+        for node in ("d", "e"):
+            life.now += 5.0
+            member = next(
+                w for w in life.core.state.members() if life.core.state.seats[w].node == node
+            )
+            life.tell(WorkerLost(member, "exit code -11", node, is_crash=True))
+            survivors = [w for w in life.core.state.members() if w in life.core.state.seats]
+            generation, step = life.core.state.generation, life.core.state.committed_step
+            life.tell(*(Quiesced(w, generation, step) for w in survivors))
+            life.form()
+            joiner = newest(life)
+            if crash < 2:
+                come(life, joiner, node)
+                while isinstance(life.core.state.phase, Running):
+                    life.wake()
+                life.pause()
+                life.form()
+    assert life.core.state.avoided.keys() == {"d", "e"}

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
+import ray
 
+from actors.ray_at_hand import own_node_address
+from actors.reach import PROXIES, refuse_unreachable
 from pipelines.cli import main
+from pipelines.plan import Asked, make_plan, store_recipe
+
+ROOT = Path(__file__).parents[2]
 
 CASES = {
     "unknown recipe": (["tyni"], "tiny"),
@@ -54,8 +65,53 @@ CASES = {
     "steps to trace end before they begin": (["tiny", "--profile", "steps=9:3"], "steps=10:13"),
     "no steps to trace": (["tiny", "--profile", "10"], "steps=10:13"),
     "in this process with others": (["tiny", "--in-process", "--workers", "2"], "drop --workers 2"),
-    "steps are negative": (["tiny", "--steps", "-5"], "greater than 0"),
+    "steps are negative": (["tiny", "--steps", "-5"], "--steps -5: input should be greater than 0"),
+    "steps are none": (["tiny", "--steps", "0"], "--steps 0: input should be greater than 0"),
+    "steps of 23 digits": (["tiny", "--steps", "1" * 23], "--steps 1111"),
+    "steps in full-width digits": (["tiny", "--steps", "\uff14"], "'--steps'"),
+    "a time that never ends": (["tiny", "--set", "start_timeout_s=inf"], "finite"),
+    "a time of centuries": (["tiny", "--set", "hang_timeout_s=1e300"], "less than or equal"),
+    "a rate that is infinite": (["tiny", "--set", "optimizer.lr=inf"], "finite"),
+    "a rate that is no number": (["tiny", "--set", "optimizer.lr=nan"], "finite"),
+    "minutes in other digits": (
+        ["tiny", "--set", "checkpoint_every=\u0663min"],
+        "checkpoint_every",
+    ),
+    "minutes beyond all bounds": (["tiny", "--set", f"checkpoint_every={'9' * 400}min"], "integer"),
+    "a model too deep to be made": (["tiny", "--set", "model.num_layers=100000"], "10000"),
+    "a seed too large": (["tiny", "--set", f"seed={2**63}"], "less than"),
+    "a trillion workers": (["tiny", "--workers", "999999999999"], "at most 100,000 workers"),
+    "workers in full-width digits": (["tiny", "--workers", "\uff14"], "MIN:MAX"),
+    "a layout in full-width digits": (["tiny", "--layout", "dp=\uff12"], "whole number"),
+    "a layout of 23 digits": (["tiny", "--layout", f"dp={'9' * 23}"], "whole number"),
+    "ports in full-width digits": (["tiny", "--ports", "\uff120:\uff130"], "--ports"),
+    "a profile in full-width digits": (["tiny", "--profile", "steps=\uff12:\uff13"], "10:13"),
+    "a fault in full-width digits": (
+        ["tiny", "--inject", "kill worker \uff13 at step 6"],
+        "--inject",
+    ),
+    "a microbatch over the batch": (
+        ["tiny", "--set", "batch=12", "--set", "microbatch=24"],
+        "set batch to 24, or microbatch to 12",
+    ),
+    "an empty layout": (["tiny", "--layout", ""], "--layout: it is empty"),
+    "a blank layout": (["tiny", "--layout", " "], "--layout: it is empty"),
+    "an empty run name": (["tiny", "--run-name", ""], "--run-name: it is empty"),
+    "an empty interface": (["tiny", "--interface", ""], "--interface: it is empty"),
+    "an empty tracking store": (["tiny", "--tracking-uri", ""], "--tracking-uri: it is empty"),
+    "a run where the data are": (["tiny", "--run-name", "data"], "--run-name data: "),
+    "a run where the sweeps are": (["tiny", "--run-name", "Sweeps"], "--run-name Sweeps: "),
+    "a tracking store of no kind": (["tiny", "--tracking-uri", "banana://x"], "'banana'"),
+    "a lone surrogate": (["tiny", "--set", "accelerator=\udcff"], "accelerator=\\udcff: it is not"),
+    "a module of no name": ([":f"], "module:function"),
+    "a module of dots": (["..:f"], "module:function"),
 }
+BEFORE_RAY = {
+    "no such interface": (["--interface", "nosuch0"], "--interface nosuch0: this machine has none"),
+    "no such accelerator": (["--set", "accelerator=banana"], "accelerator=banana"),
+    "nothing to detach from": (["--detach"], "ray start --head"),
+}
+MAX_REFUSAL_S = 3.0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -87,6 +143,113 @@ def test_is_refused_in_one_line(name: str, storage: Path, capsys) -> None:
     assert not list(storage.glob("*/recipe.json"))
 
 
+def refused_in_time(capsys: pytest.CaptureFixture[str], storage: Path, *arguments: str) -> str:
+    """Refused without a dry run, so that Ray would start if the refusal came later."""
+    began = time.monotonic()
+    line = refused(
+        capsys, "train", "tiny", "--data", "random", "--storage", str(storage), *arguments
+    )
+    assert time.monotonic() - began < MAX_REFUSAL_S
+    assert not ray.is_initialized()
+    assert not list(storage.glob("*/recipe.json"))
+    return line
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+
+
+@pytest.mark.parametrize("name", BEFORE_RAY)
+def test_is_refused_before_ray_starts(name: str, storage: Path, capsys, no_cluster) -> None:
+    arguments, fix = BEFORE_RAY[name]
+    assert fix in refused_in_time(capsys, storage, *arguments)
+
+
+def test_a_used_port_is_refused_before_ray_starts(storage: Path, capsys, no_cluster) -> None:
+    with socket.create_server((own_node_address(), 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused_in_time(capsys, storage, "--ports", f"{port}:{port}")
+    assert f"--ports {port}:{port}: none of them can be listened on" in line
+
+
+def test_unreachable_storage_is_refused_before_arrow_retries(
+    storage: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    url = f"s3://bucket/runs?endpoint_override=http://127.0.0.1:{port}"
+    line = refused_in_time(capsys, storage, "--storage", url)
+    assert "--storage" in line and "cannot be reached" in line and "refused" in line
+
+
+def test_a_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) -> None:
+    """Its machine accepts no connection and refuses none."""
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        port = full.getsockname()[1]
+        with contextlib.ExitStack() as waiting:
+            for _ in range(2):  # the queue of one that listens for none
+                peer = waiting.enter_context(socket.socket())
+                peer.setblocking(False)
+                peer.connect_ex(("127.0.0.1", port))
+            began = time.monotonic()
+            with pytest.raises(OSError, match=f"127.0.0.1:{port}: "):
+                refuse_unreachable(f"s3://b/runs?endpoint_override=http://127.0.0.1:{port}")
+            assert time.monotonic() - began < MAX_REFUSAL_S
+
+
+def test_an_empty_layout_is_refused_by_relayout(storage: Path, capsys) -> None:
+    line = refused(capsys, "relayout", "run", "--layout", "", "--storage", str(storage))
+    assert "--layout: it is empty" in line
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "0", "-1"])
+def test_a_sweep_that_waits_for_no_time_or_for_ever(seconds: str, storage: Path, capsys) -> None:
+    arguments = ("sweep", "tiny", "--layouts", "dp=2", "--start-timeout", seconds)
+    assert "--start-timeout" in refused(capsys, *arguments, "--storage", str(storage))
+
+
+def test_in_a_process_of_its_own_it_is_the_same(tmp_path: Path) -> None:
+    """The exit code, the one line and the bytes of the argument as a shell passes them."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "pipelines", "train", b"tiny\xff", "--storage", str(tmp_path)],
+        capture_output=True,
+        cwd=ROOT,
+    )
+    assert ended.returncode == 2 and not ended.stdout
+    assert (
+        ended.stderr == b"elastic: the argument tiny\\udcff: it is not valid UTF-8; rename or "
+        b"retype it\n"
+    )
+
+
+def test_other_maths_than_the_stored_runs(storage: Path, capsys) -> None:
+    asked = Asked("tiny", "run", str(storage), data="random")
+    store_recipe(make_plan(asked, num_gpus=0))
+    before = (storage / "run" / "recipe.json").read_text()
+    arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
+    line = refused(capsys, "train", *arguments, "--set", "optimizer.lr=0.5")
+    assert "optimizer.lr: 0.003 -> 0.5" in line
+    assert (storage / "run" / "recipe.json").read_text() == before
+
+
+def test_a_stored_recipe_with_values_out_of_bounds(storage: Path, capsys) -> None:
+    """As a version without these bounds wrote it."""
+    asked = Asked("tiny", "run", str(storage), data="random")
+    store_recipe(make_plan(asked, num_gpus=0))
+    file = storage / "run" / "recipe.json"
+    stored = json.loads(file.read_text())
+    stored["settings"]["start_timeout_s"] = 1e300
+    file.write_text(json.dumps(stored))
+    arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
+    line = refused(capsys, "train", *arguments)
+    assert "recipe.json" in line and "start_timeout_s" in line
+
+
 def test_empty_data(storage: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty.txt").write_text("")
     line = refused(
@@ -112,8 +275,4 @@ def test_storage_that_cannot_be_written(tmp_path: Path, storage: Path, capsys) -
 
 
 def test_an_unknown_option(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sys.argv = ["elastic", "train", "tiny", "--wrokers", "4"]
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert "--workers" in capsys.readouterr().err
+    assert "--workers" in refused(capsys, "train", "tiny", "--wrokers", "4")

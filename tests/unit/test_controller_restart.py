@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import socket
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -13,11 +15,21 @@ from typing import Any
 
 import pytest
 
-from actors.errors import RunTaken
+from actors.errors import LeaseLost, RunTaken
+from actors.fleet import answered
 from actors.lease import Lease, claim, owner_of
 from actors.shell import Shell
 from actors.storage import DiskStorage
-from elastic.commands import Form, Order, Pause, Relayout, Resume, SaveCheckpoint, Stopped
+from elastic.commands import (
+    Form,
+    Order,
+    Pause,
+    RecordStep,
+    Relayout,
+    Resume,
+    SaveCheckpoint,
+    Stopped,
+)
 from elastic.events import (
     Event,
     GroupFormed,
@@ -39,20 +51,23 @@ WORKERS = ("w0", "w1")
 OPENING = RunOpened(0, Policy(2, 2, save_timeout_s=0.1), Wish.parse("dp=2", 2), Job(8, steps=1000))
 
 
-class Died(Exception):
+class Died(BaseException):
     """In the place of SIGKILL."""
 
 
 class Crew:
     """Workers that obey at once, and may let their controller die at a moment."""
 
-    def __init__(self, dies_at: type | None = None, generation: int = 1) -> None:
+    def __init__(
+        self, dies_at: type | None = None, generation: int = 1, num_steps: int = 3
+    ) -> None:
         self.shell: Shell
         self.sent: list[Order] = []
         self.attached: list[CoreState] = []
         self.was_cleared = False
         self._dies_at = dies_at
         self._generation = generation
+        self._num_steps = num_steps
 
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
@@ -72,12 +87,13 @@ class Crew:
             case Relayout():
                 answers = [StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers]
             case Resume():
-                answers = [committed(step, order.generation) for step in (1, 2, 3)]
+                steps = range(1, self._num_steps + 1)
+                answers = [committed(step, order.generation) for step in steps]
                 answers.append(StopRequested("enough"))
             case Pause():
-                answers = [Paused(worker, order.generation, 3) for worker in workers]
+                answers = [Paused(w, order.generation, self._num_steps) for w in workers]
             case SaveCheckpoint():
-                answers = [PartFailed(w, order.generation, 3, "no disk here") for w in workers]
+                answers = [PartFailed(w, order.generation, order.step, "no disk") for w in workers]
         for answer in answers:
             self.shell.post(answer)
 
@@ -104,6 +120,9 @@ class Crew:
 
     def probe(self, worker: str) -> Future[int]:
         return Future()
+
+    def process_state(self, worker: str) -> Future[str]:
+        return answered("runs")
 
     def close(self) -> None:
         pass
@@ -156,7 +175,7 @@ def test_a_dead_controller_is_waited_for_while_its_cluster_may_restart_it(tmp_pa
         with pytest.raises(RunTaken):
             claim(run, "127.0.0.1:1", "b")
         assert owner_of(run)
-        held.write_text(json.dumps({**told, "started": 0.0, "renewed": time.time() - 60.0}))
+        os.utime(held, (time.time() - 60.0,) * 2)
         assert owner_of(run) is None, "it has not come back for too long"
         held.write_text(json.dumps({**told, "started": 0.0}))
         assert claim(run, address, "b"), "on the same cluster one would know of it"
@@ -204,6 +223,54 @@ def test_a_step_that_only_the_metrics_tell_of_is_not_told_twice(tmp_path: Path) 
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
     drive(tmp_path, Crew())
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_restart_reads_only_the_ends_of_the_files(tmp_path: Path) -> None:
+    num_steps = 9000  # beyond all that is held back, and all records that are kept
+    with pytest.raises(Died):
+        drive(tmp_path, Crew(dies_at=Pause, num_steps=num_steps))
+    for name, marker in (("journal.jsonl", b'"CoreState"'), ("metrics.jsonl", b'"step": 8990,')):
+        content = (tmp_path / name).read_bytes()
+        begin = content.rindex(b"\n", 0, content.rindex(marker))
+        (tmp_path / name).write_bytes(b"!" * begin + content[begin:])
+    crew = Crew(num_steps=num_steps)
+    assert drive(tmp_path, crew).step == num_steps
+    assert isinstance(crew.sent[0], Resume), "all members have formed"
+    rest = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")[1:-1]
+    assert [json.loads(row)["step"] for row in rest] == list(range(8990, num_steps + 1))
+
+
+def test_steps_that_the_journal_held_back_are_told_of_once(tmp_path: Path) -> None:
+    """Their reports come again from the workers; the metrics have them already."""
+    run = DiskStorage(tmp_path)
+    crew = Crew(num_steps=200)
+    crew.shell = Shell(run, claim(run, actor="actor"))
+    original, taken = crew.send, []
+
+    def take_over() -> None:
+        with crew.shell.listening() as told:
+            while not taken:
+                command = told.get(timeout=60.0)
+                if isinstance(command, RecordStep) and command.record.step == 200:
+                    taken.append(claim(run, actor="actor"))
+
+    def send(workers: Iterable[str], order: Order) -> None:
+        if isinstance(order, Resume):
+            threading.Thread(target=take_over).start()
+            for step in range(1, 201):
+                crew.shell.post(committed(step, order.generation))
+            return
+        original(workers, order)
+
+    crew.send = send  # type: ignore[method-assign]
+    with pytest.raises(LeaseLost):
+        crew.shell.run(crew, OPENING, crew)
+    kept = [line for line in lines(tmp_path, "journal.jsonl") if line.get("event")]
+    assert [line["event"] for line in kept].count("StepCommitted") == 1, "the rest was held back"
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
+    again = Crew(num_steps=200)
+    assert drive(tmp_path, again).step == 200
+    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
 
 
 def test_a_run_that_had_ended_is_not_begun_again(tmp_path: Path) -> None:

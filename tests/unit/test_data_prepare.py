@@ -1,6 +1,7 @@
 """Text becomes token shards: whole, once, and the same wherever it came from."""
 
 import json
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.cli import main
 from pipelines.data import find_corpus, find_tokenizer, prepare, prepared_folder, verify
 from pipelines.data.columns import Column
 from pipelines.data.corpus import Corpus
@@ -173,3 +175,16 @@ def test_data_are_prepared_once_a_cache(tmp_path: Path):
     assert second != first
     assert set((tmp_path / "cache").iterdir()) == {Path(first), Path(second)}
     assert prepared_folder("random", cache) is None
+
+
+def test_the_command_says_how_to_train_on_what_it_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
+    folders = [str(tmp_path / "text.txt"), str(tmp_path / "shards")]
+    monkeypatch.setattr(sys, "argv", ["elastic", "prepare", *folders])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert f"--data {tmp_path / 'shards'}" in capsys.readouterr().out.replace("\n", "")
+    verify(tmp_path / "shards")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from actors.worker import kind_of, wanted_of
+from actors.error_kinds import kind_of, wanted_of
 from elastic.fitting import Shortage, advice, fitting_layout
 from elastic.layout import Layout
 from elastic.memory import worker_bytes

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
 
-from actors.launch import join_cluster, join_or_start_cluster
+from actors.launch import join_cluster, join_cluster_at_hand, join_or_start_cluster
+from pipelines.cli import main
 
 
 @pytest.fixture
@@ -34,3 +40,68 @@ def test_a_host_of_no_such_name(scheme: str) -> None:
     with pytest.raises(OSError):
         join_or_start_cluster(f"{scheme}nowhere.invalid:6379", 1, False, "elastic")
     assert not ray.is_initialized()
+
+
+def test_train_reports_an_address_that_does_not_answer_in_one_line(
+    unanswered: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Exit code 2, and no files of a run."""
+    monkeypatch.setenv("RAY_ADDRESS", unanswered)
+    train = ["elastic", "train", "tiny", "--data", "random", "--storage", str(tmp_path / "runs")]
+    monkeypatch.setattr(sys, "argv", train)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert f"RAY_ADDRESS={unanswered}" in line and "Connection refused" in line
+    assert not list(tmp_path.iterdir()) and not ray.is_initialized()
+
+
+@pytest.fixture
+def another_cluster() -> Iterator[socket.socket]:
+    """Where the GCS of another command's private cluster would listen, and its raylet runs."""
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        address = f"127.0.0.1:{gcs.getsockname()[1]}"
+        sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
+        raylet = subprocess.Popen(
+            ["raylet/raylet", *sleeping[1:], f"--gcs-address={address}"], executable=sys.executable
+        )
+        yield gcs
+        raylet.kill()
+        raylet.wait()
+
+
+@pytest.mark.parametrize("has_record", [False, True])
+def test_private_cluster_of_another_command_is_not_joined(
+    another_cluster: socket.socket,
+    unanswered: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_record: bool,
+) -> None:
+    """Nor the recorded one of a `ray start` that was killed."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if has_record:
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(unanswered)
+    assert not join_cluster_at_hand(None, "elastic")
+    with pytest.raises(ConnectionError):
+        join_cluster_at_hand("auto", "elastic")
+    another_cluster.settimeout(0.0)
+    with pytest.raises(BlockingIOError):
+        another_cluster.accept()
+
+
+def test_commands_that_start_at_once_share_one_token(tmp_path: Path) -> None:
+    code = "from actors.ray_private import make_token; make_token()"
+    kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
+    environment = {**kept, "HOME": str(tmp_path)}
+    started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
+    assert [process.wait(timeout=120.0) for process in started] == [0, 0, 0]
+    [token] = (tmp_path / ".ray").iterdir()
+    assert token.name == "auth_token" and len(token.read_text()) == 64
+    assert token.stat().st_mode & 0o077 == 0, "for this user only"

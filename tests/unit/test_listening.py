@@ -36,7 +36,7 @@ def test_ports_come_from_the_range_until_none_is_free() -> None:
     first, last = free_range(3)
     network = Network(ports=(first, last))
     one = listen(HOST, network)
-    store, keeper = open_store(HOST, network), KeeperServer("n", "", HOST, network).keeper
+    store, keeper = open_store(HOST, network), KeeperServer("n", "", HOST, b"s", network).keeper
     assert {one.getsockname()[1], store.port, keeper.port} == set(range(first, last + 1))
     with pytest.raises(UnfitMachine, match=f"--ports {first}:{last}: none .* at {HOST}") as told:
         listen(HOST, network)
@@ -85,6 +85,6 @@ def test_the_options_reach_the_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ports", ["20000", "2:1", "a:b", "0:5", "1:70000"])
 def test_a_range_that_is_none_is_refused(ports: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"network\.ports=.*first and the last port") as told:
+    with pytest.raises(UserError, match=r"--ports .*first and the last port") as told:
         make_plan(Asked("tiny", "run", str(tmp_path), data="random", ports=ports), num_gpus=0)
     assert "\n" not in str(told.value)

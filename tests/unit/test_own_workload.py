@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from elastic.regions import Region
 from pipelines.errors import UserError
 from pipelines.plan import Asked, Plan, make_plan, store_recipe
 from pipelines.recipe import Recipe
@@ -99,9 +100,9 @@ def test_values_at_step_0_are_the_constructors_and_leave_generators_alone() -> N
     expected = nn.Linear(2, 1)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    filled = torch.empty(1, 2)
-    OwnWorkload(of(settings=TrainSettings(seed=5))).fill("weight", filled, torch.Generator())
-    assert torch.equal(filled, expected.weight)
+    workload = OwnWorkload(of(settings=TrainSettings(seed=5)))
+    drawn = workload.draw("weight", (1, 2), Region((0, 1), (1, 1)), seed=5)
+    assert torch.equal(drawn, expected.weight[:, 1:])
     assert torch.equal(torch.get_rng_state(), before)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.errors import UserError
+from pipelines.errors import UserCodeFailed, UserError
 from pipelines.program import make_workload
 from pipelines.recipes import RECIPES, byte_lm, load, mlp, tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
@@ -78,5 +78,5 @@ def test_what_is_no_recipe_is_told_in_one_line(tmp_path, name, told) -> None:
 
 def test_an_error_inside_a_users_module_is_not_hidden(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("import no_such_thing\n")
-    with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
+    with pytest.raises(UserCodeFailed, match=r"broken\.py, line 1: .*no_such_thing"):
         load(f"{tmp_path / 'broken.py'}:own")

@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -42,7 +41,7 @@ def drive(run: WrittenRun, **owner: object) -> None:
     lease.mkdir()
     started = psutil.Process().create_time()
     body = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
-    body |= {"renewed": time.time(), **owner}
+    body |= owner
     (lease / "1-0").write_text(json.dumps(body))
 
 

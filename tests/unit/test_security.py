@@ -14,6 +14,7 @@ from test_bad_input import refused
 from torch.distributed import TCPStore
 
 from actors.credentials import has_credentials, without_credentials
+from actors.handshake import new_secret
 from actors.keeper import KeeperServer
 from actors.store import open_store
 from pipelines.cli import main
@@ -69,7 +70,7 @@ def test_store_and_keeper_listen_on_one_address_only() -> None:
     """Of this machine's two, the one that is not theirs has nobody at the port."""
     host, other = "127.0.0.2", "127.0.0.1"
     store = open_store(host)
-    keeper = KeeperServer("node", "", host).keeper
+    keeper = KeeperServer("node", "", host, new_secret()).keeper
     for port in (store.port, keeper.port):
         socket.create_connection((host, port), 5.0).close()
         with pytest.raises(ConnectionRefusedError):

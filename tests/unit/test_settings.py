@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from pipelines.drive import warn_unsaved
 from pipelines.errors import UserError
 from pipelines.overrides import WHERE_AND_HOW, differing_maths, override
+from pipelines.plan import Asked, make_plan
 from pipelines.recipes import byte_lm, mlp, tiny_moe
 from pipelines.settings import TrainSettings
 
@@ -129,3 +131,38 @@ def test_the_fields_that_may_not_change_on_resume_are_these() -> None:
         "microbatch",
         "dtype",
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "steps", "seconds"),
+    [("auto", 0, 0.0), ("0", 0, 0.0), ("250", 250, 0.0), ("15min", 0, 900.0), (".5min", 0, 30.0)],
+)
+def test_how_often_to_save(text: str, steps: int, seconds: float) -> None:
+    """By default, as by `auto`, the controller works it out; only 0 leaves a run unsaved."""
+    settings = override(TrainSettings(checkpoint_every=7), [f"checkpoint_every={text}"])
+    assert (settings.checkpoint_steps, settings.checkpoint_s) == (steps, seconds)
+    assert TrainSettings().checkpoint_every == "auto"
+    assert bool(warn_unsaved(settings)) == (text == "0")
+
+
+@pytest.mark.parametrize("text", ["never", "-1", "15 min", "1.5"])
+def test_another_way_of_saving_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="checkpoint_every"):
+        override(TrainSettings(), [f"checkpoint_every={text}"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_auto", "every_s"),
+    [
+        ((), True, 0.0),
+        (("checkpoint_every=0",), False, 0.0),
+        (("checkpoint_every=2min",), False, 120),
+    ],
+)
+def test_the_controller_is_given_the_way_of_saving(
+    changes: tuple[str, ...], is_auto: bool, every_s: float, tmp_path: Path
+) -> None:
+    asked = Asked("tiny", changes=changes, storage=str(tmp_path), data="random", workers="2")
+    policy = make_plan(asked, num_gpus=0).run.opening.policy
+    assert (policy.checkpoint_auto, policy.checkpoint_every_s) == (is_auto, every_s)
+    assert policy.silence_timeout_s == TrainSettings().silence_timeout_s == 5.0

@@ -43,14 +43,15 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
     return written
 
 
-def drive(run: WrittenRun, **owner: object) -> None:
+def drive(run: WrittenRun, age_s: float = 0.0, **owner: object) -> None:
     """As if this process drove the run."""
     lease = run.folder.path / "lease"
     lease.mkdir(exist_ok=True)
     started = psutil.Process().create_time()
     body = {"host": socket.gethostname(), "pid": os.getpid(), "started": started}
-    body |= {"renewed": time.time(), "cluster": "", **owner}
+    body |= {"cluster": "", **owner}
     (lease / "1-0").write_text(json.dumps(body))
+    os.utime(lease / "1-0", (time.time() - age_s,) * 2)
 
 
 def elastic(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -146,8 +147,8 @@ def test_a_run_that_has_ended(run: WrittenRun, capsys) -> None:
     assert told["goodput"]["wall_s"] == pytest.approx(30.85), "a run that has ended gets no older"
 
 
-@pytest.mark.parametrize("owner", [{"pid": 2**22 + 1}, {"host": "elsewhere", "renewed": 0.0}])
-def test_a_run_whose_driver_has_died(run: WrittenRun, capsys, owner: dict[str, object]) -> None:
+@pytest.mark.parametrize("owner", [{"pid": 2**22 + 1}, {"host": "elsewhere", "age_s": 60.0}])
+def test_a_run_whose_driver_has_died(run: WrittenRun, capsys, owner: dict[str, Any]) -> None:
     drive(run, **owner)
     page = page_of(capsys, run, "--watch")
     assert "first · not driven" in page

@@ -1,0 +1,126 @@
+"""Old segments of a run's logs on an object store: joined, and those of the journal made smaller.
+
+A log of millions of steps would be thousands of objects. The metrics are joined byte for byte. In
+the journal, lines of steps and full states become lines that say only how far the run had come;
+events and commands stay. Nothing is touched that a replay may need, nor the newest segments, so
+that readers that follow a run do not notice. On a disk a log is one file, and stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+
+from actors.errors import LeaseLost
+from actors.journal import MARKER
+from actors.lines import LineLog, parse_line
+from actors.segments import Segment
+from elastic.wire import is_progress, is_steps, progress_line
+
+LOOK_EVERY_S = 600.0
+NUM_JOINED = 16
+"""So many segments become one."""
+NUM_LEFT = 16
+"""So many of the newest stay as they are."""
+
+
+class Compactor:
+    """Looks now and then, in a thread of its own, whether there is anything to compact."""
+
+    def __init__(
+        self,
+        journal: LineLog,
+        others: tuple[LineLog, ...],
+        check: Callable[[], None],
+        every_s: float = LOOK_EVERY_S,
+    ) -> None:
+        """`check` raises `LeaseLost` once this process may not write any more."""
+        self._journal = journal
+        self._others = others
+        self._check = check
+        self._every_s = every_s
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="compaction", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """What is under way is still done."""
+        self._closed.set()
+        self._thread.join()
+
+    def _serve(self) -> None:
+        while not self._closed.wait(self._every_s):
+            try:
+                for log in (self._journal, *self._others):
+                    while not self._closed.is_set() and self._compact_once(log):
+                        continue
+            except LeaseLost:
+                return  # the shell sees the same, and ends
+            except OSError:
+                continue  # storage does not answer: there is time
+
+    def _compact_once(self, log: LineLog) -> bool:
+        return compact_oldest(log, self._check, is_journal=log is self._journal)
+
+
+def compact_oldest(log: LineLog, check: Callable[[], None], is_journal: bool) -> bool:
+    """Let one segment stand for the `NUM_JOINED` oldest that are left; whether there were so many.
+
+    Raises OSError, or `LeaseLost`; in either case nothing is lost.
+    """
+    leftovers = _superseded(log)
+    if leftovers:
+        check()
+        log.remove_segments(leftovers)
+    segments = _oldest_uncompacted(log.segments())
+    if len(segments) < NUM_JOINED:
+        return False
+    if is_journal and (log.find_newest(MARKER) or 0) < segments[-1].end:
+        return False
+    lines = b"".join(
+        log.storage.read(segment.name, 0, segment.end - segment.begin) for segment in segments
+    )
+    check()
+    log.compact(segments, shrink_journal(lines) if is_journal else lines)
+    check()
+    log.remove_segments(segments)
+    return True
+
+
+def shrink_journal(lines: bytes) -> bytes:
+    """Without what only a replay needs."""
+    kept = []
+    for line in lines.split(b"\n")[:-1]:
+        is_short = MARKER not in line and b'"steps": [[' not in line
+        row = None if is_short else parse_line(line)
+        if row is not None and (is_steps(row) or is_progress(row)):
+            line = json.dumps(progress_line(row)).encode()
+        kept.append(line + b"\n")
+    return b"".join(kept)
+
+
+def _oldest_uncompacted(segments: list[Segment]) -> list[Segment]:
+    """Whole objects that lie one after the other, and were not joined or compacted before."""
+    found: list[Segment] = []
+    for segment in segments[: max(0, len(segments) - NUM_LEFT)]:
+        follows = not found or found[-1].end == segment.begin
+        if segment.is_joined or segment.begin != segment.object_begin or not follows:
+            found = []
+            continue
+        found.append(segment)
+        if len(found) == NUM_JOINED:
+            return found
+    return []
+
+
+def _superseded(log: LineLog) -> list[Segment]:
+    """What an interrupted compaction has left: objects within a joined one that is in force."""
+    joined = [segment for segment in log.segments() if segment.is_joined]
+    names = {segment.name for segment in joined}
+    return [
+        segment
+        for segment in (log.all_segments() if joined else ())
+        if segment.name not in names
+        and any(one.begin <= segment.begin and segment.end <= one.end for one in joined)
+    ]

@@ -1,0 +1,283 @@
+"""The writers of logs of lines; training never waits for them.
+
+Lines that storage does not take now are kept in memory until it does. A writer that has lost its
+lease writes nothing any more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from actors.errors import LeaseLost, LostLease
+from actors.lines import BLOCK_BYTES, LineLog
+from actors.segments import Segment, segment_name, segments_in_force
+from actors.storage import DiskStorage
+
+SEGMENT_BYTES = 1 << 20
+SHIP_EVERY_S = 1.0
+RETRY_EVERY_S = 0.5
+CLOSE_PATIENCE_S = 120.0
+"""How long closing a log tries to bring the last lines to storage."""
+
+Check = Callable[[], None]
+"""Raises `LeaseLost` if this process may not write any more."""
+
+
+class Lines(Protocol):
+    """The one writer of a log. `trouble` is why storage takes nothing at present, or empty."""
+
+    trouble: str
+
+    @property
+    def num_waiting(self) -> int:
+        """How many lines storage has not taken yet."""
+
+    def write(self, line: dict[str, Any]) -> None:
+        """Append a line; if storage does not take it, it waits in memory."""
+
+    def flush(self) -> None:
+        """Try again to write what waits."""
+
+    def make_durable(self) -> None:
+        """Make what has been written outlive the machine, if storage allows it."""
+
+    def close(self, patience_s: float = CLOSE_PATIENCE_S) -> str:
+        """Try for so long to write what waits; returns what could not be written, or ""."""
+
+
+def check_nothing() -> None:
+    """For logs that no lease guards."""
+
+
+def open_lines(log: LineLog, epoch: int | None = None, check: Check = check_nothing) -> Lines:
+    """Go on writing where the log ends; from now on, what older epochs write does not count.
+
+    `epoch` is that of the writer's lease; by default one more than the newest in the log. `check`
+    is called before each shipment. Raises OSError, and `LostLease` if the log has a newer epoch.
+    """
+    if isinstance(log.storage, DiskStorage):
+        return LineFile(log.storage.path / log.name, check)
+    return ShippedLines(log, epoch, check)
+
+
+class LineFile:
+    """A file on a disk, flushed line by line, so that a reader may follow it live."""
+
+    def __init__(self, path: Path, check: Check = check_nothing) -> None:
+        _cut_half_line(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        self._check = check
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open for the run)
+        self._pending = bytearray()
+        self.trouble = ""
+
+    @property
+    def num_waiting(self) -> int:
+        return self._pending.count(b"\n")
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._pending += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        try:
+            while self._pending:  # a full disk may have taken a part of the line
+                del self._pending[: self._file.write(self._pending)]
+            self.trouble = ""
+        except OSError as error:
+            self.trouble = str(error)
+
+    def make_durable(self) -> None:
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self.trouble = str(error)
+
+    def close(self, patience_s: float = CLOSE_PATIENCE_S) -> str:
+        deadline = time.monotonic() + patience_s
+        try:
+            while self._pending:
+                self._check()
+                self.flush()
+                if not self._pending or time.monotonic() > deadline:
+                    break
+                time.sleep(RETRY_EVERY_S)
+        except LeaseLost:
+            self._pending.clear()
+        except OSError as error:
+            self.trouble = str(error)
+        self._file.close()
+        return _lost(self._path.name, self.num_waiting, self.trouble)
+
+
+class SegmentWriter:
+    """Writes segments of one epoch, when `ship` is called; lines wait until storage takes them.
+
+    Raises OSError, and `LostLease` if the log has segments of a newer epoch.
+    """
+
+    def __init__(
+        self,
+        log: LineLog,
+        epoch: int | None = None,
+        check: Check = check_nothing,
+        segment_bytes: int = SEGMENT_BYTES,
+        begin: int | None = None,
+    ) -> None:
+        """`begin` is the byte from which on what there is does not count; by default the end."""
+        there = log.all_segments()
+        newest = max((segment.epoch for segment in there), default=0)
+        self._epoch = newest + 1 if epoch is None else epoch
+        if newest > self._epoch:
+            raise LostLease(
+                f"{log.url} has segments of epoch {newest}, but the lease is of epoch "
+                f"{self._epoch}: files of lease/ were removed"
+            )
+        self._log = log
+        self._check = check
+        self._segment_bytes = segment_bytes
+        self._begin = _end_of(log, segments_in_force(there)) if begin is None else begin
+        self._segment = b""
+        self._num_tried = 0
+        """So many lines of those that wait were in a shipment that failed."""
+        self._waiting: list[bytes] = []
+        self._lock = threading.Lock()
+        self._check()
+        log.storage.write(self._name(), b"")  # from here on, older epochs are superseded
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def append(self, line: dict[str, Any]) -> None:
+        """From any thread."""
+        with self._lock:
+            self._waiting.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+    def ship(self) -> None:
+        """Bring what waits there, a segment at a time. Raises OSError, or `LeaseLost`: then nothing
+        waits any more, since what the newer owner has read is what counts."""
+        while self._waiting:
+            with self._lock:
+                num_lines, segment = self._num_tried, self._segment
+                segment += b"".join(self._waiting[:num_lines])
+                while not self._num_tried and num_lines < len(self._waiting):
+                    if len(segment) >= self._segment_bytes:
+                        break
+                    segment += self._waiting[num_lines]
+                    num_lines += 1
+            self._bring(segment, num_lines)
+            with self._lock:
+                del self._waiting[:num_lines]
+
+    def _bring(self, segment: bytes, num_lines: int) -> None:
+        """A write that failed may still come about, at any time. So it is tried again with the same
+        content, and once that is there, the object is never replaced again."""
+        try:
+            self._check()
+            self._log.storage.write(self._name(), segment)
+        except LeaseLost:
+            with self._lock:
+                self._waiting.clear()
+            raise
+        except OSError:
+            self._num_tried = num_lines
+            raise
+        self._segment = segment
+        if len(segment) >= self._segment_bytes or self._num_tried:
+            self._begin += len(segment)
+            self._segment, self._num_tried = b"", 0
+
+    def _name(self) -> str:
+        return segment_name(self._log.name, self._epoch, self._begin)
+
+
+class ShippedLines:
+    """Segments on an object store, brought there by a thread: durable within about a second."""
+
+    def __init__(self, log: LineLog, epoch: int | None, check: Check) -> None:
+        self._name = log.name
+        self._segments = SegmentWriter(log, epoch, check)
+        self._is_due = threading.Event()
+        self._deadline = float("inf")
+        self._is_closed = False
+        self.trouble = ""
+        self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._segments.num_waiting
+
+    def write(self, line: dict[str, Any]) -> None:
+        self._segments.append(line)
+
+    def flush(self) -> None:
+        """The thread tries again by itself."""
+
+    def make_durable(self) -> None:
+        """It is under way at once: nothing waits for an object store."""
+        self._is_due.set()
+
+    def close(self, patience_s: float = CLOSE_PATIENCE_S) -> str:
+        self._deadline = time.monotonic() + patience_s
+        self._is_closed = True
+        self._is_due.set()
+        self._thread.join(patience_s + RETRY_EVERY_S)
+        return _lost(self._name, self.num_waiting, self.trouble)
+
+    def _serve(self) -> None:
+        with suppress(LeaseLost):
+            while not self._is_closed:
+                self._is_due.wait(SHIP_EVERY_S)
+                self._is_due.clear()
+                self._try_to_ship()
+            while not self._try_to_ship() and time.monotonic() < self._deadline:
+                time.sleep(RETRY_EVERY_S)
+
+    def _try_to_ship(self) -> bool:
+        try:
+            self._segments.ship()
+            self.trouble = ""
+        except OSError as error:
+            self.trouble = str(error)
+        return not self.trouble
+
+
+def _lost(name: str, num_lines: int, cause: str) -> str:
+    if not num_lines:
+        return ""
+    return f"{num_lines:,} {'line' if num_lines == 1 else 'lines'} of {name} not written: {cause}"
+
+
+def _end_of(log: LineLog, segments: list[Segment]) -> int:
+    """The end of the last whole line."""
+    if not segments or segments[-1].is_compacted:
+        return segments[-1].end if segments else 0
+    last = segments[-1]
+    content = log.storage.read(last.name, last.begin - last.object_begin, last.end - last.begin)
+    return last.begin + content.rfind(b"\n") + 1
+
+
+def _cut_half_line(path: Path) -> None:
+    """A writer that died in the middle of a line has written nothing."""
+    with suppress(FileNotFoundError), open(path, "rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            begin = max(0, end - BLOCK_BYTES)
+            file.seek(begin)
+            newline = file.read(end - begin).rfind(b"\n")
+            if newline >= 0:
+                end = begin + newline + 1
+                break
+            end = begin
+        if end < size:
+            file.truncate(end)

@@ -1,0 +1,99 @@
+"""Writes `README.md` from the results in `results` and the explanations in `explanations.md`."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results"
+README = FOLDER / "README.md"
+EXPLANATIONS = FOLDER / "explanations.md"
+NAMES = (
+    "recovery", "churn", "growth", "overhead", "api", "layouts", "core", "memory", "relayout",
+    "snapshot", "checkpoint", "large_model", "long_run",
+)  # fmt: skip
+"""Every benchmark, in the order of the page."""
+Result = dict[str, Any]
+
+
+def read_results() -> dict[str, Result]:
+    """By name of the benchmark."""
+    return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
+
+
+def explanations() -> dict[str, str]:
+    """The sections of `explanations.md`: the page's begin under "", the others by name."""
+    begin, *others = re.split(r"^## (\w+)\n", EXPLANATIONS.read_text(), flags=re.MULTILINE)
+    texts = {name: text.strip() for name, text in zip(others[::2], others[1::2], strict=True)}
+    return {"": begin.strip(), **texts}
+
+
+def render(results: Mapping[str, Result]) -> str:
+    """The whole page."""
+    texts = explanations()
+    parts = [texts[""], "## Results", summary(results)]
+    for name in NAMES:
+        parts += section(name, results.get(name), texts.get(name, ""))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def summary(results: Mapping[str, Result]) -> str:
+    """One row a benchmark."""
+    rows = []
+    for name in NAMES:
+        result = results.get(name)
+        if result is None:
+            rows.append([f"`{name}.py`", "not recorded yet", "", ""])
+            continue
+        missed = [must["what"] for must in result["musts"] if not must["met"]]
+        verdict = f"**missed**: {'; '.join(missed)}" if missed else "all met"
+        where = result["commit"] or "recorded by hand"
+        rows.append([f"[`{name}.py`](#{name})", verdict, result["date"], where])
+    return table(["program", "musts", "date", "commit"], rows)
+
+
+def section(name: str, result: Result | None, text: str) -> list[str]:
+    """The tables of one benchmark, and what they mean."""
+    parts = [f"### {name}"]
+    if result is not None:
+        by_hand = result["recorded"] == "by hand"
+        source = "recorded by hand" if by_hand else f"commit {result['commit']}"
+        parts.append(f"`{result['command']}` · {result['date']} · {source} · {result['machine']}")
+        if result["musts"]:
+            columns = ["must", "measured", "bound", ""]
+            parts.append(table(columns, [must_row(must) for must in result["musts"]]))
+        for one in result["tables"]:
+            parts += [
+                f"{one['title']}:" if one["title"] else "",
+                table(one["columns"], one["rows"]),
+            ]
+    return [*parts, text]
+
+
+def must_row(must: Mapping[str, Any]) -> list[str]:
+    sign = "at least" if must["at_least"] else "at most"
+    unit = f" {must['unit']}" if must["unit"] else ""
+    verdict = "met" if must["met"] else "**missed**"
+    return [
+        must["what"],
+        f"{must['measured']:.4g}{unit}",
+        f"{sign} {must['bound']:g}{unit}",
+        verdict,
+    ]
+
+
+def table(columns: list[str], rows: list[list[str]]) -> str:
+    """In Markdown."""
+    lines = [columns, ["---"] * len(columns), *rows]
+    cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+    return "\n".join(re.sub(r" +", " ", f"| {' | '.join(line)} |") for line in cells)
+
+
+if __name__ == "__main__":
+    README.write_text(render(read_results()))
+    sys.exit(0)

@@ -1,0 +1,73 @@
+"""How often to save with `checkpoint_every=auto`: from measured stalls and observed failures.
+
+The interval that loses the least time in all is about the square root of twice the cost of a
+checkpoint times the mean time between failures (Young, 1974); Daly (2006) has the higher-order
+terms. The cost is what a checkpoint adds to the steps during which it is copied and written. Before
+one has been measured it is taken for `FIRST_COST_S`, and the failures observed are added to a prior
+of one in `PRIOR_S`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import sqrt
+
+PRIOR_S = 86400.0
+"""Before any observation: one failure a day."""
+FIRST_COST_S = 1.0
+LEAST_COST_S = 0.01
+NUM_RECENT = 5
+
+
+@dataclass(slots=True)
+class CheckpointCosts:
+    """What a run has seen of failures and of the cost of its checkpoints, over all its sessions."""
+
+    trained_s: float = 0.0
+    """All steps together."""
+    num_failures: int = 0
+    failed_generation: int = 0
+    """The latest in which a member was lost: all losses of one generation are one failure."""
+    costs_s: list[float] = field(default_factory=list)
+    """Of the latest checkpoints that were written undisturbed."""
+    cost_s: float | None = None
+    """What the one being written has cost so far; None while there is none."""
+
+    def begin(self) -> None:
+        """All members begin to copy and write a checkpoint."""
+        self.cost_s = 0.0
+
+    def forget(self) -> None:
+        """The one being written broke, or its generation did."""
+        self.cost_s = None
+
+    def note_step(self, step_s: float, median_step_s: float, is_writing: bool) -> None:
+        """A step has committed; `is_writing` while a checkpoint is not whole yet."""
+        self.trained_s += step_s
+        if self.cost_s is None:
+            return
+        self.cost_s += step_s - median_step_s
+        if not is_writing:
+            self.costs_s = [*self.costs_s[1 - NUM_RECENT :], max(LEAST_COST_S, self.cost_s)]
+            self.cost_s = None
+
+    def note_failure(self, generation: int) -> None:
+        """A member, or a whole session of the run, was lost in this generation."""
+        if generation != self.failed_generation:
+            self.failed_generation = generation
+            self.num_failures += 1
+
+    def interval_s(self, least_s: float, most_s: float) -> float:
+        """The time from one checkpoint to the next, within these bounds."""
+        costs = sorted(self.costs_s)
+        cost_s = costs[len(costs) // 2] if costs else FIRST_COST_S
+        between_s = (self.trained_s + PRIOR_S) / (self.num_failures + 1)
+        return min(most_s, max(least_s, best_interval_s(cost_s, between_s)))
+
+
+def best_interval_s(cost_s: float, between_s: float) -> float:
+    """Daly's estimate for a checkpoint of this cost and this mean time between failures."""
+    if cost_s >= 2.0 * between_s:
+        return between_s
+    share = cost_s / (2.0 * between_s)
+    return sqrt(2.0 * cost_s * between_s) * (1.0 + sqrt(share) / 3.0 + share / 9.0) - cost_s

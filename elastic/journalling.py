@@ -1,0 +1,149 @@
+"""Which lines the journal gets: most steps cost it a few bytes, and a replay stays short.
+
+Reports that lead to no command, above all committed steps, are held back for up to `HOLD_S`: their
+senders tell them again to a restarted controller, and the metrics have each step. Then the cheaper
+of two is written: the reports as they were, or the core's full state after them. A replay begins at
+the newest full state (invariant 10), which is written after each `Resume` and often enough that
+few events come after it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from elastic.commands import Command, RecordStep, Resume
+from elastic.events import ComputeTimed, Event, Progressed, StepCommitted
+from elastic.phases import Aborting, Forming, Relaying
+from elastic.state import CoreState
+from elastic.unfinished import Unfinished
+from elastic.wire import command_line, event_line, state_line, steps_line
+
+HOLD_S = 30.0
+MAX_HELD = 1000
+"""Less than a worker keeps to tell again."""
+MAX_REPLAYED = 2000
+"""After so many events another full state is due; later where the state is large."""
+NUM_KEPT_RECORDS = 4096
+STEP_BYTES, RECORD_BYTES = 190, 260
+"""About what a step costs in a line of steps, and in `metrics.jsonl`."""
+
+Line = dict[str, Any]
+HELD = (StepCommitted, Progressed, ComputeTimed)
+SILENT = (RecordStep,)
+"""Commands that need no journal line: their event says the same."""
+
+
+class JournalWriter:
+    """Decides what is written; the shell writes it. No clock, no files."""
+
+    def __init__(
+        self,
+        unfinished: Unfinished | None = None,
+        records: Iterable[RecordStep] = (),
+        num_replayed: int = 0,
+    ) -> None:
+        self.unfinished = unfinished or Unfinished()
+        self._records: deque[RecordStep] = deque(records, maxlen=NUM_KEPT_RECORDS)
+        self._num_events = num_replayed
+        self._held: list[tuple[float, StepCommitted | Progressed | ComputeTimed]] = []
+        self._state_bytes = 1 << 12
+        self._now = 0.0
+        self._compute_s: tuple[float, ...] = ()
+        self._generation = 0
+        """The newest of which a step is written."""
+
+    def before(self, event: Event, state: CoreState, num_waiting: int = 0) -> list[Line]:
+        """The lines that must precede `event`, which the core has not taken in yet.
+
+        `num_waiting` is how many of the newest lines of metrics storage has not taken.
+        """
+        if isinstance(event, HELD):
+            return []
+        return self._release(state, num_waiting)
+
+    def after(
+        self,
+        now: float,
+        event: Event,
+        commands: Sequence[Command],
+        state: CoreState,
+        num_waiting: int = 0,
+    ) -> list[Line]:
+        """The lines of an event and its commands, which have not been carried out yet."""
+        told = [command for command in commands if not isinstance(command, SILENT)]
+        lines: list[Line] = []
+        if not isinstance(event, HELD) or told or self._is_first(event):
+            lines = [event_line(now, event, state)]
+            lines += [command_line(now, command, state) for command in told]
+        # Whatever those raise has changed nothing yet.
+        self._now = now
+        self._num_events += 1
+        self.unfinished.note(event, commands)
+        records = [command for command in commands if isinstance(command, RecordStep)]
+        self._records.extend(records)
+        if isinstance(event, ComputeTimed):
+            self._compute_s = event.compute_s
+        if isinstance(event, StepCommitted):
+            self._generation = max(self._generation, event.generation)
+        if isinstance(event, HELD) and not lines:
+            self._held.append((now, event))
+            return []
+        lines = [*self._held_lines(), *lines]
+        if any(isinstance(command, Resume) for command in told):
+            lines.append(self._full(state, num_waiting + len(records)))
+        return lines
+
+    def _is_first(self, event: StepCommitted | Progressed | ComputeTimed) -> bool:
+        """The first step of a generation is written at once: readers see training begin."""
+        return isinstance(event, StepCommitted) and event.generation > self._generation
+
+    def full_state(self, now: float, state: CoreState, num_waiting: int = 0) -> Line:
+        """The full state, whether or not it is due."""
+        self._now = max(now, self._now)
+        return self._full(state, num_waiting)
+
+    def due(self, now: float, state: CoreState, num_waiting: int = 0) -> list[Line]:
+        """The lines to be written now, where all commands have been carried out."""
+        if self._held:
+            is_due = len(self._held) >= MAX_HELD or now - self._held[0][0] >= HOLD_S
+            return self._release(state, num_waiting) if is_due else []
+        most = max(MAX_REPLAYED, (self._state_bytes + num_waiting * RECORD_BYTES) // 100)
+        is_calm = not isinstance(state.phase, Forming | Relaying | Aborting)
+        if self._num_events < most or not is_calm:
+            return []
+        return [self._full(state, num_waiting)]
+
+    def _release(self, state: CoreState, num_waiting: int) -> list[Line]:
+        """What has been held, in the form that takes fewer bytes."""
+        full_bytes = self._state_bytes + num_waiting * RECORD_BYTES
+        if len(self._held) * STEP_BYTES < full_bytes:
+            return self._held_lines()
+        return [self._full(state, num_waiting)]
+
+    def _held_lines(self) -> list[Line]:
+        held, self._held = self._held, []
+        lines: list[Line] = []
+        steps: list[tuple[float, StepCommitted]] = []
+        for now, event in held:
+            if isinstance(event, StepCommitted):
+                steps.append((now, event))
+                continue
+            lines += [steps_line(steps)] if steps else []
+            lines.append(event_line(now, event, CoreState(generation=event.generation)))
+            steps = []
+        return lines + ([steps_line(steps)] if steps else [])
+
+    def _full(self, state: CoreState, num_records: int) -> Line:
+        """The full state, with all that a replay from here on needs beside it."""
+        self._held = []
+        self._num_events = 0
+        self.unfinished.drop_ended(state.seats.keys())
+        records = list(self._records)[-num_records:] if num_records else []
+        lacking = [asdict(told.record) for told in records]
+        line = state_line(self._now, state, self.unfinished, lacking, self._compute_s)
+        self._state_bytes = len(json.dumps(line)) - RECORD_BYTES * len(lacking)
+        return line

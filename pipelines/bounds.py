@@ -1,0 +1,52 @@
+"""The kinds of values that settings have, each with its bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+"""A part of a whole, from 0 to below 1."""
+
+
+Minutes = Annotated[str, Field(pattern=r"^([0-9]{1,7}(\.[0-9]{1,6})?|\.[0-9]{1,6})min$")]
+"""A time, such as `15min`."""
+
+PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=10**12)]
+Width = Annotated[int, Field(gt=0, le=10**8)]
+"""Of a layer, or how many of a kind a batch or a table has."""
+Depth = Annotated[int, Field(gt=0, le=10_000)]
+"""How many layers; a module for each is made before a run begins."""
+Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seconds = Annotated[float, Field(gt=0.0, le=1e9)]
+"""At most some thirty years: clocks of operating systems take no more."""
+
+
+def _over_one(factor: float) -> float:
+    if 0.0 < factor <= 1.0:
+        raise ValueError("a loss as high as the others is no spike: give more than 1, or 0 for off")
+    return factor
+
+
+def _slower(factor: float) -> float:
+    if factor <= 1.0:
+        raise ValueError("who takes as long as the others is no straggler: give more than 1")
+    return factor
+
+
+StragglerFactor = Annotated[PositiveFloat, AfterValidator(_slower)]
+"""How many times as long as the others a straggler computes."""
+
+SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_over_one)]
+"""How many times the usual loss is a spike; 0 is never."""
+
+UnwindFactor = Annotated[float, Field(ge=1.0)]
+"""How many times as long as measured a suspect may take; under 1 nobody could be in time."""
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+"""The order of a pipeline's passes."""
+
+SEVERAL_STAGES: tuple[ScheduleName, ...] = ("interleaved_1f1b", "zero_bubble")
+"""The schedules that may have several stages a rank (`vp`)."""

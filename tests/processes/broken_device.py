@@ -1,0 +1,58 @@
+"""A program on one of whose workers the device breaks, as NCCL reports it, and stays broken."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from actors.program import Groups, Interrupt
+from pipelines.program import TrainingProgram
+from pipelines.training.replica import ShardedReplica
+
+FATAL_STEP = 9
+BROKEN_RANK, FAILING_RANK = 1, 2
+LATE_S = 0.7
+MARK = "BROKEN_DEVICE_FILE"
+"""Names the file with the process id of the worker whose device is broken."""
+TEXT = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with NCCL_DEBUG=INFO for "
+    "details), NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 'uncorrectable ECC error encountered'"
+)
+
+
+class BrokenDevice(ShardedReplica):
+    is_late = False
+    """Whether a peer raises before it, so that its exception comes after the abort."""
+
+    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+        rank, mark = self.groups.world_rank, Path(os.environ[MARK])
+        if step == FATAL_STEP and rank == BROKEN_RANK and not mark.exists():
+            mark.write_text(str(os.getpid()))
+        if mark.exists() and mark.read_text() == str(os.getpid()):
+            time.sleep(LATE_S if self.is_late else 0.0)
+            raise dist.DistBackendError(TEXT)
+        if step == FATAL_STEP and rank == FAILING_RANK and self.is_late and mark.exists():
+            raise RuntimeError("gloo: Connection closed by peer [127.0.0.1]:40961")
+        return super().compute(step, interrupt, left_out)
+
+
+class LateBrokenDevice(BrokenDevice):
+    is_late = True
+
+
+def _program(replica: type[BrokenDevice]) -> type[TrainingProgram]:
+    class Program(TrainingProgram):
+        def build(self, groups: Groups) -> BrokenDevice:
+            return replica(self.workload, self.settings, groups)
+
+    return Program
+
+
+breaks_first = _program(BrokenDevice)
+breaks_late = _program(LateBrokenDevice)

@@ -1,0 +1,26 @@
+"""A program on one of whose ranks a call in C holds the interpreter's lock, as a tokenizer may."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actors.program import Groups, Interrupt
+from pipelines.program import TrainingProgram
+from pipelines.training.replica import ShardedReplica
+
+STALLED_RANK, STALLED_STEPS, STALL_S = 1, (9, 12, 15), 3
+
+
+class Stalled(ShardedReplica):
+    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+        if step in STALLED_STEPS and self.groups.world_rank == STALLED_RANK:
+            ctypes.PyDLL(None).sleep(STALL_S)
+        return super().compute(step, interrupt, left_out)
+
+
+class StalledProgram(TrainingProgram):
+    def build(self, groups: Groups) -> Stalled:
+        return Stalled(self.workload, self.settings, groups)

@@ -1,0 +1,105 @@
+"""A process that knows where a snapshot server listens, but not the run's secret.
+
+`python stranger.py DEED SOCKET HOST PORT`: prints what it has got, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+NUM_FLOODING = 600
+PATIENCE_S = 5.0
+
+
+def connections(name: str, host: str, port: int) -> Iterator[socket.socket]:
+    beside = socket.socket(socket.AF_UNIX)
+    beside.connect("\0" + name)
+    for sock in (beside, socket.create_connection((host, port))):
+        sock.settimeout(PATIENCE_S)
+        yield sock
+
+
+def received(sock: socket.socket) -> tuple[int, int]:
+    """How many bytes and descriptors come until the other side hangs up or falls silent."""
+    num_bytes = num_fds = 0
+    with suppress(OSError):
+        while True:
+            block, fds, *_ = socket.recv_fds(sock, 2**16, 8)
+            num_fds += len(fds)
+            num_bytes += len(block)
+            if not block:
+                break
+    return num_bytes, num_fds
+
+
+def asked(sock: socket.socket, **message: object) -> None:
+    body = json.dumps(message).encode()
+    with suppress(OSError):
+        sock.sendall(struct.pack("!I", len(body)) + body)
+
+
+def read(name: str, host: str, port: int) -> None:
+    """Ask for a snapshot as the run's own processes do, but for the handshake."""
+    about = {"worker": "w0", "generation": 3, "step": 1}
+    for what in ("open", "get"):
+        for sock in connections(name, host, port):
+            asked(sock, do=what, **about)
+            print(json.dumps({what: received(sock)}), flush=True)
+
+
+def replay(name: str, host: str, port: int) -> None:
+    """Open the handshake, then show the server's own proof back to it."""
+    for sock in connections(name, host, port):
+        sock.sendall(b"elastic-snapshots-1\n" + bytes(32))
+        answer = sock.recv(64, socket.MSG_WAITALL)
+        with suppress(OSError):
+            sock.sendall(answer[32:])
+        asked(sock, do="open", worker="w0", generation=3, step=1)
+        print(json.dumps({"replay": received(sock)}), flush=True)
+
+
+def harm(name: str, host: str, port: int) -> None:
+    """Garbage, huge sizes and half messages, over and over."""
+    huge = {"worker": "w9", "generation": 3, "num_bytes": 2**50}
+    while True:
+        for kind in range(5):
+            for sock in connections(name, host, port):
+                with sock, suppress(OSError):
+                    if kind == 0:
+                        sock.sendall(os.urandom(5000))
+                    elif kind == 1:
+                        sock.sendall(struct.pack("!I", 2**32 - 1) + b"{")
+                    elif kind == 2:
+                        asked(sock, do="room", **huge)
+                    elif kind == 3:
+                        asked(sock, do="put", step=9, kept_step=-2, **huge)
+                    else:
+                        sock.sendall(b"elastic-snapshots-1\n" + bytes(31))
+        print(json.dumps({"harm": True}), flush=True)
+
+
+def flood(name: str, host: str, port: int) -> None:
+    """More connections than any server has descriptors for, all silent, renewed as they end."""
+    held: list[socket.socket] = []
+    while True:
+        with suppress(OSError):
+            for sock in connections(name, host, port):
+                held.append(sock)
+        if len(held) > NUM_FLOODING:
+            print(json.dumps({"flood": len(held)}), flush=True)
+            for sock in held[: NUM_FLOODING // 2]:
+                sock.close()
+            del held[: NUM_FLOODING // 2]
+            time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    deed, name, host, port = sys.argv[1:]
+    {"read": read, "replay": replay, "harm": harm, "flood": flood}[deed](name, host, int(port))

@@ -1,0 +1,36 @@
+"""A device that breaks costs its worker once, also where NCCL blames the connection."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from broken_device import MARK
+from harness import run_plainly
+from run_checks import assert_nothing_redone
+
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+SETTINGS = tiny().model_copy(
+    update={"data": DataSettings(source="random", seq_len=16), "steps": 20, "eval_every": 0}
+)
+
+
+@pytest.mark.parametrize("program", ["breaks_first", "breaks_late"])
+def test_a_worker_with_a_broken_device_is_not_chosen_again(tmp_path: Path, program: str) -> None:
+    """Also if a peer fails first, so that the device's error comes after the abort."""
+    run = run_plainly(
+        tmp_path / "run",
+        SETTINGS,
+        3,
+        layout="dp=3",
+        program=f"broken_device:{program}",
+        environment={MARK: str(tmp_path / "pid")},
+    )
+    assert run.stopped.outcome == "completed", run.story()
+    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"], run.story()
+    told = [line for line in run.told("WorkerRaised") if line["worker"] == "w1"]
+    assert [line["kind"] for line in told] == ["device"]
+    assert "w1" not in run.told("Resume")[1]["workers"]
+    assert_nothing_redone(run)

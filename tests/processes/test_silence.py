@@ -1,0 +1,53 @@
+"""A worker that does not answer: one that is busy is waited for, one that is stopped is not."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from harness import run_plainly
+from run_checks import assert_nothing_redone
+from stalled import STALL_S, STALLED_STEPS
+
+from actors.faults import Fault
+from elastic.policy import Policy
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+SETTINGS = tiny().model_copy(
+    update={"data": DataSettings(source="random", seq_len=16), "steps": 20, "eval_every": 0}
+)
+USERS = Policy()
+PRODUCTION = {
+    field.name: getattr(USERS, field.name)
+    for field in fields(Policy)
+    if field.name not in ("min_workers", "max_workers")
+}
+FATAL_STEP = 9
+FOUND_S = 3.5
+"""By `actors/watch.py` 2.5 s; a busy machine takes longer to compute and to look."""
+
+
+def test_a_call_that_holds_the_lock_of_the_interpreter_aborts_nothing(tmp_path: Path) -> None:
+    run = run_plainly(
+        tmp_path, SETTINGS, 2, layout="dp=2", program="stalled:StalledProgram", **PRODUCTION
+    )
+    assert run.stopped.outcome == "completed", run.story()
+    slow = [line["step"] for line in run.metrics if line["step_s"] > STALL_S - 0.5]
+    assert slow == list(STALLED_STEPS), "the stalls have taken place"
+    for kind in ("WorkerSuspected", "Abort", "WorkerLost"):
+        assert not run.told(kind), run.story()
+    assert_nothing_redone(run)
+
+
+def test_a_stopped_process_is_suspected_at_once(tmp_path: Path) -> None:
+    run = run_plainly(
+        tmp_path, SETTINGS, 3, layout="dp=3", faults=(Fault("stop", "w1", FATAL_STEP, "compute"),)
+    )
+    assert run.stopped.outcome == "completed", run.story()
+    [suspected] = run.told("WorkerSuspected")
+    assert suspected["worker"] == "w1" and "its process is stopped" in suspected["cause"]
+    [before] = [line for line in run.metrics if line["step"] == FATAL_STEP - 1]
+    assert suspected["time"] - before["time"] < FOUND_S
+    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]
+    assert_nothing_redone(run)

@@ -1,0 +1,122 @@
+"""Storage that takes nothing for a while, to the end of the run and beyond: nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness import Outcome, run_plainly
+from s3 import Door
+
+from actors.checkpoints import find_checkpoints
+from actors.shell import Shell
+from elastic.events import Event, StepCommitted
+from pipelines.recipes import tiny
+from pipelines.settings import DataSettings
+
+SETTINGS = tiny().model_copy(
+    update={
+        "data": DataSettings(source="random", seq_len=16),
+        "steps": 100,
+        "checkpoint_every": 20,
+    }
+)
+DISK_BYTES, OUTAGE_S = 32 << 20, 20.0
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of its own, in memory; unmounted in the end."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small file system cannot be mounted here: that needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+class Outage:
+    """Begins when step 30 commits, and ends so long after the last one has."""
+
+    def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
+        self.troubles: list[str] = []
+        self._begin, self._end = begin, end
+        self._shell: Shell | None = None
+        self._over = threading.Event()
+
+    def of(self, shell: Shell) -> None:
+        self._shell = shell
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, StepCommitted) and event.record.step == 30:
+            self._begin()
+        if isinstance(event, StepCommitted) and event.record.step == SETTINGS.steps:
+            threading.Timer(OUTAGE_S, self._end).start()
+
+    def close(self) -> None:
+        self._over.set()
+
+    def _watch(self) -> None:
+        """As the display asks for it."""
+        assert self._shell is not None
+        while not self._over.wait(0.2):
+            trouble = self._shell.trouble
+            if trouble and trouble not in self.troubles[-1:]:
+                self.troubles.append(trouble)
+
+
+def train(folder: Path | str, outage: Outage) -> Outcome:
+    began = time.monotonic()
+    try:
+        outcome = run_plainly(
+            folder, SETTINGS, 2, hear=outage.hear, with_shell=outage.of, timeout_s=240.0
+        )
+    finally:
+        outage.close()
+    assert time.monotonic() - began > OUTAGE_S
+    return outcome
+
+
+def is_complete(outcome: Outcome) -> bool:
+    assert (outcome.stopped.outcome, outcome.stopped.step) == ("completed", 100), outcome.stopped
+    assert [line["step"] for line in outcome.metrics] == list(range(1, 101))
+    assert outcome.told("Stopped")
+    found = find_checkpoints(outcome.run)
+    return found.whole[-1].step == 100 and not found.complaints and not found.unfinished
+
+
+def test_a_full_disk_that_gets_space_again_within_a_minute(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        filler = disk / "filler"
+
+        def fill() -> None:
+            with open(filler, "wb", buffering=0) as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 16))
+                except OSError as error:
+                    assert error.errno == 28, error
+
+        outage = Outage(fill, filler.unlink)
+        outcome = train(disk / "run", outage)
+        assert is_complete(outcome)
+        told = outage.troubles[-1]
+        assert "the checkpoint of step" in told and "No space left on device" in told
+        assert any("of journal.jsonl" in trouble for trouble in outage.troubles)
+
+
+def test_an_object_store_that_answers_again_within_a_minute(door: Door) -> None:
+    outage = Outage(door.shut, door.open)
+    outcome = train(door.url_of("run"), outage)
+    assert is_complete(outcome)
+    assert any("the checkpoint of step" in trouble for trouble in outage.troubles)
+    assert any("of journal.jsonl" in trouble for trouble in outage.troubles)

@@ -1,0 +1,249 @@
+"""A stranger's process on the same machine: it reads nothing, and breaks nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from harness import run_plainly
+from test_keeper import HOST, SECRET, Child, assert_has, never, part, snapshots_at
+
+from test_keeper import ASSIGNMENT, SPECS  # isort: skip
+from test_snapshots import SETTINGS, kill
+
+from actors.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
+from actors.keeper import KeeperServer
+from actors.messages import hear, tell
+from actors.snapshot_memory import most_bytes
+from elastic.events import Event, KeeperReady, WorkerLost
+from elastic.keeping import Keeper
+
+STRANGER = str(Path(__file__).with_name("stranger.py"))
+NUM_DESCRIPTORS = 64
+NOBODY = 65534
+PATIENCE_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+
+def command(deed: str, keeper: Keeper) -> list[str]:
+    return [sys.executable, STRANGER, deed, keeper.socket, keeper.host, str(keeper.port)]
+
+
+@contextmanager
+def stranger(deed: str, keeper: Keeper) -> Iterator[None]:
+    """At its deed until the block ends, and well under way when it begins."""
+    process = subprocess.Popen(command(deed, keeper), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for _ in range(2):
+        assert process.stdout.readline(), f"{deed}: it has ended"
+    drained = threading.Thread(target=process.stdout.read, daemon=True)
+    drained.start()
+    try:
+        yield
+        assert process.poll() is None, f"{deed}: it has ended"
+    finally:
+        process.kill()
+        process.wait()
+        drained.join()
+        process.stdout.close()
+
+
+@pytest.fixture
+def child() -> Iterator[Child]:
+    started = Child("here")
+    yield started
+    started.end()
+
+
+def take_and_read(child: Child, steps: range) -> None:
+    """Snapshots are taken, and read in place and over the network, as if nobody else were there."""
+    snapshots = snapshots_at(child.keeper)
+    for step in steps:
+        deadline = time.monotonic() + PATIENCE_S
+        snapshots.take(step, ASSIGNMENT, part(step))
+        snapshots.await_whole(never)
+        while not snapshots.are_whole:  # a busy machine may take longer than a vote waits
+            assert time.monotonic() < deadline
+            snapshots.take(step, ASSIGNMENT, part(step))
+            snapshots.await_whole(never)
+        snapshots.note_vote(1, 1)
+        for reader in ("here", "elsewhere"):
+            assert_has(child.keeper, step, reader)
+    snapshots.end_generation()
+
+
+@pytest.mark.parametrize("deed", ["read", "replay"])
+def test_a_stranger_reads_nothing(child: Child, deed: str) -> None:
+    take_and_read(child, range(1, 2))
+    done = subprocess.run(command(deed, child.keeper), capture_output=True, text=True, timeout=60)
+    got = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(got) >= 2, done.stderr
+    assert all([0, 0] in answer.values() for answer in got), got
+    take_and_read(child, range(2, 3))
+
+
+@pytest.mark.parametrize("deed", ["harm", "flood"])
+def test_a_stranger_breaks_nothing(child: Child, deed: str) -> None:
+    """The server has few descriptors, so that a flood of connections takes the last of them."""
+    assert child.process.pid
+    resource.prlimit(child.process.pid, resource.RLIMIT_NOFILE, (NUM_DESCRIPTORS, NUM_DESCRIPTORS))
+    take_and_read(child, range(1, 2))
+    with stranger(deed, child.keeper):
+        take_and_read(child, range(2, 5))
+    take_and_read(child, range(5, 6))
+    memory = Path(f"/proc/{child.process.pid}/status").read_text()
+    [peak_kb] = [int(line.split()[1]) for line in memory.splitlines() if line.startswith("VmHWM")]
+    assert peak_kb < 2**21, "it has allocated what a stranger asked for"
+
+
+def test_a_run_under_strangers_loses_nothing(tmp_path: Path) -> None:
+    """Its snapshots are what it goes on from when a worker that alone had its part is killed."""
+    strangers: list[subprocess.Popen[bytes]] = []
+    lasting: list[bool] = []
+
+    def hear_of(event: Event) -> None:
+        if isinstance(event, KeeperReady):
+            for deed in ("harm", "flood"):
+                started = subprocess.Popen(command(deed, event.keeper), stdout=subprocess.DEVNULL)
+                strangers.append(started)
+        if isinstance(event, WorkerLost):
+            lasting.extend(process.poll() is None for process in strangers)
+
+    try:
+        run = run_plainly(
+            tmp_path,
+            SETTINGS,
+            2,
+            layout="fsdp=2",
+            snapshot_every=1,
+            strikes=[kill("w1")],
+            hear=hear_of,
+        )
+    finally:
+        for process in strangers:
+            process.kill()
+            process.wait()
+    assert lasting and all(lasting), "the strangers had ended before they were of any use"
+    assert run.stopped.outcome == "completed", run.story()
+    assert "snapshot" in [line["source"] for line in run.told("Relaid")], run.story()
+
+
+def test_another_secret_is_refused_on_both_sides(child: Child) -> None:
+    keeper, other = child.keeper, new_secret()
+    with pytest.raises(Unauthenticated):
+        connect_beside(keeper.socket, other, 5.0)
+    with pytest.raises(Unauthenticated):
+        connect_afar((keeper.host, keeper.port), other, 5.0)
+
+
+def test_who_listens_where_a_server_was_gets_nothing() -> None:
+    """It answers the handshake at random; what would follow is not sent to it."""
+    with socket.create_server((HOST, 0)) as impostor:
+        address = impostor.getsockname()
+        heard: list[bytes] = []
+
+        def answer() -> None:
+            connection, _ = impostor.accept()
+            connection.recv(52, socket.MSG_WAITALL)
+            connection.sendall(os.urandom(64))
+            heard.append(connection.recv(1000))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Unauthenticated):
+            connect_afar((address[0], address[1]), SECRET, 5.0)
+        thread.join()
+        assert heard == [b""]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
+def test_another_user_is_refused_whatever_it_knows(child: Child) -> None:
+    script = (
+        "import os, sys\n"
+        "from actors.handshake import connect_beside\n"
+        f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+        "try:\n"
+        "    connect_beside(sys.argv[1], bytes.fromhex(sys.argv[2]), 5.0)\n"
+        "except OSError as error:\n"
+        "    print(type(error).__name__)\n"
+    )
+    arguments = [sys.executable, "-c", script, child.keeper.socket, SECRET.hex()]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "Unauthenticated", done.stderr
+
+
+def test_a_server_refuses_another_users_process_by_itself() -> None:
+    """Also one that does not look at whom it talks to."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may become another user")
+    server = KeeperServer("n0", "", HOST, SECRET)
+    script = (
+        "import os, socket, sys\n"
+        f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+        "sock = socket.socket(socket.AF_UNIX)\n"
+        "sock.connect(chr(0) + sys.argv[1])\n"
+        "try:\n"
+        "    sock.sendall(b'elastic-snapshots-1\\n' + bytes(32))\n"
+        "    print(len(sock.recv(64)))\n"
+        "except OSError as error:\n"
+        "    print(0)\n"
+    )
+    arguments = [sys.executable, "-c", script, server.keeper.socket]
+    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_what_one_that_knows_the_secret_asks_for_is_bounded() -> None:
+    """By what the whole state takes; a message that is none ends its connection and no other."""
+    most = most_bytes(SPECS)
+    server = KeeperServer("n0", "", HOST, SECRET, max_snapshot_bytes=most)
+    about = {"worker": "w0", "generation": 3}
+    requests = [
+        {"do": "room", **about, "num_bytes": most + 1},
+        {"do": "room", **about, "num_bytes": -1},
+        {"do": "put", **about, "step": 1, "kept_step": -2, "num_bytes": 2**60},
+        {
+            "do": "fold", **about, "step": 1, "kept_step": -2, "num_bytes": 5,
+            "members": ["w0", "w1", "w2"], "at": "w1", "parity_bytes": 2**60,
+        },
+        {"do": "nothing"},
+        {"do": "get", "worker": ["w0"], "generation": 3, "step": 1},
+        {},
+    ]  # fmt: skip
+    address = (server.keeper.host, server.keeper.port)
+    for request in requests:
+        with connect_afar(address, SECRET, 5.0) as peer:
+            tell(peer, **request)
+            assert hear(peer) is None, request
+    for body in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1x"):
+        with connect_afar(address, SECRET, 5.0) as peer:
+            peer.sendall(body)
+            assert hear(peer) is None, body
+    assert server.told(3).memory_bytes == 0
+    with connect_beside(server.keeper.socket, SECRET, 5.0) as peer:
+        tell(peer, do="room", **about, num_bytes=most)
+        assert socket.recv_fds(peer, 1, 2)[1]
+
+
+def test_a_server_without_descriptors_accepts_again_once_it_has_some(child: Child) -> None:
+    """With nobody pending whom it could drop."""
+    pid = child.process.pid
+    assert pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, before[1]))
+    with socket.socket(socket.AF_UNIX) as waiting:
+        waiting.connect("\0" + child.keeper.socket)
+        time.sleep(0.5)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+        connect_beside(child.keeper.socket, SECRET, 5.0).close()
+    take_and_read(child, range(1, 2))

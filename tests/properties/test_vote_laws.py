@@ -1,0 +1,168 @@
+"""A vote survives a float64 sum all-reduce; what an abort can make of it is refused."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from elastic.parity import ballot_of, num_whole
+from elastic.votes import Ballot, BrokenVote, Tally, pack_vote, unpack_vote
+
+FINITE = st.floats(-1e30, 1e30, allow_nan=False)
+NORMS = st.floats(0.0, 1e30)
+
+
+@st.composite
+def votes(draw: st.DrawFn, least: int = 1) -> list[Ballot]:
+    """The ballots of all ranks for one step."""
+    num_workers, step = draw(st.integers(least, 9)), draw(st.integers(1, 10**7))
+    is_timed = draw(st.booleans())
+    ballots = []
+    for rank in range(num_workers):
+        times = [0.0] * num_workers if is_timed else []
+        if is_timed:
+            times[rank] = draw(st.floats(0.0, 100.0))
+        sums = (draw(FINITE), float(draw(st.integers(0, 10**9))), draw(NORMS))
+        flags = [draw(st.booleans()) for _ in range(3)]
+        snapshots = ballot_of(draw(st.integers(0, 5))) if draw(st.booleans()) else 0.0
+        ballots.append(Ballot(step, rank, sums, flags[0], snapshots, *flags[1:], tuple(times)))
+    return ballots
+
+
+def summed(packed: list[list[float]], seed: int = 0) -> list[float]:
+    """The ranks' numbers added up in an order of its own for each place, as in a ring."""
+    random = Random(seed)
+    places = [list(place) for place in zip(*packed, strict=True)]
+    for place in places:
+        random.shuffle(place)
+    return [sum(place) for place in places]
+
+
+def read(numbers: list[float], ballots: list[Ballot]) -> Tally:
+    return unpack_vote(numbers, ballots[0].step, len(ballots))
+
+
+def is_refused(numbers: list[float], ballots: list[Ballot]) -> bool:
+    try:
+        read(numbers, ballots)
+    except BrokenVote:
+        return True
+    except ValueError as error:  # only a token count within the rounding may be read
+        assert "give whole ones" in str(error)
+    return False
+
+
+@given(votes(), st.integers())
+def test_all_ranks_read_the_sums(ballots: list[Ballot], seed: int) -> None:
+    tally = read(summed([pack_vote(b) for b in ballots], seed), ballots)
+    vote, sizes = tally.vote, [sum(abs(b.sums[i]) for b in ballots) for i in range(3)]
+    for i, value in enumerate((vote.loss_sum, vote.num_tokens, vote.sq_grad_norm)):
+        assert math.isclose(
+            value, math.fsum(b.sums[i] for b in ballots), rel_tol=0, abs_tol=1e-12 * sizes[i]
+        )
+    assert vote.num_tokens == sum(b.sums[1] for b in ballots)
+    assert vote.num_contributions == len(ballots) and vote.num_nonfinite == 0
+    assert vote.num_pause_wishes == sum(b.wants_pause for b in ballots)
+    assert vote.num_save_wishes == sum(b.wants_save for b in ballots)
+    assert vote.num_writing == sum(b.is_writing for b in ballots)
+    assert vote.num_snapshots == num_whole(round(sum(b.snapshots for b in ballots)))
+    assert tally.compute_s == tuple(b.compute_s[b.world_rank] for b in ballots if b.compute_s)
+
+
+@given(votes(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 2))
+def test_a_number_that_is_not_finite_is_counted(
+    ballots: list[Ballot], bad: float, place: int
+) -> None:
+    first = ballots[0]
+    sums = tuple(bad if i == place else value for i, value in enumerate(first.sums))
+    spoilt = Ballot(first.step, 0, sums, compute_s=first.compute_s)  # type: ignore[arg-type]
+    vote = read(summed([pack_vote(b) for b in [spoilt, *ballots[1:]]]), ballots).vote
+    assert vote.num_nonfinite == 1
+    assert math.isfinite(vote.loss_sum) and math.isfinite(vote.sq_grad_norm)
+
+
+@pytest.mark.parametrize("sums", [(1.6e308, 1.0, 1.0), (-1.6e308, 1.0, 1.0), (1.0, 1.0, 1.6e308)])
+def test_a_sum_that_overflows_is_not_finite_on_all_ranks(sums: tuple[float, float, float]) -> None:
+    ballots = [Ballot(3, rank, sums) for rank in range(4)]
+    vote = read(summed([pack_vote(b) for b in ballots]), ballots).vote
+    assert vote.num_nonfinite == 4 and (vote.loss_sum, vote.sq_grad_norm) == (0.0, 0.0)
+    assert vote.num_tokens == 4
+
+
+@given(votes(), st.data())
+def test_random_numbers_are_refused(ballots: list[Ballot], data: st.DataObject) -> None:
+    length = len(pack_vote(ballots[0]))
+    number = st.floats() | st.integers(-9, 9).map(float)
+    garbage = data.draw(st.lists(number, min_size=length, max_size=length))
+    assert is_refused(garbage, ballots)
+    assert is_refused([0.0] * length, ballots)
+    assert is_refused([float(len(ballots))] * length, ballots)
+
+
+@given(votes(least=2), st.data())
+def test_ballots_that_are_not_all_added_once_are_refused(
+    ballots: list[Ballot], data: st.DataObject
+) -> None:
+    packed = [pack_vote(b) for b in ballots]
+    rank = data.draw(st.integers(0, len(ballots) - 1))
+    other = data.draw(st.integers(0, len(ballots) - 1).filter(lambda r: r != rank))
+    assert is_refused(packed[rank], ballots), "not reduced"
+    assert is_refused(summed(packed[:rank] + packed[rank + 1 :]), ballots), "one is missing"
+    assert is_refused(summed([*packed, packed[rank]]), ballots), "one counts twice"
+    twice = [packed[other if i == rank else i] for i in range(len(packed))]
+    assert is_refused(summed(twice), ballots), "one stands for another"
+
+
+@given(votes(), st.data())
+def test_a_stale_or_shifted_vote_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
+    whole = summed([pack_vote(b) for b in ballots])
+    step, shift = ballots[0].step, data.draw(st.integers(1, len(whole) - 1))
+    with pytest.raises(BrokenVote):
+        unpack_vote(whole, step + 1, len(ballots))
+    moved = whole[shift:] + whole[:shift]
+    assert moved == whole or is_refused(moved, ballots)
+    with pytest.raises(BrokenVote):
+        unpack_vote(whole[:-1], step, len(ballots))
+
+
+@given(votes(least=2), st.data())
+def test_a_range_that_lacks_a_rank_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
+    """Unless nothing that is read has changed beyond rounding."""
+    packed = [pack_vote(b) for b in ballots]
+    whole = summed(packed)
+    begin = data.draw(st.integers(0, len(whole) - 1))
+    end = data.draw(st.integers(begin + 1, len(whole)))
+    lacking = data.draw(st.sets(st.integers(0, len(ballots) - 1), min_size=1))
+    partial = summed([p for i, p in enumerate(packed) if i not in lacking] + [[0.0] * len(whole)])
+    torn = whole[:begin] + partial[begin:end] + whole[end:]
+    assert is_refused(torn, ballots) or is_same(torn, ballots, whole)
+
+
+@given(votes(), st.data())
+def test_a_single_wrong_number_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
+    whole = summed([pack_vote(b) for b in ballots])
+    place = data.draw(st.integers(0, len(whole) - 1))
+    wrong = [*whole]
+    wrong[place] = data.draw(st.floats() | st.integers(-9, 9).map(lambda i: whole[place] + i))
+    assert is_refused(wrong, ballots) or is_same(wrong, ballots, whole)
+
+
+def is_same(numbers: list[float], ballots: list[Ballot], whole: list[float]) -> bool:
+    """Whether what is read is the true vote, but for rounding."""
+    one, other = read(numbers, ballots), read(whole, ballots)
+    sizes = [sum(abs(b.sums[i]) for b in ballots) for i in range(3)]
+    sums = [(t.vote.loss_sum, t.vote.num_tokens, t.vote.sq_grad_norm) for t in (one, other)]
+    near = [abs(a - b) <= 1e-12 * s for a, b, s in zip(*sums, sizes, strict=True)]
+    times = [
+        abs(a - b) <= 1e-12 * sum(other.compute_s) * len(ballots)
+        for a, b in zip(one.compute_s, other.compute_s, strict=True)
+    ]
+    rest = [
+        (t.vote.num_nonfinite, t.vote.num_pause_wishes, t.vote.num_snapshots) for t in (one, other)
+    ]
+    more = [(t.vote.num_save_wishes, t.vote.num_writing) for t in (one, other)]
+    return all(near) and all(times) and rest[0] == rest[1] and more[0] == more[1]

@@ -1,0 +1,83 @@
+"""SIGKILL of the processes beside the workers: Ray's GCS, the observer; and a server that waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import Command, assert_nothing_is_left, elastic_train, processes_of
+from mlflow import MlflowClient
+
+pytestmark = pytest.mark.timeout(300)
+TINY = ("tiny", "--data", "random", "--workers", "2")
+
+
+def of_run(command: Command, word: str) -> list[psutil.Process]:
+    """The run's processes with this word in their name or command line."""
+    found = processes_of(command.ray_folder)
+    return [process for process in found if word in " ".join((process.name(), *process.cmdline()))]
+
+
+def test_killed_gcs_ends_the_run_saved(tmp_path: Path) -> None:
+    with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
+        command.wait_for_step(10)
+        [gcs] = [p for p in processes_of(command.ray_folder) if p.name() == "gcs_server"]
+        gcs.kill()
+        began = time.monotonic()
+        code, output = command.finish()
+        print(f"the command ended {time.monotonic() - began:.1f} s after the SIGKILL")
+        assert_nothing_is_left(command.ray_folder, patience_s=2.0)
+        [stopped] = command.lines("Stopped")
+        assert command.lines("Checkpointed")[-1]["step"] == stopped["step"] >= 10
+    assert code == 1, output
+    [line] = [line for line in output.splitlines() if line.startswith("elastic: ")]
+    assert "the GCS at" in line and "is gone" in line
+    assert f"saved at step {stopped['step']} in {tmp_path}/run: the same command resumes" in line
+    assert "rpc_client" not in output, "the text of Ray's own end after a minute"
+
+
+def test_killed_observers_are_replaced_and_deliver_all(tmp_path: Path) -> None:
+    with elastic_train(tmp_path, *TINY, "--steps", "300") as command:
+        command.wait_for_step(10)
+        [first] = of_run(command, "RayObserver")
+        first.kill()
+        command.wait_until(
+            lambda: [p for p in of_run(command, "RayObserver") if p.pid != first.pid],
+            "another observer",
+        )
+        for second in of_run(command, "RayObserver"):
+            second.suspend()  # so that it cannot have delivered the end before it is killed
+        while not command.lines("Stopped"):
+            time.sleep(0.05)
+        second.kill()
+        code, output = command.finish()
+        metrics = command.metrics()
+    assert code == 0, output
+    assert "MLflow" not in output.splitlines()[-1], output
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    [run] = client.search_runs(["1"])
+    assert run.info.status == "FINISHED"
+    delivered = client.get_metric_history(run.info.run_id, "loss")
+    assert {point.step: point.value for point in delivered} == pytest.approx(
+        {line["step"]: line["loss"] for line in metrics}
+    )
+
+
+def test_snapshot_server_is_there_before_the_first_loss(tmp_path: Path) -> None:
+    """Two replicas need no snapshots, a lone worker does."""
+    with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
+        command.wait_for_step(1)
+        servers = of_run(command, "SnapshotServer")
+        assert len(servers) == 1 and not command.lines("StartKeeper")
+        os.kill(command.pid_of("w0"), signal.SIGKILL)
+        command.wait_until(lambda: command.lines("Protect"), "the protection")
+        [lost] = command.lines("WorkerLost")
+        [order, *_] = command.lines("Protect")
+        print(f"protected {order['time'] - lost['time']:.2f} s after the loss")
+        assert of_run(command, "SnapshotServer") == servers
+        command.process.send_signal(signal.SIGINT)
+        assert command.finish()[0] == 130

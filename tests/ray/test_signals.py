@@ -1,0 +1,97 @@
+"""Signals to more than the command: a process group, a control group; and what a run leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from command_line import (
+    Command,
+    assert_nothing_is_left,
+    elastic_train,
+    processes_of,
+    ray_folder,
+    start,
+)
+from mlflow import MlflowClient
+
+pytestmark = pytest.mark.timeout(300)
+TINY = ("tiny", "--data", "random", "--workers", "2")
+
+
+def signal_group(command: Command, number: signal.Signals) -> None:
+    """As `timeout` does: to the process, then to its group, which it is a member of."""
+    command.process.send_signal(number)
+    os.killpg(command.process.pid, number)
+
+
+def signal_all(command: Command, number: signal.Signals) -> None:
+    """As systemd and Slurm do: to every process of the control group."""
+    for process in processes_of(command.ray_folder):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+@pytest.mark.parametrize(
+    ("send", "number", "exit_code"),
+    [(signal_group, signal.SIGTERM, 143), (signal_all, signal.SIGHUP, 129)],
+)
+def test_signal_to_all_processes_saves_the_run(
+    tmp_path: Path,
+    send: Callable[[Command, signal.Signals], None],
+    number: signal.Signals,
+    exit_code: int,
+) -> None:
+    with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
+        command.wait_for_step(10)
+        send(command, number)
+        code, output = command.finish()
+        assert code == exit_code, output
+        [stopped] = command.lines("Stopped")
+        assert (stopped["outcome"], stopped["reason"]) == (
+            "interrupted",
+            f"{number.name} at the driver",
+        )
+        assert command.lines("Checkpointed")[-1]["step"] == stopped["step"]
+        assert not command.lines("WorkerLost") and not command.lines("ControllerRestarted")
+        assert_nothing_is_left(command.ray_folder)
+        assert session_folders(command.ray_folder) == []
+
+
+def test_two_commands_on_one_machine_both_complete(tmp_path: Path) -> None:
+    """Each has a private cluster; both share the database of MLflow. They also remove the session
+    folder of a command that was killed."""
+
+    def begin(folder: str, run_name: str, steps: str) -> Command:
+        options = ("--run-name", run_name, "--steps", steps)
+        return start("train", tmp_path, folder, "", *TINY, *options, run_name=run_name)
+
+    with ray_folder() as folder:
+        killed = begin(folder, "killed", "100000")
+        killed.wait_until(lambda: killed.lines("RunOpened"), "its start")
+        abandoned = session_folders(folder)
+        killed.process.kill()
+        killed.process.communicate()  # its guard ends the rest
+        assert_nothing_is_left(folder)
+        first = begin(folder, "first", "100")
+        first.wait_for_step(1)
+        second = begin(folder, "second", "300")
+        for command in (first, second):
+            code, output = command.finish()
+            assert code == 0, output
+        assert len(second.metrics()) == 300
+        assert_nothing_is_left(folder)
+        assert session_folders(folder) == [], f"{abandoned} was that of the killed command"
+    runs = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
+    states = {run.info.run_name: run.info.status for run in runs}
+    assert states["first"] == states["second"] == "FINISHED"
+
+
+def session_folders(ray_folder: str) -> list[str]:
+    """Those that Ray has left, also through a link."""
+    return sorted(path.name for path in Path(ray_folder, "ray").glob("session_*"))

@@ -1,0 +1,358 @@
+"""A shell and a core that raise where they are told to, and two workers that obey them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from actors.checkpoints import find_checkpoints, folder_of
+from actors.lease import claim
+from actors.shell import Shell
+from actors.storage import DiskStorage
+from elastic import commands as all_commands
+from elastic.commands import (
+    Abort,
+    Command,
+    Form,
+    Order,
+    Pause,
+    Relayout,
+    Resume,
+    SaveCheckpoint,
+    Settle,
+    Stopped,
+    WishCheckpoint,
+)
+from elastic.controller_events import (
+    CheckpointsRemoved,
+    ControllerRecovered,
+    ControllerRestarted,
+)
+from elastic.core import Core
+from elastic.events import (
+    Audited,
+    CheckpointDamaged,
+    ComputeTimed,
+    Evaluated,
+    Event,
+    GroupFormed,
+    KeeperLost,
+    KeeperReady,
+    KeeperSuspected,
+    KeeperTold,
+    LayoutRequested,
+    NodeAtRisk,
+    NodeDraining,
+    PartFailed,
+    PartFile,
+    PartWritten,
+    Paused,
+    Progressed,
+    Quiesced,
+    RunOpened,
+    Settled,
+    StateReady,
+    StepCommitted,
+    StopRequested,
+    StoreLost,
+    StoreReady,
+    Woke,
+    WorkerLeaving,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+    WorkerSuspected,
+)
+from elastic.keeping import Keeper
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.step_records import RecordsSent
+from elastic.votes import StepRecord, Vote
+
+NUM_STEPS = 60
+STEP_S = 0.01
+EVENTFUL_STEP = 20
+POLICY = Policy(
+    2,
+    2,
+    save_timeout_s=2.0,
+    collective_timeout_s=1.0,
+    hang_timeout_s=1.0,
+    form_timeout_s=1.0,
+    relayout_timeout_s=1.0,
+    growth_settle_s=0.01,
+    restart_backoff_s=0.01,
+)
+VOTE = Vote(1, 1.0, 1, 1.0, 2)
+RECORD = StepRecord(0.0, 1, 1, 2, 1.0, 1, 0.1, 1.0, 0.001, skipped=False)
+
+SAMPLES: list[Event] = [
+    ControllerRestarted(1, 0.0),
+    ControllerRecovered("Woke"),
+    StoreLost("it died"),
+    WorkerLost("w9", "killed"),
+    WorkerSuspected("w9", "silent"),
+    WorkerLeaving("w9", "asked to"),
+    NodeDraining("node9", 1e12),
+    NodeAtRisk("node9", "a notice"),
+    KeeperReady(Keeper("node9", "", "socket", "host", 1)),
+    KeeperSuspected("node9", "silent"),
+    KeeperLost("node9", "killed"),
+    KeeperTold("node9", 1, ()),
+    ComputeTimed(1, 1, (1.0, 1.0)),
+    Evaluated(1, 10, 1.0),
+    Audited(1, 10, 2),
+    Quiesced("w9", 1, 1),
+    Settled("w9", 1, RECORD),
+    RecordsSent("w9", 1, ()),
+    WorkerRaised("w9", 1, "program", "an error"),
+    CheckpointsRemoved(((99, 1),)),
+    StopRequested("enough"),
+    PartFailed("w9", 1, 1, "no space left"),
+    CheckpointDamaged("w9", 1, "nowhere", "a flipped bit"),
+    LayoutRequested("request", Wish.parse("dp=2")),
+    Progressed(1),
+    Woke(),
+]
+"""Of each kind of event that does not come in a run by itself; they change next to nothing."""
+
+
+class Broken(Exception):
+    """What the broken handler raises."""
+
+
+class BrokenCore(Core):
+    """Raises at one kind of event, half-way through: the state has changed."""
+
+    kind = ""
+    num_left = 0
+    kind_type: type = object
+
+    def step(self, now: float, event: Event) -> list[Command]:
+        commands = super().step(now, event)
+        if type(event).__name__ == self.kind and self.num_left:
+            self.num_left -= 1
+            self.state.committed_step += 1000
+            self.state.seats.clear()
+            raise Broken(f"at {self.kind}")
+        return commands
+
+
+class BrokenShell(Shell):
+    """Raises as it carries out one kind of command, or at one of its own actions."""
+
+    kind = ""
+    num_left = 0
+    extra: list[Command]
+
+    def _carry_out(self, command: Command) -> None:
+        self._break(type(command).__name__)
+        super()._carry_out(command)
+
+    def _write_all(self, lines: deque[dict[str, Any]]) -> None:
+        if any("command" in line for line in lines):
+            self._break("journal")
+        super()._write_all(lines)
+
+    def _next_event(self) -> Event:
+        event = super()._next_event()
+        if self.kind == "next event" and self.num_left:
+            self.post(event)
+        self._break("next event")
+        return event
+
+    def _break(self, kind: str) -> None:
+        if kind == self.kind and self.num_left:
+            self.num_left -= 1
+            raise Broken(f"at {kind}")
+
+
+def record_of(step: int, generation: int) -> StepRecord:
+    return StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 0.001, skipped=False)
+
+
+class Crew:
+    """Two workers that train on a thread, vote, save their parts and unwind, as real ones do."""
+
+    def __init__(self, folder: Path, samples: Sequence[Event], num_steps: int) -> None:
+        self._num_steps = num_steps
+        self.shell: Shell
+        self._run = DiskStorage(folder)
+        self._samples = list(samples)
+        self._lock = threading.Lock()
+        self._step = self._generation = 0
+        self._is_save_wished = self._is_pause_wished = self._closed = False
+        self._training: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def start_store(self) -> None:
+        self.shell.post(StoreReady("host", 1))
+
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+        for worker in workers:
+            self.shell.post(WorkerReady(worker, "node", 1))
+
+    def stop_worker(self, worker: str) -> None:
+        self.shell.post(WorkerLost(worker, "killed"))
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        workers = tuple(workers)
+        match order:
+            case Form():
+                self._post(GroupFormed(worker, order.generation) for worker in workers)
+            case Relayout():
+                self._post(StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers)
+            case Resume():
+                self._halt()
+                self._generation, self._step = order.generation, order.step
+                self._is_pause_wished = self._is_save_wished = False
+                self._stop = threading.Event()
+                self._training = threading.Thread(target=self._train, args=(workers,))
+                self._training.start()
+            case Pause():
+                self._is_pause_wished = True
+            case WishCheckpoint():
+                self._is_save_wished = True
+            case Abort():
+                self._halt()
+                vote = Vote(self._step, 1.0, 1, 1.0, 2) if self._step else None
+                records = tuple(record_of(step + 1, self._generation) for step in range(self._step))
+                told = (order.generation, self._step, vote, False, False, records)
+                self._post(Quiesced(worker, *told) for worker in workers)
+            case Settle():
+                record = RECORD
+                self._post(Settled(worker, order.generation, record) for worker in workers)
+            case SaveCheckpoint():
+                self._save(workers, order.generation, order.step)
+
+    def _train(self, workers: tuple[str, ...]) -> None:
+        while self._step < self._num_steps:
+            if self._stop.wait(STEP_S):
+                return
+            self._step += 1
+            step, generation = self._step, self._generation
+            saves, self._is_save_wished = self._is_save_wished, False
+            pauses = self._is_pause_wished
+            record = record_of(step, generation)
+            vote = Vote(step, 1.0, 1, 1.0, 2, num_pause_wishes=pauses, num_save_wishes=saves)
+            self.shell.post(StepCommitted(generation, record, vote))
+            if saves:
+                self._save(workers, generation, step)
+            if step == EVENTFUL_STEP:
+                self._post(self._samples)
+            if pauses:
+                break
+        self._post(Paused(worker, self._generation, self._step) for worker in workers)
+
+    def _save(self, workers: tuple[str, ...], generation: int, step: int) -> None:
+        checkpoint = self._run.at(folder_of(step, generation))
+        for worker in workers:
+            checkpoint.write(worker, b"part")
+            self.shell.post(PartWritten(worker, generation, step, PartFile(worker, 4, 1)))
+
+    def _halt(self) -> None:
+        self._stop.set()
+        if self._training is not None:
+            self._training.join()
+
+    def _post(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.shell.post(event)
+
+    def start_keeper(self, node: str) -> None:
+        pass
+
+    def stop_keeper(self, node: str) -> None:
+        pass
+
+    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+        pass
+
+    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+        pass
+
+    def probe(self, worker: str) -> Future[int]:
+        answer: Future[int] = Future()
+        answer.set_result(self._step)
+        return answer
+
+    def probe_keeper(self, node: str) -> Future[None]:
+        return Future()
+
+    def close(self) -> None:
+        self._halt()
+
+
+def drive(
+    folder: Path,
+    break_it: Callable[[BrokenShell, BrokenCore], None],
+    samples: Sequence[Event] = (),
+    extra: Sequence[Command] = (),
+    steps: int = NUM_STEPS,
+    actor: str = "actor",
+) -> Stopped:
+    crew = Crew(folder, samples, steps)
+    run = DiskStorage(folder)
+    lease = claim(run, actor=actor)
+    shell = BrokenShell(run, lease)
+    core = BrokenCore(shell._core.state)
+    shell._core = core
+    shell._guarded = type(shell._guarded)(core, shell._serve)
+    crew.shell = shell
+    break_it(shell, core)
+    given = list(extra)
+    write_event = shell._write_event
+
+    def write_with_given(place: str, event: Event, commands: list[Command]) -> None:
+        if isinstance(event, StepCommitted) and event.record.step == EVENTFUL_STEP and given:
+            commands += given
+            given.clear()
+        write_event(place, event, commands)
+
+    shell._write_event = write_with_given  # type: ignore[method-assign]
+    job = Job(8, steps=steps, checkpoint_every=0)
+    guard = threading.Timer(30.0, lambda: shell.post(None))  # type: ignore[arg-type]
+    guard.start()
+    try:
+        return shell.run(crew, RunOpened(0, POLICY, Wish.parse("dp=2", 2), job))
+    finally:
+        guard.cancel()
+        lease.release()
+
+
+def journal(folder: Path, name: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    return [line for line in lines if name in (line.get("event"), line.get("command"))]
+
+
+def saved_steps(folder: Path) -> list[int]:
+    return [saved.step for saved in find_checkpoints(DiskStorage(folder)).whole]
+
+
+def extra_commands() -> list[Command]:
+    """One of each kind that a run without trouble has none of, to no effect."""
+    make = all_commands
+    return [
+        make.StartKeeper("node9"),
+        make.StopKeeper("node9", "unused"),
+        make.Protect(1, (), ()),
+        make.AskKeepers(1, ()),
+        make.ForgetSnapshots(1, ()),
+        make.Settle(1, (), VOTE),
+        make.SetAside(1, 99),
+        make.SendRecords(1, (), 0),
+        make.RolledBack(1, 1, 1, "live"),
+        make.Warned(1, 1, "notice", "text"),
+        make.Replaced("w9", "slow"),
+        make.NodeAvoided("node9", 0.0, "crashes"),
+        make.NodeUsedAgain("node9", "its time is over"),
+        make.LayoutAnswered(1, "request", "dp=2", "dp=2"),
+        make.DropCheckpoints(()),
+        make.WishCheckpoint(1, ("w0", "w1"), EVENTFUL_STEP),
+        make.StopWorker("w9", "unused"),
+    ]

@@ -1,0 +1,120 @@
+"""Recipes that cannot be used: one line, with the place in the user's file, exit code 2."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_bad_input import MAX_REFUSAL_S, refused
+
+from pipelines.cli import main
+
+PREAMBLE = """
+import threading
+import torch
+from torch import nn
+from pipelines.recipe import Recipe
+
+
+class NoLength:
+    def __getitem__(self, index):
+        return torch.zeros(4)
+
+
+class Samples(NoLength):
+    def __len__(self):
+        return 8
+
+
+class Raising(Samples):
+    def __getitem__(self, index):
+        raise KeyError("sample \\ud800")
+
+
+class Locked(Samples):
+    def __init__(self):
+        self.lock = threading.Lock()
+
+
+class Empty(nn.Module):
+    def forward(self, batch):
+        return batch
+
+
+LOCKED = Locked()
+
+
+def made(model=lambda: nn.Linear(4, 4), data=Samples, optimizer=None):
+    def loss(model, batch):
+        return model(batch).pow(2).mean()
+    sgd = lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1)
+    return Recipe(model=model, loss=loss, optimizer=optimizer or sgd, data=data)
+"""
+FILES = {
+    "a syntax error": ("def own(:\n    pass\n", "line 1: SyntaxError: invalid syntax"),
+    "no Python at all": ("\0\0", "SyntaxError"),
+    "a missing import": ("\nimport nosuch\n", "line 2: ModuleNotFoundError: No module named"),
+    "a missing name": ("from pipelines.recipes import nosuch\n", "line 1: ImportError"),
+    "an end of the process": ("raise SystemExit(0)\n", "line 1: SystemExit: 0"),
+    "nothing": ("", "no function 'own'; there is none"),
+    "another function": ("def mine():\n    pass\n", "no function 'own'; there are: mine"),
+}
+RECIPES = {
+    "a dataset without a length": ("made(data=NoLength)", "NoLength, which has no __len__"),
+    "a dataset that raises": ("made(data=Raising)", "KeyError: 'sample \\ud800'"),
+    "a dataset that cannot be sent": ("made(data=lambda: LOCKED)", "recipe's data cannot be sent"),
+    "a model without parameters": ("made(model=Empty)", "Empty has no parameters to train"),
+    "a model that raises": ("made(model=lambda: 1 / 0)", "ZeroDivisionError"),
+    "a model that is none": ("made(model=lambda: 5)", "int, not an nn.Module"),
+    "an optimizer that raises": ("made(optimizer=lambda named: 1 / 0)", "ZeroDivisionError"),
+    "another argument": ("Recipe(modle=1)", "unexpected keyword argument 'modle'"),
+    "no recipe": ("None", "NoneType, not TrainSettings or a Recipe"),
+    "an end of the process": ("exit(7)", "SystemExit: 7"),
+}
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a recipe; Ray would start a cluster if the refusal came later."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    return tmp_path / "mine.py"
+
+
+def refusal(capsys: pytest.CaptureFixture[str], own: Path) -> str:
+    began = time.monotonic()
+    line = refused(capsys, "train", f"{own}:own", "--storage", str(own.parent / "runs"))
+    assert time.monotonic() - began < MAX_REFUSAL_S
+    assert "importlib" not in line and "pipelines/" not in line.partition("ImportError")[0]
+    return line
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_is_no_recipe(name: str, own: Path, capsys) -> None:
+    text, told = FILES[name]
+    own.write_text(text)
+    assert told in refusal(capsys, own)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_that_cannot_be_used(name: str, own: Path, capsys) -> None:
+    expression, told = RECIPES[name]
+    own.write_text(f"{PREAMBLE}\n\ndef own():\n    return {expression}\n")
+    assert told in refusal(capsys, own)
+
+
+def test_of_several_frames_the_users_own_are_shown(own: Path, capsys) -> None:
+    """And none of importlib or of ours."""
+    own.write_text("def inner():\n    raise ValueError('boom')\n\n\ndef own():\n    inner()\n")
+    sys.argv = ["elastic", "train", f"{own}:own"]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    *frames, line = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line == f"elastic: recipe {own}:own: {own}, line 2: ValueError: boom"
+    assert [frame for frame in frames if "File " in frame] == [
+        f'  File "{own}", line 6, in own',
+        f'  File "{own}", line 2, in inner',
+    ]

@@ -1,0 +1,155 @@
+"""With `checkpoint_every=auto` the interval follows measured cost and observed failures."""
+
+from __future__ import annotations
+
+from math import sqrt
+
+import pytest
+
+from elastic.checkpoint_interval import (
+    FIRST_COST_S,
+    PRIOR_S,
+    CheckpointCosts,
+    best_interval_s,
+)
+from elastic.commands import Command, WishCheckpoint
+from elastic.core import Core
+from elastic.events import (
+    Event,
+    GroupFormed,
+    NodeAtRisk,
+    NodeDraining,
+    PartFile,
+    PartWritten,
+    RunOpened,
+    StateReady,
+    StepCommitted,
+    StoreReady,
+    Woke,
+    WorkerReady,
+)
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.votes import StepRecord, Vote
+
+WORKERS = ("w0", "w1")
+LEAST_S, MOST_S = 60.0, 900.0
+AUTO = Policy(1, 2, checkpoint_auto=True)
+
+
+@pytest.mark.parametrize(
+    ("cost_s", "between_s"), [(0.1, 3600.0), (1.0, 86400.0), (30.0, 10800.0), (600.0, 86400.0)]
+)
+def test_the_estimate_loses_the_least_time(cost_s: float, between_s: float) -> None:
+    """Against a search over the expected loss: cost a period, and half a period a failure."""
+
+    def lost(interval_s: float) -> float:
+        return cost_s / interval_s + (interval_s + cost_s) / (2.0 * between_s)
+
+    best = best_interval_s(cost_s, between_s)
+    assert best == pytest.approx(sqrt(2.0 * cost_s * between_s), rel=0.15)
+    assert lost(best) <= 1.01 * min(lost(best * 1.05**power) for power in range(-60, 60))
+
+
+def test_a_cost_over_the_time_between_failures_is_bounded_by_it() -> None:
+    assert best_interval_s(500.0, 100.0) == 100.0
+
+
+def measured(cost_s: float, trained_s: float = 0.0, num_failures: int = 0) -> CheckpointCosts:
+    return CheckpointCosts(trained_s, num_failures, costs_s=[cost_s] if cost_s else [])
+
+
+def test_the_interval_by_cost_and_failures() -> None:
+    day = PRIOR_S
+    table = [
+        (measured(0.0), best_interval_s(FIRST_COST_S, day)),
+        (measured(0.2), best_interval_s(0.2, day)),
+        (measured(20.0), MOST_S),
+        (measured(0.001), LEAST_S),
+        (measured(1.0, day, 49), best_interval_s(1.0, day / 25)),
+    ]
+    for costs, expected in table:
+        assert costs.interval_s(LEAST_S, MOST_S) == pytest.approx(expected)
+    assert 400.0 < measured(0.0).interval_s(LEAST_S, MOST_S) < 420.0, "the first one of a run"
+
+
+def test_the_cost_is_what_steps_take_longer_while_one_is_written() -> None:
+    costs = CheckpointCosts()
+    costs.note_step(5.0, 1.0, is_writing=False)
+    assert costs.costs_s == [], "nobody was writing"
+    costs.begin()
+    for step_s in (1.5, 0.9, 1.2):
+        costs.note_step(step_s, 1.0, is_writing=True)
+    costs.note_step(1.0, 1.0, is_writing=False)
+    assert costs.costs_s == [pytest.approx(0.6)]
+    costs.begin()
+    costs.note_step(9.0, 1.0, is_writing=True)
+    costs.forget()
+    costs.note_step(9.0, 1.0, is_writing=False)
+    assert len(costs.costs_s) == 1, "one that broke says nothing"
+    assert costs.trained_s == pytest.approx(5.0 + 1.5 + 0.9 + 1.2 + 1.0 + 9.0 + 9.0)
+
+
+def test_losses_of_one_generation_are_one_failure() -> None:
+    costs = CheckpointCosts()
+    for generation in (1, 1, 2, 2, 2):
+        costs.note_failure(generation)
+    assert costs.num_failures == 2
+
+
+def step(core: Core, now: float, *events: Event) -> list[Command]:
+    return [command for event in events for command in core.step(now, event)]
+
+
+def committed(step: int, generation: int = 1, num_save_wishes: int = 0) -> StepCommitted:
+    record = StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 1.0, skipped=False)
+    return StepCommitted(
+        generation, record, Vote(step, 1.0, 1, 1.0, 2, num_save_wishes=num_save_wishes)
+    )
+
+
+def training(policy: Policy = AUTO, core: Core | None = None) -> Core:
+    """Two workers on a node each have committed a step at time 1."""
+    core = core or Core()
+    job = Job(8, steps=10**6)
+    generation = core.state.generation + 1
+    step(core, 0.0, RunOpened(1, policy, Wish.parse("dp=2", 2), job), StoreReady("host", 1))
+    names = sorted(core.state.seats)
+    step(core, 0.0, *(WorkerReady(name, f"node-{name}", 1) for name in names))
+    step(core, 0.0, *(GroupFormed(name, generation) for name in names))
+    step(core, 0.0, *(StateReady(n, generation, 0, 0, 0.0, 1, 1, 2) for n in names))
+    step(core, 1.0, committed(1, generation))
+    return core
+
+
+def wishes(commands: list[Command]) -> list[WishCheckpoint]:
+    return [command for command in commands if isinstance(command, WishCheckpoint)]
+
+
+def test_a_run_saves_by_itself_after_the_first_interval() -> None:
+    core = training()
+    first = core.state.save_at
+    assert first is not None and 400.0 < first < 420.0
+    assert not wishes(step(core, first - 1.0, committed(2)))
+    assert wishes(step(core, first, Woke()))
+    step(core, first + 1.0, committed(3, num_save_wishes=2))
+    file = PartFile("part", 1, 0)
+    step(core, first + 2.0, *(PartWritten(w, 1, 3, file) for w in WORKERS))
+    assert core.state.save_at == pytest.approx(2 * first + 1.0, abs=2.0)
+
+
+@pytest.mark.parametrize("notice", [NodeDraining("node-w1", 500.0), NodeAtRisk("node-w1", "spot")])
+@pytest.mark.parametrize("is_auto", [True, False])
+def test_a_notice_saves_at_once(notice: Event, is_auto: bool) -> None:
+    core = training(AUTO if is_auto else Policy(1, 2))
+    step(core, 5.0, notice)
+    assert (core.state.save_at == 5.0) == is_auto
+
+
+def test_a_session_that_was_lost_is_a_failure_and_its_measures_stay() -> None:
+    core = training()
+    core.state.checkpoint_costs.costs_s = [0.5]
+    assert core.state.checkpoint_costs.num_failures == 0
+    again = training(core=core)
+    assert again.state.checkpoint_costs.num_failures == 1
+    assert again.state.checkpoint_costs.costs_s == [0.5]

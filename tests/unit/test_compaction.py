@@ -1,0 +1,118 @@
+"""Old segments of logs: joined, and those of the journal made smaller; readers see the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from long_runs import Every, LongRun
+from memory_storage import MemoryStorage
+
+from actors.compaction import NUM_JOINED, NUM_LEFT, compact_oldest
+from actors.errors import LeaseLost
+from actors.journal import replay
+from actors.lines import LineLog
+from actors.segments import segment_name
+from elastic.wire import encode
+from pipelines.view.history import History
+
+SEGMENT_BYTES = 20_000
+
+
+def check() -> None:
+    """The lease is ours."""
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    LongRun(folder, 9_000, every=Every(loss=2_000, evaluation=100, checkpoint=200)).write()
+    return folder
+
+
+def segmented(folder: Path, name: str) -> LineLog:
+    storage: Any = MemoryStorage()
+    with open(folder / name, "rb") as file:
+        begin, number = 0, 0
+        while lines := b"".join(file.readlines(SEGMENT_BYTES)):
+            storage.write(segment_name(name, 1 + number // 20, begin), lines)
+            begin, number = begin + len(lines), number + 1
+    return LineLog(storage, name)
+
+
+def compact(log: LineLog, is_journal: bool) -> int:
+    number = 0
+    while compact_oldest(log, check, is_journal):
+        number += 1
+    return number
+
+
+def test_metrics_are_joined_byte_for_byte(written: Path) -> None:
+    log = segmented(written, "metrics.jsonl")
+    content = (written / "metrics.jsonl").read_bytes()
+    before = len(log.all_segments())
+    offsets = [segment.begin for segment in log.segments()]
+    assert compact(log, is_journal=False) == (before - NUM_LEFT) // NUM_JOINED >= 2
+    assert len(log.all_segments()) == before - (NUM_JOINED - 1) * (
+        (before - NUM_LEFT) // NUM_JOINED
+    )
+    for offset in (0, *offsets[:: len(offsets) // 7]):
+        assert b"".join(log.blocks(offset)) == content[offset:], "offsets stay valid"
+
+
+def test_a_compacted_journal_tells_and_replays_the_same(written: Path) -> None:
+    log = segmented(written, "journal.jsonl")
+    whole, before, num_bytes = History(), replay(log), sum(log.storage.files().values())
+    whole.take(log.lines(), ())
+    assert compact(log, is_journal=True) >= 1
+    assert sum(log.storage.files().values()) < num_bytes
+    after = replay(log)
+    assert encode(after.core.state) == encode(before.core.state)
+    assert (after.now, after.again()) == (before.now, before.again())
+    compacted = History()
+    compacted.take(log.lines(), ())
+    assert compacted.membership.happenings == whole.membership.happenings
+    assert compacted.membership.stretches == whole.membership.stretches
+    ours, theirs = compacted.account.split(), whole.account.split()
+    assert encode(ours) == {**encode(theirs), **{
+        name: pytest.approx(value, abs=1e-6)
+        for name, value in encode(theirs).items()
+        if name != "is"
+    }}  # fmt: skip
+
+
+def test_a_journal_without_a_newer_full_state_stays_as_it_is() -> None:
+    storage: Any = MemoryStorage()
+    begin = 0
+    for number in range(2 * (NUM_JOINED + NUM_LEFT)):
+        row: dict[str, Any] = {"time": 0.0, "event": "Woke", "generation": 0, "format": 3}
+        row |= {"CoreState": {}} if number == 3 else {}
+        line = json.dumps(row).encode() + b"\n"
+        storage.write(segment_name("log", 1, begin), line)
+        begin += len(line)
+    log = LineLog(storage, "log")
+    before = storage.files()
+    assert not compact_oldest(log, check, is_journal=True)
+    assert storage.files() == before
+
+
+def test_what_an_interrupted_compaction_leaves_is_removed_later(written: Path) -> None:
+    log = segmented(written, "metrics.jsonl")
+    content = (written / "metrics.jsonl").read_bytes()
+    checks = iter([None, LeaseLost("taken")])
+
+    def lose() -> None:
+        if error := next(checks):
+            raise error
+
+    with pytest.raises(LeaseLost):
+        compact_oldest(log, lose, is_journal=False)
+    assert b"".join(log.blocks()) == content
+    num_joined = sum(segment.is_joined for segment in log.all_segments())
+    assert num_joined == 1 and len(log.all_segments()) > len(log.segments())
+    compact(log, is_journal=False)
+    compact_oldest(log, check, is_journal=False)
+    assert b"".join(log.blocks()) == content
+    assert len(log.all_segments()) == len(log.segments())

@@ -1,0 +1,153 @@
+"""Exceptions of torch, NCCL and RCCL as they were reported, and the kind of failure each is."""
+
+from __future__ import annotations
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from actors.device_check import DeviceCheck, kernel_on
+from actors.error_kinds import kind_of
+from actors.errors import BrokenDevice, TornApply, UnfitMachine
+from elastic.votes import BrokenVote
+
+NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, "
+UNHANDLED = (
+    NCCL + "unhandled cuda error (run with NCCL_DEBUG=INFO for details), NCCL version 2.27.3\n"
+    "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure "
+)
+REMOTE = (
+    NCCL + "remote process exited or there was a network error, NCCL version 2.28.8\n"
+    "ncclRemoteError: A call failed possibly due to a network error or a remote process exiting "
+    "prematurely.\nLast error:\n"
+)
+ASYNCHRONOUS = (
+    "\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
+    "stacktrace below might be incorrect.\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n"
+    "Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.\n"
+)
+WATCHDOG = (
+    "[PG ID 0 PG GUID 0(default_pg) Rank 1] Process group watchdog thread terminated with "
+    "exception: "
+)
+BACKEND, NETWORK, STORE = dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError
+
+KINDS = {
+    "device": [
+        BACKEND(UNHANDLED + "'uncorrectable ECC error encountered'"),
+        BACKEND(UNHANDLED + "999 'unknown error'"),
+        BACKEND(UNHANDLED + "700 'an illegal memory access was encountered'"),
+        BACKEND("NCCL error in: ../NCCLUtils.hpp:275, unhandled cuda error, NCCL version 2.20.5"),
+        RuntimeError("NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+        RuntimeError("CUDA error: uncorrectable ECC error encountered" + ASYNCHRONOUS),
+        RuntimeError(WATCHDOG + "CUDA error: unspecified launch failure" + ASYNCHRONOUS),
+        BACKEND(WATCHDOG + "CUDA error: uncorrectable ECC error encountered" + ASYNCHRONOUS),
+        RuntimeError("CUDA error: device-side assert triggered" + ASYNCHRONOUS),
+        RuntimeError("CUDA error: an illegal memory access was encountered" + ASYNCHRONOUS),
+        RuntimeError("CUDA error: misaligned address" + ASYNCHRONOUS),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`"),
+        RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
+        RuntimeError("CUDA driver error: unknown error"),
+        RuntimeError("HIP error: an illegal memory access was encountered\nSearch for `hip"),
+        RuntimeError("HIP error: unspecified launch failure"),
+        BACKEND(NCCL + "unhandled hip error, NCCL version 2.18.3"),
+        RuntimeError("NVRM: Xid (PCI:0000:0f:00): 79, GPU has fallen off the bus."),
+        TornApply("the apply of step 3 broke: CUDA error: unspecified launch failure"),
+        BrokenDevice("the device did not finish a small kernel in 10 s"),
+    ],
+    "memory": [
+        BACKEND(UNHANDLED + "2 'out of memory'"),
+        RuntimeError("CUDA error: out of memory" + ASYNCHRONOUS),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has"),
+        torch.OutOfMemoryError("HIP out of memory. Tried to allocate 20.00 MiB. GPU 0 has"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    "peer": [
+        BACKEND(REMOTE + "socketProgressOpt: Call to recv from 172.16.0.4<33759> failed"),
+        BACKEND(REMOTE + "NET/IB : Got completion from peer 11.214.147.122<39138> with error 12"),
+        BACKEND(NCCL + "internal error, NCCL version 2.14.3\nNet : Connection closed by remote"),
+        BACKEND(NCCL + "unhandled system error (run with NCCL_DEBUG=INFO for details)"),
+        BACKEND("NCCL communicator was aborted on rank 1."),
+        RuntimeError(WATCHDOG + "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=8"),
+        NETWORK("The client socket has timed out after 600000ms while trying to connect to (172."),
+        STORE("wait timeout after 100ms, keys: /the_key"),
+        RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection"),
+        RuntimeError("Connection closed by peer [127.0.0.1]:40961"),
+        ConnectionResetError(104, "Connection reset by peer"),
+        BrokenVote("the vote of step 3 came back broken: the step sum to 0, not 12"),
+    ],
+    "program": [
+        ValueError("batch 3 is empty"),
+        RuntimeError("mat1 and mat2 shapes cannot be multiplied (4x8 and 4x8)"),
+        RuntimeError("CUDA error: invalid configuration argument" + ASYNCHRONOUS),
+        RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(...)`"),
+        KeyError("gloomy"),
+    ],
+    "machine": [UnfitMachine("no way to the data: CUDA error: is only quoted here")],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [(kind, error) for kind, errors in KINDS.items() for error in errors],
+    ids=lambda value: value if isinstance(value, str) else f"{value}"[-50:].replace("\n", " "),
+)
+def test_the_kind_of_a_reported_exception(kind: str, error: Exception) -> None:
+    assert kind_of(error) == kind
+
+
+def test_the_exception_that_another_was_raised_from_counts() -> None:
+    try:
+        try:
+            raise BACKEND(UNHANDLED + "'uncorrectable ECC error encountered'")
+        except BACKEND as error:
+            raise RuntimeError("the step failed") from error
+    except RuntimeError as error:
+        assert kind_of(error) == "device"
+
+
+def test_the_installed_torch_reports_a_lost_store_as_a_peer() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timedelta(seconds=1))
+    assert kind_of(raised.value) == "peer"
+
+
+def test_a_device_that_computes_passes() -> None:
+    assert DeviceCheck(kernel_on(torch.device("cpu"))).failure() is None
+
+
+def test_a_device_that_raises_is_broken() -> None:
+    def compute() -> None:
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    failure = DeviceCheck(compute).failure()
+    assert "uncorrectable ECC" in str(failure) and failure is not None
+    assert kind_of(failure) == "device"
+
+
+def test_a_device_that_hangs_is_broken_after_the_limit() -> None:
+    over = threading.Event()
+    began = time.monotonic()
+    failure = DeviceCheck(lambda: over.wait() and None, limit_s=0.2).failure()
+    over.set()
+    assert "did not finish a small kernel in 0.2 s" in str(failure)
+    assert time.monotonic() - began >= 0.2
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError(2, "No such file or directory", "train.txt"), "program"),
+        (PermissionError(13, "Permission denied"), "program"),
+        (ConnectionResetError(104, "Connection reset by peer"), "peer"),
+        (TimeoutError("timed out"), "peer"),
+    ],
+)
+def test_an_os_error_of_user_code_is_the_programs_and_a_broken_connection_the_peers(
+    error: OSError, kind: str
+) -> None:
+    assert kind_of(error) == kind

@@ -1,0 +1,134 @@
+"""`history.json`: readers go on from it, and see what a reader of all lines sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from long_runs import LongRun, opening, step_of
+from written_runs import WrittenRun
+
+from actors.storage import DiskStorage
+from elastic.commands import Resume, RolledBack
+from elastic.events import Checkpointed, Evaluated
+from elastic.state import CoreState
+from elastic.wire import command_line, encode, event_line
+from pipelines.history_file import NAME, load_history
+from pipelines.run_folder import RunFolder
+from pipelines.status import Looking
+from pipelines.view.goodput import MAX_READINGS, MAX_SPANS
+from pipelines.view.history import History
+from pipelines.view.membership import MAX_KEPT
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> WrittenRun:
+    written = WrittenRun(tmp_path / "run")
+    written.start(3)
+    for _ in range(200):
+        written.commit()
+    written.lose("w2")
+    written.resume("w0", "w1")
+    written.commit()
+    return written
+
+
+def followed(folder: RunFolder) -> History:
+    found = load_history(folder)
+    found.follow()
+    return found.history
+
+
+def save(folder: RunFolder) -> None:
+    found = load_history(folder)
+    found.follow()
+    found.save()
+
+
+def damage_the_past(run: WrittenRun) -> None:
+    """Whoever reads a line of it sees that."""
+    for log in (run.folder.journal, run.folder.metrics):
+        path = Path(log.url)
+        content = path.read_bytes()
+        path.write_bytes(b"!" * (len(content) // 2) + content[len(content) // 2 :])
+
+
+def test_a_saved_history_goes_on_as_one_that_was_read_whole(run: WrittenRun) -> None:
+    save(run.folder)
+    run.roll_back(150)
+    run.resume("w1", "w0")
+    for _ in range(30):
+        run.commit()
+    run.stop("failed", "no more")
+    saved, whole = load_history(run.folder), History()
+    saved.follow()
+    whole.take(run.folder.journal.lines(), run.folder.metrics.lines())
+    assert saved.history == whole
+
+
+def test_only_what_came_after_it_is_read(run: WrittenRun) -> None:
+    before = followed(run.folder)
+    save(run.folder)
+    damage_the_past(run)
+    assert followed(run.folder) == before
+    run.hear(Checkpointed(201, 2, "checkpoints/step-00000201-g2"))
+    standing = Looking(run.folder, {}).look()
+    checkpoint = standing.checkpoint()
+    assert checkpoint and checkpoint.step == 201
+    assert standing.as_json()["step"] == 201
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 0}'])
+def test_a_damaged_one_is_ignored(run: WrittenRun, content: bytes) -> None:
+    whole = followed(run.folder)
+    (Path(run.folder.url) / NAME).write_bytes(content)
+    assert followed(run.folder) == whole
+
+
+def test_one_of_other_logs_is_ignored(run: WrittenRun) -> None:
+    """A journal that was repaired has other lines, and may be longer again."""
+    save(run.folder)
+    journal = Path(run.folder.journal.url)
+    lines = journal.read_text().splitlines()
+    shorter = [line for line in lines if '"w2"' not in line]
+    journal.write_text("\n".join([*shorter, *shorter]) + "\n")
+    whole = History()
+    whole.take(run.folder.journal.lines(), run.folder.metrics.lines())
+    assert followed(run.folder) == whole
+    journal.write_text("\n".join(shorter[:3]) + "\n")
+    assert len(followed(run.folder).membership.happenings) <= 3
+
+
+def test_without_it_status_reads_only_the_end_of_the_metrics(tmp_path: Path) -> None:
+    LongRun(tmp_path / "run", 8_000).write()
+    folder = RunFolder(DiskStorage(tmp_path / "run"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    content = metrics.read_bytes()
+    assert len(content) > 3 << 19
+    metrics.write_bytes(b"!" * (1 << 18) + content[1 << 18 :])
+    found = load_history(folder, needs_all_metrics=False)
+    found.follow()
+    assert found.metrics.num_torn == 0
+    assert found.history.progress.step == 8_000
+
+
+def test_a_history_is_bounded() -> None:
+    """Of many events, minutes and steps the newest are kept; counts and sums stay whole."""
+    history, state = History(), CoreState(generation=1)
+    history.take([event_line(0.0, opening(10**6), state)], ())
+    history.take([command_line(0.0, Resume(1, 0, "dp=4", ("w0",), (), 0), state)], ())
+    for step in range(1, 6_001):
+        now = 60.0 * step
+        committed, evaluated = step_of(step, 1, now), Evaluated(1, step, 1.0)
+        history.take([event_line(now, event, state) for event in (committed, evaluated)], ())
+    membership, account = history.membership, history.account
+    assert len(membership.happenings) == MAX_KEPT
+    assert membership.num_happenings == 6_001, "with the one that training began"
+    assert [len(account.readings), account.num_readings] == [MAX_READINGS, 6_000]
+    assert account.readings_from(5_990) == account.readings[-10:]
+    assert len(account._spans) <= MAX_SPANS
+    assert account.split().compute_s == pytest.approx(60.0 * 5_999 + 0.99)
+    history.take([command_line(now, RolledBack(1, 3_000, 6_000, "checkpoint"), state)], ())
+    assert account.split().redone_s == pytest.approx(60.0 * 3_000, rel=0.01)
+    assert len(json.dumps(encode(history))) < 3 << 20

@@ -1,0 +1,185 @@
+"""The journal of long runs: what a step costs, where a replay begins, what is remembered."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from long_runs import POLICY, Every, LongRun, answers_to, opening, step_of
+
+from elastic.commands import (
+    DropCheckpoints,
+    Form,
+    Relayout,
+    Resume,
+    SetAside,
+    Stopped,
+    StopWorker,
+    WishCheckpoint,
+)
+from elastic.controller_events import CheckpointsRemoved
+from elastic.core import Core
+from elastic.events import Event, RunOpened, Woke
+from elastic.journalling import MAX_HELD, MAX_REPLAYED, JournalWriter
+from elastic.replaying import Replay
+from elastic.rewinding import distrust
+from elastic.state import CoreState, Void
+from elastic.unfinished import Unfinished
+from elastic.wire import encode
+
+
+def lines_of(folder: Path) -> list[str]:
+    return (folder / "journal.jsonl").read_text().splitlines()
+
+
+def replayed(texts: list[str]) -> Replay:
+    replay = Replay()
+    for text in texts:
+        replay.take(json.loads(text))
+    return replay
+
+
+def newest_full_state(texts: list[str]) -> int:
+    return max(index for index, text in enumerate(texts) if '"CoreState"' in text)
+
+
+@pytest.mark.parametrize(("step_s", "most_bytes"), [(20.0, 260), (1.0, 110), (0.001, 15)])
+def test_a_step_costs_the_journal_few_bytes(
+    tmp_path: Path, step_s: float, most_bytes: float
+) -> None:
+    num_steps = 3 * MAX_REPLAYED
+    LongRun(tmp_path / "run", num_steps, step_s).write()
+    assert sum(map(len, lines_of(tmp_path / "run"))) / num_steps <= most_bytes
+
+
+@pytest.mark.parametrize("step_s", [20.0, 1.0, 0.001])
+def test_a_replay_begins_at_the_newest_full_state_and_is_short(
+    tmp_path: Path, step_s: float
+) -> None:
+    """Beyond every buffer: held steps, kept records, two lost workers."""
+    run = LongRun(tmp_path / "run", 5_000, step_s, every=Every(loss=2_000))
+    run.write()
+    texts = lines_of(tmp_path / "run")
+    newest = replayed(texts[newest_full_state(texts) :])
+    whole = replayed(texts)
+    assert encode(newest.core.state) == encode(whole.core.state)
+    assert newest.again() == whole.again()
+    assert newest.num_events <= MAX_REPLAYED
+    lost = run.core.state.committed_step - newest.core.state.committed_step
+    assert lost <= min(MAX_HELD, 1 + 31 / step_s), "only reports that workers repeat"
+
+
+def test_nothing_that_the_controller_keeps_grows_with_the_steps(tmp_path: Path) -> None:
+    """With every checkpoint kept and the orders of one generation."""
+    policy = replace(POLICY, keep_last=0)
+    sizes = []
+    for num_steps in (2_000, 6_000):
+        every = Every(loss=500, evaluation=5, checkpoint=5)
+        run = LongRun(tmp_path / str(num_steps), num_steps, policy=policy, every=every)
+        run.write()
+        full = lines_of(tmp_path / str(num_steps))
+        sizes.append(len(full[newest_full_state(full)]))
+        assert len(run.core.state.saved) <= 128
+        assert len(run.writer.unfinished.orders) == 1
+        assert not run.writer.unfinished.removals
+    assert sizes[1] <= 1.1 * sizes[0]
+
+
+class Driven:
+    """A core and its journal, driven event by event."""
+
+    def __init__(self) -> None:
+        self.core, self.writer, self.now = Core(), JournalWriter(), 0.0
+        self.lines: list[dict[str, Any]] = []
+        self.hear(opening(1000))
+
+    def hear(self, event: Event) -> None:
+        inbox = [event]
+        while inbox:
+            event = inbox.pop(0)
+            self.now += 0.001
+            lines = self.writer.before(event, self.core.state)
+            commands = self.core.step(self.now, event)
+            lines += self.writer.after(self.now, event, commands, self.core.state)
+            self.lines += json.loads(json.dumps(lines))
+            for command in commands:
+                inbox += answers_to(command, self.core.state.committed_step)
+
+    def commit(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            state = self.core.state
+            self.hear(step_of(state.committed_step + 1, state.generation, self.now))
+
+    def names(self) -> list[str]:
+        return [
+            line.get("event") or line.get("command") or ("steps" if "steps" in line else "state")
+            for line in self.lines
+        ]
+
+
+def test_the_first_step_of_a_generation_is_written_at_once() -> None:
+    driven = Driven()
+    driven.commit(1)
+    assert driven.names()[-2:] == ["state", "StepCommitted"]
+
+
+def test_held_steps_come_before_what_follows_them() -> None:
+    driven = Driven()
+    driven.commit(3)
+    driven.hear(Woke())
+    assert driven.names()[-3:] == ["StepCommitted", "steps", "Woke"]
+    driven.commit(MAX_HELD)
+    driven.hear(Woke())
+    assert driven.names()[-2:] == ["state", "Woke"], "so many take more bytes than the state"
+    times = [line["time"] for line in driven.lines]
+    assert times == sorted(times)
+
+
+def test_a_full_state_has_the_metrics_that_storage_lacks() -> None:
+    driven = Driven()
+    driven.commit(500)
+    [line] = driven.writer.due(driven.now + 3600.0, driven.core.state, num_waiting=3)
+    replay = Replay()
+    replay.take(json.loads(json.dumps(line)))
+    assert [told.record.step for told in replay.records] == [498, 499, 500]
+
+
+def test_once_a_step_has_committed_nobody_is_told_to_form_again() -> None:
+    driven = Driven()
+    kinds = [type(order) for order in driven.writer.unfinished.orders]
+    assert kinds == [Form, Relayout, Resume]
+    driven.commit(1)
+    assert [type(order) for order in driven.writer.unfinished.orders] == [Resume]
+
+
+def test_confirmed_removals_are_forgotten() -> None:
+    unfinished = Unfinished()
+    unfinished.note(Woke(), [DropCheckpoints(((1, 1), (2, 1))), SetAside(3, 1)])
+    unfinished.note(Woke(), [DropCheckpoints(((2, 1), (4, 1)))])
+    unfinished.note(CheckpointsRemoved(((1, 1), (2, 1))), [])
+    assert unfinished.again(set()) == [DropCheckpoints(((4, 1),)), SetAside(3, 1)]
+    unfinished.note(CheckpointsRemoved(((3, 1), (4, 1))), [])
+    assert unfinished.again(set()) == []
+
+
+def test_only_the_newest_wish_counts_and_a_new_session_begins_empty() -> None:
+    unfinished = Unfinished()
+    for step in range(1000):
+        unfinished.note(Woke(), [WishCheckpoint(1, ("w0",), step)])
+    unfinished.note(Woke(), [StopWorker("w0", "gone"), Stopped("completed", 5)])
+    assert unfinished.again({"w0"}) == [StopWorker("w0", "gone"), WishCheckpoint(1, ("w0",), 999)]
+    unfinished.drop_ended(set())
+    assert not unfinished.stops and unfinished.stopped
+    opened = opening(5)
+    assert isinstance(opened, RunOpened)
+    unfinished.note(opened, [])
+    assert unfinished == Unfinished()
+
+
+def test_voids_that_a_new_one_implies_are_forgotten() -> None:
+    state = CoreState(generation=7, voids=(Void(10, 2), Void(50, 3), Void(40, 5)))
+    distrust(state, 40)
+    assert state.voids == (Void(10, 2), Void(40, 8))

@@ -1,0 +1,90 @@
+"""The lease: whose clock says that it is stale, files that cannot be read, and a lost one."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_storage import MemoryStorage
+
+from actors.errors import LeaseLost, RunTaken
+from actors.lease import STALE_S, claim, owner_of
+from actors.storage import DiskStorage
+
+ELSEWHERE = {"host": "elsewhere", "pid": 1, "started": 0.0, "cluster": "", "actor": "", "since": 5}
+
+
+@pytest.mark.parametrize("clock", [0.0, 4e9])
+def test_only_the_clock_of_the_storage_says_that_a_lease_is_stale(clock: float) -> None:
+    """The storage's clock is decades behind or ahead of this process's."""
+    run: Any = MemoryStorage()
+    run.now = clock
+    run.write("lease/5-0", json.dumps({**ELSEWHERE, "renewed": 2e9 - clock}).encode())
+    run.now += STALE_S - 1.0
+    with pytest.raises(RunTaken, match="process 1 on elsewhere drives this run"):
+        claim(run)
+    run.now += 2.0
+    lease = claim(run)
+    assert lease.epoch == 6
+    assert [name.partition("-")[0] for name in run.objects] == ["lease/6"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{",
+        b"\x00" * 40,
+        b"[]",
+        b"null",
+        b'{"host": 1}',
+        b'{"pid": -1, "started": 0}',
+        b"[" * 99999,
+    ],
+)
+def test_a_lease_that_cannot_be_read_counts_by_its_age(tmp_path: Path, content: bytes) -> None:
+    run = DiskStorage(tmp_path)
+    run.write("lease/7-0", content)
+    with pytest.raises(RunTaken) as refusal:
+        claim(run)
+    assert str(refusal.value) == (
+        f"{tmp_path}/lease/7-0: the lease cannot be read, and was written within the last 15 s; "
+        "if no process drives this run, try again in 15 s"
+    )
+    owner = owner_of(run)
+    assert owner is not None and owner["host"] == "an unknown host"
+    os.utime(tmp_path / "lease" / "7-0", (time.time() - 20.0,) * 2)
+    assert owner_of(run) is None
+    assert claim(run).epoch == 8
+
+
+def test_a_disk_lease_is_renewed_without_being_written(tmp_path: Path) -> None:
+    """So that a full disk does not end it."""
+    lease = claim(DiskStorage(tmp_path))
+    [file] = (tmp_path / "lease").iterdir()
+    number = file.stat().st_ino
+    os.utime(file, (0.0, 0.0))
+    lease.renew()
+    assert file.stat().st_ino == number and time.time() - file.stat().st_mtime < 5.0
+    file.unlink()
+    lease.renew()
+    assert json.loads(file.read_text())["host"] == socket.gethostname()
+
+
+def test_a_lost_lease_writes_nothing_not_even_when_it_is_released() -> None:
+    run: Any = MemoryStorage()
+    first = claim(run, actor="a")
+    second = claim(run, actor="a")
+    before = dict(run.objects)
+    for write in (first.renew, first.look, first.check):
+        with pytest.raises(LeaseLost):
+            write()
+    first.release()
+    assert run.objects == before
+    second.release()
+    assert owner_of(run) is None

@@ -1,0 +1,127 @@
+"""Writers of logs while storage takes nothing: real refusals by the operating system."""
+
+from __future__ import annotations
+
+import json
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_storage import MemoryStorage
+
+from actors.errors import LeaseLost
+from actors.lease import claim
+from actors.line_writers import LineFile, open_lines
+from actors.lines import LineLog
+from actors.storage import DiskStorage
+
+LIMIT_BYTES = 1 << 16
+LINE = {"filler": "x" * 1000}
+
+
+@contextmanager
+def files_limited_to(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses what goes beyond, as a full disk does, and takes a part of a line."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_full_disk_gets_the_lines_once_it_has_space_again(tmp_path: Path) -> None:
+    lines = LineFile(tmp_path / "log")
+    with files_limited_to(LIMIT_BYTES):
+        for number in range(100):
+            lines.write({"number": number, **LINE})
+        assert "File too large" in lines.trouble and lines.num_waiting > 30
+    lines.flush()  # also if no other line comes
+    assert (lines.trouble, lines.num_waiting) == ("", 0)
+    assert [row["number"] for row in rows(tmp_path / "log")] == list(range(100))
+    assert lines.close() == ""
+
+
+def test_closing_tries_for_as_long_as_it_says_and_reports_what_is_lost(tmp_path: Path) -> None:
+    with files_limited_to(LIMIT_BYTES):
+        lines = LineFile(tmp_path / "log")
+        for number in range(100):
+            lines.write({"number": number, **LINE})
+        num_waiting = lines.num_waiting
+        began = time.monotonic()
+        lost = lines.close(patience_s=1.0)
+        assert 1.0 <= time.monotonic() - began < 5.0
+    assert lost == f"{num_waiting} lines of log not written: [Errno 27] File too large"
+    open_lines(LineLog(DiskStorage(tmp_path), "log")).close()
+    assert len(rows(tmp_path / "log")) == 100 - num_waiting
+
+
+def test_space_that_comes_back_while_the_log_is_closed_is_used(tmp_path: Path) -> None:
+    closed: list[str] = []
+    with files_limited_to(LIMIT_BYTES):
+        lines = LineFile(tmp_path / "log")
+        for number in range(100):
+            lines.write({"number": number, **LINE})
+        closing = threading.Thread(target=lambda: closed.append(lines.close()))
+        closing.start()
+        time.sleep(1.5)
+    closing.join()
+    assert closed == [""] and len(rows(tmp_path / "log")) == 100
+
+
+def test_a_process_that_lost_its_lease_does_not_write_what_waits(tmp_path: Path) -> None:
+    run = DiskStorage(tmp_path)
+    lease = claim(run, actor="a")
+    lines = LineFile(tmp_path / "log", lease.look)
+    with files_limited_to(LIMIT_BYTES):
+        for number in range(100):
+            lines.write({"number": number, **LINE})
+    size = (tmp_path / "log").stat().st_size
+    claim(run, actor="a")
+    assert lines.close() == ""
+    assert (tmp_path / "log").stat().st_size == size
+
+
+def test_an_object_store_gets_the_lines_once_it_takes_them_again() -> None:
+    storage: Any = MemoryStorage()
+    log = LineLog(storage, "log")
+    lines = open_lines(log)
+    storage.refusal = OSError(28, "No space left on device")
+    for number in range(10):
+        lines.write({"number": number})
+    lines.make_durable()
+    deadline = time.monotonic() + 10.0
+    while not lines.trouble and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (lines.trouble, lines.num_waiting) == ("[Errno 28] No space left on device", 10)
+    assert lines.close(patience_s=1.0) == (
+        "10 lines of log not written: [Errno 28] No space left on device"
+    )
+    storage.refusal = None
+    again = open_lines(log)
+    again.write({"number": 10})
+    assert again.close() == ""
+    assert [row["number"] for row in log.lines()] == [10]
+
+
+def test_a_shipment_under_a_lost_lease_is_not_made() -> None:
+    storage: Any = MemoryStorage()
+    lease = claim(storage, actor="a")
+    lines = open_lines(LineLog(storage, "log"), lease.epoch, lease.look)
+    newer = claim(storage, actor="a")
+    with pytest.raises(LeaseLost):
+        lease.look()
+    before = dict(storage.objects)
+    lines.write({"number": 1})
+    assert lines.close() == ""
+    assert storage.objects == before
+    newer.release()

@@ -1,0 +1,57 @@
+"""Numbers that are not finite: null in the journal, shown as such, never among the best."""
+
+from __future__ import annotations
+
+import json
+from math import inf, isinf, nan
+
+from elastic.core import Core
+from elastic.events import Evaluated, RunOpened, StoreReady
+from elastic.phases import Aborting
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.wire import decode, encode, event_line, replayed
+from pipelines.view.history import History
+
+
+def test_an_evaluation_that_is_not_finite_is_a_journal_line_that_can_be_replayed() -> None:
+    event = Evaluated(1, 10, None, (("accuracy", None), ("error", 0.5)), ("accuracy", "loss"))
+    line = json.loads(json.dumps(event_line(1.0, event, Core().state), allow_nan=False))
+    assert line["loss"] is None and line["not_finite"] == ["accuracy", "loss"]
+    assert replayed(line) == event
+
+
+def test_every_number_that_is_not_finite_is_null_and_a_deadline_stays_infinite() -> None:
+    encoded = encode(Aborting("lost", set(), inf, inf, 0.0))
+    assert json.loads(json.dumps(encoded, allow_nan=False))["deadline"] is None
+    assert isinf(decode(Aborting, encoded).deadline)
+    assert encode({"value": nan, "values": [inf, -inf, 1.0]}) == {
+        "value": None,
+        "values": [None, None, 1.0],
+    }
+
+
+def test_a_checkpoint_without_a_finite_held_out_loss_is_never_among_the_best() -> None:
+    core = Core()
+    core.step(0.0, RunOpened(1, Policy(1, 1), Wish(), Job(8, steps=10)))
+    core.step(0.0, StoreReady("host", 1))
+    core.state.committed_step = 1
+    generation = core.state.generation
+    core.step(1.0, Evaluated(generation, 1, 2.5))
+    assert core.state.held_out_losses == {"1": 2.5}
+    [warned] = core.step(1.0, Evaluated(generation, 1, None, (), ("loss",)))
+    assert core.state.held_out_losses == {}
+    assert warned.kind == "not finite"  # type: ignore[union-attr]
+    [warned] = core.step(1.0, Evaluated(generation, 1, None))
+    assert warned.kind == "nothing counted"  # type: ignore[union-attr]
+
+
+def test_the_history_shows_which_numbers_are_not_finite() -> None:
+    history = History()
+    line = {"time": 1.0, "event": "Evaluated", "generation": 1, "step": 3, "loss": None}
+    metrics = [["accuracy", None], ["error", 0.25]]
+    history.take([{**line, "metrics": metrics, "not_finite": ["loss"]}], [])
+    [happening] = history.membership.happenings
+    assert happening.text == (
+        "held-out loss not finite, accuracy nothing counted, error 0.25 at step 3"
+    )

@@ -1,0 +1,152 @@
+"""Samples that end whoever runs them: named by their index in the data, at the cost of no step."""
+
+from __future__ import annotations
+
+import pytest
+from test_hanging import Driven
+
+from elastic.commands import Command, Resume
+from elastic.events import (
+    Checkpointed,
+    Evaluated,
+    GroupFormed,
+    PartFile,
+    PartWritten,
+    Quiesced,
+    StateReady,
+    StepCommitted,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.job import Job
+from elastic.phases import Aborting, Forming, Relaying, Running, Waiting
+from elastic.samples import batch_ids, sample_of
+from elastic.votes import StepRecord, Vote
+
+JOB = Job(
+    num_microbatches=4,
+    microbatch=2,
+    steps=1000,
+    seed=7,
+    num_samples=1000,
+    eval_every=5,
+    num_eval_samples=5,
+)
+
+
+class Fleet(Driven):
+    """Workers that obey, and are lost to one microbatch."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(num_workers, job=JOB)
+        self.resumes: list[Resume] = []
+
+    def go_on(self) -> None:
+        """Until workers train, or the run has ended."""
+        for _ in range(40):
+            state, phase = self.core.state, self.core.state.phase
+            generation, step = state.generation, state.committed_step
+            starting = sorted(state.seats.keys() - state.warm)
+            match phase:
+                case Running():
+                    return
+                case Forming():
+                    self.hear(*(GroupFormed(w, generation) for w in sorted(phase.pending)))
+                case Relaying():
+                    workers = sorted(phase.pending)
+                    self.hear(*(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in workers))
+                case Aborting():
+                    vote = Vote(step, 1.0, 8, 1.0, len(state.members())) if step else None
+                    workers = sorted(phase.pending)
+                    self.hear(*(Quiesced(w, generation, step, vote) for w in workers))
+                case Waiting() if starting:
+                    self.hear(*(WorkerReady(worker, "node", 1) for worker in starting))
+                case _ if state.uploads:
+                    self.write()
+                case _ if self.core.next_deadline() is None:
+                    return
+                case _:
+                    self.wake()
+
+    def hear(self, *events: object) -> None:
+        commands: list[Command] = self.tell(*events)  # type: ignore[arg-type]
+        self.resumes += [command for command in commands if isinstance(command, Resume)]
+
+    def write(self) -> None:
+        """The parts of all checkpoints under way, which become visible."""
+        for upload in list(self.core.state.uploads.values()):
+            told = (upload.generation, upload.step)
+            files = [PartWritten(w, *told, PartFile(w, 1, 1)) for w in sorted(upload.pending)]
+            path = f"step-{upload.step}-g{upload.generation}"
+            self.hear(*files, Checkpointed(upload.step, upload.generation, path))
+
+    def train_to(self, step: int) -> None:
+        state = self.core.state
+        while state.committed_step < step:
+            number, num = state.committed_step + 1, len(state.members())
+            record = StepRecord(0.0, number, state.generation, num, 1.0, 8, 0.1, 1.0, 0.5, False)
+            self.now += 0.5
+            vote = Vote(number, 1.0, 8, 1.0, num)
+            self.hear(StepCommitted(state.generation, record, vote))
+
+    def lose(self, data_rank: int) -> None:
+        self.hear(WorkerLost(self.core.state.members()[data_rank], "killed"))
+
+
+def lose_to_microbatch(fleet: Fleet, microbatch: int, times: int) -> None:
+    """The worker that runs it is lost, and each time it first saved what it was told to save."""
+    for _ in range(times):
+        fleet.go_on()
+        num = len(fleet.core.state.members())
+        if fleet.resumes and fleet.resumes[-1].guarded_step == fleet.core.state.committed_step + 1:
+            fleet.write()
+        fleet.lose(microbatch * num // JOB.num_microbatches)
+    fleet.go_on()
+
+
+def test_samples_are_named_by_their_index_in_the_data() -> None:
+    fleet = Fleet(4)
+    fleet.train_to(6)
+    lose_to_microbatch(fleet, 0, 4)
+    ending = fleet.core.state.ending
+    ids = batch_ids(7, 8)
+    indices = sorted(sample_of(JOB.seed, ids[i], JOB.num_samples) for i in (0, 1))
+    assert ending and ending.reason.endswith(f"training samples {indices[0]}, {indices[1]}")
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+def test_no_step_is_lost_to_a_sample(num_workers: int) -> None:
+    """Also where the last worker that holds the state reads it."""
+    fleet = Fleet(num_workers)
+    fleet.train_to(6)
+    lose_to_microbatch(fleet, 0, 4)
+    assert fleet.core.state.ending
+    assert fleet.core.state.committed_step == fleet.core.state.saved_step == 6
+    assert min(resume.step for resume in fleet.resumes) == 6
+
+
+def test_a_step_that_ended_one_of_many_workers_is_not_guarded() -> None:
+    """A recovery is as fast as ever."""
+    fleet = Fleet(4)
+    fleet.train_to(6)
+    fleet.lose(1)
+    fleet.go_on()
+    assert [resume.guarded_step for resume in fleet.resumes] == [0]
+
+
+def test_a_loss_amid_an_evaluation_is_not_blamed_on_training_data() -> None:
+    fleet = Fleet(4)
+    fleet.train_to(5)
+    lose_to_microbatch(fleet, 0, 4)
+    ending = fleet.core.state.ending
+    assert ending and "the evaluation after step 5 has ended every worker" in ending.reason
+    assert ending.reason.endswith("look at held-out samples 0 to 1")
+
+
+def test_after_the_evaluation_is_reported_training_data_are_suspect() -> None:
+    fleet = Fleet(4)
+    fleet.train_to(5)
+    fleet.hear(Evaluated(fleet.core.state.generation, 5, 1.0))
+    lose_to_microbatch(fleet, 0, 4)
+    ending = fleet.core.state.ending
+    assert ending and "step 6 has ended every worker" in ending.reason

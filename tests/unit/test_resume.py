@@ -1,0 +1,30 @@
+"""A run that is resumed with other training settings is refused before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli import main
+from pipelines.plan import Asked, make_plan, store_recipe
+
+FLOAT64 = ("dtype=float64",)
+
+
+def test_other_training_settings_are_refused_in_one_line_and_the_recipe_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = Asked("tiny", "run", str(tmp_path), "1", None, 5, None, "random", FLOAT64)
+    store_recipe(make_plan(asked, num_gpus=0))
+    before = (tmp_path / "run" / "recipe.json").read_text()
+    train = ["elastic", "train", "tiny", "--storage", str(tmp_path), "--run-name", "run"]
+    train += ["--data", "random", "--workers", "1", "--set", "dtype=float64"]
+    monkeypatch.setattr(sys, "argv", [*train, "--steps", "9", "--set", "optimizer.lr=0.5"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert "optimizer.lr: 0.003 -> 0.5" in line
+    assert (tmp_path / "run" / "recipe.json").read_text() == before

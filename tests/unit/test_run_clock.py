@@ -1,0 +1,149 @@
+"""The run's time passes evenly on a host whose wall clock is behind, ahead, or is set anew."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.lease import claim
+from actors.run_clock import RunClock
+from actors.shell import Shell
+from actors.storage import DiskStorage
+from elastic.commands import Order, Stopped
+from elastic.events import (
+    NodeDraining,
+    RunOpened,
+    StopRequested,
+    StoreReady,
+    WorkerLost,
+    WorkerReady,
+)
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
+from elastic.state import CoreState
+
+BEHIND_S = 600.0
+FORM_TIMEOUT_S = 0.4
+PROMPT_S = 60.0
+"""On a machine under load; deadlines that wait for the wall clock take ten times as long."""
+POLICY = Policy(2, 2, form_timeout_s=FORM_TIMEOUT_S, collective_timeout_s=0.4, max_attempts=2)
+OPENING = RunOpened(0, POLICY, Wish.parse("dp=2", 2), Job(8, steps=10))
+
+
+class Hands:
+    """Two clocks of a host, moved by hand."""
+
+    def __init__(self, wall: float) -> None:
+        self.wall_s, self.monotonic_s = wall, 50.0
+
+    def wall(self) -> float:
+        return self.wall_s
+
+    def monotonic(self) -> float:
+        return self.monotonic_s
+
+    def wait(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.monotonic_s += seconds
+
+
+@pytest.mark.parametrize("wall", [1000.0, 400.0, 5000.0])
+def test_time_goes_on_from_the_journal_or_the_wall_clock(wall: float) -> None:
+    hands = Hands(wall)
+    clock = RunClock(1000.0, hands.wall, hands.monotonic)
+    began = max(1000.0, wall)
+    assert clock.now() == began
+    for jump_s in (0.0, -3600.0, 3600.0):
+        hands.wall_s += jump_s
+        before = clock.now()
+        hands.wait(2.0)
+        assert clock.now() - before == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("wall", [400.0, 1000.0])
+def test_an_announced_end_is_as_far_away_as_on_the_wall_clock(wall: float) -> None:
+    hands = Hands(wall)
+    clock = RunClock(1000.0, hands.wall, hands.monotonic)
+    hands.wait(30.0)
+    notice = clock.on_this_clock(NodeDraining("n", hands.wall_s + 120.0))
+    assert isinstance(notice, NodeDraining)
+    assert notice.deadline - clock.now() == pytest.approx(120.0)
+    other = StopRequested("enough")
+    assert clock.on_this_clock(other) is other
+
+
+class Silent:
+    """Workers that start and then never answer an order."""
+
+    shell: Shell
+
+    def start_store(self) -> None:
+        self.shell.post(StoreReady("host", 1))
+
+    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+        for worker in workers:
+            self.shell.post(WorkerReady(worker, "node", 1))
+
+    def stop_worker(self, worker: str) -> None:
+        self.shell.post(WorkerLost(worker, "stopped"))
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        pass
+
+    def probe(self, worker: str) -> Future[int]:
+        answer: Future[int] = Future()
+        answer.set_result(1)
+        return answer
+
+    def process_state(self, worker: str) -> Future[str]:
+        raise AssertionError("they answer every probe")
+
+    def newest_generation(self) -> int:
+        return 0
+
+    def attach(self, state: CoreState) -> None:
+        pass
+
+    def clear_away(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def drive(folder: Path, wall: Callable[[], float]) -> Stopped:
+    run, fleet = DiskStorage(folder), Silent()
+    fleet.shell = Shell(run, claim(run, actor="actor"), wall=wall)
+    return fleet.shell.run(fleet, OPENING, fleet)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("off_s", [-BEHIND_S, 0.0, BEHIND_S])
+def test_deadlines_pass_on_a_host_whose_clock_is_off(tmp_path: Path, off_s: float) -> None:
+    """The journal of a controller that died amid a forming; its host's clock was right."""
+    drive(tmp_path, time.time)
+    journal = tmp_path / "journal.jsonl"
+    whole = journal.read_text().splitlines(keepends=True)
+    cut = next(i for i, line in enumerate(whole) if '"command": "Form"' in line)
+    journal.write_text("".join(whole[: cut + 1]))
+    [lease] = (tmp_path / "lease").iterdir()
+    lease.write_text(json.dumps({**json.loads(lease.read_text()), "released": False}))
+    last = json.loads(whole[cut])["time"]
+    began = time.monotonic()
+    stopped = drive(tmp_path, lambda: time.time() + off_s)
+    assert stopped.outcome == "failed" and "Forming is late" in stopped.reason
+    assert time.monotonic() - began < PROMPT_S
+    later = lines(tmp_path)[cut + 1 :]
+    assert "ControllerRestarted" in [line.get("event") for line in later]
+    times = [line["time"] for line in later]
+    assert times == sorted(times) and times[0] >= last
+    assert times[-1] - times[0] < PROMPT_S

@@ -1,0 +1,91 @@
+"""What silence becomes: by what the worker's node says of its process."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from actors.fleet import answered, missing
+from actors.watch import NODE_S, PROBE_S, Watch
+from elastic.events import Event, StepCommitted, WorkerReady, WorkerSuspected
+from elastic.votes import StepRecord, Vote
+
+TIMEOUT_S = 2.5
+FASTEST_S, SLOWEST_S = PROBE_S, PROBE_S + 1.5
+"""Of a look, and of a probe that is asked a second after the one before."""
+
+
+class SilentFleet:
+    """A worker that answers nothing, and a node that may."""
+
+    def __init__(self, state: Future[str]) -> None:
+        self._state = state
+
+    def probe(self, worker: str) -> Future[int]:
+        return Future()
+
+    def process_state(self, worker: str) -> Future[str]:
+        return self._state
+
+
+@pytest.fixture
+def posted() -> Iterator[queue.Queue[Event]]:
+    yield queue.Queue()
+
+
+def suspicion(
+    state: Future[str], posted: queue.Queue[Event], step_s: float | None = None
+) -> tuple[WorkerSuspected | None, float]:
+    """What is posted within 7 s, and after how long."""
+    watch = Watch(SilentFleet(state), posted.put, silence_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    began = time.monotonic()
+    try:
+        watch.note(WorkerReady("w0", "node", 1))
+        if step_s is not None:
+            record = StepRecord(0.0, 1, 1, 1, 1.0, 1, 0.1, 1.0, step_s, skipped=False)
+            watch.note(StepCommitted(1, record, Vote(1, 1.0, 1, 1.0, 1)))
+        event = posted.get(timeout=4.5)
+    except queue.Empty:
+        return None, time.monotonic() - began
+    finally:
+        watch.close()
+    assert isinstance(event, WorkerSuspected)
+    return event, time.monotonic() - began
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"),
+    [
+        (answered("stopped"), "and its process is stopped"),
+        (answered("gone"), "and its process is gone"),
+        (missing("its agent has died"), "nor from its node"),
+    ],
+)
+def test_a_process_that_does_not_run_is_suspected_at_once(
+    state: Future[str], cause: str, posted: queue.Queue[Event]
+) -> None:
+    event, took_s = suspicion(state, posted)
+    assert event is not None and cause in event.cause
+    assert FASTEST_S < took_s < SLOWEST_S
+
+
+def test_a_node_that_does_not_answer_is_waited_for_briefly(posted: queue.Queue[Event]) -> None:
+    event, took_s = suspicion(Future(), posted)
+    assert event is not None and "nor from its node" in event.cause
+    assert FASTEST_S + NODE_S < took_s < SLOWEST_S + NODE_S
+
+
+@pytest.mark.parametrize("state", ["runs", "may run"])
+def test_a_process_that_runs_is_given_time(state: str, posted: queue.Queue[Event]) -> None:
+    event, took_s = suspicion(answered(state), posted)
+    assert event is not None and f"though its process {state}" in event.cause
+    assert TIMEOUT_S < took_s < TIMEOUT_S + 1.5
+
+
+def test_it_is_given_as_long_as_a_step(posted: queue.Queue[Event]) -> None:
+    event, _ = suspicion(answered("runs"), posted, step_s=60.0)
+    assert event is None
