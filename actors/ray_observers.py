@@ -124,6 +124,12 @@ class KeptObserver:
             try:
                 told = ray.get(self._actor.finish.remote(patience_s), timeout=2 * patience_s)
                 break
+            except ray.exceptions.GetTimeoutError:
+                told = (
+                    f"the run's observer did not answer for {2 * patience_s:g} s: what it delivers "
+                    "may lack the end of the run until the run is resumed"
+                )
+                break
             except ray.exceptions.RayError as error:
                 last_line = str(error).strip().split("\n")[-1]
                 told = f"the observer failed {self._num_losses + 1} times: {last_line}"

@@ -18,6 +18,7 @@ from typing import Any
 from elastic.commands import Command, RecordStep, Resume
 from elastic.events import ComputeTimed, Event, Progressed, StepCommitted
 from elastic.phases import Aborting, Forming, Relaying
+from elastic.protecting import is_protected
 from elastic.state import CoreState
 from elastic.unfinished import Unfinished
 from elastic.wire import command_line, event_line, state_line, steps_line
@@ -55,6 +56,8 @@ class JournalWriter:
         self._compute_s: tuple[float, ...] = ()
         self._generation = 0
         """The newest of which a step is written."""
+        self._protected_generation = 0
+        """The newest of which a step is written by which its snapshots are whole."""
 
     def before(self, event: Event, state: CoreState, num_waiting: int = 0) -> list[Line]:
         """The lines that must precede `event`, which the core has not taken in yet.
@@ -76,7 +79,7 @@ class JournalWriter:
         """The lines of an event and its commands, which have not been carried out yet."""
         told = [command for command in commands if not isinstance(command, SILENT)]
         lines: list[Line] = []
-        if not isinstance(event, HELD) or told or self._is_first(event):
+        if not isinstance(event, HELD) or told or self._is_first(event, state):
             lines = [event_line(now, event, state)]
             lines += [command_line(now, command, state) for command in told]
         # Whatever those raise has changed nothing yet.
@@ -89,6 +92,8 @@ class JournalWriter:
             self._compute_s = event.compute_s
         if isinstance(event, StepCommitted):
             self._generation = max(self._generation, event.generation)
+            if is_protected(state):
+                self._protected_generation = max(self._protected_generation, event.generation)
         if isinstance(event, HELD) and not lines:
             self._held.append((now, event))
             return []
@@ -97,9 +102,13 @@ class JournalWriter:
             lines.append(self._full(state, num_waiting + len(records)))
         return lines
 
-    def _is_first(self, event: StepCommitted | Progressed | ComputeTimed) -> bool:
-        """The first step of a generation is written at once: readers see training begin."""
-        return isinstance(event, StepCommitted) and event.generation > self._generation
+    def _is_first(self, event: Event, state: CoreState) -> bool:
+        """Written at once: the first step of a generation and the first by which all its snapshots
+        are whole, so that readers see training begin, and since when a loss costs little."""
+        if not isinstance(event, StepCommitted):
+            return False
+        is_first_protected = event.generation > self._protected_generation and is_protected(state)
+        return event.generation > self._generation or is_first_protected
 
     def full_state(self, now: float, state: CoreState, num_waiting: int = 0) -> Line:
         """The full state, whether or not it is due."""

@@ -87,7 +87,8 @@ def train(folder: Path | str, outage: Outage) -> Outcome:
 
 
 def is_complete(outcome: Outcome) -> bool:
-    assert (outcome.stopped.outcome, outcome.stopped.step) == ("completed", 100), outcome.stopped
+    stopped = outcome.stopped
+    assert (stopped.outcome, stopped.step) == ("completed", 100), outcome.story()
     assert [line["step"] for line in outcome.metrics] == list(range(1, 101))
     assert outcome.told("Stopped")
     found = find_checkpoints(outcome.run)

@@ -17,6 +17,7 @@ from tempfile import mkdtemp
 from typing import Any
 
 import psutil
+from ray._common.utils import get_default_ray_temp_dir
 
 PATIENCE_S = 300.0
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def ray_folder() -> Iterator[str]:
     """For a cluster's own files; at the end neither they nor a process of the cluster is left."""
     folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
+    Path(get_default_ray_temp_dir()).mkdir(exist_ok=True)  # Ray notes the newest address there
     try:
         yield folder
     finally:

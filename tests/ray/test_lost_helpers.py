@@ -34,9 +34,10 @@ def test_killed_gcs_ends_the_run_saved(tmp_path: Path) -> None:
         [stopped] = command.lines("Stopped")
         assert command.lines("Checkpointed")[-1]["step"] == stopped["step"] >= 10
     assert code == 1, output
-    [line] = [line for line in output.splitlines() if line.startswith("elastic: ")]
+    [line, *others] = [line for line in output.splitlines() if line.startswith("elastic: ")]
     assert "the GCS at" in line and "is gone" in line
     assert f"saved at step {stopped['step']} in {tmp_path}/run: the same command resumes" in line
+    assert all("observer did not answer" in other for other in others), "it was still starting"
     assert "rpc_client" not in output, "the text of Ray's own end after a minute"
 
 

@@ -31,7 +31,7 @@ def test_a_snapshot_is_read_after_the_controllers_restart(tmp_path: Path) -> Non
         num_servers = len(command.lines("StartKeeper"))
         command.process.send_signal(signal.SIGINT)
         code, output = command.finish()
-        files = [file for file in tmp_path.rglob("*") if file.is_file()]
+        files = [file for file in (tmp_path / "run").rglob("*") if file.is_file()]
     assert code == 130, output
     assert sources == ["initial", "snapshot"] and num_servers == 1
     assert not [file for file in files if b"secret" in file.read_bytes()]

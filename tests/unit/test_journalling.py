@@ -24,6 +24,7 @@ from elastic.controller_events import CheckpointsRemoved
 from elastic.core import Core
 from elastic.events import Event, RunOpened, Woke
 from elastic.journalling import MAX_HELD, MAX_REPLAYED, JournalWriter
+from elastic.keeping import Placement
 from elastic.replaying import Replay
 from elastic.rewinding import distrust
 from elastic.state import CoreState, Void
@@ -118,6 +119,21 @@ class Driven:
             line.get("event") or line.get("command") or ("steps" if "steps" in line else "state")
             for line in self.lines
         ]
+
+
+def test_the_first_step_by_which_all_snapshots_are_whole_is_written_at_once() -> None:
+    """It tells a reader since when a loss costs little; the steps beside it are held back."""
+    run = Driven()
+    run.commit(5)
+    assert run.names().count("StepCommitted") == 1, "the first of the generation"
+    state = run.core.state
+    state.protected = Placement(copies=dict.fromkeys(state.members(), ("n0",)))
+    step = step_of(state.committed_step + 1, state.generation, run.now)
+    whole = replace(step.vote, num_snapshots=len(state.members()))
+    run.hear(replace(step, vote=whole))
+    assert run.lines[-1]["vote"]["num_snapshots"] == len(state.members())
+    run.commit(5)
+    assert run.names().count("StepCommitted") == 2
 
 
 def test_the_first_step_of_a_generation_is_written_at_once() -> None:
