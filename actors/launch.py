@@ -34,7 +34,7 @@ SHOW_EVERY_S = 0.5
 ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 KNOCK_TIMEOUT_S = 2.0
-RESTART_PATIENCE_S = 60.0
+RESTART_PATIENCE_S = 180.0
 ENDING_PATIENCE_S = 300.0
 """For the last checkpoint of a run that has been stopped, before the same run is begun again."""
 LONE_PATIENCE_S = 15.0

@@ -40,7 +40,7 @@ ATTEND_EVERY_S = 1.0
 POLL_EVERY_S = 5.0
 END_PATIENCE_S = 5.0
 SAMPLES_PATIENCE_S = 5.0
-STORAGE_PATIENCE_S = 45.0
+STORAGE_PATIENCE_S = 150.0
 """Less than the driver's for a controller that does not come back."""
 HEAD_GONE = "Ray's head process (the GCS at {}) is gone"
 OTHER_SOURCES = (
@@ -71,7 +71,8 @@ class Run:
     observers: tuple[Factory, ...] = ()
     resources: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
     """What each worker asks the cluster for, as options of its actor."""
-    orphan_timeout_s: float = 30.0
+    driver_timeout_s: float = 60.0
+    orphan_timeout_s: float = 300.0
     detached: bool = False
     head_patience_s: float = 30.0
     """How long Ray's GCS may be away until the run is saved and ends."""
@@ -221,7 +222,7 @@ class RayController:
                     observer.poll()
             self._driver_silence_s += ATTEND_EVERY_S
             running = self._progress.outcome is None
-            is_alone = self._driver_silence_s >= self._run.orphan_timeout_s / 3
+            is_alone = self._driver_silence_s >= self._run.driver_timeout_s
             if not is_alone or (running and self._run.detached):
                 self._orphanage.hear()
             elif running and not asked:

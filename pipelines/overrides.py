@@ -36,6 +36,8 @@ WHERE_AND_HOW = frozenset(
         "quiesce_factor",
         "collective_timeout_s",
         "records_timeout_s",
+        "driver_timeout_s",
+        "orphan_timeout_s",
         "silence_timeout_s",
         "growth_horizon_s",
         "spare_timeout_s",

@@ -153,6 +153,8 @@ def make_plan(asked: Asked, num_gpus: int) -> Plan:
         observers=(
             _sidecar(folder, tracking_uri, asked.experiment, notify_url, settings.notify_after_s),
         ),
+        driver_timeout_s=settings.driver_timeout_s,
+        orphan_timeout_s=settings.orphan_timeout_s,
         detached=asked.detach,
         sources=digest_of_sources(),
     )

@@ -270,6 +270,10 @@ class TrainSettings(Settings):
     a row, is replaced by a spare or told of. A node on which workers crash `avoid_after` times (0:
     never) within `avoid_window_s` gets no new ones for `avoid_for_s`, or until the run has lacked
     workers for `quarantine_patience_s`.
+    A run without `--detach` is saved and ends when its driver has been silent for
+    `driver_timeout_s`. Workers, snapshot servers, store and controller train on for
+    `orphan_timeout_s` without a sign of their controller (which Ray restarts) or driver; then each
+    ends its own process.
     `--notify` tells of a run that has waited for `notify_after_s`.
     """
 
@@ -310,6 +314,8 @@ class TrainSettings(Settings):
     quiesce_factor: UnwindFactor = 4.0
     collective_timeout_s: Seconds = 300.0
     records_timeout_s: Seconds = 10.0
+    driver_timeout_s: Seconds = 60.0
+    orphan_timeout_s: Seconds = 300.0
     growth_horizon_s: Seconds = 600.0
     spare_timeout_s: Seconds = 600.0
     gang_timeout_s: Seconds = 1800.0

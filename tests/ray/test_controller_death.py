@@ -186,7 +186,8 @@ def test_killed_amid_a_recovery(tmp_path: Path, moment: str, line: str, next_lin
 def test_workers_outlive_a_controller_that_cannot_take_its_run_for_long(tmp_path: Path) -> None:
     """It greets them before it takes the lease and replays: after 30 s without a sign of it they
     would end themselves as orphans."""
-    with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 100_000)) as command:
+    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "orphan_timeout_s=30")
+    with elastic_train(tmp_path, *run) as command:
         command.wait_for_step(10)
         lease, away = command.folder / "lease", command.folder / "lease.away"
         command.kill_controller()
@@ -216,7 +217,8 @@ def test_the_driver_of_an_attached_run_is_killed(
     tmp_path: Path, cluster_of_all: SharedCluster
 ) -> None:
     """The run stops cleanly after a last checkpoint."""
-    command = cluster_of_all.start(tmp_path, *arguments("tiny", "dp=2", "2:2", 100_000))
+    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "driver_timeout_s=10")
+    command = cluster_of_all.start(tmp_path, *run)
     command.wait_for_step(10)
     command.process.send_signal(signal.SIGKILL)
     command.process.communicate()
