@@ -8,51 +8,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
+from actors.fault import Fault, Moment
 from actors.own_time import NUM_PRODUCTS, Product
 from actors.stand_in import computed_s
 from elastic.votes import BrokenVote
 
-Moment = Literal[
-    "compute",
-    "vote",
-    "reading",
-    "apply",
-    "settling",
-    "forming",
-    "relaying",
-    "evaluation",
-    "snapshot",
-    "writing",
-    "written",
-]
 IN_VAIN = 64
 """The width of the matrices that a slow worker multiplies."""
-MOMENTS: tuple[Moment, ...] = get_args(Moment)
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`kill`, `stop` (SIGSTOP), `hang`, `raise`, `flip` (a bit of a parameter) or `nan` (its loss):
-    done by `worker` to itself, once. `slow`: from that step on it computes `factor` times as much.
-
-    At the given moment of `step`, or of any step if it is 0. In `reading` the vote is decided and
-    this worker has not seen it; in `settling` it comes to it after an abort. In `snapshot` its own
-    copy of that step is there, and others are not. In `writing` and `written` its part of that
-    step's checkpoint is about to be, and has become, durable. Forming and re-laying out have no
-    step of their own: there `step` is the first one that the generation would train.
-    """
-
-    action: Literal["kill", "stop", "hang", "raise", "flip", "nan", "slow"]
-    worker: str
-    step: int
-    moment: Moment = "compute"
-    factor: float = 1.0
 
 
 class Faults:

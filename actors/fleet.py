@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
+
+import psutil
 
 from elastic.commands import Order
 from elastic.state import CoreState
@@ -80,3 +83,22 @@ class Survivors(Protocol):
 
     def clear_away(self) -> None:
         """End all of it."""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A command with the incarnation of the controller that sends it."""
+
+    incarnation: int
+    order: Order
+
+
+def process_state(pid: int) -> str:
+    """`runs`, `stopped` by a signal, or `gone`, of a process of this machine."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "stopped" if status == psutil.STATUS_STOPPED else "runs"

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 
 import torch
 
-from actors.fleet import answered
+from actors.factory import Factory
+from actors.fleet import Envelope, answered
 from actors.interface import own_address
-from actors.program import Factory
 from actors.ray_controller import Run
 from actors.run_opening import open_run
 from actors.storage import open_storage
 from actors.store import open_store
-from actors.worker import Envelope, Worker
+from actors.worker import Worker
 from actors.worker_options import WorkerOptions
 from elastic.commands import Order, Stopped
 from elastic.events import Event, StoreReady, WorkerLost, WorkerRaised

@@ -19,13 +19,12 @@ from typing import Any
 
 import torch
 
-from actors.fleet import answered, missing
+from actors.factory import Factory
+from actors.fleet import Envelope, answered, missing, process_state
 from actors.interface import own_address
 from actors.keeper import host_keeper
-from actors.program import Factory
 from actors.store import host_store
-from actors.system import process_state
-from actors.worker import Envelope, Worker
+from actors.worker import Worker
 from actors.worker_options import WorkerOptions
 from elastic.commands import Order
 from elastic.events import Event, KeeperLost, StoreLost, StoreReady, WorkerLost

@@ -17,11 +17,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from actors.file_names import PROFILES, TRACE
 from actors.storage import Storage
 from actors.torch_private import all_threads
-
-FOLDER = "profiles"
-TRACE = ".json.gz"
 
 
 class Profiling:
@@ -97,7 +95,7 @@ class Profiling:
             with tempfile.TemporaryDirectory(prefix="elastic-profile-") as folder:
                 file = Path(folder) / name
                 trace.export_chrome_trace(str(file))
-                self._run.at(FOLDER).write(name, file.read_bytes())
+                self._run.at(PROFILES).write(name, file.read_bytes())
         except Exception as error:  # likewise
             _complain(f"{name} could not be kept: {error}")
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch.distributed import ProcessGroup
@@ -19,7 +17,7 @@ from elastic.regions import Region
 from elastic.specs import TensorSpec
 from elastic.votes import Vote
 
-__all__ = ["Factory", "Groups", "Program", "Replica"]
+__all__ = ["Groups", "Program", "Replica"]
 
 Interrupt = Callable[[], None]
 """Raises if the generation is being aborted; a program calls it at least once a layer."""
@@ -164,21 +162,3 @@ class Program(Protocol):
 
         Raises `DamagedCheckpoint` if it is not what was written, OSError if the storage refuses.
         """
-
-
-@dataclass(frozen=True)
-class Factory:
-    """How to make an object in another process: `module:callable` and JSON keyword arguments.
-
-    `environment` is set there before the module is imported.
-    """
-
-    target: str
-    kwargs: dict[str, Any] = field(repr=False)
-    """Not shown where this is: there may be secrets among them."""
-    environment: dict[str, str] = field(default_factory=dict)
-
-    def make(self) -> Any:
-        os.environ.update(self.environment)
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)(**self.kwargs)

@@ -15,19 +15,19 @@ import ray
 
 from actors.asking import LayoutReply, ask_for_layout
 from actors.errors import RunRefused, UnfitMachine
+from actors.factory import Factory
+from actors.file_names import SYSTEM
 from actors.interface import own_address
 from actors.line_writers import open_lines
 from actors.lines import LineLog
 from actors.listening import Network, listen
 from actors.orphanage import Orphanage, end_process
-from actors.program import Factory
 from actors.ray_fleet import RayFleet
 from actors.ray_head import HeadWatch
 from actors.ray_observers import keep_observers
 from actors.ray_place import head_host
 from actors.ray_survivors import Greeter
 from actors.run_opening import open_run
-from actors.shell import SYSTEM
 from actors.sources import digest_of_sources
 from actors.storage import Storage, open_storage
 from actors.worker_options import WorkerOptions

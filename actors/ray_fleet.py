@@ -16,9 +16,9 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.fleet import missing
+from actors.factory import Factory
+from actors.fleet import Envelope, missing
 from actors.notices import Notice, watch_this_machine
-from actors.program import Factory
 from actors.ray_drains import Drains
 from actors.ray_losses import ask_state, cause_of, end_unreachable, end_without_agent, tell_loss
 from actors.ray_names import NAMESPACE
@@ -28,7 +28,6 @@ from actors.ray_snapshot_server import RaySnapshotServer
 from actors.ray_snapshot_servers import SnapshotServers
 from actors.ray_survivors import end_and_wait, find_actors, newest_by_node, newest_last
 from actors.ray_worker import RayAgent, RayStore, RayWorker
-from actors.worker import Envelope
 from actors.worker_options import WorkerOptions
 from elastic.commands import Order
 from elastic.events import Event, StoreLost, StoreReady, WorkerLost

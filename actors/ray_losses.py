@@ -10,9 +10,8 @@ from typing import Any
 
 import ray
 
-from actors.fleet import answered
+from actors.fleet import answered, process_state
 from actors.ray_private import node_of_actor
-from actors.system import process_state
 from elastic.events import Event, WorkerLost
 
 

@@ -13,9 +13,9 @@ from typing import Any, ClassVar, Protocol
 
 import ray
 
+from actors.factory import Factory
 from actors.figures import Figure, Gauges
 from actors.orphanage import Orphanage, end_process
-from actors.program import Factory
 from actors.ray_names import NAMESPACE
 from actors.ray_private import ON_HEAD
 from actors.ray_survivors import find_actors

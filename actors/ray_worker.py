@@ -1,4 +1,8 @@
-"""The Ray actors that hold one process each: a worker, the store, a node's agent."""
+"""The Ray actors that hold one process each: a worker, the store, a node's agent.
+
+The controller names these classes, and agents are many: so this file imports no torch, which takes
+3 s and 200 MB. What needs torch is made by a `Factory` in the process where it runs.
+"""
 
 from __future__ import annotations
 
@@ -11,21 +15,18 @@ from typing import Any, ClassVar
 
 import psutil
 import ray
-from torch.distributed import TCPStore
 
 from actors.errors import UnfitMachine
+from actors.factory import Factory
+from actors.fleet import Envelope, process_state
 from actors.interface import own_address
 from actors.listening import Network
 from actors.notices import Notice, watch_this_machine
 from actors.orphanage import Orphanage, end_process
 from actors.output import KeptOutput
-from actors.program import Factory
 from actors.ray_place import head_host, node_type_here, place_here
 from actors.ray_sessions import spare_signals
 from actors.storage import open_storage
-from actors.store import open_store
-from actors.system import process_state, sample
-from actors.worker import Envelope, Worker
 from actors.worker_options import WorkerOptions
 from elastic.events import Event, Paused, WorkerRaised, WorkerReady
 from elastic.reattaching import Outbox
@@ -58,7 +59,15 @@ class RayWorker:
         self._telling = threading.Lock()
         self._look = threading.Event()
         self._output = KeptOutput(open_storage(options.run_folder), name)
-        self._worker = Worker(name, self._place, program, options, self._report, head_host())
+        of_worker = {
+            "name": name,
+            "place": self._place,
+            "program": program,
+            "options": options,
+            "report": self._report,
+            "store_host": head_host(),
+        }
+        self._worker = Factory("actors.worker:Worker", of_worker).make()
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
@@ -86,12 +95,12 @@ class RayWorker:
     @ray.method(concurrency_group="probes")
     def newest_generation(self) -> int:
         self._orphanage.hear()
-        return self._worker.intake.generation
+        return int(self._worker.intake.generation)
 
     @ray.method(concurrency_group="probes")
     def signs_of_life(self) -> int:
         self._orphanage.hear()
-        return self._worker.num_signs_of_life()
+        return int(self._worker.num_signs_of_life())
 
     @ray.method(concurrency_group="probes")
     def end(self) -> None:
@@ -120,7 +129,7 @@ class RayWorker:
             process.cpu_percent()
             self._look.wait(SAMPLE_EVERY_S)
             self._look.clear()
-            self._controller.report_sample.remote(sample(self._name, process))
+            self._controller.report_sample.remote(self._worker.sample(process))
 
 
 class RayStore:
@@ -133,14 +142,15 @@ class RayStore:
         self._host = own_address(network, head_host())
         self._store = self._open(network)
 
-    def _open(self, network: Network) -> TCPStore:
+    def _open(self, network: Network) -> Any:
         """A store that cannot begin is replaced at once: one that finds no port takes its time."""
+        store = Factory("actors.store:open_store", {"host": self._host, "network": network})
         for _ in range(NUM_PORT_TRIES):
             try:
-                return open_store(self._host, network)
+                return store.make()
             except UnfitMachine:
                 time.sleep(1.0)
-        return open_store(self._host, network)
+        return store.make()
 
     def address(self) -> tuple[str, int]:
         return self._host, self._store.port

@@ -7,8 +7,9 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from actors.errors import DamagedLog, LostLease, RunRefused
+from actors.file_names import JOURNAL
 from actors.lease import Lease, claim
-from actors.shell import JOURNAL, Shell
+from actors.shell import Shell
 from actors.storage import Storage, is_remote
 from elastic.events import Event
 from elastic.wire import UnreadableJournal

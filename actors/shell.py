@@ -14,6 +14,7 @@ from typing import Any
 
 from actors.checkpoints import Publisher, find_checkpoints
 from actors.compaction import Compactor
+from actors.file_names import JOURNAL, METRICS, SYSTEM
 from actors.fleet import Fleet, Survivors
 from actors.guard import GuardedCore
 from actors.journal import is_step_line, newest_rows, replay_of
@@ -70,7 +71,6 @@ from elastic.journalling import SILENT, JournalWriter
 from elastic.votes import StepRecord
 from elastic.wire import FORMAT, command_line
 
-JOURNAL, METRICS, SYSTEM = "journal.jsonl", "metrics.jsonl", "system.jsonl"
 LOOK_EVERY_S = 2.0
 
 

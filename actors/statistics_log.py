@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from actors.file_names import STATISTICS
 from actors.line_writers import Lines, open_lines
 from actors.lines import LineLog
 from actors.program import Replica
 from actors.storage import Storage
 from elastic.votes import StepRecord
 
-STATISTICS = "statistics.jsonl"
 PATIENCE_S = 2.0
 """Of a worker that ends or is aborted, with a storage that takes nothing."""
 

@@ -38,17 +38,6 @@ def drop_tiny_numbers() -> None:
     torch.set_flush_denormal(True)
 
 
-def process_state(pid: int) -> str:
-    """`runs`, `stopped` by a signal, or `gone`, of a process of this machine."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "gone"
-    return "stopped" if status == psutil.STATUS_STOPPED else "runs"
-
-
 def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
     """One line of `system.jsonl`; CPU use is since the last call, in percent of one core."""
     line: dict[str, Any] = {

@@ -15,21 +15,23 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
+import psutil
 import torch
 
 from actors.device_check import DeviceCheck, kernel_on
 from actors.error_kinds import kind_of, wanted_of
 from actors.errors import DamagedCheckpoint, Interrupted
+from actors.factory import Factory
+from actors.fleet import Envelope
 from actors.groups import Formation
 from actors.interface import choose_interface
 from actors.interruption import Interruption, SaveWish
-from actors.program import Factory, Program
+from actors.program import Program
 from actors.standstill import Standstill
 from actors.storage import open_storage
-from actors.system import drop_tiny_numbers, keep_freed_memory, peak_bytes
+from actors.system import drop_tiny_numbers, keep_freed_memory, peak_bytes, sample
 from actors.torch_private import groups_in_use
 from actors.traces import keep_stacks
 from actors.trainer import Trainer
@@ -53,14 +55,6 @@ from elastic.seating import Place
 
 REPEAT_BREAK_S = 0.02
 """Sockets that are born while an abort looks for them are found by the next look."""
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """A command with the incarnation of the controller that sends it."""
-
-    incarnation: int
-    order: Order
 
 
 class Worker:
@@ -93,6 +87,10 @@ class Worker:
         self._is_broken = False
         """Its device is: this worker waits for its end, and what it holds is lost."""
         self._thread = threading.Thread(target=self._serve, name="training", daemon=True)
+
+    def sample(self, process: psutil.Process) -> dict[str, Any]:
+        """A line of `system.jsonl` about this worker, whose process that is."""
+        return sample(self.name, process)
 
     def start(self) -> None:
         """Begin to warm up, unless that has begun."""

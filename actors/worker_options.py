@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from actors.faults import Fault
+from actors.fault import Fault
 from actors.handshake import new_secret
 from actors.listening import ANYWHERE, Network
 

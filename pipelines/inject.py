@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import cast, get_args
 
-from actors.faults import MOMENTS, Fault, Moment
+from actors.fault import MOMENTS, Fault, Moment
 from elastic.events import WorkerLeaving
 from pipelines.errors import UserError
 

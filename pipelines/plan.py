@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from actors.program import Factory
+from actors.factory import Factory
 from actors.ray_controller import Run
 from actors.reach import refuse_unreachable
 from actors.snapshot_memory import most_bytes

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from actors.credentials import without_credentials
+from actors.file_names import STATISTICS
 from actors.lines import LineLog, parse_line
 from actors.run_opening import repair_command
-from actors.statistics_log import STATISTICS
 from actors.storage import DiskStorage, Storage, open_storage
 from pipelines.errors import UserError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from actors.faults import Fault
+from actors.fault import Fault
 from actors.listening import Network
 from actors.worker_options import WorkerOptions
 from elastic.policy import Policy

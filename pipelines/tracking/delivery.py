@@ -12,9 +12,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.utils.validation import MAX_METRICS_PER_BATCH, MAX_PARAMS_TAGS_PER_BATCH
 
+from actors.file_names import PROFILES, TRACE
 from actors.lines import LineLog
-from actors.profiling import FOLDER as PROFILES
-from actors.profiling import TRACE
 from pipelines.run_folder import TIMELINE, RunFolder, Tail
 from pipelines.tracking.delivered import Delivered
 from pipelines.tracking.report import tags, write_files

@@ -8,7 +8,8 @@ from multiprocessing import get_context
 import torch
 from one_gpu import NEEDS_GPU
 
-from actors.faults import Fault, Faults
+from actors.fault import Fault
+from actors.faults import Faults
 from actors.own_time import own_times
 
 pytestmark = NEEDS_GPU

@@ -8,7 +8,7 @@ import pytest
 from harness import Outcome, run_plainly
 from one_gpu import NEEDS_GPU
 
-from actors.faults import Fault
+from actors.fault import Fault
 from elastic.events import WorkerLeaving
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings

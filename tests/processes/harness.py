@@ -10,12 +10,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.faults import Fault
+from actors.factory import Factory
+from actors.fault import Fault
 from actors.lease import claim
 from actors.lines import LineLog
 from actors.listening import ANYWHERE, Network
 from actors.process_fleet import NODE, ProcessFleet
-from actors.program import Factory
 from actors.shell import Shell
 from actors.storage import Storage, open_storage
 from actors.worker_options import WorkerOptions

@@ -8,7 +8,7 @@ import pytest
 from harness import run_plainly
 from run_checks import assert_nothing_redone, survivors_keep_their_processes
 
-from actors.faults import Fault
+from actors.fault import Fault
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings
 

@@ -18,7 +18,7 @@ from run_checks import (
 from spoilers import SPOILT_BATCH, SPOILT_STEP
 
 from actors.checkpoints import find_checkpoints
-from actors.faults import Fault
+from actors.fault import Fault
 from actors.launch import exit_code
 from actors.storage import open_storage
 from elastic.events import LayoutRequested

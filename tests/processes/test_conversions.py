@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from actors.faults import Fault
+from actors.fault import Fault
 from elastic.events import LayoutRequested
 from elastic.planning import Wish
 from pipelines.loop.script import script_of

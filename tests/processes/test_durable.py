@@ -15,7 +15,7 @@ from harness import Outcome, run_plainly
 from run_checks import assert_nothing_redone
 from s3 import CREDENTIALS, Door
 
-from actors.faults import Fault
+from actors.fault import Fault
 from elastic.events import Event, PartFailed, StepCommitted
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings

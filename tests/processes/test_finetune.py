@@ -15,7 +15,7 @@ from run_checks import assert_nothing_redone
 from test_hugging_face_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from actors.faults import Fault
+from actors.fault import Fault
 from elastic.events import WorkerLeaving
 from elastic.regions import Region
 from elastic.samples import sample_of

@@ -18,7 +18,7 @@ from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from actors.faults import Fault
+from actors.fault import Fault
 from elastic.events import LayoutRequested
 from elastic.layout import Layout
 from elastic.planning import Wish

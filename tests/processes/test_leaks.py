@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from harness import read, run_plainly
 
-from actors.faults import Fault
+from actors.fault import Fault
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Outcome, run_plainly
 
-from actors.faults import Fault
+from actors.fault import Fault
 from elastic.events import WorkerLeaving
 from elastic.samples import microbatch_seed
 from pipelines.weights import weights_of

@@ -13,7 +13,7 @@ from run_checks import (
     survivors_keep_their_processes,
 )
 
-from actors.faults import Fault
+from actors.fault import Fault
 from pipelines.recipes import tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
 

@@ -16,7 +16,7 @@ from run_checks import (
     survivors_keep_their_processes,
 )
 
-from actors.faults import Fault
+from actors.fault import Fault
 from actors.storage import DiskStorage
 from elastic.events import LayoutRequested, NodeDraining, WorkerLeaving
 from elastic.planning import Wish

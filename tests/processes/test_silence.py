@@ -9,7 +9,7 @@ from harness import run_plainly
 from run_checks import assert_nothing_redone
 from stalled import STALL_S, STALLED_STEPS
 
-from actors.faults import Fault
+from actors.fault import Fault
 from elastic.policy import Policy
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings

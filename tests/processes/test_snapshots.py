@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from harness import Outcome, run_plainly
 
-from actors.faults import Fault
+from actors.fault import Fault
 from actors.process_fleet import ProcessFleet
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings

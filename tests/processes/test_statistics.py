@@ -17,7 +17,7 @@ from ranks import formed, open_file_store
 from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.multiprocessing import start_processes
 
-from actors.faults import Fault
+from actors.fault import Fault
 from actors.program import Groups
 from elastic.layout import Layout
 from elastic.samples import sample_of

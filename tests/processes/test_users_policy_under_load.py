@@ -14,7 +14,7 @@ import pytest
 from harness import run_plainly
 from run_checks import assert_nothing_redone
 
-from actors.faults import Fault
+from actors.fault import Fault
 from pipelines.policy import policy_of
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings

@@ -18,7 +18,7 @@ from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
-from actors.faults import Fault
+from actors.fault import Fault
 from actors.program import StateBytes
 from actors.storage import DiskStorage
 from elastic.footprint import Footprint

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from actors.auditing import ROW, checksum
-from actors.faults import Fault, Faults
+from actors.fault import Fault
+from actors.faults import Faults
 from elastic.auditing import compare
 from elastic.core import Core
 from elastic.events import RunOpened, Saved

@@ -98,6 +98,24 @@ def test_no_import_cycles() -> None:
     assert len(finished) > 50
 
 
+@pytest.mark.parametrize(
+    "start", ["actors.ray_controller", "actors.ray_worker", "pipelines.sidecar"]
+)
+def test_controller_agent_and_observer_import_no_torch(start: str) -> None:
+    """It costs each of these processes 3 s at its start, and 200 MB."""
+    known = modules()
+    reached, waiting = set(), [start]
+    while waiting:
+        name = waiting.pop()
+        if name not in reached:
+            reached.add(name)
+            tops = {other.partition(".")[0] for other in imports_of(tree_of(known[name]))}
+            assert "torch" not in tops, f"{start} imports {name}, which imports torch"
+            packages = [name.rpartition(".")[0]] if "." in name else []
+            waiting += [*_depends_on(known[name], known), *(p for p in packages if p in known)]
+    assert len(reached) > 20
+
+
 def _depends_on(path: Path, known: dict[str, Path]) -> Iterator[str]:
     for name in imports_of(tree_of(path)):
         module = name if name in known else name.rpartition(".")[0]

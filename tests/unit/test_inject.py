@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.faults import Fault
+from actors.fault import Fault
 from pipelines.errors import UserError
 from pipelines.inject import parse_faults
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.faults import Fault, Faults
+from actors.fault import Fault
+from actors.faults import Faults
 from actors.own_time import ThreadClock, ThreadTimes
 
 NUM_RANKS = 3

@@ -1,0 +1,7 @@
+"""The names of a run's files and folders, for those who write them and those who read them."""
+
+from __future__ import annotations
+
+JOURNAL, METRICS, SYSTEM = "journal.jsonl", "metrics.jsonl", "system.jsonl"
+STATISTICS = "statistics.jsonl"
+PROFILES, TRACE = "profiles", ".json.gz"
