@@ -210,7 +210,10 @@ class RayController:
             self._ended.set()
 
     def _attend(self) -> None:
-        """Poll the observers; ask for a stop when the driver has gone silent."""
+        """Poll the observers; ask for a stop when the driver has gone silent, and leave after it.
+
+        Whatever ends this thread ends the process: then the orphanage hears nothing.
+        """
         asked, polled = False, 0.0
         while True:
             time.sleep(ATTEND_EVERY_S)
@@ -221,15 +224,14 @@ class RayController:
                 for observer in self._observers:
                     observer.poll()
             self._driver_silence_s += ATTEND_EVERY_S
-            running = self._progress.outcome is None
             is_alone = self._driver_silence_s >= self._run.driver_timeout_s
-            if not is_alone or (running and self._run.detached):
-                self._orphanage.hear()
-            elif running and not asked:
-                asked = True
-                self.request_stop("the driver is gone")
-            elif running:
-                self._orphanage.hear()  # the last checkpoint is being written
+            if self._progress.outcome is None:
+                if is_alone and not self._run.detached and not asked:
+                    asked = True
+                    self.request_stop("the driver is gone")
+            elif is_alone:
+                self._end()
+            self._orphanage.hear()
 
     def _end(self) -> None:
         """For good: who ends himself by a signal is restarted."""

@@ -92,7 +92,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
     assert len(journal.read_text().splitlines()) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
     """SIGKILL of one and SIGSTOP of another, at no chosen moment."""
     with elastic_train(

@@ -41,6 +41,7 @@ def assert_undisturbed(
     assert len(command.lines("RunOpened")) == 1
 
 
+@pytest.mark.soak
 def test_killed_twice_while_training(tmp_path: Path) -> None:
     """The same processes train on, in the same generation, also while nobody hears them."""
     num_steps = 600  # enough for two absences
@@ -231,7 +232,7 @@ def test_the_driver_of_an_attached_run_is_killed(
 def test_a_detached_run_goes_on_also_without_its_controller(
     tmp_path: Path, cluster_of_all: SharedCluster
 ) -> None:
-    run = arguments("tiny", "dp=2", "2:2", 4 * NUM_STEPS)
+    run = arguments("tiny", "dp=2", "2:2", 2 * NUM_STEPS)
     command = cluster_of_all.start(tmp_path, *run, "--detach")
     assert command.finish()[0] == 0
     wait_for(lambda: len(command.metrics()) >= 10, "step 10")
@@ -244,7 +245,7 @@ def test_a_detached_run_goes_on_also_without_its_controller(
     wait_for(lambda: command.lines("Stopped"), "the end")
     assert command.lines("Stopped")[-1]["outcome"] == "completed"
     assert command.lines("ControllerRestarted")
-    assert_undisturbed(command, 4 * NUM_STEPS)
+    assert_undisturbed(command, 2 * NUM_STEPS)
 
 
 @pytest.mark.soak
