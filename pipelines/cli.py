@@ -1,30 +1,23 @@
-"""The command line: `elastic` train, status, logs, sweep, relayout, export, prepare, plan,
-doctor."""
+"""The command line: `elastic` train, status, logs, sweep, relayout, export, prepare, plan, doctor.
+
+The only file that imports inside functions: `elastic status` waits for no torch, Ray or MLflow.
+"""
 
 from __future__ import annotations
 
 import sys
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
-from pipelines.data import find_corpus, find_tokenizer, prepare_at
-from pipelines.doctor import DoctorAsked, check_run, doctor
-from pipelines.drive import drive
-from pipelines.dry_run import dry_run
 from pipelines.errors import UserCodeFailed, UserError
-from pipelines.hugging_face.export import export
-from pipelines.in_process import train_in_process
-from pipelines.logs import logs
-from pipelines.plan import Asked
 from pipelines.refusals import refuse_undecodable
-from pipelines.relayout import relayout
-from pipelines.status import status
-from pipelines.sweep import SweepAsked, sweep
-from pipelines.view.footprint_table import footprint_tables, parse_counts
+
+if TYPE_CHECKING:
+    from pipelines.plan import Asked
 
 app = typer.Typer(
     help="Training that never stops because a machine did.",
@@ -146,6 +139,8 @@ def train(
     dry_run_: DryRun = False,
 ) -> None:
     """Train RECIPE, or resume the run of that name."""
+    from pipelines.plan import Asked
+
     asked = Asked(
         recipe=recipe,
         run_name=run_name,
@@ -166,10 +161,21 @@ def train(
         detach=detach,
         profile=profile,
     )
-    if dry_run_:
-        width = None if sys.stdout.isatty() else TABLE_WIDTH
-        raise typer.Exit(dry_run(asked, Console(width=width)))
-    raise typer.Exit(train_in_process(asked, Console()) if in_process else drive(asked, Console()))
+    raise typer.Exit(_train(asked, dry_run_, in_process))
+
+
+def _train(asked: Asked, is_dry_run: bool, is_in_process: bool) -> int:
+    if is_dry_run:
+        from pipelines.dry_run import dry_run
+
+        return dry_run(asked, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
+    if is_in_process:
+        from pipelines.in_process import train_in_process
+
+        return train_in_process(asked, Console())
+    from pipelines.drive import drive
+
+    return drive(asked, Console())
 
 
 @app.command(name="status")
@@ -191,6 +197,8 @@ def status_command(
     ] = None,
 ) -> None:
     """Say how RUN stands: who is where, and where its time has gone."""
+    from pipelines.status import status
+
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     raise typer.Exit(status(run, storage, price or (), watch, json_, console))
 
@@ -202,6 +210,8 @@ def logs_command(
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
     """Print what a worker of RUN printed and raised."""
+    from pipelines.logs import logs
+
     for line in logs(run, worker, storage):
         typer.echo(line)
 
@@ -223,6 +233,8 @@ def sweep_command(
     set_: Changes = None,
 ) -> None:
     """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
+    from pipelines.sweep import SweepAsked, sweep
+
     asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)
     width = None if sys.stdout.isatty() else TABLE_WIDTH
     raise typer.Exit(sweep(asked, Console(width=width)))
@@ -237,6 +249,8 @@ def relayout_command(
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
     """Change the layout of RUN at its next step boundary; nothing is redone."""
+    from pipelines.relayout import relayout
+
     typer.echo(relayout(run, layout, storage))
 
 
@@ -259,6 +273,8 @@ def export_command(
     ] = None,
 ) -> None:
     """Write a checkpoint of RUN to a folder that other tools load."""
+    from pipelines.hugging_face.export import export
+
     typer.echo(export(run, storage, out, step, dtype))
 
 
@@ -281,6 +297,8 @@ def prepare_command(
     ] = 0.02,
 ) -> None:
     """Turn text into memory-mapped token shards, to be given to --data."""
+    from pipelines.data import find_corpus, find_tokenizer, prepare_at
+
     chosen = find_tokenizer(tokenizer, separator)
     index = prepare_at(find_corpus(data), out, chosen, held_out_fraction)
     counts = ", ".join(
@@ -299,6 +317,8 @@ def plan(
     ] = "1,8,64,512",
 ) -> None:
     """Print the memory that training takes, by precision, ZeRO stage and number of workers."""
+    from pipelines.view.footprint_table import footprint_tables, parse_counts
+
     if not 1 <= model_params < float("inf"):
         raise UserError(f"--model-params {model_params:g}: a number of parameters, e.g. 7e9")
     for formula, table in footprint_tables(model_params, parse_counts(world_sizes)):
@@ -322,6 +342,8 @@ def doctor_command(
     ] = False,
 ) -> None:
     """Check this machine and the cluster at hand, or the files of RUN, and report problems."""
+    from pipelines.doctor import DoctorAsked, check_run, doctor
+
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     if run is not None:
         raise typer.Exit(check_run(run, storage, repair, console))

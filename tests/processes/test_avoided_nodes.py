@@ -22,7 +22,7 @@ def all_but_two_on_b(worker: str) -> str:
     return "a" if worker in ("w0", "w1") else BAD_NODE
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
     """Each worker on b dies in the first step that it takes part in; the fourth one comes to a."""
     settings = SETTINGS.model_copy(update={"steps": 400})

@@ -24,8 +24,8 @@ COURSE = (
 """Layout and workers of each life but the last, which has one worker."""
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_killed_six_times_and_each_time_on_under_another_layout(tmp_path: Path) -> None:
     settings = tiny().model_copy(
         update={

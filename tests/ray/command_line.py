@@ -67,7 +67,7 @@ class Command:
         while not condition():
             assert self.process.poll() is None, f"ended before {what}:\n{self.output()}"
             assert time.monotonic() < deadline, f"waited too long for {what}"
-            time.sleep(0.05)
+            time.sleep(0.2)
 
     def wait_for_step(self, step: int) -> None:
         self.wait_until(lambda: len(self.metrics()) >= step, f"step {step}")

@@ -10,10 +10,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import psutil
 from command_line import PATIENCE_S, Command, processes_of, ray_folder, start
+from mlflow import MlflowClient
 from ray.cluster_utils import Cluster
 
 NUM_CPUS = 8
@@ -31,6 +34,7 @@ class SharedCluster:
     def start(self, storage: Path, *arguments: str, name: str = "run") -> Command:
         """Start `elastic train ARGUMENTS` on it."""
         train = (*arguments, "--run-name", name)
+        make_tracking_store(storage)
         command = start("train", storage, self.folder, self.address, *train)
         command.folder = storage / name
         return command
@@ -48,12 +52,28 @@ class SharedCluster:
         """Invariant 12: nothing of any run is left. What is left is killed, and fails the test."""
         deadline = time.monotonic() + patience_s
         while (left := self.actors()) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            time.sleep(0.2)
         names = [process.name() for process in left]
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         assert not names, f"left behind: {names}"
+
+
+@cache
+def _empty_tracking_store() -> bytes:
+    """MLflow runs all its migrations to make one, for four seconds of processor."""
+    with TemporaryDirectory() as folder:
+        database = Path(folder, "mlflow.db")
+        MlflowClient(f"sqlite:///{database}").search_experiments(max_results=1)
+        return database.read_bytes()
+
+
+def make_tracking_store(storage: Path) -> None:
+    """As an earlier run of this storage leaves it. Tests on their own clusters begin without."""
+    storage.mkdir(parents=True, exist_ok=True)
+    if not (storage / "mlflow.db").exists():
+        (storage / "mlflow.db").write_bytes(_empty_tracking_store())
 
 
 _cluster: list[SharedCluster] = []
@@ -108,6 +128,7 @@ def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
 def on_shared_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
     """Start a command on the shared cluster; at the end no actor may be left there."""
     cluster = shared_cluster()
+    make_tracking_store(storage)
     command = start(name, storage, cluster.folder, cluster.address, *arguments)
     try:
         yield command

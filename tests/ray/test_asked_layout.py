@@ -17,7 +17,7 @@ DONE = re.compile(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_changes_its_layout_while_it_goes_on(tmp_path: Path) -> None:
     def relayout(layout: str) -> tuple[int, str, str]:
         ended = elastic("relayout", "run", "--layout", layout, "--storage", str(tmp_path))

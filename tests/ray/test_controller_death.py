@@ -229,6 +229,7 @@ def test_the_driver_of_an_attached_run_is_killed(
     assert command.lines("Checkpointed")[-1]["step"] == stopped["step"]
 
 
+@pytest.mark.soak
 def test_a_detached_run_goes_on_also_without_its_controller(
     tmp_path: Path, cluster_of_all: SharedCluster
 ) -> None:

@@ -13,7 +13,7 @@ from shared_cluster import elastic_train as train_on_shared_cluster
 sys.path.append(str(Path(__file__).parents[1] / "processes"))
 from s3 import CREDENTIALS, s3_server
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 PORTS = (22_000, 22_999)
 TINY = ("tiny", "--set", "dtype=float64", "--layout", "fsdp=2", "--workers", "2:2")
 

@@ -86,6 +86,7 @@ def test_a_worker_is_killed_and_the_job_succeeds(tmp_path: Path, cluster: Head, 
     assert not told_secrets
 
 
+@pytest.mark.soak
 def test_a_stopped_job_saves_without_its_driver_and_resumes(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:

@@ -36,6 +36,7 @@ def assert_trained(command: Command) -> None:
     assert [line["step"] for line in command.metrics()] == list(range(1, NUM_STEPS + 1))
 
 
+@pytest.mark.soak
 def test_all_workers_are_given_back_and_asked_for_again(
     tmp_path: Path, joined: SharedCluster
 ) -> None:

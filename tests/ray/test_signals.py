@@ -39,7 +39,10 @@ def signal_all(command: Command, number: signal.Signals) -> None:
 
 @pytest.mark.parametrize(
     ("send", "number", "exit_code"),
-    [(signal_group, signal.SIGTERM, 143), (signal_all, signal.SIGHUP, 129)],
+    [
+        (signal_group, signal.SIGTERM, 143),
+        pytest.param(signal_all, signal.SIGHUP, 129, marks=pytest.mark.soak),
+    ],
 )
 def test_signal_to_all_processes_saves_the_run(
     tmp_path: Path,

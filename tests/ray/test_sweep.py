@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_table_of_layouts_of_which_one_is_not_feasible(tmp_path: Path) -> None:
     layouts = "dp=1; tp=2; tp=4"
     with on_shared_cluster(

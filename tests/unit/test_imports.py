@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("elastic", "actors", "pipelines")
 FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+LATE_IMPORTS = ROOT / "pipelines" / "cli.py"
+"""The only file that may import inside functions, so that `elastic status` answers at once."""
 TEST_FILES = sorted((ROOT / "tests").rglob("*.py"))
 MAY_IMPORT = {
     "elastic": {"elastic"},
@@ -65,7 +68,7 @@ def test_packages_import_in_one_direction(path: Path) -> None:
         assert allowed, f"{package} imports {name}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@pytest.mark.parametrize("path", [path for path in FILES if path != LATE_IMPORTS], ids=name_of)
 def test_imports_stand_at_the_top(path: Path) -> None:
     tree = tree_of(path)
     nested = [node for node in ast.walk(tree) if imported(node) and node not in tree.body]
@@ -114,6 +117,19 @@ def test_controller_agent_and_observer_import_no_torch(start: str) -> None:
             packages = [name.rpartition(".")[0]] if "." in name else []
             waiting += [*_depends_on(known[name], known), *(p for p in packages if p in known)]
     assert len(reached) > 20
+
+
+def test_the_command_line_imports_its_heavy_libraries_late() -> None:
+    """`elastic --help`, `status` and `logs` answer at once."""
+    heavy = "{'torch', 'ray', 'mlflow', 'transformers', 'matplotlib'}"
+    program = (
+        "import sys, pipelines.cli, pipelines.status, pipelines.logs\n"
+        f"print(sorted({heavy} & set(sys.modules)))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert ended.stdout == "[]\n"
 
 
 def _depends_on(path: Path, known: dict[str, Path]) -> Iterator[str]:
