@@ -6,6 +6,7 @@ The server keeps what it has in memory; so that an outage loses nothing, it is t
 from __future__ import annotations
 
 import os
+import random
 import re
 import select
 import signal
@@ -37,7 +38,7 @@ class Door:
 
     def __init__(self, target: int) -> None:
         self.target = target
-        self.port = free_port()
+        self.port = port_of_nobody()
         self._listener: socket.socket | None = None
         self._open_ones: set[socket.socket] = set()
         self.fetched: Counter[str] = Counter()
@@ -58,11 +59,13 @@ class Door:
 
     def shut(self) -> None:
         """Nobody gets in any more, and who is in is thrown out."""
-        assert self._listener is not None
-        for sock in (self._listener, *self._open_ones):
+        listener, self._listener = self._listener, None
+        if listener is None:
+            return
+        for sock in (listener, *self._open_ones.copy()):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        listener.close()
         self._open_ones.clear()
 
     def _serve(self, listener: socket.socket) -> None:
@@ -70,8 +73,15 @@ class Door:
             try:
                 incoming, _ = listener.accept()
             except OSError:
-                return  # it has been shut
-            outgoing = socket.create_connection(("127.0.0.1", self.target))
+                if listener.fileno() < 0 or listener is not self._listener:
+                    return  # it has been shut
+                continue  # the client has gone already
+            try:
+                outgoing = socket.create_connection(("127.0.0.1", self.target), START_TIMEOUT_S)
+                outgoing.settimeout(None)
+            except OSError:
+                incoming.close()  # else the client would wait for an answer that never comes
+                continue
             self._open_ones |= {incoming, outgoing}
             threading.Thread(target=self._forward, args=(incoming, outgoing), daemon=True).start()
 
@@ -125,6 +135,14 @@ def s3_server() -> Iterator[Door]:
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()
+
+
+def port_of_nobody() -> int:
+    """Below those that the system gives to connections: while the door is shut, nobody takes it."""
+    while True:
+        port = random.randrange(24_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def free_port() -> int:
