@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -30,6 +30,7 @@ sys.stdin.read()
 """
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 START_TIMEOUT_S = 60.0
+NUM_KEPT_UPLOADS = 8
 GET = re.compile(rb"GET [^ ?]*/([^ /?]+)[ ?]")
 
 
@@ -43,6 +44,8 @@ class Door:
         self._open_ones: set[socket.socket] = set()
         self.fetched: Counter[str] = Counter()
         """How often a file has been asked for, by its name."""
+        self.uploads: deque[str] = deque(maxlen=NUM_KEPT_UPLOADS)
+        """The heads of the last uploads, for the message of an assertion."""
 
     @property
     def url(self) -> str:
@@ -94,6 +97,8 @@ class Door:
                         return
                     if asked := GET.match(data):
                         self.fetched[asked[1].decode()] += 1
+                    elif data.startswith(b"PUT "):
+                        self.uploads.append(data.partition(b"\r\n\r\n")[0].decode(errors="replace"))
                     pair[1 - pair.index(sock)].sendall(data)
         except OSError:
             return  # one of the two has hung up, or the door has been shut

@@ -69,6 +69,7 @@ def test_closed_terminal_is_a_request_to_stop() -> None:
     """Nothing that is printed afterwards raises."""
     pid, terminal = pty.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under `nohup`
         os.execv(sys.executable, [sys.executable, "-c", SHOWING])
     told = b""
     while b"ready" not in told:
