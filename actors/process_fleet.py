@@ -198,7 +198,8 @@ class ProcessFleet:
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> _Child:
         ours, theirs = START.Pipe()
-        process = START.Process(target=target, args=(theirs, *arguments), daemon=True)
+        given = (dict(os.environ), target, theirs, *arguments)
+        process = START.Process(target=start_child, args=given, daemon=True)
         process.start()
         theirs.close()
         self._wake_reader.send(None)
@@ -264,6 +265,17 @@ class ProcessFleet:
             child.probes.pop(0).set_result(message)
         else:
             self._post(message)
+
+
+def start_child(environment: dict[str, str], target: Callable[..., None], *arguments: Any) -> None:
+    """Run `target` in the environment that the parent has now.
+
+    The server from which a child is forked keeps the one in which it was started, which may lack
+    what has been set since: without its credentials a client of S3 sends what nobody has signed.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
+    target(*arguments)
 
 
 def serve_worker(
