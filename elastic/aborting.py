@@ -60,7 +60,8 @@ def abort(
     )
     if isinstance(broken, Relaying):
         assignment = broken.attempt.assignment
-        state.also_held = Held(assignment, broken.ready.keys() & set(assignment.members) & pending)
+        arrived = broken.ready.keys() & set(assignment.members) & pending
+        state.also_held.insert(0, Held(assignment, arrived))
     state.enter(phase)
     if not pending:
         return _advance(state, now, phase)

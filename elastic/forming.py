@@ -66,6 +66,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return end(state, now) if state.ending else _refuse(state, now, proposal)
     assignment = proposal.assignment
     commands: list[Command] = []
+    of_this_step = state.holdings() if source.old and source.step == state.committed_step else []
     if source.step > state.committed_step:  # by snapshots, of which nobody lives to tell
         commands += mark_missing(state, now, source.step)
     state.generation = assignment.generation
@@ -74,15 +75,13 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     if source.step < state.committed_step:
         commands.append(_roll_back(state, source))
         commands += drop_void(state)
-    # With this order the workers forget whatever they hold under any other assignment.
-    state.held = Held(source.old, set(source.holders)) if source.old else None
-    state.also_held = None
+    plan = _plan(state, source, assignment)
+    participants = set(plan.participants)
+    _keep_held(state, source, participants, of_this_step)
     if source.old is None:
         break_uploads(state)  # of steps that will be redone, and their bits will differ
     shelve(state, source.step)
-    plan = _plan(state, source, assignment)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
-    participants = set(plan.participants)
     state.ever_formed = True
     state.enter(Forming(attempt, participants, now + state.policy.form_timeout_s))
     form = Form(
@@ -96,6 +95,16 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         proposal.refusals,
     )
     return [*commands, form]
+
+
+def _keep_held(
+    state: CoreState, source: Source, participants: set[str], of_this_step: list[Held]
+) -> None:
+    """With `Form` its participants forget what they hold under any other assignment; a worker that
+    is left out of it keeps that, until a step commits."""
+    left = [Held(held.assignment, held.holders - participants) for held in of_this_step]
+    state.held = Held(source.old, set(source.holders)) if source.old else None
+    state.also_held = [held for held in left if held.holders and held.assignment != source.old]
 
 
 def _plan(state: CoreState, source: Source, assignment: Assignment) -> RelayoutPlan:
@@ -168,16 +177,17 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
 
 def _note_arrival(state: CoreState, phase: Aborting, event: StateReady) -> None:
     """The re-layout is broken off, but this part of it is there; who only gave has none."""
-    held = state.also_held
-    if held and held.assignment.generation == event.generation:
-        held.holders |= {event.worker} & phase.pending & set(held.assignment.members)
+    for held in state.also_held:
+        if held.assignment.generation == event.generation:
+            held.holders |= {event.worker} & phase.pending & set(held.assignment.members)
 
 
 def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     attempt = phase.attempt
     members = attempt.assignment.members
     if state.held:
-        state.also_held = Held(state.held.assignment, state.held.holders.intersection(members))
+        before = Held(state.held.assignment, state.held.holders.intersection(members))
+        state.also_held.insert(0, before)
     state.held = Held(attempt.assignment, set(members))
     if state.ending and state.ending.outcome != "completed":
         return [_relaid(state, now, phase), *end(state, now)]  # it has come back to be saved

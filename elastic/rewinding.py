@@ -61,7 +61,7 @@ def let_go_of_the_living(state: CoreState) -> None:
     if state.rewind and state.ending and state.held:
         state.rewind = None
     elif state.rewind:
-        state.held = state.also_held = None
+        state.held, state.also_held = None, []
 
 
 def left_out_after(state: CoreState, step: int) -> tuple[int, ...]:

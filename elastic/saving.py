@@ -203,8 +203,8 @@ def end(state: CoreState, now: float) -> list[Command]:
     held = living(state)
     if held is None:
         return stop(state, "the state is not covered by living workers: nothing to save")
-    others = [other for other in state.holdings() if other is not held]
-    state.held, state.also_held = held, next(iter(others), None)
+    state.also_held = [other for other in state.holdings() if other is not held]
+    state.held = held
     commands: list[Command] = []
     if upload_key(state.generation, state.committed_step) not in state.uploads:
         commands = [*drop_broken(state), _order_parts(state, held)]
@@ -247,8 +247,8 @@ def stop(state: CoreState, shortfall: str = "") -> list[Command]:
 def _open(state: CoreState, now: float, step: int) -> None:
     """All members write this step; whatever was wished for comes with it."""
     key = (step, state.generation)
-    if key in state.litter:
-        return
+    if key in state.litter or key in _saved_keys(state):
+        return  # the second: workers report again what a restarted controller may not have heard
     if not state.stands(*key):
         state.litter.append(key)
         return
@@ -295,7 +295,12 @@ def _retain(state: CoreState) -> list[Command]:
 
 
 def _drop(state: CoreState, dropped: list[Saved]) -> list[Command]:
-    """With what is left of uploads that broke."""
-    keys = [*((saved.step, saved.generation) for saved in dropped), *state.litter]
+    """With what is left of uploads that broke; never a checkpoint that is counted on."""
+    keys = {*((saved.step, saved.generation) for saved in dropped), *state.litter}
+    keys -= _saved_keys(state)
     state.litter = []
-    return [DropCheckpoints(tuple(sorted(set(keys))))] if keys else []
+    return [DropCheckpoints(tuple(sorted(keys)))] if keys else []
+
+
+def _saved_keys(state: CoreState) -> set[tuple[int, int]]:
+    return {(saved.step, saved.generation) for saved in state.saved}

@@ -234,9 +234,9 @@ class CoreState:
     store_host: str = ""
     store_port: int = 0
     held: Held | None = None
-    also_held: Held | None = None
-    """The same step under another assignment: the one before, until a step commits under the
-    new one; or the one to which a broken re-layout was going."""
+    also_held: list[Held] = field(default_factory=list)
+    """The same step under other assignments, the newest first: the one before, until a step commits
+    under the new one; and those to which broken re-layouts were going."""
     keepers: dict[str, Keeper] = field(default_factory=dict)
     """By node."""
     starting_keepers: set[str] = field(default_factory=set)
@@ -303,7 +303,7 @@ class CoreState:
     def commit(self, step: int) -> None:
         """One more step stands; what still lies elsewhere is of the step before."""
         self.committed_step = step
-        self.also_held = None
+        self.also_held = []
         self.num_attempts = 0
 
     def stands(self, step: int, generation: int) -> bool:
@@ -312,7 +312,7 @@ class CoreState:
 
     def holdings(self) -> list[Held]:
         """The live state under each assignment under which some of it lies."""
-        return [held for held in (self.held, self.also_held) if held]
+        return [*([self.held] if self.held else []), *self.also_held]
 
     def num_staying(self) -> int:
         """Warm workers that are not about to leave."""

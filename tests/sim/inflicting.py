@@ -183,8 +183,9 @@ def _damage(world: World, worker: SimWorker) -> None:
 
 
 def _flap(world: World, worker: SimWorker) -> None:
-    """Killed, and its replacements die as they start."""
-    world.num_flaps = world.random.randint(1, 4)
+    """Killed, and its replacements die as they start: with it, which may be starting itself, fewer
+    than end a run that has had no worker yet."""
+    world.num_flaps = world.random.randint(1, world.scenario.policy.max_start_failures - 2)
     world.kill(worker, "killed")
 
 
