@@ -8,6 +8,8 @@ exited` is not.
 from __future__ import annotations
 
 import re
+import sys
+from traceback import walk_tb
 
 import torch
 import torch.distributed as dist
@@ -32,6 +34,8 @@ MISTAKE = re.compile(
 )
 """What a device refuses because of how it was called; it still works."""
 PEER = re.compile(r"gloo|Connection closed by peer|NCCL|nccl|Timed out waiting|TCPStore")
+OURS = ("torch", "actors", "elastic", "pipelines")
+"""The packages whose connections are those to peers."""
 WANTED = re.compile(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) ([Bb]ytes|[KMGT]i?B)")
 
 
@@ -48,11 +52,10 @@ def kind_of(error: BaseException) -> str:
         return "program"
     if isinstance(error, BrokenDevice) or DEVICE.search(text):
         return "device"
-    if isinstance(error, BrokenVote | dist.DistError | ConnectionError | TimeoutError):
+    if isinstance(error, ConnectionError | TimeoutError) and _is_raised_here(error):
         return "peer"
-    if isinstance(error, RuntimeError) and PEER.search(text):
-        return "peer"
-    return "peer" if any(map(_is_broken_collective, _causes_of(error))) else "program"
+    errors = [error, *_causes_of(error)]
+    return "peer" if any(map(_is_broken_collective, errors)) else "program"
 
 
 def wanted_of(error: BaseException) -> int:
@@ -75,8 +78,17 @@ def _text_of(error: BaseException) -> str:
 
 
 def _is_broken_collective(error: BaseException) -> bool:
-    is_marked = isinstance(error, RuntimeError) and PEER.search(str(error)) is not None
-    return is_marked or isinstance(error, BrokenVote | dist.DistError)
+    is_marked = isinstance(error, RuntimeError) and PEER.search(_text_of(error)) is not None
+    return isinstance(error, BrokenVote | dist.DistError) or (is_marked and _is_raised_here(error))
+
+
+def _is_raised_here(error: BaseException) -> bool:
+    """Whether torch or this project has raised it, not the user's code or a library of theirs: a
+    feature store that times out is no lost peer. The standard library raises for its caller."""
+    frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+    packages = [name.partition(".")[0] for name in frames]
+    callers = [name for name in packages if name not in sys.stdlib_module_names]
+    return not callers or callers[-1] in OURS
 
 
 def _causes_of(error: BaseException) -> list[BaseException]:

@@ -13,7 +13,7 @@ from elastic.forming import go_on
 from elastic.phases import Ending, Forming, Relaying, Running, Stopped, Waiting
 from elastic.restarting import on_restarted
 from elastic.running import stop_at_boundary
-from elastic.saving import is_saved, want_at_once
+from elastic.saving import is_saved
 from elastic.state import CoreState
 
 MAX_IN_A_ROW = 3
@@ -56,7 +56,7 @@ def _on_raised(state: CoreState, now: float, event: ControllerRaised) -> list[Co
     if is_failing(state) and isinstance(state.phase, Forming | Relaying):
         return abort(state, now, f"the controller failed at {event.place}")
     if not (state.ending or isinstance(state.phase, Stopped) or is_saved(state)):
-        want_at_once(state, now)
+        state.want_save(now)
     return []
 
 

@@ -21,7 +21,7 @@ from elastic.events import NodeAtRisk, NodeDraining, WorkerLeaving
 from elastic.phases import Breakable, Forming, Relaying
 from elastic.recovery import living
 from elastic.roster import forget, note_change, participants
-from elastic.saving import want_at_once
+from elastic.saving import is_saving
 from elastic.state import CoreState, Drain
 
 
@@ -36,8 +36,8 @@ def on_notice(
             return _drain(state, now, event)
         case NodeAtRisk():
             # No more than told: most such nodes live on, and to leave one costs its work.
-            if state.policy.checkpoint_auto and state.held:
-                want_at_once(state, now)
+            if is_saving(state) and state.held:
+                state.want_save(now)
             text = f"node {event.node} may be taken before long: {event.cause}"
             return [Warned(state.generation, state.committed_step, "notice", text)]
     return []
@@ -114,9 +114,9 @@ def _drain(state: CoreState, now: float, event: NodeDraining) -> list[Command]:
     commands = _let_go(state, there)
     if state.shelves:
         state.protect_at = now
-    is_wanted = (is_new and state.policy.checkpoint_auto) or not _enough_stay(state)
+    is_wanted = (is_new and is_saving(state)) or not _enough_stay(state)
     if there and state.held and is_wanted:
-        want_at_once(state, now)
+        state.want_save(now)
     return commands
 
 

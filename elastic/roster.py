@@ -71,7 +71,8 @@ def forget(state: CoreState, now: float, worker: str, cause: str, outcome: str =
     state.leaving.discard(worker)
     for held in state.holdings():
         held.holders.discard(worker)
-    break_uploads(state, lambda upload: worker in upload.pending)
+    if break_uploads(state, lambda upload: worker in upload.pending):
+        state.want_save(now)  # else the next one would come a whole interval after the lost one
 
 
 def note_change(state: CoreState, now: float) -> None:

@@ -43,7 +43,7 @@ def begin_saving(state: CoreState, now: float) -> None:
     state.checkpoint_costs.forget()
     every, every_s = state.job.checkpoint_every, interval_s(state)
     if every and state.committed_step // every * every > state.saved_step and not state.uploads:
-        want_at_once(state, now)
+        state.want_save(now)
     elif every_s and state.save_at is None:
         state.save_at = now + every_s
     elif state.policy.checkpoint_auto and state.save_at is not None:
@@ -58,9 +58,9 @@ def interval_s(state: CoreState) -> float:
     return state.checkpoint_costs.interval_s(policy.checkpoint_least_s, policy.checkpoint_most_s)
 
 
-def want_at_once(state: CoreState, now: float) -> None:
-    """A checkpoint as soon as the members can be told so."""
-    state.save_at = now if state.save_at is None else min(now, state.save_at)
+def is_saving(state: CoreState) -> bool:
+    """Whether this run makes checkpoints while it trains."""
+    return state.job.checkpoint_every > 0 or interval_s(state) > 0.0
 
 
 def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
@@ -77,7 +77,7 @@ def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
     elif saves:
         _open(state, now, vote.step)
     elif vote.is_save_due(state.job.checkpoint_every):
-        want_at_once(state, now)
+        state.want_save(now)
 
 
 def wish(state: CoreState, now: float) -> list[Command]:

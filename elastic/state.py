@@ -306,6 +306,10 @@ class CoreState:
         self.also_held = []
         self.num_attempts = 0
 
+    def want_save(self, now: float) -> None:
+        """A checkpoint as soon as the members can be told so."""
+        self.save_at = now if self.save_at is None else min(now, self.save_at)
+
     def stands(self, step: int, generation: int) -> bool:
         """Whether a checkpoint counts: no rewind has taken its step back."""
         return not any(step > void.step and generation < void.generation for void in self.voids)

@@ -38,7 +38,7 @@ class BrokenDevice(ShardedReplica):
             time.sleep(LATE_S if self.is_late else 0.0)
             raise dist.DistBackendError(TEXT)
         if step == FATAL_STEP and rank == FAILING_RANK and self.is_late and mark.exists():
-            raise RuntimeError("gloo: Connection closed by peer [127.0.0.1]:40961")
+            raise dist.DistBackendError("gloo: Connection closed by peer [127.0.0.1]:40961")
         return super().compute(step, interrupt, left_out)
 
 

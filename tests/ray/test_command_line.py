@@ -11,6 +11,8 @@ from command_line import on_own_cluster
 from mlflow import MlflowClient
 from shared_cluster import elastic_train
 
+from elastic.wire import FORMAT
+
 pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
@@ -88,7 +90,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
         code, output = command.finish()
     assert code == 2
     [line] = [line for line in output.splitlines() if line.startswith("elastic: ")]
-    assert "journal format 1: this reads 2" in line and "Traceback" not in output
+    assert f"journal format 1: this reads {FORMAT}" in line and "Traceback" not in output
     assert len(journal.read_text().splitlines()) == 1
 
 

@@ -26,6 +26,7 @@ from elastic.events import (
     StepCommitted,
     StoreReady,
     Woke,
+    WorkerLost,
     WorkerReady,
 )
 from elastic.planning import Job, Wish
@@ -139,11 +140,28 @@ def test_a_run_saves_by_itself_after_the_first_interval() -> None:
 
 
 @pytest.mark.parametrize("notice", [NodeDraining("node-w1", 500.0), NodeAtRisk("node-w1", "spot")])
-@pytest.mark.parametrize("is_auto", [True, False])
-def test_a_notice_saves_at_once(notice: Event, is_auto: bool) -> None:
-    core = training(AUTO if is_auto else Policy(1, 2))
+@pytest.mark.parametrize(
+    ("policy", "is_saving"),
+    [(AUTO, True), (Policy(1, 2, checkpoint_every_s=600.0), True), (Policy(1, 2), False)],
+)
+def test_a_notice_saves_at_once_unless_checkpoints_are_off(
+    notice: Event, policy: Policy, is_saving: bool
+) -> None:
+    core = training(policy)
     step(core, 5.0, notice)
-    assert (core.state.save_at == 5.0) == is_auto
+    assert (core.state.save_at == 5.0) == is_saving
+
+
+def test_a_checkpoint_that_breaks_with_a_worker_is_made_again_at_once() -> None:
+    """Not a whole interval later: with frequent losses there would never be one."""
+    core = training()
+    first = core.state.save_at
+    assert first is not None
+    step(core, first - 1.0, committed(2))
+    assert wishes(step(core, first, Woke()))
+    step(core, first + 1.0, committed(3, num_save_wishes=2))
+    step(core, first + 2.0, WorkerLost("w1", "killed"))
+    assert core.state.save_at == first + 2.0
 
 
 def test_a_session_that_was_lost_is_a_failure_and_its_measures_stay() -> None:

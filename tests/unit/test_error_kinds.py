@@ -151,3 +151,22 @@ def test_an_os_error_of_user_code_is_the_programs_and_a_broken_connection_the_pe
     error: OSError, kind: str
 ) -> None:
     assert kind_of(error) == kind
+
+
+@pytest.mark.parametrize(
+    ("code", "module", "kind"),
+    [
+        ("raise TimeoutError('timed out')", "feature_store", "program"),
+        ("raise RuntimeError('Timed out waiting for the feature store')", "own.model", "program"),
+        ("import socket; socket.create_connection(('127.0.0.1', 1), 1.0)", "own", "program"),
+        ("raise TimeoutError('timed out')", "torch.distributed.rendezvous", "peer"),
+        ("raise RuntimeError('Timed out waiting 1000ms')", "torch.distributed.c10d", "peer"),
+        ("import socket; socket.create_connection(('127.0.0.1', 1), 1.0)", "actors.moving", "peer"),
+    ],
+)
+def test_a_connection_of_user_code_is_no_peer(code: str, module: str, kind: str) -> None:
+    with pytest.raises((OSError, RuntimeError)) as raised:
+        exec(code, {"__name__": module})
+    traceback = raised.value.__traceback__
+    assert traceback is not None
+    assert kind_of(raised.value.with_traceback(traceback.tb_next)) == kind
