@@ -28,6 +28,7 @@ from elastic.events import (
     KeeperReady,
     KeeperSuspected,
     Progressed,
+    StateReady,
     StepCommitted,
     WorkerLost,
     WorkerReady,
@@ -101,6 +102,10 @@ class Watch:
                     self._of_keepers[event.keeper.node] = None
                 case KeeperLost():
                     self._of_keepers.pop(event.node, None)
+                case StateReady():
+                    # Else signs of life would count for nothing up to its first commit, before
+                    # which there may be an evaluation, or data to wait for.
+                    self._generation = max(self._generation, event.generation)
                 case StepCommitted():
                     self._last_commit = time.monotonic()
                     self._generation = event.generation

@@ -25,6 +25,10 @@ from elastic.saving import stop
 from elastic.state import CoreState, Held
 from elastic.uploads import break_upload
 
+HANG_SHARE = 0.25
+"""After a hang, a worker that has not unwound may be healthy and only slower than the others: it
+gets at least this share of the time that the hang has cost already."""
+
 
 def abort(
     state: CoreState,
@@ -154,8 +158,7 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
     if phase.settling is not None:
         return _give_up_settling(state, now, event)
     phase.pending.discard(event.worker)
-    if not phase.reports:
-        phase.first_unwound_s = now - phase.began
+    phase.last_unwound_s = now - phase.began
     phase.reports[event.worker] = event
     commands = _learn(state, event)
     if phase.pending:
@@ -242,8 +245,12 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
 
 def _suspects(phase: Aborting) -> set[str]:
     """Of the pending workers those that may be ended before the patience is over."""
-    is_told_apart = phase.is_hang and phase.reports and phase.settling is None
-    return phase.pending if is_told_apart else phase.pending & phase.suspects
+    return phase.pending if _is_told_apart(phase) else phase.pending & phase.suspects
+
+
+def _is_told_apart(phase: Aborting) -> bool:
+    """After a hang nobody knows who hangs until others unwind."""
+    return phase.is_hang and bool(phase.reports) and phase.settling is None
 
 
 def _set_deadline(state: CoreState, phase: Aborting) -> None:
@@ -252,14 +259,18 @@ def _set_deadline(state: CoreState, phase: Aborting) -> None:
     allowance_s = _allowance_s(state, phase)
     phase.deadline = give_up_at(state, phase, allowance_s)
     if _suspects(phase):
-        phase.deadline = min(phase.patience, phase.suspected_at + allowance_s)
+        since = phase.suspected_at
+        if _is_told_apart(phase):  # each that unwinds shows that others may still be on their way
+            since = max(since, phase.began + phase.last_unwound_s)
+            allowance_s = max(allowance_s, HANG_SHARE * state.policy.hang_timeout_s)
+        phase.deadline = min(phase.patience, since + allowance_s)
 
 
 def _allowance_s(state: CoreState, phase: Aborting) -> float:
     """How long suspects may take to unwind, or a worker that hangs."""
     policy = state.policy
     floor_s = policy.quiesce_deadline_cuda_s if phase.on_gpu else policy.quiesce_deadline_s
-    measured_s = max(state.median_step_s(), phase.first_unwound_s)
+    measured_s = max(state.median_step_s(), phase.last_unwound_s)
     return max(floor_s, policy.quiesce_factor * measured_s)
 
 

@@ -100,7 +100,7 @@ class Aborting:
     suspects: set[str] = field(default_factory=set)
     """Workers that have not answered a probe."""
     suspected_at: float = 0.0
-    first_unwound_s: float = 0.0
+    last_unwound_s: float = 0.0
     """How long the first survivor took to unwind."""
     reports: dict[str, Quiesced] = field(default_factory=dict)
     settling: Vote | None = None

@@ -20,8 +20,8 @@ class Policy:
     quiesce_deadline_cuda_s: float = 10.0
     """The same for a worker on a GPU."""
     quiesce_factor: float = 4.0
-    """A suspect also gets so many median steps, and so many times as long as the first survivor
-    took to unwind."""
+    """A suspect also gets so many median steps, and so many times as long as the last survivor to
+    unwind took; after a hang at least a quarter of `hang_timeout_s`."""
     collective_timeout_s: float = 300.0
     """What every process group has; also the patience with workers that unwind or roll forward."""
     records_timeout_s: float = 10.0

@@ -261,7 +261,7 @@ class TrainSettings(Settings):
     if that is longer, is suspected: raise it if a call in C holds the interpreter's lock longer.
     When a generation is aborted, a worker that does not answer probes, or after a hang does not
     unwind while others do, gets the largest of `quiesce_deadline_s` (on a GPU
-    `quiesce_deadline_cuda_s`), `quiesce_factor` median steps, and as many times what the first
+    `quiesce_deadline_cuda_s`), `quiesce_factor` median steps, and as many times what the last
     survivor took; then it is ended. Any other worker gets `collective_timeout_s`, which is also the
     limit of every collective. A controller that was away asks one worker for the records of steps,
     and after `records_timeout_s` another.

@@ -379,7 +379,7 @@ def drawn_under_load(seed: int, policy: Policy) -> Scenario:
         "",
         Job(24, state_bytes=1000, steps=steps),
         step_s=(step_s, 10 * step_s),
-        unwind_s=(0.001, 0.9 if can_hang else random.choice((0.01, 2.0, 30.0))),
+        unwind_s=(0.001, random.choice((0.01, 2.0, 12.0 if can_hang else 30.0))),
         horizon_s=100_000.0,
         faults=faults,
     )

@@ -9,9 +9,17 @@ from concurrent.futures import Future
 
 import pytest
 
+from actors import watch
 from actors.fleet import answered, missing
 from actors.watch import NODE_S, PROBE_S, Watch
-from elastic.events import Event, StepCommitted, WorkerReady, WorkerSuspected
+from elastic.events import (
+    Event,
+    Progressed,
+    StateReady,
+    StepCommitted,
+    WorkerReady,
+    WorkerSuspected,
+)
 from elastic.votes import StepRecord, Vote
 
 TIMEOUT_S = 2.5
@@ -41,18 +49,18 @@ def suspicion(
     state: Future[str], posted: queue.Queue[Event], step_s: float | None = None
 ) -> tuple[WorkerSuspected | None, float]:
     """What is posted within 7 s, and after how long."""
-    watch = Watch(SilentFleet(state), posted.put, silence_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
+    watching = Watch(SilentFleet(state), posted.put, silence_timeout_s=TIMEOUT_S)  # type: ignore[arg-type]
     began = time.monotonic()
     try:
-        watch.note(WorkerReady("w0", "node", 1))
+        watching.note(WorkerReady("w0", "node", 1))
         if step_s is not None:
             record = StepRecord(0.0, 1, 1, 1, 1.0, 1, 0.1, 1.0, step_s, skipped=False)
-            watch.note(StepCommitted(1, record, Vote(1, 1.0, 1, 1.0, 1)))
+            watching.note(StepCommitted(1, record, Vote(1, 1.0, 1, 1.0, 1)))
         event = posted.get(timeout=4.5)
     except queue.Empty:
         return None, time.monotonic() - began
     finally:
-        watch.close()
+        watching.close()
     assert isinstance(event, WorkerSuspected)
     return event, time.monotonic() - began
 
@@ -89,3 +97,29 @@ def test_a_process_that_runs_is_given_time(state: str, posted: queue.Queue[Event
 def test_it_is_given_as_long_as_a_step(posted: queue.Queue[Event]) -> None:
     event, _ = suspicion(answered("runs"), posted, step_s=60.0)
     assert event is None
+
+
+class BusyFleet(SilentFleet):
+    """A worker that gets on with something: each answer has more signs of life."""
+
+    def __init__(self) -> None:
+        super().__init__(answered("runs"))
+        self._num_signs = 0
+
+    def probe(self, worker: str) -> Future[int]:
+        self._num_signs += 1
+        return answered(self._num_signs)
+
+
+def test_signs_of_life_before_the_first_commit_are_of_the_generation_that_has_the_state(
+    posted: queue.Queue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a recovery an evaluation, or data, may take longer than a hang."""
+    monkeypatch.setattr(watch, "QUIET_S", 0.5)
+    watching = Watch(BusyFleet(), posted.put)  # type: ignore[arg-type]
+    try:
+        watching.note(WorkerReady("w0", "node", 1))
+        watching.note(StateReady("w0", 7, 0, 0, 0.0, 1, 1, 2))
+        assert posted.get(timeout=5.0) == Progressed(7)
+    finally:
+        watching.close()
