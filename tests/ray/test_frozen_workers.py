@@ -69,7 +69,8 @@ def test_who_stands_still_is_left_and_fenced(tmp_path: Path, what: str) -> None:
 def test_an_order_to_end_that_its_agent_loses(tmp_path: Path, agent: str, within_s: float) -> None:
     """A worker that is left and goes on keeps its place for no longer than Ray needs to end it, or
     it needs to find that nobody asks for it."""
-    train = unhurried("dp=2", "1:2", f"hang_timeout_s={HANG_TIMEOUT_S:g}")
+    patience = (f"hang_timeout_s={HANG_TIMEOUT_S:g}", "orphan_timeout_s=30")
+    train = unhurried("dp=2", "1:2", *patience)
     with on_nodes(tmp_path, *train, num_nodes=2) as command:
         command.wait_for_step(20)
         worker, _, _ = a_node_to_drain(command)
