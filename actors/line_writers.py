@@ -188,7 +188,7 @@ class SegmentWriter:
             with self._lock:
                 self._waiting.clear()
             raise
-        except OSError:
+        except Exception:  # of whatever kind: the write may have reached the storage
             self._num_tried = num_lines
             raise
         self._segment = segment
@@ -247,14 +247,24 @@ class ShippedLines:
         try:
             self._segments.ship()
             self.trouble = ""
-        except OSError as error:
-            self.trouble = str(error)
+        except LeaseLost:
+            raise
+        except Exception as error:  # whatever it is, the lines still wait, and the thread goes on
+            self.trouble = _cause_of(error)
         return not self.trouble
+
+
+def _cause_of(error: Exception) -> str:
+    """Never empty. An OSError's text says enough; that of others is clearer with its type."""
+    if isinstance(error, OSError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _lost(name: str, num_lines: int, cause: str) -> str:
     if not num_lines:
         return ""
+    cause = cause or "the storage has not answered"
     return f"{num_lines:,} {'line' if num_lines == 1 else 'lines'} of {name} not written: {cause}"
 
 

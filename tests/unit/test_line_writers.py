@@ -6,7 +6,7 @@ import json
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,3 +125,44 @@ def test_a_shipment_under_a_lost_lease_is_not_made() -> None:
     assert lines.close() == ""
     assert storage.objects == before
     newer.release()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "trouble"),
+    [
+        (ValueError("broken answer"), "ValueError: broken answer"),
+        (RuntimeError("can't start new thread"), "RuntimeError: can't start new thread"),
+        (MemoryError(), "MemoryError"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_lines_are_written_after_an_exception_of_any_kind(refusal: Exception, trouble: str) -> None:
+    storage: Any = MemoryStorage()
+    log = LineLog(storage, "log")
+    lines = open_lines(log)
+    storage.refusal = refusal
+    lines.write({"number": 0})
+    lines.make_durable()
+    until(lambda: bool(lines.trouble))
+    assert (lines.trouble, lines.num_waiting) == (trouble, 1)
+    lines.write({"number": 1})
+    storage.refusal = None
+    lines.make_durable()
+    until(lambda: not lines.trouble and not lines.num_waiting)
+    assert lines.close() == ""
+    assert [row["number"] for row in log.lines()] == [0, 1]
+
+
+def test_lines_that_no_exception_lets_through_are_lost_with_their_cause() -> None:
+    storage: Any = MemoryStorage()
+    lines = open_lines(LineLog(storage, "log"))
+    storage.refusal = ValueError("broken answer")
+    lines.write({"number": 0})
+    assert lines.close(patience_s=0.1) == "1 line of log not written: ValueError: broken answer"
