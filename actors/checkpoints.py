@@ -24,6 +24,16 @@ FOLDER = "checkpoints"
 MANIFEST, ASIDE = "manifest.json", "manifest.damaged.json"
 FORMAT_VERSION = 3
 ONE_WORKER = Layout()
+NOT_A_MANIFEST = (
+    ValueError,
+    OverflowError,  # an infinite number
+    RecursionError,  # brackets nested too deep
+    InvalidLayout,
+    KeyError,
+    TypeError,
+    AttributeError,
+)
+"""What reading JSON of another kind raises."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ def read_manifest(checkpoint: Storage) -> Manifest:
         manifest = Manifest(int(fields["step"]), int(fields["generation"]), files, layout, members)
     except FileNotFoundError:
         raise DamagedCheckpoint(f"{place}: it is not there") from None
-    except (ValueError, InvalidLayout, KeyError, TypeError, AttributeError) as error:
+    except NOT_A_MANIFEST as error:
         raise DamagedCheckpoint(f"{place}: it is no manifest ({error})") from None
     key = (manifest.step, manifest.generation)
     if _key(urlsplit(checkpoint.url).path) not in (None, key):

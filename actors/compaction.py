@@ -57,8 +57,8 @@ class Compactor:
                         continue
             except LeaseLost:
                 return  # the shell sees the same, and ends
-            except OSError:
-                continue  # storage does not answer: there is time
+            except Exception:  # mostly OSError: storage does not answer; any other likewise
+                continue  # nothing is lost, and the next look tries it again: there is time
 
     def _compact_once(self, log: LineLog) -> bool:
         return compact_oldest(log, self._check, is_journal=log is self._journal)

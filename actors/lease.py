@@ -19,6 +19,7 @@ import threading
 import time
 import uuid
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import psutil
@@ -68,22 +69,23 @@ class Lease:
             if not self._let_go.is_set() and not _touch(self._run, self._name):
                 self._write(**self._told)
 
-    def keep(self) -> None:
+    def keep(self, every_s: float = RENEW_EVERY_S) -> None:
         """Renew it from now on, in a thread of its own: storage may take its time, or fail."""
-        threading.Thread(target=self._serve, name="lease", daemon=True).start()
+        serve = partial(self._serve, every_s)
+        threading.Thread(target=serve, name="lease", daemon=True).start()
 
     def let_go(self) -> None:
         """Do not renew it any longer."""
         self._let_go.set()
 
-    def _serve(self) -> None:
-        while not self._let_go.wait(RENEW_EVERY_S):
+    def _serve(self, every_s: float) -> None:
+        while not self._let_go.wait(every_s):
             try:
                 self.renew()
             except LeaseLost:
                 return  # `check` tells it to those who write
-            except OSError:
-                continue  # it runs out if that lasts
+            except Exception:  # not only OSError: without this thread, a live run would be taken
+                continue  # the lease is tried again, and runs out if that lasts
 
     def release(self) -> None:
         """Nobody drives the run now: the next claimant need not wait. Writes nothing if the lease

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,26 +57,34 @@ def check_nothing() -> None:
     """For logs that no lease guards."""
 
 
-def open_lines(log: LineLog, epoch: int | None = None, check: Check = check_nothing) -> Lines:
+def open_lines(
+    log: LineLog,
+    epoch: int | None = None,
+    check: Check = check_nothing,
+    opens_later: bool = False,
+) -> Lines:
     """Go on writing where the log ends; from now on, what older epochs write does not count.
 
     `epoch` is that of the writer's lease; by default one more than the newest in the log. `check`
     is called before each shipment. Raises OSError, and `LostLease` if the log has a newer epoch.
+    With `opens_later` it raises neither and does not wait for an object store: the log is opened
+    when the first lines are written, and lines are dropped if the log has a newer epoch.
     """
     if isinstance(log.storage, DiskStorage):
-        return LineFile(log.storage.path / log.name, check)
-    return ShippedLines(log, epoch, check)
+        return LineFile(log.storage.path / log.name, check, opens_later)
+    return ShippedLines(log, epoch, check, opens_later)
 
 
 class LineFile:
-    """A file on a disk, flushed line by line, so that a reader may follow it live."""
+    """A file on a disk, flushed line by line, so that a reader may follow it live.
 
-    def __init__(self, path: Path, check: Check = check_nothing) -> None:
-        _cut_half_line(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
+    `write` and `flush` raise `LeaseLost` once `check` does; nothing is written then.
+    """
+
+    def __init__(self, path: Path, check: Check = check_nothing, opens_later: bool = False) -> None:
         self._path = path
         self._check = check
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (it stays open for the run)
+        self._file = None if opens_later else _open_at_end(path)
         self._pending = bytearray()
         self.trouble = ""
 
@@ -89,13 +98,21 @@ class LineFile:
 
     def flush(self) -> None:
         try:
-            while self._pending:  # a full disk may have taken a part of the line
+            if self._pending:
+                self._check()
+                self._file = self._file or _open_at_end(self._path)
+            while self._pending and self._file:  # a full disk may have taken a part of the line
                 del self._pending[: self._file.write(self._pending)]
             self.trouble = ""
+        except LeaseLost:
+            self._pending.clear()  # the newer owner has read what counts
+            raise
         except OSError as error:
             self.trouble = str(error)
 
     def make_durable(self) -> None:
+        if self._file is None:
+            return
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -105,23 +122,22 @@ class LineFile:
         deadline = time.monotonic() + patience_s
         try:
             while self._pending:
-                self._check()
                 self.flush()
                 if not self._pending or time.monotonic() > deadline:
                     break
                 time.sleep(RETRY_EVERY_S)
         except LeaseLost:
-            self._pending.clear()
-        except OSError as error:
-            self.trouble = str(error)
-        self._file.close()
+            pass  # `flush` has dropped what waited: it does not count
+        if self._file is not None:
+            self._file.close()
         return _lost(self._path.name, self.num_waiting, self.trouble)
 
 
 class SegmentWriter:
     """Writes segments of one epoch, when `ship` is called; lines wait until storage takes them.
 
-    Raises OSError, and `LostLease` if the log has segments of a newer epoch.
+    Raises OSError, and `LostLease` if the log has segments of a newer epoch. With `opens_later`,
+    it is opened by the first `ship`, and its first segment supersedes older epochs.
     """
 
     def __init__(
@@ -131,40 +147,54 @@ class SegmentWriter:
         check: Check = check_nothing,
         segment_bytes: int = SEGMENT_BYTES,
         begin: int | None = None,
+        opens_later: bool = False,
     ) -> None:
         """`begin` is the byte from which on what there is does not count; by default the end."""
-        there = log.all_segments()
-        newest = max((segment.epoch for segment in there), default=0)
-        self._epoch = newest + 1 if epoch is None else epoch
-        if newest > self._epoch:
-            raise LostLease(
-                f"{log.url} has segments of epoch {newest}, but the lease is of epoch "
-                f"{self._epoch}: files of lease/ were removed"
-            )
         self._log = log
+        self._wanted_epoch, self._wanted_begin = epoch, begin
+        self._epoch = self._begin = 0
         self._check = check
         self._segment_bytes = segment_bytes
-        self._begin = _end_of(log, segments_in_force(there)) if begin is None else begin
         self._segment = b""
         self._num_tried = 0
         """So many lines of those that wait were in a shipment that failed."""
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
-        self._check()
-        log.storage.write(self._name(), b"")  # from here on, older epochs are superseded
+        self._is_open = self._is_lost = False
+        if not opens_later:
+            self._open()
+            self._check()
+            log.storage.write(self._name(), b"")  # from here on, older epochs are superseded
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
+    def _open(self) -> None:
+        """Only reads, so it can be tried again."""
+        epoch, begin = self._wanted_epoch, self._wanted_begin
+        there = self._log.all_segments()
+        newest = max((segment.epoch for segment in there), default=0)
+        self._epoch = newest + 1 if epoch is None else epoch
+        if newest > self._epoch:
+            raise LostLease(
+                f"{self._log.url} has segments of epoch {newest}, but the lease is of epoch "
+                f"{self._epoch}: files of lease/ were removed"
+            )
+        self._begin = _end_of(self._log, segments_in_force(there)) if begin is None else begin
+        self._is_open = True
+
     def append(self, line: dict[str, Any]) -> None:
         """From any thread."""
         with self._lock:
-            self._waiting.append(json.dumps(line, allow_nan=False).encode() + b"\n")
+            if not self._is_lost:
+                self._waiting.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def ship(self) -> None:
         """Bring what waits there, a segment at a time. Raises OSError, or `LeaseLost`: then nothing
         waits any more, since what the newer owner has read is what counts."""
+        if self._waiting and not self._is_open:
+            self._open_late()
         while self._waiting:
             with self._lock:
                 num_lines, segment = self._num_tried, self._segment
@@ -185,16 +215,28 @@ class SegmentWriter:
             self._check()
             self._log.storage.write(self._name(), segment)
         except LeaseLost:
-            with self._lock:
-                self._waiting.clear()
+            self._drop_all()
             raise
-        except OSError:
+        except Exception:  # of whatever kind: the write may have reached the storage
             self._num_tried = num_lines
             raise
         self._segment = segment
         if len(segment) >= self._segment_bytes or self._num_tried:
             self._begin += len(segment)
             self._segment, self._num_tried = b"", 0
+
+    def _open_late(self) -> None:
+        try:
+            self._open()
+        except LostLease as error:
+            self._drop_all()
+            raise LeaseLost(str(error)) from error
+
+    def _drop_all(self) -> None:
+        """What waits, and what comes: it would not count."""
+        with self._lock:
+            self._is_lost = True
+            self._waiting.clear()
 
     def _name(self) -> str:
         return segment_name(self._log.name, self._epoch, self._begin)
@@ -203,9 +245,11 @@ class SegmentWriter:
 class ShippedLines:
     """Segments on an object store, brought there by a thread: durable within about a second."""
 
-    def __init__(self, log: LineLog, epoch: int | None, check: Check) -> None:
+    def __init__(
+        self, log: LineLog, epoch: int | None, check: Check, opens_later: bool = False
+    ) -> None:
         self._name = log.name
-        self._segments = SegmentWriter(log, epoch, check)
+        self._segments = SegmentWriter(log, epoch, check, opens_later=opens_later)
         self._is_due = threading.Event()
         self._deadline = float("inf")
         self._is_closed = False
@@ -247,14 +291,24 @@ class ShippedLines:
         try:
             self._segments.ship()
             self.trouble = ""
-        except OSError as error:
-            self.trouble = str(error)
+        except LeaseLost:
+            raise
+        except Exception as error:  # whatever it is, the lines still wait, and the thread goes on
+            self.trouble = _cause_of(error)
         return not self.trouble
+
+
+def _cause_of(error: Exception) -> str:
+    """Never empty. An OSError's text says enough; that of others is clearer with its type."""
+    if isinstance(error, OSError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _lost(name: str, num_lines: int, cause: str) -> str:
     if not num_lines:
         return ""
+    cause = cause or "the storage has not answered"
     return f"{num_lines:,} {'line' if num_lines == 1 else 'lines'} of {name} not written: {cause}"
 
 
@@ -265,6 +319,12 @@ def _end_of(log: LineLog, segments: list[Segment]) -> int:
     last = segments[-1]
     content = log.storage.read(last.name, last.begin - last.object_begin, last.end - last.begin)
     return last.begin + content.rfind(b"\n") + 1
+
+
+def _open_at_end(path: Path) -> FileIO:
+    _cut_half_line(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab", buffering=0)  # it stays open for the run
 
 
 def _cut_half_line(path: Path) -> None:

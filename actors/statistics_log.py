@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import suppress
+
 from actors.file_names import STATISTICS
 from actors.line_writers import Lines, open_lines
 from actors.lines import LineLog
@@ -14,7 +17,11 @@ PATIENCE_S = 2.0
 
 
 class StatisticsLog:
-    """As one worker sees it: its world rank 0 writes, in another generation perhaps another."""
+    """As one worker sees it: its world rank 0 writes, in another generation perhaps another.
+
+    Training never ends, nor waits for an object store, because of this log: lines that storage does
+    not take wait in memory.
+    """
 
     def __init__(self, run: Storage) -> None:
         self._run = run
@@ -26,12 +33,16 @@ class StatisticsLog:
         if groups is None or world_rank != 0:
             return
         if self._lines is None:
-            self._lines = open_lines(LineLog(self._run, STATISTICS), record.generation)
+            log = LineLog(self._run, STATISTICS)
+            self._lines = open_lines(log, record.generation, opens_later=True)
         told = {"time": record.time, "step": record.step, "generation": record.generation}
         self._lines.write({**told, "groups": groups})
 
     def close(self) -> None:
         """Another may write from now on."""
         if self._lines is not None:
-            self._lines.close(PATIENCE_S)
+            unwritten = self._lines.close(PATIENCE_S)
             self._lines = None
+            if unwritten:
+                with suppress(OSError):  # the output may lie on the same full disk
+                    print(f"elastic: {unwritten}", file=sys.stderr, flush=True)

@@ -196,8 +196,16 @@ class ObjectStorage:
             return bytes(file.read_at(wanted, offset)) if wanted else b""
 
     def write(self, name: str, data: bytes) -> None:
-        with self.writing(name) as out:
-            out.write(data)
+        content = pyarrow.py_buffer(data)  # what is no bytes is refused before anything is opened
+        out = self._system.open_output_stream(f"{self._path}/{name}", compression=None)
+        try:
+            out.write(content)
+        except BaseException:
+            # The object is not removed: what was there before may have been acknowledged.
+            with suppress(Exception):  # the first exception says what has happened
+                out.close()
+            raise
+        out.close()
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Output]:

@@ -100,9 +100,15 @@ def settings_from(values: Mapping[str, Any], where: str) -> TrainSettings:
     try:
         return TrainSettings.model_validate(values)
     except ValidationError as error:
-        problem = error.errors()[0]
-        key = ".".join(str(part) for part in problem["loc"])
-        raise UserError(f"{where} {key}: {_lowered(problem['msg'])}") from None
+        separator = " " if error.errors()[0]["loc"] else ": "
+        raise UserError(f"{where}{separator}{first_problem(error)}") from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """The first of a validation's complaints: the field, if there is one, and what is wrong."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"])
+    return ": ".join(filter(None, (key, _lowered(problem["msg"]))))
 
 
 def differing_maths(old: TrainSettings, new: TrainSettings) -> list[str]:

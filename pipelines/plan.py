@@ -13,6 +13,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from actors.factory import Factory
 from actors.ray_controller import Run
 from actors.reach import refuse_unreachable
@@ -33,7 +35,7 @@ from pipelines.inject import parse_faults
 from pipelines.job import job_of
 from pipelines.loop.script import Script
 from pipelines.notify import check_url
-from pipelines.overrides import Given, differing_maths, override, settings_from
+from pipelines.overrides import Given, differing_maths, first_problem, override
 from pipelines.own_plan import (
     STATE_DIGEST,
     changed_source,
@@ -328,10 +330,7 @@ def _refuse_other_maths(
         raise UserError(f"--storage {folder.storage}: cannot be read ({error})") from None
     if stored is None:
         return ()
-    try:
-        old = settings_from(stored["settings"], f"{folder.files.at(RECIPE).url}:")
-    except KeyError:
-        raise damaged_file(folder.files, RECIPE) from None
+    old = _stored_settings(folder, stored)
     differing = differing_maths(old, settings)
     if stored.get("data_digest") == recipe["data_digest"]:  # then they may have been moved
         differing = [told for told in differing if not told.startswith("data.source: ")]
@@ -348,6 +347,17 @@ def _refuse_other_maths(
             f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
         )
     return tuple(filter(None, [changed_source(stored, recipe)]))
+
+
+def _stored_settings(folder: RunFolder, stored: dict[str, Any]) -> TrainSettings:
+    """Those of recipe.json. Raises `UserError`, which says how to go on."""
+    try:
+        return TrainSettings.model_validate(stored["settings"])
+    except KeyError:
+        raise damaged_file(folder.files, RECIPE) from None
+    except ValidationError as error:
+        problem = f"settings: {first_problem(error)}"
+        raise damaged_file(folder.files, RECIPE, problem) from None
 
 
 def _refuse_unusable(folder: RunFolder) -> None:

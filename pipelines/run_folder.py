@@ -131,10 +131,12 @@ def read_json(files: Storage, name: str) -> dict[str, Any] | None:
     return told
 
 
-def damaged_file(files: Storage, name: str) -> UserError:
-    """For a small file of a run that holds something else than was written."""
+def damaged_file(files: Storage, name: str, problem: str = "") -> UserError:
+    """For a small file of a run that holds something else than was written, or what only another
+    version reads; `problem` says what."""
+    cause = f"cannot be used ({problem})" if problem else "is damaged"
     return UserError(
-        f"{files.at(name).url} is damaged; `{repair_command(files)}` sets it aside, "
+        f"{files.at(name).url} {cause}; `{repair_command(files)}` sets it aside, "
         "and says what is lost with it"
     )
 

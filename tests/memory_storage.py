@@ -17,7 +17,7 @@ class MemoryStorage:
         self.times: dict[str, float] = {}
         self.now = 0.0
         self.num_listings = 0
-        self.refusal: OSError | None = None
+        self.refusal: Exception | None = None
         """What every write raises, if anything."""
 
     def at(self, folder: str) -> MemoryStorage:

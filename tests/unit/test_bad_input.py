@@ -250,6 +250,30 @@ def test_a_stored_recipe_with_values_out_of_bounds(storage: Path, capsys) -> Non
     assert "recipe.json" in line and "start_timeout_s" in line
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        (5, "(settings: input should be"),
+        ({"of_a_later_version": 1}, "(settings: of_a_later_version: extra inputs"),
+        ({"optimizer": {"lr": -1}}, "(settings: optimizer.lr: input should be"),
+    ],
+)
+def test_a_stored_recipe_that_cannot_be_used_says_how_to_go_on(
+    storage: Path, capsys, settings: object, problem: str
+) -> None:
+    store_recipe(make_plan(Asked("tiny", "run", str(storage), data="random"), num_gpus=0))
+    file = storage / "run" / "recipe.json"
+    stored = json.loads(file.read_text())
+    is_object = isinstance(settings, dict)
+    stored["settings"] = {**stored["settings"], **settings} if is_object else settings
+    file.write_text(json.dumps(stored))
+    arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
+    line = refused(capsys, "train", *arguments)
+    assert f"{file} cannot be used {problem}" in line
+    assert f"`elastic doctor run --storage {storage} --repair` sets it aside" in line
+    assert ": :" not in line
+
+
 def test_empty_data(storage: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty.txt").write_text("")
     line = refused(

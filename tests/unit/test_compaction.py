@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from long_runs import Every, LongRun
 from memory_storage import MemoryStorage
 
-from actors.compaction import NUM_JOINED, NUM_LEFT, compact_oldest
+from actors.compaction import NUM_JOINED, NUM_LEFT, Compactor, compact_oldest
 from actors.errors import LeaseLost
 from actors.journal import replay
 from actors.lines import LineLog
@@ -116,3 +117,31 @@ def test_what_an_interrupted_compaction_leaves_is_removed_later(written: Path) -
     compact_oldest(log, check, is_journal=False)
     assert b"".join(log.blocks()) == content
     assert len(log.all_segments()) == len(log.segments())
+
+
+class BrokenOnce(MemoryStorage):
+    """The first listing raises, as a library does that gets a broken answer."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects=objects)
+        self.has_raised = False
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        if not self.has_raised:
+            self.has_raised = True
+            raise ValueError("broken answer")
+        return super().files(folder)
+
+
+def test_compaction_goes_on_after_an_exception_of_any_kind() -> None:
+    line = b'{"number": 1}\n'
+    names = [segment_name("log", 1, i * len(line)) for i in range(NUM_JOINED + NUM_LEFT)]
+    storage: Any = BrokenOnce(dict.fromkeys(names, line))
+    none: Any = MemoryStorage("memory://none")
+    compactor = Compactor(LineLog(none, "journal"), (LineLog(storage, "log"),), check, 0.01)
+    deadline = time.monotonic() + 20.0
+    while len(storage.objects) > NUM_LEFT + 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    compactor.close()
+    assert storage.has_raised and len(storage.objects) == NUM_LEFT + 1
+    assert len(list(LineLog(storage, "log").lines())) == len(names)

@@ -88,3 +88,33 @@ def test_a_lost_lease_writes_nothing_not_even_when_it_is_released() -> None:
     assert run.objects == before
     second.release()
     assert owner_of(run) is None
+
+
+class Refusing(MemoryStorage):
+    """Counts the writes that it refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_refused = 0
+
+    def write(self, name: str, data: bytes) -> None:
+        self.num_refused += self.refusal is not None
+        super().write(name, data)
+
+
+@pytest.mark.parametrize("refusal", [ValueError("broken answer"), OSError("away"), MemoryError()])
+def test_a_lease_is_renewed_again_after_an_exception_of_any_kind(refusal: Exception) -> None:
+    run: Any = Refusing()
+    lease = claim(run)
+    [name] = run.times
+    run.refusal, run.now = refusal, 7.0
+    lease.keep(every_s=0.01)
+    deadline = time.monotonic() + 20.0
+    while run.num_refused < 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert run.num_refused >= 1 and run.times[name] == 0.0
+    run.refusal = None
+    while run.times[name] != 7.0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    lease.let_go()
+    assert run.times[name] == 7.0

@@ -6,7 +6,7 @@ import json
 import resource
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,3 +125,117 @@ def test_a_shipment_under_a_lost_lease_is_not_made() -> None:
     assert lines.close() == ""
     assert storage.objects == before
     newer.release()
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "trouble"),
+    [
+        (ValueError("broken answer"), "ValueError: broken answer"),
+        (RuntimeError("can't start new thread"), "RuntimeError: can't start new thread"),
+        (MemoryError(), "MemoryError"),
+        (OSError(), "OSError"),
+    ],
+)
+def test_lines_are_written_after_an_exception_of_any_kind(refusal: Exception, trouble: str) -> None:
+    storage: Any = MemoryStorage()
+    log = LineLog(storage, "log")
+    lines = open_lines(log)
+    storage.refusal = refusal
+    lines.write({"number": 0})
+    lines.make_durable()
+    until(lambda: bool(lines.trouble))
+    assert (lines.trouble, lines.num_waiting) == (trouble, 1)
+    lines.write({"number": 1})
+    storage.refusal = None
+    lines.make_durable()
+    until(lambda: not lines.trouble and not lines.num_waiting)
+    assert lines.close() == ""
+    assert [row["number"] for row in log.lines()] == [0, 1]
+
+
+def test_lines_that_no_exception_lets_through_are_lost_with_their_cause() -> None:
+    storage: Any = MemoryStorage()
+    lines = open_lines(LineLog(storage, "log"))
+    storage.refusal = ValueError("broken answer")
+    lines.write({"number": 0})
+    assert lines.close(patience_s=0.1) == "1 line of log not written: ValueError: broken answer"
+
+
+class Blocked(MemoryStorage):
+    """A storage that does not answer until `answers` is set, and then as `refusal` says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers = threading.Event()
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        assert self.answers.wait(20.0)
+        if self.refusal:
+            raise self.refusal
+        return super().files(folder)
+
+
+def test_a_log_that_opens_later_waits_for_no_storage_and_loses_no_line() -> None:
+    storage: Any = Blocked()
+    storage.write("log/00000002-0000000000000000", b'{"number": 0}\n')
+    storage.refusal = OSError(110, "Connection timed out")
+    lines = open_lines(LineLog(storage, "log"), epoch=3, opens_later=True)
+    lines.write({"number": 1})
+    lines.make_durable()
+    storage.answers.set()
+    until(lambda: bool(lines.trouble))
+    lines.write({"number": 2})
+    assert (lines.trouble, lines.num_waiting) == ("[Errno 110] Connection timed out", 2)
+    storage.refusal = None
+    assert lines.close() == ""
+    assert [row["number"] for row in LineLog(storage, "log").lines()] == [0, 1, 2]
+
+
+def test_a_log_that_opens_later_drops_lines_that_a_newer_epoch_supersedes() -> None:
+    storage: Any = MemoryStorage()
+    open_lines(LineLog(storage, "log"), epoch=7).close()
+    before = dict(storage.objects)
+    lines = open_lines(LineLog(storage, "log"), epoch=3, opens_later=True)
+    lines.write({"number": 1})
+    lines.make_durable()
+    until(lambda: not lines.num_waiting)
+    lines.write({"number": 2})
+    assert lines.num_waiting == 0 and lines.close() == ""
+    assert storage.objects == before
+
+
+def test_a_file_that_opens_later_is_opened_once_its_folder_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    lines = open_lines(LineLog(DiskStorage(tmp_path / "run"), "log"), opens_later=True)
+    lines.make_durable()
+    lines.write({"number": 0})
+    assert "Not a directory" in lines.trouble and lines.num_waiting == 1
+    (tmp_path / "run").unlink()
+    lines.write({"number": 1})
+    assert lines.close() == ""
+    assert [row["number"] for row in rows(tmp_path / "run" / "log")] == [0, 1]
+
+
+@pytest.mark.parametrize("ends", ["flush", "write"])
+def test_a_process_that_lost_its_lease_writes_nothing_at_the_next_flush(
+    tmp_path: Path, ends: str
+) -> None:
+    run = DiskStorage(tmp_path)
+    lease = claim(run, actor="a")
+    lines = LineFile(tmp_path / "log", lease.look)
+    lines.write({"number": 0})
+    with files_limited_to(1):
+        lines.write({"number": 1})
+    assert lines.num_waiting == 1
+    claim(run, actor="a")
+    with pytest.raises(LeaseLost):
+        lines.flush() if ends == "flush" else lines.write({"number": 2})
+    assert lines.num_waiting == 0 and lines.close() == ""
+    assert [row["number"] for row in rows(tmp_path / "log")] == [0]

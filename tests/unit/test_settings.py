@@ -72,6 +72,7 @@ def test_what_cannot_be_is_told_in_one_line(change, told) -> None:
     with pytest.raises(UserError) as error:
         override(settings, [change])
     assert told in str(error.value)
+    assert " : " not in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -1,0 +1,110 @@
+"""Logs that the training thread writes: an outage of storage does not reach it."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_storage import MemoryStorage
+
+from actors.file_names import STATISTICS
+from actors.lines import LineLog
+from actors.statistics_log import StatisticsLog
+from actors.storage import DiskStorage
+from elastic.votes import StepRecord
+from pipelines.training.sample_log import SampleLog, append_samples
+
+
+class Told:
+    """A replica as far as its statistics go."""
+
+    def statistics(self) -> dict[str, dict[str, float]]:
+        return {"layer": {"grad_norm": 1.0}}
+
+
+class Away(MemoryStorage):
+    """While `refusal` is set, listings are refused, too."""
+
+    def files(self, folder: str = "") -> dict[str, int]:
+        if self.refusal:
+            raise self.refusal
+        return super().files(folder)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def tell(log: StatisticsLog, step: int) -> None:
+    replica: Any = Told()
+    record = StepRecord(0.0, step, 1, 2, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
+    log.tell(replica, record, world_rank=0)
+
+
+def test_statistics_wait_in_memory_while_an_object_store_is_away() -> None:
+    storage: Any = Away()
+    storage.refusal = OSError("storage is away")
+    log = StatisticsLog(storage)
+    for step in (1, 2):
+        tell(log, step)
+    storage.refusal = None
+    log.close()
+    assert [row["step"] for row in LineLog(storage, STATISTICS).lines()] == [1, 2]
+
+
+def test_statistics_that_could_not_be_written_are_reported(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    storage: Any = Away()
+    storage.refusal = OSError("storage is away")
+    log = StatisticsLog(storage)
+    tell(log, 1)
+    log.close()
+    told = "elastic: 1 line of statistics.jsonl not written: storage is away\n"
+    assert capsys.readouterr().err == told
+
+
+def test_statistics_wait_in_memory_while_the_run_folder_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("in the way")
+    log = StatisticsLog(DiskStorage(tmp_path / "run"))
+    tell(log, 1)
+    (tmp_path / "run").unlink()
+    tell(log, 2)
+    log.close()
+    assert [row["step"] for row in rows(tmp_path / "run" / STATISTICS)] == [1, 2]
+
+
+def test_sample_ids_wait_in_memory_until_their_file_can_be_opened(tmp_path: Path) -> None:
+    file = tmp_path / "run" / "samples.jsonl"
+    append_samples(file, 1, 1, 0, [4, 2])
+    append_samples(file, 2, 1, 0, [1])
+    file.parent.mkdir()
+    until(lambda: file.exists() and file.read_bytes().count(b"\n") == 2)
+    assert [(row["step"], row["ids"]) for row in rows(file)] == [(1, [4, 2]), (2, [1])]
+
+
+def test_a_line_of_which_a_full_disk_took_a_part_comes_again_whole(tmp_path: Path) -> None:
+    file = tmp_path / "samples.jsonl"
+    log = SampleLog(file, retry_every_s=0.05)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
+    try:
+        log.append(b'{"step": 1}\n')
+        assert log.num_waiting == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    until(lambda: not log.num_waiting)
+    log.append(b'{"step": 2}\n')
+    assert file.read_text().splitlines() == ['{"step": 1', '{"step": 1}', '{"step": 2}']
+
+
+def rows(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
