@@ -121,7 +121,7 @@ def test_a_job_whose_driver_is_killed_at_once_is_waited_for(
     os.kill(int(cluster.details("silenced")["driver_info"]["pid"]), signal.SIGKILL)
     ended = cluster.await_end("silenced")
     assert ended["status"] == "FAILED"
-    cluster.submit("after", tree, *train(tmp_path, "2:2", len(run.metrics()) + 2000))
+    cluster.submit("after", tree, *train(tmp_path, "2:2", 100_000))
     wait_for(lambda: len(run.lines("RunOpened")) == 2, "the next one")
     [stopped] = run.lines("Stopped")
     assert (stopped["outcome"], stopped["reason"]) == ("interrupted", "the driver is gone")
