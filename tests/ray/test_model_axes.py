@@ -17,7 +17,13 @@ from pipelines.overrides import override
 from pipelines.recipes import load
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
-SETTINGS = ("data.source=random", "data.seq_len=16", "dtype=float64", "batch=8", "lr=0.0003")
+SETTINGS = (
+    "data.source=random",
+    "data.seq_len=16",
+    "dtype=float64",
+    "batch=8",
+    "optimizer.lr=0.0003",
+)
 """With the recipe's own learning rate 400 steps make more than 1e-9 of differences in rounding."""
 
 
