@@ -18,7 +18,13 @@ from rich.console import Console
 
 from actors.accelerators import NoSuchAccelerator, choose_resources
 from actors.checkpoints import find_checkpoints
-from actors.errors import ControllerLost, RunRefused, RunTaken
+from actors.errors import (
+    ClusterNotJoined,
+    ClusterNotStarted,
+    ControllerLost,
+    RunRefused,
+    RunTaken,
+)
 from actors.launch import (
     Drive,
     close_cluster,
@@ -223,7 +229,18 @@ def open_cluster(
         return join_or_start_cluster(address, num_workers, use_gpus, NAMESPACE, per_worker)
     except RunRefused as error:
         raise UserError(str(error)) from None
-    except (OSError, ValueError) as error:
+    except ClusterNotStarted as error:
+        raise UserError(
+            f"a local Ray cluster cannot be started ({error}): check memory, /dev/shm and the disk "
+            "of Ray's folder, or name a running cluster in RAY_ADDRESS"
+        ) from None
+    except ClusterNotJoined as error:
+        source = f"RAY_ADDRESS={address}" if address else "the cluster recorded by `ray start`"
+        raise UserError(
+            f"{source}: this Ray cluster cannot be joined ({error}); use its versions of Ray and "
+            "Python and its token, or set RAY_ADDRESS=local to start a local one"
+        ) from None
+    except OSError as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
             "local one"
