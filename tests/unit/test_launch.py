@@ -19,6 +19,7 @@ from actors.launch import (
     join_cluster_at_hand,
     join_or_start_cluster,
 )
+from actors.ray_private import recorded_address
 from pipelines.cli import main
 
 
@@ -186,3 +187,24 @@ def test_train_reports_a_local_cluster_that_cannot_be_started_in_one_line(
     line = told_by_train(capsys, tmp_path / "runs")
     assert "a local Ray cluster cannot be started" in line and "RAY_ADDRESS=" not in line
     assert " ".join(str(error).split())[:60] in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+def test_address_that_another_user_recorded_is_not_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user may write into Ray's folder."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    record = tmp_path / "ray" / "ray_current_cluster"
+    record.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(record)
+    else:
+        record.write_text("127.0.0.1:6379\n")
+        assert recorded_address() == "127.0.0.1:6379"
+    if kind == "link":
+        record.rename(tmp_path / "own")
+        record.symlink_to(tmp_path / "own")
+    os.chown(record, 65534, 65534, follow_symlinks=False)
+    assert recorded_address() is None
