@@ -33,6 +33,7 @@ from actors.launch import (
     join_or_start_cluster,
     keep_logs,
 )
+from actors.lease import owner_of
 from actors.ray_controller import Progress, Run
 from actors.ray_names import NAMESPACE
 from actors.ray_private import job_folder
@@ -180,13 +181,31 @@ def under_way(
         run = equipped(plan)
         if is_private():  # nobody restarts the GCS of a private cluster
             run = replace(run, head_patience_s=PRIVATE_HEAD_PATIENCE_S)
-        store_recipe(plan)
-        yield Drive(run)
+        yield _begin(plan, run)
     except RunRefused as error:
         keep_actors = keep_actors or isinstance(error, RunTaken)  # they are somebody else's
         raise UserError(str(error)) from None
     finally:
         close_cluster(plan.folder.name, keep_actors)
+
+
+def _begin(plan: Plan, run: Run) -> Drive:
+    """Start the run; `recipe.json` is not overwritten if another process drives it.
+
+    The controller claims the run in a process of its own, so the recipe is stored before only if
+    nobody is known to drive the run, and otherwise once the controller has the run.
+    """
+    try:
+        is_driven = owner_of(plan.folder.files) is not None
+    except OSError as error:
+        where = plan.folder.storage
+        raise UserError(f"--storage {where}: cannot be read ({error})") from None
+    if not is_driven:
+        store_recipe(plan)
+    drive_ = Drive(run)
+    if is_driven:  # by a process that has ended since
+        store_recipe(plan)
+    return drive_
 
 
 def warn_unsaved(settings: TrainSettings) -> str:
