@@ -54,6 +54,14 @@ class RunRefused(RuntimeError):
     """No controller can take the run as it lies in storage; the message says why."""
 
 
+class ClusterNotJoined(ConnectionError):
+    """Something answers at the address of a Ray cluster, but Ray cannot join it."""
+
+
+class ClusterNotStarted(RuntimeError):
+    """A private Ray cluster could not be started on this machine."""
+
+
 class RunTaken(RunRefused):
     """The run is being driven by somebody else."""
 

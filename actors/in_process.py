@@ -161,15 +161,23 @@ class Ended:
 
 
 def run_in_process(
-    run: Run, hear: Callable[[Event, Callable[[Event], None]], None] = lambda event, post: None
+    run: Run,
+    hear: Callable[[Event, Callable[[Event], None]], None] = lambda event, post: None,
+    claimed: Callable[[], object] = lambda: None,
 ) -> Ended:
     """Drive a run and be its one worker, until it has stopped.
 
-    `hear` gets each event of the training, on this thread, and where to post others. Raises
-    `RunTaken` if somebody drives the run, `RunRefused` if it cannot be opened.
+    `hear` gets each event of the training, on this thread, and where to post others. `claimed` is
+    called once no other process can drive the run. Raises `RunTaken` if somebody drives it,
+    `RunRefused` if it cannot be opened.
     """
     storage = open_storage(run.folder)
     lease, shell = open_run(storage, due=run.leavers)
+    try:
+        claimed()
+    except BaseException:
+        lease.release()
+        raise
     fleet = InProcessFleet(
         run.program, run.options, shell.post, lambda event: hear(event, shell.post), lease.epoch
     )

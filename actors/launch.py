@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +12,15 @@ from typing import Any
 import ray
 
 from actors.asking import LayoutReply
-from actors.errors import ControllerAway, ControllerLost, RunNotDriven, RunRefused, RunTaken
+from actors.cluster_join import in_one_line, join, knock
+from actors.errors import (
+    ClusterNotStarted,
+    ControllerAway,
+    ControllerLost,
+    RunNotDriven,
+    RunRefused,
+    RunTaken,
+)
 from actors.ray_controller import CONTROLLER_GROUPS, Progress, RayController, Run
 from actors.ray_names import NAMESPACE, actor_names, actor_of
 from actors.ray_private import (
@@ -23,7 +30,6 @@ from actors.ray_private import (
     hush_driver,
     make_token,
     private_processes,
-    recorded_address,
     take_token,
 )
 from actors.ray_sessions import Guard
@@ -33,7 +39,6 @@ from elastic.planning import Wish
 SHOW_EVERY_S = 0.5
 ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
-KNOCK_TIMEOUT_S = 2.0
 RESTART_PATIENCE_S = 180.0
 ENDING_PATIENCE_S = 300.0
 """For the last checkpoint of a run that has been stopped, before the same run is begun again."""
@@ -83,7 +88,8 @@ def join_or_start_cluster(
     Where the process has Ray already, that is used, and left as it is. A private one (also on
     `address="local"`) has a slot a worker, of what it asks for `per_worker`, ends with this
     process, and is joined by no other command. Raises OSError if an address is named and nobody
-    answers there, `RunRefused` if a private one is full of another run's workers.
+    answers there, `ClusterNotJoined`, `ClusterNotStarted`, or `RunRefused` if a private one is full
+    of another run's workers.
     """
     with _hold.lock:
         if ray.is_initialized():
@@ -92,7 +98,7 @@ def join_or_start_cluster(
             _hold.num_runs += 1
             return False
         common = _common(namespace)
-        joined = address != "local" and _join(address, common)
+        joined = address != "local" and join(address, common)
         if not joined:
             _start(_slots(num_workers, use_gpus, per_worker or {}) | common)
         hush_driver()
@@ -102,13 +108,22 @@ def join_or_start_cluster(
 
 def _start(options: dict[str, Any]) -> None:
     """Start a private cluster, which no signal to this process's group reaches."""
-    make_token()
-    _hold.guard = Guard()
-    with private_processes(_hold.guard):
-        ray.init(
-            address="local", include_dashboard=False, _system_config=dict(SYSTEM_CONFIG), **options
-        )
-    end_log_monitor()
+    try:
+        make_token()
+        _hold.guard = Guard()
+        with private_processes(_hold.guard):
+            ray.init(
+                address="local",
+                include_dashboard=False,
+                _system_config=dict(SYSTEM_CONFIG),
+                **options,
+            )
+        end_log_monitor()
+    except Exception as error:  # Ray raises what its cause raised, or a bare Exception
+        keep_logs()
+        ray.shutdown()
+        _end_private_cluster()
+        raise ClusterNotStarted(in_one_line(error)) from error
 
 
 def _slots(num_workers: int, use_gpus: bool, per_worker: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +140,7 @@ def join_cluster(address: str, namespace: str) -> None:
     """Join the cluster of a run, at `address`. Raises OSError if nobody answers there."""
     with _hold.lock:
         take_token()
-        _join(address, _common(namespace))
+        join(address, _common(namespace))
         hush_driver()
         _hold.is_ours, _hold.is_local, _hold.num_runs = True, False, 1
 
@@ -136,7 +151,7 @@ def join_cluster_at_hand(address: str | None, namespace: str) -> bool:
     Raises OSError if an address is named and nobody answers there.
     """
     take_token()
-    joined = _join(address, _common(namespace))
+    joined = join(address, _common(namespace))
     if joined:
         hush_driver()
     return joined
@@ -144,33 +159,6 @@ def join_cluster_at_hand(address: str | None, namespace: str) -> bool:
 
 def _common(namespace: str) -> dict[str, Any]:
     return {"namespace": namespace, "log_to_driver": False, "logging_level": "error"}
-
-
-def _join(address: str | None, common: dict[str, Any]) -> bool:
-    """Ray's own "auto" would also join a private cluster of another command."""
-    if address not in (None, "", "auto"):
-        _knock(address)
-        ray.init(address=address, **common)
-        return True
-    recorded = recorded_address()
-    try:
-        if recorded is None:
-            raise ConnectionError("no `ray start` has recorded a cluster on this machine")
-        _knock(recorded)
-        take_token()
-        ray.init(address=recorded, **common)
-    except OSError:  # for example the record of a cluster that was killed
-        if address:
-            raise
-        return False
-    return True
-
-
-def _knock(address: str) -> None:
-    """Ray itself would try for more than a minute. Raises OSError if nobody listens there."""
-    host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
-    if colon and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
 
 
 def close_cluster(run_name: str, keep_actors: bool) -> None:
@@ -205,7 +193,7 @@ def _leave_ray(is_head_gone: bool) -> None:
 def is_head_gone() -> bool:
     """Whether nothing listens at the address of the GCS of the cluster that was joined."""
     try:
-        _knock(ray.get_runtime_context().gcs_address)
+        knock(ray.get_runtime_context().gcs_address)
     except OSError:
         return True
     return False

@@ -19,7 +19,7 @@ from ray._private.authentication.authentication_token_setup import (
     _get_default_token_path,
     maybe_enable_token_auth_if_token_available,
 )
-from ray._private.utils import read_ray_address
+from ray._private.utils import get_ray_address_file
 from ray.core.generated import autoscaler_pb2
 
 from actors.ray_sessions import Guard
@@ -44,8 +44,16 @@ def recorded_address() -> str | None:
 
     `ray.init(address="auto")` also joins any cluster whose processes it finds on this machine, for
     example the private cluster of another command; no public option restricts it to this file.
+
+    Every user may replace files in Ray's folder, so a file of another user, who is not root either,
+    does not count: a process exchanges pickles with the cluster that it joins.
     """
-    return read_ray_address() or None
+    with suppress(OSError):  # there is none, or it is a link
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(get_ray_address_file(None), flags)) as file:
+            if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
+                return file.read().strip() or None
+    return None
 
 
 def make_token() -> None:

@@ -10,8 +10,18 @@ Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A part of a whole, from 0 to below 1."""
 
 
-Minutes = Annotated[str, Field(pattern=r"^([0-9]{1,7}(\.[0-9]{1,6})?|\.[0-9]{1,6})min$")]
-"""A time, such as `15min`."""
+def _at_least_a_second(time: str) -> str:
+    if 60.0 * float(time.removesuffix("min")) < 1.0:
+        raise ValueError("a time under 1 s; give at least 0.017min, or 0 for no checkpoints")
+    return time
+
+
+Minutes = Annotated[
+    str,
+    Field(pattern=r"^([0-9]{1,7}(\.[0-9]{1,6})?|\.[0-9]{1,6})min$"),
+    AfterValidator(_at_least_a_second),
+]
+"""A time between checkpoints, such as `15min`."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**12)]

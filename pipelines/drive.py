@@ -18,7 +18,13 @@ from rich.console import Console
 
 from actors.accelerators import NoSuchAccelerator, choose_resources
 from actors.checkpoints import find_checkpoints
-from actors.errors import ControllerLost, RunRefused, RunTaken
+from actors.errors import (
+    ClusterNotJoined,
+    ClusterNotStarted,
+    ControllerLost,
+    RunRefused,
+    RunTaken,
+)
 from actors.launch import (
     Drive,
     close_cluster,
@@ -27,6 +33,7 @@ from actors.launch import (
     join_or_start_cluster,
     keep_logs,
 )
+from actors.lease import owner_of
 from actors.ray_controller import Progress, Run
 from actors.ray_names import NAMESPACE
 from actors.ray_private import job_folder
@@ -174,13 +181,31 @@ def under_way(
         run = equipped(plan)
         if is_private():  # nobody restarts the GCS of a private cluster
             run = replace(run, head_patience_s=PRIVATE_HEAD_PATIENCE_S)
-        store_recipe(plan)
-        yield Drive(run)
+        yield _begin(plan, run)
     except RunRefused as error:
         keep_actors = keep_actors or isinstance(error, RunTaken)  # they are somebody else's
         raise UserError(str(error)) from None
     finally:
         close_cluster(plan.folder.name, keep_actors)
+
+
+def _begin(plan: Plan, run: Run) -> Drive:
+    """Start the run; `recipe.json` is not overwritten if another process drives it.
+
+    The controller claims the run in a process of its own, so the recipe is stored before only if
+    nobody is known to drive the run, and otherwise once the controller has the run.
+    """
+    try:
+        is_driven = owner_of(plan.folder.files) is not None
+    except OSError as error:
+        where = plan.folder.storage
+        raise UserError(f"--storage {where}: cannot be read ({error})") from None
+    if not is_driven:
+        store_recipe(plan)
+    drive_ = Drive(run)
+    if is_driven:  # by a process that has ended since
+        store_recipe(plan)
+    return drive_
 
 
 def warn_unsaved(settings: TrainSettings) -> str:
@@ -223,7 +248,18 @@ def open_cluster(
         return join_or_start_cluster(address, num_workers, use_gpus, NAMESPACE, per_worker)
     except RunRefused as error:
         raise UserError(str(error)) from None
-    except (OSError, ValueError) as error:
+    except ClusterNotStarted as error:
+        raise UserError(
+            f"a local Ray cluster cannot be started ({error}): check memory, /dev/shm and the disk "
+            "of Ray's folder, or name a running cluster in RAY_ADDRESS"
+        ) from None
+    except ClusterNotJoined as error:
+        source = f"RAY_ADDRESS={address}" if address else "the cluster recorded by `ray start`"
+        raise UserError(
+            f"{source}: this Ray cluster cannot be joined ({error}); use its versions of Ray and "
+            "Python and its token, or set RAY_ADDRESS=local to start a local one"
+        ) from None
+    except OSError as error:
         raise UserError(
             f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
             "local one"

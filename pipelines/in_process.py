@@ -45,7 +45,6 @@ def train_in_process(asked: Asked, console: Console) -> int:
         soft_wrap=True,
         highlight=False,
     )
-    store_recipe(plan)
     interrupts = Interrupts()
     try:
         return _train(plan, console, interrupts)
@@ -110,7 +109,7 @@ def _train(plan: Plan, console: Console, interrupts: Interrupts) -> int:
         display.update(time.time(), *follower.take(), trouble=follower.trouble)
 
     try:
-        ended = run_in_process(plan.run, hear)
+        ended = run_in_process(plan.run, hear, claimed=lambda: store_recipe(plan))
     finally:
         follower.finish(LAST_LINES_S)
     display.update(time.time(), *follower.take(), trouble=follower.trouble)

@@ -100,13 +100,13 @@ def settings_from(values: Mapping[str, Any], where: str) -> TrainSettings:
     try:
         return TrainSettings.model_validate(values)
     except ValidationError as error:
-        separator = " " if error.errors()[0]["loc"] else ": "
+        separator = " " if _problems(error)[0]["loc"] else ": "
         raise UserError(f"{where}{separator}{first_problem(error)}") from None
 
 
 def first_problem(error: ValidationError) -> str:
     """The first of a validation's complaints: the field, if there is one, and what is wrong."""
-    problem = error.errors()[0]
+    problem = _problems(error)[0]
     key = ".".join(str(part) for part in problem["loc"])
     return ": ".join(filter(None, (key, _lowered(problem["msg"]))))
 
@@ -145,8 +145,14 @@ def _typed(settings: Any, key: str, text: str, told: str) -> Any:
     try:
         return _adapter(annotation).validate_python(value)
     except ValidationError as error:
-        wanted = "; ".join(dict.fromkeys(_lowered(problem["msg"]) for problem in error.errors()))
+        wanted = "; ".join(dict.fromkeys(_lowered(problem["msg"]) for problem in _problems(error)))
         raise UserError(f"{told}: {wanted}") from None
+
+
+def _problems(error: ValidationError) -> list[Any]:
+    """What is wrong; of a type with alternatives only that of the one whose form the value has."""
+    problems = error.errors()
+    return [each for each in problems if each["type"] == "value_error"] or problems
 
 
 def _adapter(annotation: Any) -> TypeAdapter[Any]:

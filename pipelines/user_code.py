@@ -12,22 +12,19 @@ from pipelines.errors import UserCodeFailed, UserError
 
 MAX_MESSAGE = 300
 _PROJECT = Path(__file__).resolve().parents[1]
-_OTHERS = tuple(
-    f"{folder}/"
-    for folder in (
-        *(sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")),
-        *(str(_PROJECT / package) for package in ("elastic", "actors", "pipelines")),
-    )
+_OURS = tuple(f"{_PROJECT / package}/" for package in ("elastic", "actors", "pipelines"))
+_INSTALLED = tuple(
+    f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
-"""Folders whose files are not the user's: Python, installed packages, this project."""
+"""Folders of Python and of installed packages."""
 
 
 @contextmanager
 def code_of_user(what: str, is_all_theirs: bool = False) -> Iterator[None]:
     """Raise `UserCodeFailed` for an exception that comes out of the user's code.
 
-    `what` names the code. An exception without a frame in a file of the user's is passed on, since
-    it is a defect of ours, unless `is_all_theirs`. `SystemExit` counts as an exception.
+    `what` names the code. An exception with frames of this project only is passed on, since it is
+    a defect of ours, unless `is_all_theirs`. `SystemExit` counts as an exception of the user's.
     """
     try:
         yield
@@ -35,7 +32,7 @@ def code_of_user(what: str, is_all_theirs: bool = False) -> Iterator[None]:
         raise
     except (Exception, SystemExit) as error:
         frames = _frames_of_user(error)
-        if not frames and not is_all_theirs:
+        if not (frames or is_all_theirs or isinstance(error, SystemExit)):
             raise
         raise UserCodeFailed(
             f"{what}: {_place(error, frames)}{_in_one_line(error)}",
@@ -48,15 +45,19 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
-def is_of_user(file: str) -> bool:
-    """Whether code of this file is the user's: not Python's, not an installed package, not ours."""
-    return not file.startswith("<frozen ") and not str(Path(file).resolve()).startswith(_OTHERS)
-
-
 def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
-    return [
-        frame for frame in traceback.extract_tb(error.__traceback__) if is_of_user(frame.filename)
+    """The frames in files of the user's; if there are none, those of installed packages, since a
+    recipe may be one's function. Never those of this project."""
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen ") and not _is_in(frame, _OURS)
     ]
+    return [frame for frame in theirs if not _is_in(frame, _INSTALLED)] or theirs
+
+
+def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
+    return str(Path(frame.filename).resolve()).startswith(folders)
 
 
 def _place(error: BaseException, frames: list[traceback.FrameSummary]) -> str:

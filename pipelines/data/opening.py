@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from actors.credentials import without_credentials
+from actors.reach import refuse_unreachable
 from actors.storage import is_remote, open_storage
 from pipelines.data.corpus import Corpus, find_corpus
 from pipelines.data.index import INDEX, is_prepared
@@ -12,6 +14,7 @@ from pipelines.data.prepare import HELD_OUT_FRACTION, input_digest
 from pipelines.data.prepared import named_place
 from pipelines.data.publishing import prepare_at
 from pipelines.data.tokens import Tokenizer, find_tokenizer
+from pipelines.errors import UserError
 
 RANDOM = "random"
 
@@ -74,6 +77,11 @@ def find_data(
         return Found(None)
     if is_remote(data):
         named_place(data)
+        try:
+            refuse_unreachable(data)
+        except OSError as error:
+            shown = without_credentials(data)
+            raise UserError(f"--data {shown}: cannot be reached ({error})") from None
         return Found(data)
     data = data.removeprefix("file://")
     if data and is_prepared(folder := Path(data).expanduser()):

@@ -15,7 +15,7 @@ import pytest
 import ray
 
 from actors.ray_at_hand import own_node_address
-from actors.reach import PROXIES, refuse_unreachable
+from actors.reach import ENDPOINTS, PROXIES, REGIONS, endpoint_of, refuse_unreachable
 from pipelines.cli import main
 from pipelines.plan import Asked, make_plan, store_recipe
 
@@ -183,6 +183,51 @@ def test_unreachable_storage_is_refused_before_arrow_retries(
     url = f"s3://bucket/runs?endpoint_override=http://127.0.0.1:{port}"
     line = refused_in_time(capsys, storage, "--storage", url)
     assert "--storage" in line and "cannot be reached" in line and "refused" in line
+
+
+def test_unreachable_data_are_refused_before_arrow_retries(
+    storage: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    url = f"s3://bucket/data?endpoint_override=http://127.0.0.1:{port}"
+    line = refused_in_time(capsys, storage, "--data", url)
+    assert f"--data {url}: cannot be reached (127.0.0.1:{port}: Connection refused)" in line
+
+
+@pytest.mark.parametrize(
+    ("query", "environment", "has_file", "endpoint"),
+    [
+        ("", {}, False, ("s3.amazonaws.com", 443)),
+        ("?region=eu-west-1", {"AWS_REGION": "x"}, True, ("s3.eu-west-1.amazonaws.com", 443)),
+        ("", {"AWS_DEFAULT_REGION": "eu-west-1"}, False, ("s3.eu-west-1.amazonaws.com", 443)),
+        ("", {"AWS_REGION": "cn-north-1"}, False, ("s3.cn-north-1.amazonaws.com.cn", 443)),
+        ("", {"AWS_ENDPOINT_URL": "http://minio:9000"}, False, ("minio", 9000)),
+        ("?region=x", {"AWS_ENDPOINT_URL_S3": "http://minio"}, True, ("minio", 80)),
+        ("?endpoint_override=a:1", {"AWS_ENDPOINT_URL": "http://minio"}, True, ("a", 1)),
+        ("", {}, True, None),
+    ],
+)
+def test_endpoint_of_an_object_store(
+    query: str,
+    environment: dict[str, str],
+    has_file: bool,
+    endpoint: tuple[str, int] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the SDK's own configuration file may name another, it is not known."""
+    for name in (*ENDPOINTS, *REGIONS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    if has_file:
+        (tmp_path / "config").write_text("")
+    assert endpoint_of(f"s3://bucket/data{query}") == endpoint
+    assert endpoint_of("gs://bucket/data") is None
 
 
 def test_a_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) -> None:

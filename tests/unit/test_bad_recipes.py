@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from test_bad_input import MAX_REFUSAL_S, refused
 
+from pipelines import user_code
 from pipelines.cli import main
 
 PREAMBLE = """
@@ -118,3 +119,56 @@ def test_of_several_frames_the_users_own_are_shown(own: Path, capsys) -> None:
         f'  File "{own}", line 6, in own',
         f'  File "{own}", line 2, in inner',
     ]
+
+
+INSTALLED = """
+def big():
+    return narrow(0)
+
+
+def narrow(width):
+    raise ValueError(f"width {width}")
+
+
+def end():
+    raise SystemExit(0)
+"""
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module of a folder that counts as that of installed packages."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(user_code, "_INSTALLED", (*user_code._INSTALLED, f"{tmp_path}/"))
+    file = tmp_path / "installed_recipes.py"
+    file.write_text(INSTALLED)
+    yield file
+    sys.modules.pop("installed_recipes", None)
+
+
+def test_a_recipe_of_an_installed_package_that_raises(installed: Path, capsys) -> None:
+    """The line and, before it, the frames of the package alone."""
+    sys.argv = ["elastic", "train", "installed_recipes:big"]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    *frames, line = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert line == (
+        f"elastic: recipe installed_recipes:big: {installed}, line 7: ValueError: width 0"
+    )
+    assert [frame for frame in frames if "File " in frame] == [
+        f'  File "{installed}", line 3, in big',
+        f'  File "{installed}", line 7, in narrow',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "told"), [("installed_recipes:end", "SystemExit: 0"), ("sys:exit", "SystemExit")]
+)
+def test_a_recipe_of_an_installed_package_that_ends_the_process(
+    recipe: str, told: str, installed: Path, capsys
+) -> None:
+    line = refused(capsys, "train", recipe, "--storage", str(installed.parent / "runs"))
+    assert line.startswith(f"elastic: recipe {recipe}: ") and line.endswith(told)

@@ -7,13 +7,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import ray
 
-from actors.launch import join_cluster, join_cluster_at_hand, join_or_start_cluster
+from actors.launch import (
+    is_private,
+    join_cluster,
+    join_cluster_at_hand,
+    join_or_start_cluster,
+)
+from actors.ray_private import recorded_address
 from pipelines.cli import main
 
 
@@ -35,10 +41,11 @@ def test_it_is_told_at_once_and_no_other_is_started(unanswered: str) -> None:
     assert not ray.is_initialized()
 
 
+@pytest.mark.parametrize("host", ["nowhere.invalid:6379", f"{'a' * 64}:6379", "127.0.0.1:99999"])
 @pytest.mark.parametrize("scheme", ["", "ray://"])
-def test_a_host_of_no_such_name(scheme: str) -> None:
+def test_a_host_of_no_such_name(scheme: str, host: str) -> None:
     with pytest.raises(OSError):
-        join_or_start_cluster(f"{scheme}nowhere.invalid:6379", 1, False, "elastic")
+        join_or_start_cluster(f"{scheme}{host}", 1, False, "elastic")
     assert not ray.is_initialized()
 
 
@@ -105,3 +112,99 @@ def test_commands_that_start_at_once_share_one_token(tmp_path: Path) -> None:
     [token] = (tmp_path / ".ray").iterdir()
     assert token.name == "auth_token" and len(token.read_text()) == 64
     assert token.stat().st_mode & 0o077 == 0, "for this user only"
+
+
+def told_by_train(capsys: pytest.CaptureFixture[str], storage: Path) -> str:
+    """The one line with which `elastic train` refuses; it ends with exit code 2."""
+    sys.argv = ["elastic", "train", "tiny", "--data", "random", "--storage", str(storage)]
+    with pytest.raises(SystemExit) as ended:
+        main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2, told
+    [line] = told.splitlines()
+    assert not ray.is_initialized() and not is_private()
+    return line
+
+
+@pytest.fixture
+def ray_fails(monkeypatch: pytest.MonkeyPatch) -> Callable[[Exception], None]:
+    """Have `ray.init` raise, as it does only with a cluster of another version or on a bad node."""
+
+    def fail_with(error: Exception) -> None:
+        def init(**options: object) -> None:
+            raise error
+
+        monkeypatch.setattr(sys, "argv", sys.argv)
+        monkeypatch.setattr(ray, "init", init)
+
+    return fail_with
+
+
+FAILURES = [
+    RuntimeError("Version mismatch: The cluster was started with:\n    Ray: 2.50.0\n    Python: 3"),
+    ray.exceptions.AuthenticationError("Authentication failed:\nthe token is another one"),
+    ValueError("another error"),
+    Exception("and a bare one"),
+]
+
+
+@pytest.mark.parametrize("error", FAILURES)
+@pytest.mark.parametrize("is_named", [True, False])
+def test_train_reports_a_cluster_that_cannot_be_joined_in_one_line(
+    error: Exception,
+    is_named: bool,
+    ray_fails: Callable[[Exception], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ray_fails(error)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        address = f"127.0.0.1:{gcs.getsockname()[1]}"
+        if is_named:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        else:
+            monkeypatch.delenv("RAY_ADDRESS", raising=False)
+            (tmp_path / "ray").mkdir()
+            (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        line = told_by_train(capsys, tmp_path / "runs")
+    assert f"cannot be joined ({address}: {' '.join(str(error).split())[:60]}" in line
+    assert "set RAY_ADDRESS=local" in line
+    assert ("RAY_ADDRESS=127" in line) == is_named
+
+
+@pytest.mark.parametrize("error", [*FAILURES, OSError("No space left on device")])
+def test_train_reports_a_local_cluster_that_cannot_be_started_in_one_line(
+    error: Exception,
+    ray_fails: Callable[[Exception], None],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ray_fails(error)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    line = told_by_train(capsys, tmp_path / "runs")
+    assert "a local Ray cluster cannot be started" in line and "RAY_ADDRESS=" not in line
+    assert " ".join(str(error).split())[:60] in line
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give a file to another user")
+@pytest.mark.parametrize("kind", ["file", "link", "pipe"])
+def test_address_that_another_user_recorded_is_not_used(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user may write into Ray's folder."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    record = tmp_path / "ray" / "ray_current_cluster"
+    record.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(record)
+    else:
+        record.write_text("127.0.0.1:6379\n")
+        assert recorded_address() == "127.0.0.1:6379"
+    if kind == "link":
+        record.rename(tmp_path / "own")
+        record.symlink_to(tmp_path / "own")
+    os.chown(record, 65534, 65534, follow_symlinks=False)
+    assert recorded_address() is None

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from pipelines.drive import warn_unsaved
 from pipelines.errors import UserError
-from pipelines.overrides import WHERE_AND_HOW, differing_maths, override
+from pipelines.overrides import WHERE_AND_HOW, differing_maths, override, settings_from
 from pipelines.plan import Asked, make_plan
 from pipelines.recipes import byte_lm, mlp, tiny_moe
 from pipelines.settings import TrainSettings
@@ -150,6 +150,21 @@ def test_how_often_to_save(text: str, steps: int, seconds: float) -> None:
 def test_another_way_of_saving_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="checkpoint_every"):
         override(TrainSettings(), [f"checkpoint_every={text}"])
+
+
+@pytest.mark.parametrize("text", ["0min", "0.000001min", ".016666min"])
+def test_a_time_between_checkpoints_under_a_second_is_refused(text: str) -> None:
+    """It was taken for `never`, without a warning."""
+    with pytest.raises(UserError) as refused:
+        override(TrainSettings(), [f"checkpoint_every={text}"])
+    assert str(refused.value) == (
+        f"--set checkpoint_every={text}: a time under 1 s; give at least 0.017min, or 0 for no "
+        "checkpoints"
+    )
+    values = {**TrainSettings().model_dump(), "checkpoint_every": text}
+    with pytest.raises(UserError, match=r"recipe\.json checkpoint_every.*: a time under 1 s"):
+        settings_from(values, "recipe.json")
+    assert override(TrainSettings(), ["checkpoint_every=0.017min"]).checkpoint_s > 1.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""A command that may not drive a run leaves the recipe of the run as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from test_bad_input import refused
+
+from actors.errors import RunTaken
+from actors.lease import claim
+from actors.ray_controller import Run
+from actors.storage import open_storage
+from pipelines import drive
+from pipelines.plan import Asked, make_plan, store_recipe
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of 5 steps."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    store_recipe(make_plan(asked(tmp_path, 5), num_gpus=0))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def driven(run: Path) -> Iterator[Path]:
+    """A run that another process drives."""
+    code = (
+        "import sys; from actors.lease import claim; from actors.storage import open_storage\n"
+        "claim(open_storage(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(run)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    other.stdout.readline()
+    yield run
+    other.kill()
+    other.communicate()
+
+
+def asked(storage: Path, steps: int) -> Asked:
+    return Asked("tiny", "run", str(storage), "1", None, steps, None, "random")
+
+
+def stored_steps(run: Path) -> int:
+    return json.loads((run / "recipe.json").read_text())["steps"]
+
+
+def test_in_process_run_driven_by_another_process_keeps_its_recipe(driven: Path, capsys) -> None:
+    arguments = ["tiny", "--in-process", "--run-name", "run", "--storage", str(driven.parent)]
+    line = refused(capsys, "train", *arguments, "--data", "random", "--steps", "9")
+    assert "drives this run" in line
+    assert stored_steps(driven) == 5
+
+
+class Controller:
+    """Stands for Ray's: it claims the run, or is refused, in the place of `Drive`."""
+
+    seen: int
+
+    def __init__(self, run: Run) -> None:
+        self.seen = stored_steps(Path(run.folder))
+        claim(open_storage(run.folder)).release()
+
+
+@pytest.fixture
+def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "Drive", Controller)
+
+
+def test_run_on_ray_driven_by_another_process_keeps_its_recipe(driven: Path, without_ray) -> None:
+    plan = make_plan(asked(driven.parent, 9), num_gpus=0)
+    with pytest.raises(RunTaken):
+        drive._begin(plan, plan.run)
+    assert stored_steps(driven) == 5
+
+
+def test_controller_that_starts_finds_the_new_recipe(run: Path, without_ray) -> None:
+    plan = make_plan(asked(run.parent, 9), num_gpus=0)
+    assert drive._begin(plan, plan.run).seen == 9
+
+
+def test_recipe_is_stored_once_the_controller_has_the_run(
+    driven: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The process that drove it may end between the look and the claim."""
+
+    class Patient(Controller):
+        def __init__(self, run: Run) -> None:
+            for file in (driven / "lease").iterdir():
+                file.unlink()
+            super().__init__(run)
+
+    monkeypatch.setattr(drive, "Drive", Patient)
+    plan = make_plan(asked(driven.parent, 9), num_gpus=0)
+    assert drive._begin(plan, plan.run).seen == 5
+    assert stored_steps(driven) == 9
