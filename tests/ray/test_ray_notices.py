@@ -24,8 +24,9 @@ NOTICE_S = 10
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
-def drain(address: str, node: str) -> float:
-    """As a person or the autoscaler does; when the node is to be gone."""
+def drain(address: str, node: str) -> tuple[float, float]:
+    """As a person or the autoscaler does; between which times the node is to be gone. The command
+    takes seconds to start, and the notice begins when it reaches the cluster."""
     options = {
         "--address": address,
         "--node-id": node,
@@ -34,9 +35,9 @@ def drain(address: str, node: str) -> float:
         "--deadline-remaining-seconds": str(NOTICE_S),
     }
     words = [word for option in options.items() for word in option]
-    deadline = time.time() + NOTICE_S
+    earliest = time.time() + NOTICE_S
     subprocess.run([*RAY, "drain-node", *words], check=True, timeout=60, capture_output=True)
-    return deadline
+    return earliest, time.time() + NOTICE_S
 
 
 @contextmanager
@@ -78,16 +79,16 @@ def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None
     with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
         command.wait_for_step(20)
         worker, node, processes = a_node_to_drain(command)
-        deadline = drain(command.address, node)
+        earliest, latest = drain(command.address, node)
         command.wait_until(lambda: len(command.lines("Resume")) >= 2, "the others go on")
-        time.sleep(max(0.0, deadline - time.time()))
+        time.sleep(max(0.0, latest - time.time()))
         end(processes)
         code, output = command.finish()
         assert code == 0, output
         assert_trained_plainly(command, "tiny", NUM_STEPS)
         [told] = command.lines("NodeDraining")
         assert (told["node"], told["cause"]) == (node, "Ray drains it")
-        assert told["deadline"] == pytest.approx(deadline, abs=5.0)
+        assert earliest - 1.0 <= told["deadline"] <= latest + 1.0
         left = command.lines("Resume")[1]
         assert worker not in left["workers"]
         assert left["time"] < told["deadline"]
