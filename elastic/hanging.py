@@ -77,14 +77,15 @@ def _end_of_needed(state: CoreState, phase: Aborting) -> float:
 def _hang_allowance_s(state: CoreState, phase: Aborting) -> float:
     """How long no worker need unwind before one is ended.
 
-    It is short where only one worker is left that can be the one that hangs. Where several are,
-    or where that one may be gone already, the others may be healthy and only slow.
+    It is short where only one worker is left that can be the one that hangs, and for the first one
+    if the run shall end. Where several are left, or where the one that hangs may be gone already,
+    the others may be healthy and only slow.
     """
     policy, allowance_s = state.policy, _allowance_s(state, phase)
     is_known = len(phase.pending) == 1 and not phase.has_lost_pending
-    if state.ending or (is_known and not phase.reports):
+    if is_known and (state.ending or not phase.reports):
         return allowance_s
-    if is_known:
+    if is_known or (state.ending and not phase.has_lost_pending):
         return max(allowance_s, policy.hang_share * policy.hang_timeout_s)
     return max(allowance_s, hang_patience_s(state))
 

@@ -121,7 +121,7 @@ def test_after_a_hang_only_the_worker_that_hangs_is_ended() -> None:
     driven = committed(Driven(8), 1, 2, 3)
     driven.wake_until(Abort)
     began = driven.now
-    unwound_s = (0.2, 29.0, 12.0, 30.0, 29.5, 3.0, 28.0)
+    unwound_s = (0.2, 29.0, 16.0, 30.0, 29.5, 17.0, 28.0)
     ended = driven.play([driven.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
     policy = driven.core.state.policy
     share_s = max(policy.hang_share * policy.hang_timeout_s, 4.0 * max(unwound_s))
