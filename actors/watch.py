@@ -8,6 +8,9 @@ node is asked what the process does. A worker whose process is stopped or gone i
 2.5 s after its last sign of life at most. If its node does not answer either, it is 4 s. A worker
 whose process runs, or of which nobody knows, gets `silence_timeout_s`, or a median step if that is
 longer. The death of a process is reported by its closed connection and waits for none of this.
+
+Where no training thread gets on any more, the order in which they came to a standstill is reported:
+after a hang the first of them is the most likely to have caused it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Generic, TypeVar
 
 from actors.fleet import Fleet
 from actors.guard import ThreadGuard
+from elastic.controller_events import WorkerAnswered, WorkersStandStill
 from elastic.events import (
     Event,
     KeeperLost,
@@ -47,7 +51,9 @@ KEEPER_PATIENCE_S = 5.0
 """A keeper serves nobody's training thread, and may be busy with a large snapshot."""
 PAUSE_AFTER_ERROR_S = 2.0
 QUIET_S = 10.0
-"""After so long without a commit, signs of life are told to the core."""
+"""After so long without a commit, signs of life are told to the core, or that there are none."""
+NUM_STANDING_STILL = 16
+"""So many are named."""
 
 
 @dataclass
@@ -81,6 +87,9 @@ class Watch:
         self._questions: dict[str, _Probe | None] = {}
         self._of_keepers: dict[str, _Question[None] | None] = {}
         self._signs: dict[str, int] = {}
+        self._advanced_at: dict[str, float] = {}
+        """When each worker's training thread was last seen to have got on."""
+        self._told_standstill = WorkersStandStill(0, ())
         self._suspected: set[str] = set()
         self._generation = generation
         self._last_commit = self._last_told = time.monotonic()
@@ -94,9 +103,11 @@ class Watch:
             match event:
                 case WorkerReady():
                     self._questions[event.worker] = None
+                    self._advanced_at.setdefault(event.worker, time.monotonic())
                 case WorkerLost():
                     self._questions.pop(event.worker, None)
                     self._signs.pop(event.worker, None)
+                    self._advanced_at.pop(event.worker, None)
                     self._suspected.discard(event.worker)
                 case KeeperReady():
                     self._of_keepers[event.keeper.node] = None
@@ -151,8 +162,12 @@ class Watch:
         if question is not None and question.answer.exception() is None:
             signs = question.answer.result()
             advanced = signs > self._signs.get(worker, 0)
+            if advanced and worker in self._signs:  # a first answer does not say since when
+                self._advanced_at[worker] = now
             self._signs[worker] = signs
-            self._suspected.discard(worker)
+            if worker in self._suspected:
+                self._suspected.discard(worker)
+                self._post(WorkerAnswered(worker))
         if question is None or now - question.asked >= ASK_EVERY_S:
             self._questions[worker] = _Probe(now, self._fleet.probe(worker))
         return advanced
@@ -189,3 +204,14 @@ class Watch:
         if advanced and now - max(self._last_commit, self._last_told) > QUIET_S:
             self._last_told = now
             self._post(Progressed(self._generation))
+        elif self._advanced_at:
+            self._tell_standstill(now)
+
+    def _tell_standstill(self, now: float) -> None:
+        """Once for each order, or waiting for days would fill the journal."""
+        newest = max(self._last_commit, *self._advanced_at.values())
+        order = sorted(self._advanced_at, key=lambda worker: (self._advanced_at[worker], worker))
+        standstill = WorkersStandStill(self._generation, tuple(order[:NUM_STANDING_STILL]))
+        if now - newest > QUIET_S and standstill != self._told_standstill:
+            self._told_standstill = standstill
+            self._post(standstill)

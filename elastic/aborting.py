@@ -13,21 +13,17 @@ from elastic import catch_up
 from elastic.blaming import break_guard, verdict
 from elastic.catch_up import note_vote, record_all
 from elastic.commands import Abort, Command, SetAside, Settle, StopWorker
+from elastic.controller_events import WorkerAnswered, WorkersStandStill
 from elastic.events import CheckpointDamaged, Quiesced, Settled, StopRequested, WorkerRaised
 from elastic.fitting import Shortage, advice
 from elastic.forming import go_on
-from elastic.hanging import give_up_at
+from elastic.hanging import due, next_end
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
-from elastic.protecting import is_protected
 from elastic.recovery import living
 from elastic.roster import forget, participants, turn_away_unfit
 from elastic.saving import stop
 from elastic.state import CoreState, Held
 from elastic.uploads import break_upload
-
-HANG_SHARE = 0.25
-"""After a hang, a worker that has not unwound may be healthy and only slower than the others: it
-gets at least this share of the time that the hang has cost already."""
 
 
 def abort(
@@ -36,13 +32,12 @@ def abort(
     cause: str,
     num_lost: int = 0,
     is_hang: bool = False,
-    is_late: bool = False,
     suspects: Set[str] = frozenset(),
 ) -> list[Command]:
     """Break off the generation; its survivors unwind.
 
-    With `is_hang` (training) or `is_late` (forming or moving state) some worker stands still, and
-    nobody knows which; `suspects` are known not to answer.
+    With `is_hang` some worker stands still amid training, and nobody knows which; `suspects` are
+    known not to answer.
     """
     pending = participants(state)
     broken = state.phase
@@ -57,9 +52,10 @@ def abort(
         patience=now + state.policy.collective_timeout_s,
         began=now,
         on_gpu=any(state.seats[worker].device == "cuda" for worker in pending),
-        is_hang=is_hang or is_late,
+        is_hang=is_hang,
         suspects=pending & suspects,
         suspected_at=now,
+        changed_at=now,
         num_lost=num_lost,
     )
     if isinstance(broken, Relaying):
@@ -69,7 +65,7 @@ def abort(
     state.enter(phase)
     if not pending:
         return _advance(state, now, phase)
-    _set_deadline(state, phase)
+    phase.deadline = next_end(state, phase)
     workers = tuple(sorted(pending))
     return [Abort(state.generation, workers, cause, is_hang, state.committed_step)]
 
@@ -119,8 +115,7 @@ def on_stop_requested(state: CoreState, now: float, event: StopRequested) -> lis
     if isinstance(phase, Forming | Relaying) and living(state):
         return abort(state, now, event.cause)
     if isinstance(phase, Aborting):
-        until = give_up_at(state, phase, _allowance_s(state, phase))
-        phase.deadline = min(phase.deadline, max(now, until))
+        phase.deadline = max(now, next_end(state, phase))
     return []
 
 
@@ -158,11 +153,12 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
     if phase.settling is not None:
         return _give_up_settling(state, now, event)
     phase.pending.discard(event.worker)
-    phase.last_unwound_s = now - phase.began
+    phase.suspects.discard(event.worker)  # it has answered
+    phase.last_unwound_s, phase.changed_at = now - phase.began, now
     phase.reports[event.worker] = event
     commands = _learn(state, event)
     if phase.pending:
-        _set_deadline(state, phase)
+        phase.deadline = next_end(state, phase)
         return commands
     return commands + _advance(state, now, phase)
 
@@ -198,12 +194,14 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
     assert isinstance(phase, Aborting)
     was_expected = worker in phase.pending
     phase.num_lost += was_expected or worker in phase.reports
+    if was_expected:
+        phase.has_lost_pending, phase.changed_at = True, now
     phase.pending.discard(worker)
     phase.reports.pop(worker, None)
     if state.catch_up:
         return catch_up.on_lost(state, now, worker)
     if phase.pending:
-        _set_deadline(state, phase)
+        phase.deadline = next_end(state, phase)
     if phase.pending or not was_expected:
         return []
     phase.settling = None
@@ -220,58 +218,35 @@ def on_suspected(state: CoreState, now: float, worker: str) -> list[Command]:
         return catch_up.on_lost(state, now, worker)
     phase.suspects.add(worker)
     phase.suspected_at = now
-    _set_deadline(state, phase)
+    phase.deadline = next_end(state, phase)
+    return []
+
+
+def on_watched(state: CoreState, event: WorkerAnswered | WorkersStandStill) -> list[Command]:
+    """What is known of pending workers besides: one that answers again is no suspect any more."""
+    if isinstance(event, WorkersStandStill):
+        if event.generation == state.generation:
+            state.standing_still = event.workers
+        return []
+    phase = state.phase
+    if isinstance(phase, Aborting) and event.worker in phase.suspects & phase.pending:
+        phase.suspects.discard(event.worker)
+        phase.deadline = next_end(state, phase)
     return []
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """End suspects that have not unwound, and after the patience whoever has not; but a worker
-    that has what neither the others nor keepers have is not ended before that."""
+    """End pending workers that have had their time."""
     phase = state.phase
     assert isinstance(phase, Aborting)
-    until = give_up_at(state, phase, _allowance_s(state, phase))
-    late = sorted(phase.pending if now >= until else _suspects(phase))
-    needed = living(state) and not living(state, without=set(late))
-    if now < until and (not late or (needed and not is_protected(state))):
-        phase.deadline = until
-        return []
-    commands: list[Command] = [StopWorker(w, "it did not unwind in time") for w in late]
-    for worker in late:
-        forget(state, now, worker, "it did not unwind in time")
+    late, phase.deadline = due(state, phase, now)
+    cause = "it did not unwind in time"
+    commands: list[Command] = [StopWorker(worker, cause) for worker in sorted(late)]
+    for worker in sorted(late):
+        forget(state, now, worker, cause)
         if state.phase is phase:
             commands += on_lost(state, now, worker)
     return commands
-
-
-def _suspects(phase: Aborting) -> set[str]:
-    """Of the pending workers those that may be ended before the patience is over."""
-    return phase.pending if _is_told_apart(phase) else phase.pending & phase.suspects
-
-
-def _is_told_apart(phase: Aborting) -> bool:
-    """After a hang nobody knows who hangs until others unwind."""
-    return phase.is_hang and bool(phase.reports) and phase.settling is None
-
-
-def _set_deadline(state: CoreState, phase: Aborting) -> None:
-    """How long suspects may take follows what was measured in this run, with a floor for their
-    devices: a survivor is not ended for being slower than another (DESIGN section 8)."""
-    allowance_s = _allowance_s(state, phase)
-    phase.deadline = give_up_at(state, phase, allowance_s)
-    if _suspects(phase):
-        since = phase.suspected_at
-        if _is_told_apart(phase):  # each that unwinds shows that others may still be on their way
-            since = max(since, phase.began + phase.last_unwound_s)
-            allowance_s = max(allowance_s, HANG_SHARE * state.policy.hang_timeout_s)
-        phase.deadline = min(phase.patience, since + allowance_s)
-
-
-def _allowance_s(state: CoreState, phase: Aborting) -> float:
-    """How long suspects may take to unwind, or a worker that hangs."""
-    policy = state.policy
-    floor_s = policy.quiesce_deadline_cuda_s if phase.on_gpu else policy.quiesce_deadline_s
-    measured_s = max(state.median_step_s(), phase.last_unwound_s)
-    return max(floor_s, policy.quiesce_factor * measured_s)
 
 
 def _advance(state: CoreState, now: float, phase: Aborting) -> list[Command]:

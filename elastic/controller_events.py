@@ -42,4 +42,27 @@ class CheckpointsRemoved:
     removed: tuple[tuple[int, int], ...]
 
 
-ControllerEvent = ControllerRestarted | ControllerRaised | ControllerRecovered | CheckpointsRemoved
+@dataclass(frozen=True, slots=True)
+class WorkerAnswered:
+    """A worker that was suspected answers probes again."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkersStandStill:
+    """No worker's training thread has got on for a while; the one that has stood still for the
+    longest is the first."""
+
+    generation: int
+    workers: tuple[str, ...]
+
+
+ControllerEvent = (
+    ControllerRestarted
+    | ControllerRaised
+    | ControllerRecovered
+    | CheckpointsRemoved
+    | WorkerAnswered
+    | WorkersStandStill
+)

@@ -33,6 +33,8 @@ from elastic.controller_events import (
     ControllerRaised,
     ControllerRecovered,
     ControllerRestarted,
+    WorkerAnswered,
+    WorkersStandStill,
 )
 from elastic.events import (
     Audited,
@@ -150,8 +152,8 @@ class Core:
                 return told + avoiding.let_go_of_spares(state)
             case WorkerLost():
                 return self._lose(now, event) + avoiding.let_go_of_spares(state)
-            case WorkerSuspected():
-                return self._suspect(now, event)
+            case WorkerSuspected() | WorkerAnswered() | WorkersStandStill():
+                return self._take_watch(now, event)
             case WorkerLeaving() | NodeDraining() | NodeAtRisk():
                 return leaving.on_notice(state, now, event)
             case WorkerRaised():
@@ -280,8 +282,13 @@ class Core:
             state.ending = None
         return forming.go_on(state, now)
 
-    def _suspect(self, now: float, event: WorkerSuspected) -> list[Command]:
+    def _take_watch(
+        self, now: float, event: WorkerSuspected | WorkerAnswered | WorkersStandStill
+    ) -> list[Command]:
+        """What probes have shown."""
         state = self.state
+        if not isinstance(event, WorkerSuspected):
+            return aborting.on_watched(state, event)
         if event.worker not in state.warm:
             return []
         state.seats[event.worker].silent_in = state.generation
@@ -309,7 +316,9 @@ class Core:
             case Forming() | Relaying() if now >= phase.deadline:
                 late = ", ".join(sorted(phase.pending)[:4])
                 cause = f"{type(phase).__name__} is late: {late}"
-                return aborting.abort(state, now, cause, is_late=True)
+                if isinstance(phase, Forming):
+                    forming.note_time(state, now, phase)
+                return aborting.abort(state, now, cause)
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
                 return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
             case Aborting() if now >= phase.deadline and not state.catch_up:

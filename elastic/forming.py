@@ -35,6 +35,8 @@ from elastic.transfers import Relayout as RelayoutPlan
 from elastic.uploads import break_uploads, open_upload
 from elastic.wishing import withdraw
 
+NUM_RECENT_FORMINGS = 4
+
 
 def go_on(state: CoreState, now: float) -> list[Command]:
     """Form the next generation, or end; a state that only keepers have comes back first, so that
@@ -71,7 +73,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         commands += mark_missing(state, now, source.step)
     state.generation = assignment.generation
     state.former_wish = None
-    state.unheard = (0, 0)
+    state.unheard, state.standing_still = (0, 0), ()
     if source.step < state.committed_step:
         commands.append(_roll_back(state, source))
         commands += drop_void(state)
@@ -83,7 +85,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     shelve(state, source.step)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
     state.ever_formed = True
-    state.enter(Forming(attempt, participants, now + state.policy.form_timeout_s))
+    state.enter(Forming(attempt, participants, now + _timeout_s(state, len(participants))))
     form = Form(
         state.generation,
         assignment,
@@ -95,6 +97,19 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         proposal.refusals,
     )
     return [*commands, form]
+
+
+def _timeout_s(state: CoreState, num_participants: int) -> float:
+    """How long forming may take: more workers take longer to connect, and a busy cluster does."""
+    policy, measured_s = state.policy, max(state.recent_form_s, default=0.0)
+    scaled_s = policy.form_timeout_per_worker_s * num_participants
+    return max(policy.form_timeout_s, policy.form_factor * measured_s, scaled_s)
+
+
+def note_time(state: CoreState, now: float, phase: Forming) -> None:
+    """Forming has ended, or was late: then the next one gets a multiple of the time it has had."""
+    took_s = now - phase.attempt.started
+    state.recent_form_s = [*state.recent_form_s[1 - NUM_RECENT_FORMINGS :], took_s]
 
 
 def _keep_held(
@@ -152,6 +167,7 @@ def on_group_formed(state: CoreState, now: float, event: GroupFormed) -> list[Co
     phase.pending.discard(event.worker)
     if phase.pending:
         return []
+    note_time(state, now, phase)
     attempt = phase.attempt
     participants = attempt.plan.participants
     deadline = now + state.policy.relayout_timeout_s

@@ -85,7 +85,7 @@ class Pausing:
 class Aborting:
     """Workers unwind; then `settling` brings all of them to the step that a vote decided.
 
-    At `deadline` pending suspects are ended, at `patience` whoever is pending.
+    At `deadline` pending suspects are ended, or after a hang one worker; at `patience` all of them.
     """
 
     cause: str
@@ -96,12 +96,16 @@ class Aborting:
     on_gpu: bool = False
     """Whether any survivor has a GPU, which is slower to break off."""
     is_hang: bool = False
-    """Somebody stands still, and nobody knows who: workers that do not unwind are suspects."""
+    """One worker stands still, and nobody knows which."""
     suspects: set[str] = field(default_factory=set)
-    """Workers that have not answered a probe."""
+    """Workers that do not answer probes."""
     suspected_at: float = 0.0
+    changed_at: float = 0.0
+    """When a worker last unwound, or was lost before it had."""
+    has_lost_pending: bool = False
+    """A worker is gone that had not unwound: after a hang, it may have been the one."""
     last_unwound_s: float = 0.0
-    """How long the first survivor took to unwind."""
+    """How long the last survivor to unwind took."""
     reports: dict[str, Quiesced] = field(default_factory=dict)
     settling: Vote | None = None
     num_lost: int = 0

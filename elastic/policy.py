@@ -14,23 +14,34 @@ class Policy:
     start_timeout_s: float = 60.0
     """A run starts with all its workers, or after this long with at least the minimum."""
     quiesce_deadline_s: float = 1.0
-    """After an abort, a suspect gets at least this long to unwind: a worker that does not answer
-    probes or, after a hang, one that does not unwind while others do. No other worker is ended
-    before `collective_timeout_s`."""
+    """After an abort, a worker that does not answer probes gets at least this long to unwind; so
+    does a run's only worker after a hang. Any other worker gets `collective_timeout_s`, except that
+    a hang ends one at a time: see `hang_share`."""
     quiesce_deadline_cuda_s: float = 10.0
     """The same for a worker on a GPU."""
     quiesce_factor: float = 4.0
-    """A suspect also gets so many median steps, and so many times as long as the last survivor to
-    unwind took; after a hang at least a quarter of `hang_timeout_s`."""
+    """It also gets so many median steps, and so many times as long as the last survivor to unwind
+    took."""
     collective_timeout_s: float = 300.0
     """What every process group has; also the patience with workers that unwind or roll forward."""
     records_timeout_s: float = 10.0
     """A worker that is asked for records of steps gets this long before another is asked."""
     form_timeout_s: float = 30.0
+    """Process groups are formed within this time, or longer by the next two numbers; if not, the
+    generation is aborted."""
+    form_factor: float = 3.0
+    """Forming gets so many times what the slowest of the last four took, late ones included."""
+    form_timeout_per_worker_s: float = 0.1
+    """Forming gets at least this long for each worker that takes part."""
     relayout_timeout_s: float = 600.0
+    """How long moving, or reading, the state may take."""
     hang_timeout_s: float = 60.0
     hang_factor: float = 10.0
     """No progress for `max(hang_timeout_s, hang_factor x median step)` is a hang."""
+    hang_share: float = 0.25
+    """After a hang, the last worker that has not unwound is ended so large a share of
+    `hang_timeout_s` after the one before it unwound. While there are several, one is ended each
+    time that no other has unwound for as long as a hang takes to be noticed."""
     silence_timeout_s: float = 5.0
     """A worker that answers no probe for so long, or for a median step if that is longer, is
     suspected although its process runs. One that is stopped is found in 2.5 s."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic import catch_up
 from elastic.commands import Command
 from elastic.controller_events import ControllerRestarted
@@ -51,7 +53,10 @@ def _shift_phase(state: CoreState, by_s: float) -> None:
         case Waiting():
             phase.since += by_s
             phase.until = None if phase.until is None else phase.until + by_s
-        case Forming() | Relaying():
+        case Forming():
+            phase.deadline += by_s
+            phase.attempt = replace(phase.attempt, started=phase.attempt.started + by_s)
+        case Relaying():
             phase.deadline += by_s
         case Running():
             phase.since += by_s
@@ -63,6 +68,7 @@ def _shift_phase(state: CoreState, by_s: float) -> None:
             phase.patience += by_s
             phase.began += by_s
             phase.suspected_at += by_s
+            phase.changed_at += by_s
         case Saving():
             phase.deadline += by_s
             phase.retry_at = None if phase.retry_at is None else phase.retry_at + by_s

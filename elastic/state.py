@@ -173,6 +173,10 @@ class CoreState:
     """The members save the state before this step, and wait until it is written; 0: none."""
     boundary_at: float = 0.0
     """When the members last stood at a step boundary, as far as it has been told."""
+    recent_form_s: list[float] = field(default_factory=list)
+    """How long the latest formings took, also those that were aborted as late."""
+    standing_still: tuple[str, ...] = ()
+    """Workers of this generation whose training threads stood still, the longest first."""
     relayout_s: float = 0.0
     """How long the latest forming and re-layout took."""
     num_attempts: int = 0

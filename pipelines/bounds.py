@@ -52,8 +52,23 @@ StragglerFactor = Annotated[PositiveFloat, AfterValidator(_slower)]
 SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_over_one)]
 """How many times the usual loss is a spike; 0 is never."""
 
-UnwindFactor = Annotated[float, Field(ge=1.0)]
-"""How many times as long as measured a suspect may take; under 1 nobody could be in time."""
+TimeFactor = Annotated[float, Field(ge=1.0, le=1e6)]
+"""How many times as long as measured something may take; under 1 nothing could be in time."""
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+"""A part of a whole, or all of it."""
+
+
+def _ports_in_order(text: str) -> str:
+    first, _, last = text.partition(":")
+    are_numbers = text.isascii() and len(text) <= 11 and first.isdecimal() and last.isdecimal()
+    if not (are_numbers and 1 <= int(first) <= int(last) <= 65535):
+        raise ValueError("write the first and the last port, from 1 to 65535, e.g. 20000:20100")
+    return text
+
+
+Ports = Annotated[str, AfterValidator(_ports_in_order)]
+"""The first and the last port, such as `20000:20100`."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 """The order of a pipeline's passes."""

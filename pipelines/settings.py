@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -22,13 +21,15 @@ from pipelines.bounds import (
     Fraction,
     Minutes,
     NonNegativeInt,
+    Ports,
     PositiveInt,
     ScheduleName,
     Seconds,
     Seed,
+    Share,
     SpikeFactor,
     StragglerFactor,
-    UnwindFactor,
+    TimeFactor,
     Width,
 )
 from pipelines.errors import UserError
@@ -175,14 +176,6 @@ class CacheSettings(Settings):
     reach_timeout_s: Seconds = 30.0
 
 
-def _ports_in_order(text: str) -> str:
-    first, _, last = text.partition(":")
-    are_numbers = text.isascii() and len(text) <= 11 and first.isdecimal() and last.isdecimal()
-    if not (are_numbers and 1 <= int(first) <= int(last) <= 65535):
-        raise ValueError("write the first and the last port, from 1 to 65535, e.g. 20000:20100")
-    return text
-
-
 class NetworkSettings(Settings):
     """Where a run's processes listen; see docs/security.md.
 
@@ -192,7 +185,7 @@ class NetworkSettings(Settings):
     """
 
     interface: str | None = None
-    ports: Annotated[str, AfterValidator(_ports_in_order)] | None = None
+    ports: Ports | None = None
 
     @property
     def port_range(self) -> tuple[int, int] | None:
@@ -256,15 +249,22 @@ class TrainSettings(Settings):
     A run begins with all workers, or after `start_timeout_s` with the minimum. It pauses for more
     workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
     after `spare_timeout_s`, and all workers where fewer than the minimum have come and no other
-    comes in `gang_timeout_s`. Without progress for `hang_timeout_s`, or ten steps, a worker hangs.
-    A worker whose process runs but answers no probe for `silence_timeout_s`, or for a median step
-    if that is longer, is suspected: raise it if a call in C holds the interpreter's lock longer.
-    When a generation is aborted, a worker that does not answer probes, or after a hang does not
-    unwind while others do, gets the largest of `quiesce_deadline_s` (on a GPU
+    comes in `gang_timeout_s`. Process groups form within the largest of `form_timeout_s`,
+    `form_timeout_per_worker_s` for each worker, and `form_factor` times what the slowest of the
+    last four formings took; the state is moved or read within `relayout_timeout_s`. A generation
+    that is later is aborted; after `max_attempts` recoveries without a step the run has failed.
+    Without progress for `hang_timeout_s`, or `hang_factor` median steps, a worker hangs; in the
+    first step, which may compile, after `first_step_timeout_s`. A worker whose process runs but
+    answers no probe for `silence_timeout_s`, or for a median step if that is longer, is suspected:
+    raise it if a call in C holds the interpreter's lock longer. When a generation is aborted, a
+    worker that does not answer probes gets the largest of `quiesce_deadline_s` (on a GPU
     `quiesce_deadline_cuda_s`), `quiesce_factor` median steps, and as many times what the last
-    survivor took; then it is ended. Any other worker gets `collective_timeout_s`, which is also the
-    limit of every collective. A controller that was away asks one worker for the records of steps,
-    and after `records_timeout_s` another.
+    survivor took; then it is ended. After a hang the last that has not unwound is ended after
+    `hang_share` of `hang_timeout_s`; of several one at a time, each time that none unwinds for as
+    long as a hang takes. Any other worker gets `collective_timeout_s`, also the limit of every
+    collective. The last checkpoint may take `save_timeout_s`; what was not written is tried again
+    after `save_backoff_s`, doubled each time. Snapshot servers get `keeper_timeout_s`. A controller
+    that was away asks one worker for the records of steps, and after `records_timeout_s` another.
     Workers tell after every `straggler_every` steps (0: never) how long they computed; who took
     over `straggler_factor` times as long as others with the same work, `straggler_reports` times in
     a row, is replaced by a spare or told of. A node on which workers crash `avoid_after` times (0:
@@ -307,13 +307,24 @@ class TrainSettings(Settings):
     audit_every: NonNegativeInt = 0
     audit_rewind: bool = False
     start_timeout_s: Seconds = 60.0
+    form_timeout_s: Seconds = 30.0
+    form_timeout_per_worker_s: Seconds = 0.1
+    form_factor: TimeFactor = 3.0
+    relayout_timeout_s: Seconds = 600.0
+    first_step_timeout_s: Seconds = 600.0
     hang_timeout_s: Seconds = 60.0
+    hang_factor: TimeFactor = 10.0
+    hang_share: Share = 0.25
+    max_attempts: PositiveInt = 8
     silence_timeout_s: Seconds = 5.0
     quiesce_deadline_s: Seconds = 1.0
     quiesce_deadline_cuda_s: Seconds = 10.0
-    quiesce_factor: UnwindFactor = 4.0
+    quiesce_factor: TimeFactor = 4.0
     collective_timeout_s: Seconds = 300.0
     records_timeout_s: Seconds = 10.0
+    keeper_timeout_s: Seconds = 10.0
+    save_timeout_s: Seconds = 300.0
+    save_backoff_s: Seconds = 5.0
     driver_timeout_s: Seconds = 60.0
     orphan_timeout_s: Seconds = 300.0
     growth_horizon_s: Seconds = 600.0

@@ -54,6 +54,7 @@ class Surroundings:
     straggler_every: int = 0
     step_s: tuple[float, float] = (0.02, 0.05)
     unwind_s: tuple[float, float] = (0.001, 0.01)
+    form_s: tuple[float, float] = (0.01, 0.03)
     num_kept_events: int = NUM_KEPT_EVENTS
     num_kept_records: int = NUM_KEPT_RECORDS
     num_sent_records: int = NUM_SENT_RECORDS

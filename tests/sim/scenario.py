@@ -45,6 +45,7 @@ class Scenario:
     num_slow_starters: int = 0
     step_s: tuple[float, float] = (0.02, 0.05)
     unwind_s: tuple[float, float] = (0.001, 0.01)
+    form_s: tuple[float, float] = (0.01, 0.03)
     absence_s: tuple[float, float] = (0.3, 4.0)
     """Of a controller that dies."""
     num_kept_events: int = NUM_KEPT_EVENTS
@@ -357,8 +358,9 @@ def drawn_with_long_absences(seed: int) -> Scenario:
 
 
 def drawn_under_load(seed: int, policy: Policy) -> Scenario:
-    """Workers die or stand still on machines so busy that some survivors unwind in milliseconds
-    and others in half a minute; `policy` is what users get."""
+    """Workers die, hang or stand still on machines so busy that some survivors unwind in
+    milliseconds and others in half a minute, and that groups may form later than they should;
+    `policy` is what users get."""
     random = Random(f"load/{seed}")
     most = random.choice((2, 3, 4, 6, 8))
     can_hang = random.random() < 0.3
@@ -379,7 +381,8 @@ def drawn_under_load(seed: int, policy: Policy) -> Scenario:
         "",
         Job(24, state_bytes=1000, steps=steps),
         step_s=(step_s, 10 * step_s),
-        unwind_s=(0.001, random.choice((0.01, 2.0, 12.0 if can_hang else 30.0))),
+        unwind_s=(0.001, random.choice((0.01, 2.0, 30.0))),
+        form_s=random.choice(((0.01, 0.03), (0.01, 0.03), (1.0, 45.0))),
         horizon_s=100_000.0,
         faults=faults,
     )

@@ -90,7 +90,7 @@ class Trainer:
         control.check()
         members = order.assignment.members
         control.world_rank = members.index(control.name) if control.name in members else None
-        yield self._around.draw(0.01, 0.03)
+        yield self._around.draw(*self._around.form_s)
         yield from control.at("formed")
         control.report(GroupFormed(control.name, order.generation))
 

@@ -32,6 +32,8 @@ from elastic.controller_events import (
     CheckpointsRemoved,
     ControllerRecovered,
     ControllerRestarted,
+    WorkerAnswered,
+    WorkersStandStill,
 )
 from elastic.core import Core
 from elastic.events import (
@@ -112,6 +114,8 @@ SAMPLES: list[Event] = [
     RecordsSent("w9", 1, ()),
     WorkerRaised("w9", 1, "program", "an error"),
     CheckpointsRemoved(((99, 1),)),
+    WorkerAnswered("w9"),
+    WorkersStandStill(1, ("w9",)),
     StopRequested("enough"),
     PartFailed("w9", 1, 1, "no space left"),
     CheckpointDamaged("w9", 1, "nowhere", "a flipped bit"),

@@ -8,6 +8,7 @@ import pytest
 from sim.faults import LAYOUTS
 from sim.telling import command_in_words, phase_in_words
 
+from elastic.controller_events import WorkerAnswered, WorkersStandStill
 from elastic.core import Core
 from elastic.events import (
     Audited,
@@ -117,6 +118,8 @@ def any_event(random: Random, core: Core) -> Event:
         WorkerLost(worker, "killed"),
         WorkerLost(worker, "killed"),
         WorkerSuspected(worker, "silent"),
+        WorkerAnswered(worker),
+        WorkersStandStill(generation, (worker,)),
         WorkerLeaving(worker, "asked to"),
         NodeDraining(f"node{random.randrange(3)}", random.uniform(0.0, 100.0)),
         NodeAtRisk(f"node{random.randrange(3)}", "a notice"),

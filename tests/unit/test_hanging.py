@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pytest
 
 from elastic.commands import Abort, Command, Form, Relayout, StopWorker
@@ -31,12 +33,16 @@ class Driven:
     """A core with the policy that users get, and its time."""
 
     def __init__(
-        self, num_workers: int, saved: tuple[Saved, ...] = (), job: Job | None = None
+        self,
+        num_workers: int,
+        saved: tuple[Saved, ...] = (),
+        job: Job | None = None,
+        layout: str = "",
     ) -> None:
         self.core, self.now = Core(), 0.0
         policy = Policy(1, num_workers)
-        job = job or Job(8, steps=1000)
-        self.tell(RunOpened(1, policy, Wish(max_workers=num_workers), job, saved))
+        job = job or Job(max(8, num_workers), steps=1000)
+        self.tell(RunOpened(1, policy, Wish.parse(layout, num_workers), job, saved))
         self.tell(StoreReady("host", 1))
         self.workers = [f"w{i}" for i in range(num_workers)]
         self.tell(*(WorkerReady(worker, "node", 1) for worker in self.workers))
@@ -62,6 +68,25 @@ class Driven:
         assert deadline is not None
         self.now = max(self.now, deadline)
         return self.tell(Woke())
+
+    def play(self, reports: list[tuple[float, Event]]) -> dict[str, float]:
+        """Reports come at their times, and the core wakes whenever it wants to before them. Returns
+        when each worker was ended."""
+        ended: dict[str, float] = {}
+        for time, event in [*sorted(reports, key=lambda report: report[0]), (inf, Woke())]:
+            while (deadline := self.core.next_deadline()) is not None and deadline < time:
+                if not isinstance(self.core.state.phase, Aborting):
+                    break
+                commands = self.wake()
+                ended.update({c.worker: self.now for c in commands if isinstance(c, StopWorker)})
+            if time < inf:
+                self.now = max(self.now, time)
+                self.tell(event)
+        return ended
+
+    def unwind(self, worker: str, after_s: float) -> tuple[float, Event]:
+        state = self.core.state
+        return self.now + after_s, Quiesced(worker, state.generation, state.committed_step)
 
     def wake_until(self, kind: type[Command]) -> Command:  # type: ignore[valid-type]
         for _ in range(10):
@@ -89,6 +114,33 @@ def test_a_worker_that_hangs_with_the_whole_state_is_replaced_from_the_checkpoin
     driven.wake_until(Form) if not isinstance(driven.core.state.phase, Forming) else None
     driven.tell(GroupFormed("w1", driven.core.state.generation))
     assert driven.core.state.committed_step == 5
+
+
+def test_after_a_hang_only_the_worker_that_hangs_is_ended() -> None:
+    """One of eight hangs; the healthy ones take up to half a minute to unwind."""
+    driven = committed(Driven(8), 1, 2, 3)
+    driven.wake_until(Abort)
+    began = driven.now
+    unwound_s = (0.2, 29.0, 16.0, 30.0, 29.5, 17.0, 28.0)
+    ended = driven.play([driven.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
+    policy = driven.core.state.policy
+    share_s = max(policy.hang_share * policy.hang_timeout_s, 4.0 * max(unwound_s))
+    assert ended == {"w7": pytest.approx(began + 30.0 + share_s)}
+    assert isinstance(driven.core.state.phase, Forming)
+
+
+def test_late_forming_ends_no_healthy_worker() -> None:
+    """One of eight dies, and one of seven has formed in time; the others unwind later than it."""
+    driven = committed(Driven(8), 1, 2, 3)
+    driven.tell(WorkerLost("w7", "killed"))
+    driven.play([driven.unwind(f"w{i}", 0.1) for i in range(7)])
+    driven.tell(GroupFormed("w0", driven.core.state.generation))
+    abort = driven.wake_until(Abort)
+    assert isinstance(abort, Abort) and "Forming is late" in abort.cause and not abort.is_hang
+    unwound_s = (0.2, 20.0, 70.0, 100.0, 101.0, 150.0, 250.0)
+    ended = driven.play([driven.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
+    assert not ended
+    assert isinstance(driven.core.state.phase, Forming)
 
 
 def test_without_anything_to_go_on_from_it_is_waited_for() -> None:

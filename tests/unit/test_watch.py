@@ -12,6 +12,7 @@ import pytest
 from actors import watch
 from actors.fleet import answered, missing
 from actors.watch import NODE_S, PROBE_S, Watch
+from elastic.controller_events import WorkerAnswered, WorkersStandStill
 from elastic.events import (
     Event,
     Progressed,
@@ -121,5 +122,53 @@ def test_signs_of_life_before_the_first_commit_are_of_the_generation_that_has_th
         watching.note(WorkerReady("w0", "node", 1))
         watching.note(StateReady("w0", 7, 0, 0, 0.0, 1, 1, 2))
         assert posted.get(timeout=5.0) == Progressed(7)
+    finally:
+        watching.close()
+
+
+def test_a_suspected_worker_that_answers_again_is_reported(posted: queue.Queue[Event]) -> None:
+    class ThawingFleet(SilentFleet):
+        def __init__(self) -> None:
+            super().__init__(answered("stopped"))
+            self.probes: list[Future[int]] = []
+
+        def probe(self, worker: str) -> Future[int]:
+            self.probes.append(Future())
+            return self.probes[-1]
+
+    fleet = ThawingFleet()
+    watching = Watch(fleet, posted.put)  # type: ignore[arg-type]
+    try:
+        watching.note(WorkerReady("w0", "node", 1))
+        assert isinstance(posted.get(timeout=5.0), WorkerSuspected)
+        [probe] = fleet.probes
+        probe.set_result(1)
+        assert posted.get(timeout=5.0) == WorkerAnswered("w0")
+    finally:
+        watching.close()
+
+
+def test_the_worker_that_came_to_a_standstill_first_is_named_first_and_once(
+    posted: queue.Queue[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training thread of w1 stands still from the beginning, that of w0 a little later; both
+    answer."""
+    monkeypatch.setattr(watch, "QUIET_S", 1.5)
+
+    class HangingFleet(SilentFleet):
+        began = time.monotonic()
+
+        def probe(self, worker: str) -> Future[int]:
+            elapsed_s = min(1.3, time.monotonic() - self.began)
+            return answered(1 if worker == "w1" else 1 + int(1000 * elapsed_s))
+
+    watching = Watch(HangingFleet(answered("runs")), posted.put, generation=7)  # type: ignore[arg-type]
+    try:
+        for worker in ("w0", "w1"):
+            watching.note(WorkerReady(worker, "node", 1))
+        while posted.get(timeout=8.0) != WorkersStandStill(7, ("w1", "w0")):
+            pass  # on a busy machine the probes may be late at first
+        with pytest.raises(queue.Empty):
+            posted.get(timeout=0.6)
     finally:
         watching.close()
