@@ -147,8 +147,11 @@ class Program(Protocol):
 
     def build(self, groups: Groups) -> Replica: ...
 
-    def initial(self, spec: TensorSpec, region: Region) -> torch.Tensor:
-        """A region of a tensor at step 0: a function of (seed, name) alone, on the device."""
+    def initial(self, spec: TensorSpec, region: Region, interrupt: Interrupt) -> torch.Tensor:
+        """A region of a tensor at step 0: a function of (seed, name) alone, on the device.
+
+        `interrupt` is called at least each second while a large one is drawn.
+        """
 
     def write_part(
         self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, torch.Tensor]]

@@ -10,7 +10,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from actors.program import Groups, WrittenPart
+from actors.program import Groups, Interrupt, WrittenPart
 from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
@@ -42,7 +42,7 @@ from pipelines.training.part_file import write_part
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
 from pipelines.training.warm_up import Build, warm_up
-from pipelines.training.workload import Workload
+from pipelines.training.workload import Workload, nothing
 
 
 class TrainingProgram:
@@ -96,11 +96,12 @@ class TrainingProgram:
     def _replica(self) -> Build:
         return partial(LoopReplica, loop=self.loop) if self.loop else ShardedReplica
 
-    def initial(self, spec: TensorSpec, region: Region) -> Tensor:
+    def initial(self, spec: TensorSpec, region: Region, interrupt: Interrupt = nothing) -> Tensor:
         """A region of a tensor at step 0, on the device."""
         if self.pretrained and self.pretrained.has(spec):
             return self.pretrained.read(spec, region).to(self.device)
-        return initial_value(self.workload, self.settings, spec, region).to(self.device)
+        value = initial_value(self.workload, self.settings, spec, region, interrupt)
+        return value.to(self.device)
 
     def write_part(
         self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, Tensor]]
