@@ -72,10 +72,12 @@ class Applied:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A file of a checkpoint as it now lies in storage; `checksum` is of its header."""
+    """A file of a checkpoint as it now lies in storage; `checksum` is of its header, which has
+    `header_bytes`."""
 
     num_bytes: int
     checksum: int
+    header_bytes: int
 
 
 @dataclass(frozen=True)

@@ -23,11 +23,16 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of a checkpoint; `checksum` is of its header, which has those of the rest."""
+    """A file of a checkpoint; `checksum` is of its header, which has those of the rest.
+
+    `header_bytes` is the length of that, by which a reader needs no request to learn it; 0 if a
+    version wrote the file that did not report it.
+    """
 
     name: str
     num_bytes: int
     checksum: int
+    header_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
