@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import product
-from math import sqrt
+from math import erf, inf, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +52,32 @@ class Uniform:
     high: float
 
 
-Distribution = Constant | Normal | Uniform
+@dataclass(frozen=True)
+class TruncatedNormal:
+    """Independent normal values between bounds, by the inverse of their distribution function:
+    `scale` times the inverse error function of uniform values, and `mean`."""
+
+    low: float
+    high: float
+    """Of the uniform values."""
+    scale: float = 1.0
+    mean: float = 0.0
+    least: float = -inf
+    most: float = inf
+
+    @classmethod
+    def between(cls, mean: float, std: float, least: float, most: float) -> TruncatedNormal:
+        """As `torch.nn.init.trunc_normal_`."""
+        scale = std * sqrt(2.0)
+        low, high = erf((least - mean) / scale), erf((most - mean) / scale)
+        return cls(low, high, scale, mean, least, most)
+
+    @property
+    def is_clamped(self) -> bool:
+        return self.least > -inf or self.most < inf
+
+
+Distribution = Constant | Normal | Uniform | TruncatedNormal
 
 
 def kaiming_uniform(fan_in: int, slope: float = 0.0) -> Uniform:
@@ -132,7 +157,7 @@ class _Stream:
         self._generator = np.random.Generator(self._philox)
         self._buffer = np.empty(tile_shape, np.float32)
 
-    def tile(self, distribution: Normal | Uniform, index: int) -> np.ndarray:
+    def tile(self, distribution: Normal | Uniform | TruncatedNormal, index: int) -> np.ndarray:
         """The values of a tile; the next call overwrites them."""
         self._state["state"]["counter"][:] = (0, 0, 0, index)
         self._philox.state = self._state
@@ -146,6 +171,9 @@ class _Stream:
         buffer *= np.float32(scale)
         if shift:
             buffer += np.float32(shift)
+        if isinstance(distribution, TruncatedNormal):
+            values = torch.from_numpy(buffer).erfinv_().mul_(distribution.scale)
+            values.add_(distribution.mean).clamp_(distribution.least, distribution.most)
         return buffer
 
 
