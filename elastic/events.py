@@ -23,11 +23,8 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of a checkpoint; `checksum` is of its header, which has those of the rest.
-
-    `header_bytes` is the length of that, by which a reader needs no request to learn it; 0 if a
-    version wrote the file that did not report it.
-    """
+    """A file of a checkpoint; `checksum` is of its header, which has those of the rest, and
+    `header_bytes` the header's length, which spares readers a request (0: not reported)."""
 
     name: str
     num_bytes: int
