@@ -114,4 +114,4 @@ class PartWriter:
         name = part_name(self._worker)
         checkpoint = self._run.at(folder_of(part.step, part.generation))
         written = self._program.write_part(checkpoint, name, part.tensors)
-        return PartFile(name, written.num_bytes, written.checksum)
+        return PartFile(name, written.num_bytes, written.checksum, written.header_bytes)

@@ -72,10 +72,12 @@ class Applied:
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A file of a checkpoint as it now lies in storage; `checksum` is of its header."""
+    """A file of a checkpoint as it now lies in storage; `checksum` is of its header, which has
+    `header_bytes`."""
 
     num_bytes: int
     checksum: int
+    header_bytes: int
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,11 @@ class Program(Protocol):
 
     def build(self, groups: Groups) -> Replica: ...
 
-    def initial(self, spec: TensorSpec, region: Region) -> torch.Tensor:
-        """A region of a tensor at step 0: a function of (seed, name) alone, on the device."""
+    def initial(self, spec: TensorSpec, region: Region, interrupt: Interrupt) -> torch.Tensor:
+        """A region of a tensor at step 0: a function of (seed, name) alone, on the device.
+
+        `interrupt` is called at least each second while a large one is drawn.
+        """
 
     def write_part(
         self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, torch.Tensor]]

@@ -296,11 +296,10 @@ class Trainer:
         return placed, Moved(bytes_received=num_bytes), num_bytes
 
     def _draw(self, regions: dict[str, Region]) -> dict[str, Tensor]:
-        by_name = {spec.name: spec for spec in self.specs}
-        drawn = {}
+        by_name, check, drawn = {s.name: s for s in self.specs}, self.interruption.check, {}
         for name, region in regions.items():
-            self.interruption.check()
-            drawn[name] = self.program.initial(by_name[name], region)
+            check()
+            drawn[name] = self.program.initial(by_name[name], region, check)
         return drawn
 
     def _read(self, path: str, regions: dict[str, Region]) -> dict[str, Tensor]:

@@ -23,11 +23,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of a checkpoint; `checksum` is of its header, which has those of the rest."""
+    """A file of a checkpoint; `checksum` is of its header, which has those of the rest, and
+    `header_bytes` the header's length, which spares readers a request (0: not reported)."""
 
     name: str
     num_bytes: int
     checksum: int
+    header_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

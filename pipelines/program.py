@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import Any, assert_never
 
 import torch
 from torch import Tensor
 
-from actors.program import Groups, WrittenPart
+from actors.program import Groups, Interrupt, WrittenPart
 from actors.storage import Storage
 from elastic.regions import Region
 from elastic.specs import TensorSpec
@@ -37,12 +38,13 @@ from pipelines.training.checkpoint import read_regions
 from pipelines.training.language_model import LanguageModelWorkload
 from pipelines.training.mlp import MlpWorkload
 from pipelines.training.next_token import open_samples
+from pipelines.training.own_module import MAX_WHOLE_BYTES
 from pipelines.training.own_workload import OwnWorkload
 from pipelines.training.part_file import write_part
 from pipelines.training.replica import ShardedReplica
 from pipelines.training.state import initial_value, state_specs
 from pipelines.training.warm_up import Build, warm_up
-from pipelines.training.workload import Workload
+from pipelines.training.workload import Workload, nothing
 
 
 class TrainingProgram:
@@ -74,7 +76,9 @@ class TrainingProgram:
         if isinstance(recipe, Script):
             self.loop = Loop(recipe.function, self.settings.seed)
             recipe = recipe_of(self.loop.declaration, self.settings)
-        self.workload = make_workload(self.settings, data_folder, recipe)
+        # A loop's module is there with its values: nothing is gained by drawing a part of it.
+        most_bytes = inf if self.loop else MAX_WHOLE_BYTES
+        self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state; see `pipelines.training.state.state_specs`."""
@@ -96,11 +100,12 @@ class TrainingProgram:
     def _replica(self) -> Build:
         return partial(LoopReplica, loop=self.loop) if self.loop else ShardedReplica
 
-    def initial(self, spec: TensorSpec, region: Region) -> Tensor:
+    def initial(self, spec: TensorSpec, region: Region, interrupt: Interrupt = nothing) -> Tensor:
         """A region of a tensor at step 0, on the device."""
         if self.pretrained and self.pretrained.has(spec):
             return self.pretrained.read(spec, region).to(self.device)
-        return initial_value(self.workload, self.settings, spec, region).to(self.device)
+        value = initial_value(self.workload, self.settings, spec, region, interrupt)
+        return value.to(self.device)
 
     def write_part(
         self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, Tensor]]
@@ -114,9 +119,13 @@ class TrainingProgram:
 
 
 def make_workload(
-    settings: TrainSettings, data_folder: str | None = None, recipe: Recipe | None = None
+    settings: TrainSettings,
+    data_folder: str | None = None,
+    recipe: Recipe | None = None,
+    most_bytes: float = MAX_WHOLE_BYTES,
 ) -> Workload:
-    """The workload that the settings name. Held-out data are opened only to be evaluated."""
+    """The workload that the settings name. Held-out data are opened only to be evaluated; a user's
+    module of more than `most_bytes` is never built whole."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     match settings.model:
         case MlpSettings():
@@ -131,7 +140,7 @@ def make_workload(
         case OwnModelSettings():
             if recipe is None:
                 raise UserError("model.kind=own: the module comes with a `Recipe`; give one")
-            return OwnWorkload(replace(recipe, settings=settings))
+            return OwnWorkload(replace(recipe, settings=settings), most_bytes)
         case _:
             assert_never(settings.model)
 

@@ -28,7 +28,7 @@ from pipelines.training.initial_values import draw, slices_of
 from pipelines.training.next_token import NextToken
 from pipelines.training.seeds import keyed_generator
 from pipelines.training.spread import ALONE, Spread
-from pipelines.training.workload import Fed, Shape
+from pipelines.training.workload import Fed, Shape, nothing
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
 """What makes the masks of a model in `transformers` that keeps packed sequences apart."""
@@ -105,13 +105,20 @@ class CausalLMWorkload(NextToken):
     def shape(self) -> Shape:
         return self.anatomy.shape
 
-    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+    def draw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        region: Region,
+        seed: int,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Tensor:
         """As `transformers` and `peft` do: by the distribution that they draw from where one was
         found out, else the whole tensor and the region of it."""
         base = base_name(name)
         drawn = of_adapter(name, shape) if is_adapter(name) else distribution(self.example, base)
         if drawn is not None:
-            return draw(drawn, name, seed, shape, region)
+            return draw(drawn, name, seed, shape, region, interrupt)
         key = keyed_generator("initial", seed, name).initial_seed()
         return draw_tensor(self.example, base, key)[slices_of(region)].clone()
 

@@ -17,10 +17,13 @@ from elastic.parts import writers_of
 from elastic.regions import Region
 from elastic.specs import TensorSpec
 from pipelines.errors import UserError
-from pipelines.training.part_file import PartFile, Piece
+from pipelines.training.part_file import WINDOW_BYTES, PartFile, Piece
 
 NUM_READERS = 4
 """Files that are read at a time: an object store answers each request late, but many at once."""
+AHEAD_BYTES = 1 << 23
+"""What is read of a file's data with its header, if few files are opened: it saves a request, which
+takes an object store as long as some such bytes."""
 
 
 class Checkpoint:
@@ -46,10 +49,8 @@ class Checkpoint:
         """Read the headers of these files."""
         files = [self._listed.pop(name) for name in sorted(names & self._listed.keys())]
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            opened = [
-                readers.submit(PartFile, self._storage, f.name, f.num_bytes, f.checksum)
-                for f in files
-            ]
+            ahead_bytes = min(AHEAD_BYTES, WINDOW_BYTES // max(1, len(files)))
+            opened = [readers.submit(PartFile, self._storage, f, ahead_bytes) for f in files]
             for file in [one.result() for one in opened]:
                 for name, piece in file.pieces.items():
                     self._pieces.setdefault(name, []).append((file, piece))
@@ -134,6 +135,4 @@ def _from(outer: Region, inner: Region) -> tuple[int, ...]:
 
 def _copy_all(read: tuple[PartFile, list[tuple[str, Region, Tensor]]]) -> None:
     file, boxes = read
-    for name, box, target in sorted(boxes, key=lambda b: file.pieces[b[0]].begin):
-        file.copy(name, box, target)
-    file.let_go()
+    file.copy_all(boxes)

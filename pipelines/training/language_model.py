@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from pipelines.training.next_token import NextToken
 from pipelines.training.ring import positions
 from pipelines.training.spread import ALONE, Spread
 from pipelines.training.transformer_shape import transformer_shape
-from pipelines.training.workload import Fed, Shape
+from pipelines.training.workload import Fed, Shape, nothing
 
 
 class LanguageModelWorkload(NextToken):
@@ -49,10 +49,17 @@ class LanguageModelWorkload(NextToken):
     def shape(self) -> Shape:
         return transformer_shape(self.settings, self.seq_len)
 
-    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+    def draw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        region: Region,
+        seed: int,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Tensor:
         std = initial_std(name, self.settings)
         drawn = Constant(1.0) if len(shape) == 1 else Normal(0.0, std)
-        return draw(drawn, name, seed, shape, region)
+        return draw(drawn, name, seed, shape, region, interrupt)
 
     def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
         keywords = {"seeds": torch.full(batch.tokens.shape[:1], seed)}

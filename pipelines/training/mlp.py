@@ -72,9 +72,16 @@ class MlpWorkload:
         layers = tuple(Layer((name,), cost) for name, cost in zip(names, costs, strict=True))
         return Shape(layers, Limits(tp_divides=1, num_layers=len(costs), seq_len=1, num_experts=1))
 
-    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+    def draw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        region: Region,
+        seed: int,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Tensor:
         drawn = Constant(0.0) if len(shape) == 1 else kaiming_uniform(shape[1])
-        return draw(drawn, name, seed, shape, region)
+        return draw(drawn, name, seed, shape, region, interrupt)
 
     def reach(self) -> None:
         """They are made here."""

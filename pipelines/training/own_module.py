@@ -3,35 +3,98 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from elastic.regions import Region
 from pipelines.errors import UserError
 from pipelines.overrides import near
+from pipelines.training.initial_values import draw, slices_of
+from pipelines.training.recorded_init import Record, Recorder
+
+MAX_WHOLE_BYTES = 4 << 30
+"""Of the parameters of a module that each worker builds as a plain script would; of a larger one it
+draws only what it holds."""
 
 
 class InitialValues:
     """What a module's constructor makes of its parameters and buffers under a seed.
 
-    They are kept, on the host, until `release`; asked for again, they are made again.
+    Up to `most_bytes` of parameters they are exactly what the constructor makes. Of a larger module
+    a tensor is drawn by region, from the distribution that the constructor draws it from; where
+    that is not known, the tensor is the constructor's. What has been built is kept, on the host,
+    until `release`; asked for again, it is built again.
     """
 
-    def __init__(self, model: Callable[[], nn.Module], seed: int) -> None:
+    def __init__(
+        self, model: Callable[[], nn.Module], seed: int, most_bytes: float = MAX_WHOLE_BYTES
+    ) -> None:
         self.model = model
         self.seed = seed
-        self._values: dict[str, Tensor] | None = None
+        self.most_bytes = most_bytes
+        self._values: dict[str, Tensor | Record] | None = None
+        self._names: dict[int, str] = {}
+        """Of the first tensor of each draw: copies have its values."""
 
-    def get(self) -> dict[str, Tensor]:
-        if self._values is None:
-            self._values = build_for_real(self.model, self.seed).state_dict()
-        return self._values
+    @cached_property
+    def is_large(self) -> bool:
+        shapes = shapes_alone(self.model, self.seed, self.most_bytes)
+        return parameter_bytes(shapes) > self.most_bytes
+
+    def draw(
+        self, name: str, shape: tuple[int, ...], region: Region, interrupt: Callable[[], None]
+    ) -> Tensor:
+        """A region of a parameter or buffer, on the host."""
+        value = self._get()[name]
+        if isinstance(value, Tensor):
+            return value[slices_of(region)].clone()
+        assert value.distribution is not None
+        key = self._names[value.draw]
+        return draw(value.distribution, key, self.seed, shape, region, interrupt)
 
     def release(self) -> None:
         self._values = None
+
+    def _get(self) -> dict[str, Tensor | Record]:
+        if self._values is None:
+            self._values = self._build()
+        return self._values
+
+    def _build(self) -> dict[str, Tensor | Record]:
+        if not self.is_large:
+            return {**build_for_real(self.model, self.seed).state_dict()}
+        recorder = Recorder(self.seed)
+        state = _build_recorded(self.model, self.seed, recorder).state_dict()
+        # What the first pass makes real may have copies that it has met before.
+        for _ in range(2):
+            values = {name: recorder.record(value) or value for name, value in state.items()}
+        for name, value in values.items():
+            if isinstance(value, Record):
+                self._names.setdefault(value.draw, name)
+        whole = [name for name, value in state.items() if values[name] is value]
+        num_bytes = sum(state[name].nbytes for name in whole)
+        if num_bytes > self.most_bytes / 16:
+            largest = max(whole, key=lambda name: state[name].nbytes)
+            warnings.warn(_WHOLE.format(num_bytes / 1e9, largest), stacklevel=2)
+        return values
+
+
+_WHOLE = (
+    "each worker holds {:.1f} GB of the module's initial values whole until its first step, the "
+    "largest of them {}: it draws in part only what normal_, uniform_, trunc_normal_, zeros_ or "
+    "ones_ fills. Use these for large parameters, and change no part of them in the constructor"
+)
+
+
+def parameter_bytes(module: nn.Module) -> int:
+    """What the parameters of a module take, on whichever device."""
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def build_for_real(model: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -40,9 +103,18 @@ def build_for_real(model: Callable[[], nn.Module], seed: int) -> nn.Module:
         return _checked(model())
 
 
-def shapes_alone(model: Callable[[], nn.Module], seed: int) -> nn.Module:
+def _build_recorded(model: Callable[[], nn.Module], seed: int, recorder: Recorder) -> nn.Module:
+    """The module on the host without memory for its large tensors."""
+    with torch.device("cpu"), seeded(seed), recorder:
+        return _checked(model())
+
+
+def shapes_alone(
+    model: Callable[[], nn.Module], seed: int, most_bytes: float = MAX_WHOLE_BYTES
+) -> nn.Module:
     """The module with its parameters and buffers on the meta device, but for what no state has:
-    buffers that are not persistent, and tensors that are neither, keep their values."""
+    buffers that are not persistent, and tensors that are neither, keep their values. To have these
+    a module of more than `most_bytes` is not built whole."""
     try:
         with torch.device("meta"), seeded(seed):
             module = _checked(model())
@@ -50,7 +122,12 @@ def shapes_alone(model: Callable[[], nn.Module], seed: int) -> nn.Module:
             return module
     except (RuntimeError, NotImplementedError):
         pass  # a constructor that reads values can only be run for real
-    module = build_for_real(model, seed)
+    recorder = Recorder(seed)
+    module = _build_recorded(model, seed, recorder)
+    if parameter_bytes(module) <= most_bytes:
+        module = build_for_real(model, seed)
+    for _, tensor in _apart(module):
+        recorder.make_real(tensor)
     persistent = module.state_dict().keys()
     made: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, part in module.named_modules():
@@ -101,10 +178,17 @@ def _checked(module: object) -> nn.Module:
 
 
 def _keeps_values_apart(module: nn.Module) -> bool:
+    return any(True for _ in _apart(module))
+
+
+def _apart(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module that are no part of its state."""
     persistent = module.state_dict().keys()
-    if any(name not in persistent for name, _ in module.named_buffers(remove_duplicate=False)):
-        return True
-    return any(isinstance(v, Tensor) for part in module.modules() for v in vars(part).values())
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        if name not in persistent:
+            yield name, buffer
+    for part in module.modules():
+        yield from ((key, value) for key, value in vars(part).items() if isinstance(value, Tensor))
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:

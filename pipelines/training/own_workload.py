@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from elastic.regions import Region
 from pipelines.errors import UserError
 from pipelines.recipe import Dataset, Losses, Recipe
-from pipelines.training.initial_values import slices_of
+from pipelines.settings import MlpSettings
+from pipelines.training.mlp import MlpWorkload
 from pipelines.training.own_flow import flow_of
 from pipelines.training.own_module import (
+    MAX_WHOLE_BYTES,
     InitialValues,
     find_blocks,
     seeded,
@@ -56,8 +58,9 @@ class OwnWorkload:
     is_far = False
     keeps_its_size = True
 
-    def __init__(self, recipe: Recipe) -> None:
-        """Raises `UserError` for data without samples."""
+    def __init__(self, recipe: Recipe, most_bytes: float = MAX_WHOLE_BYTES) -> None:
+        """A module of more than `most_bytes` of parameters is drawn by region. Raises `UserError`
+        for data without samples."""
         self.recipe = recipe
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
@@ -71,7 +74,7 @@ class OwnWorkload:
         self.metrics = {
             name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())
         }
-        self.values = InitialValues(recipe.model, recipe.settings.seed)
+        self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
         self.is_miniature = False
         self._latest: dict[bool, OwnBatch] = {}
         """By split."""
@@ -112,7 +115,7 @@ class OwnWorkload:
         return digest.hexdigest()
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
-        return shapes_alone(self.recipe.model, self.settings.seed)
+        return shapes_alone(self.recipe.model, self.settings.seed, self.values.most_bytes)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """Those of the whole module that are there."""
@@ -122,10 +125,16 @@ class OwnWorkload:
     def shape(self) -> Shape:
         return self._shape
 
-    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
-        """As the module's own constructor makes it under the run's seed: the whole module is built
-        on the host."""
-        return self.values.get()[name][slices_of(region)].clone()
+    def draw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        region: Region,
+        seed: int,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Tensor:
+        """As the module's own constructor makes it under the run's seed; see `InitialValues`."""
+        return self.values.draw(name, shape, region, interrupt)
 
     def reach(self) -> None:
         """They were opened in the constructor."""
@@ -201,8 +210,11 @@ class OwnWorkload:
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
         return self.flow[layer] if self.recipe.pipeline else torch.empty(0, device="meta")
 
-    def miniature(self) -> OwnWorkload:
-        """Itself: nobody knows how to make it smaller."""
+    def miniature(self) -> OwnWorkload | MlpWorkload:
+        """Itself, since nobody knows how to make it smaller; of one that a worker cannot hold whole
+        another."""
+        if self.values.is_large:
+            return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.settings.seed, self.dtype)
         one = copy(self)
         one.is_miniature = True
         return one

@@ -7,7 +7,7 @@ these files as well. The header's checksum stands in the manifest, those of the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import ceil, prod
@@ -20,6 +20,7 @@ from torch import Tensor
 from actors.errors import DamagedCheckpoint
 from actors.program import WrittenPart
 from actors.storage import Storage
+from elastic.events import PartFile as WrittenFile
 from elastic.regions import Region
 from pipelines.safetensors_format import DTYPES, LENGTH, bytes_of, header_of, with_length
 
@@ -42,6 +43,11 @@ class Piece:
     region: Region
     dtype: torch.dtype
     begin: int
+
+    @property
+    def row_bytes(self) -> int:
+        """Of one index of the first dim; of the whole, if it has no dim."""
+        return prod(self.region.shape[1:]) * self.dtype.itemsize
 
 
 def write_part(
@@ -69,28 +75,34 @@ def write_part(
         out.write(head)
         for memory in memories:
             out.write(memory)
-    return WrittenPart(len(head) + sum(map(len, memories)), crc32(header))
+    return WrittenPart(len(head) + sum(map(len, memories)), crc32(header), len(header))
 
 
 class PartFile:
     """One file to be read. Raises `DamagedCheckpoint` wherever it is not what was written,
     `OSError` if the storage does not let it be read."""
 
-    def __init__(self, storage: Storage, name: str, num_bytes: int, checksum: int) -> None:
+    def __init__(self, storage: Storage, file: WrittenFile, ahead_bytes: int = 0) -> None:
+        """Reads the header and, in the same request, so many bytes of the data behind it; what is
+        left of these is kept until `let_go`."""
         self._storage = storage
-        self._name = name
+        self._name = file.name
+        num_bytes = file.num_bytes
         self.let_go()
-        (length,) = LENGTH.unpack(self._read(0, LENGTH.size))
-        if length > min(num_bytes, MAX_HEADER_BYTES):
+        length = file.header_bytes or LENGTH.unpack(self._read(0, LENGTH.size))[0]
+        begin = LENGTH.size + length
+        if begin > num_bytes or length > MAX_HEADER_BYTES:
             raise self._damaged("its header has an impossible length")
-        header = self._read(LENGTH.size, length)
-        if crc32(header) != checksum:
+        head = self._read(0, min(begin + ahead_bytes, num_bytes))
+        header = head[LENGTH.size : begin]
+        if LENGTH.unpack(head[: LENGTH.size])[0] != length or crc32(header) != file.checksum:
             raise self._damaged("its header has another checksum than the manifest says")
         fields = json.loads(bytes(header))
         about = fields.pop("__metadata__")
         self._block_bytes = int(about["block_bytes"])
         self._checksums: list[int] = json.loads(about["crc32"])
-        self._begin, self._end = LENGTH.size + length, num_bytes
+        self._begin, self._end = begin, num_bytes
+        self._ahead = head[begin:]
         offsets = json.loads(about[OFFSETS])
         self.pieces = {
             key: Piece(
@@ -101,8 +113,30 @@ class PartFile:
             for key, field in fields.items()
         }
 
-    def copy(self, key: str, box: Region, target: Tensor) -> None:
-        """Copy a box of a piece, its offsets counted within the piece, to a tensor of its shape."""
+    def copy_all(self, boxes: Sequence[tuple[str, Region, Tensor]]) -> None:
+        """Copy boxes of pieces, their offsets counted within the piece, to tensors of their shapes,
+        and keep nothing. What lies side by side in the file is read at once."""
+        boxes = sorted(boxes, key=lambda one: self.pieces[one[0]].begin)
+        self._runs = self._runs_of(boxes)
+        for key, box, target in boxes:
+            self._copy(key, box, target)
+        self.let_go()
+
+    def _runs_of(self, boxes: Sequence[tuple[str, Region, Tensor]]) -> list[tuple[int, int]]:
+        """The ranges of blocks that have these boxes, in order of the file."""
+        runs: list[tuple[int, int]] = []
+        for key, box, _ in boxes:
+            piece = self.pieces[key]
+            begin, row_bytes = piece.begin, piece.row_bytes
+            first_row, num_rows = (box.offsets[0], box.shape[0]) if box.shape else (0, 1)
+            first = (begin + first_row * row_bytes) // self._block_bytes
+            last = ceil((begin + (first_row + num_rows) * row_bytes) / self._block_bytes)
+            if runs and first <= runs[-1][1]:
+                first, last = runs[-1][0], max(last, runs.pop()[1])
+            runs.append((first, last))
+        return runs
+
+    def _copy(self, key: str, box: Region, target: Tensor) -> None:
         piece = self.pieces[key]
         if not box.shape:
             target.copy_(torch.frombuffer(bytearray(self._rows(piece, 0, 1)), dtype=piece.dtype)[0])
@@ -122,20 +156,22 @@ class PartFile:
     def let_go(self) -> None:
         """Keep nothing of what was read in memory."""
         self._first = self._last = 0
-        self._held = memoryview(b"")
+        self._held = self._ahead = memoryview(b"")
+        self._runs: list[tuple[int, int]] = []
 
     def _rows(self, piece: Piece, first: int, num_rows: int) -> memoryview:
-        row_bytes = prod(piece.region.shape[1:]) * piece.dtype.itemsize
-        begin = piece.begin + first * row_bytes
-        return self._verified(begin, begin + num_rows * row_bytes)
+        begin = piece.begin + first * piece.row_bytes
+        return self._verified(begin, begin + num_rows * piece.row_bytes)
 
     def _verified(self, begin: int, end: int) -> memoryview:
         """Bytes behind the header, out of whole blocks whose checksums are right."""
         size = self._block_bytes
         first, last = begin // size, ceil(end / size)
         if not self._first <= first <= last <= self._last:
-            start = self._begin + first * size
-            held = self._read(start, min(last * size, self._end - self._begin) - first * size)
+            most = first + max(1, WINDOW_BYTES // size)
+            ends = (min(end, most) for begin, end in self._runs if begin <= first < end)
+            last = max([last, *ends])
+            held = self._data(first * size, min(last * size, self._end - self._begin))
             for index, block in enumerate(_cut(held, size), first):
                 if crc32(block) != self._checksums[index]:
                     place = f"bytes {self._begin + index * size} and on"
@@ -143,6 +179,12 @@ class PartFile:
             self._first, self._last, self._held = first, last, held
         offset = begin - self._first * size
         return self._held[offset : offset + end - begin]
+
+    def _data(self, begin: int, end: int) -> memoryview:
+        """Bytes behind the header, from memory if they are there."""
+        if end <= len(self._ahead):
+            return self._ahead[begin:end]
+        return self._read(self._begin + begin, end - begin)
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from elastic.specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
 from pipelines.training.optimizer import AdamWBySettings, Optimising, state_templates
 from pipelines.training.spread import ALONE, Spread
-from pipelines.training.workload import Shape, Style, Workload
+from pipelines.training.workload import Shape, Style, Workload, nothing
 
 OPTIMIZER = "optimizer."
 CUT_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
@@ -115,13 +115,18 @@ def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def initial_value(
-    workload: Workload, settings: TrainSettings, spec: TensorSpec, region: Region
+    workload: Workload,
+    settings: TrainSettings,
+    spec: TensorSpec,
+    region: Region,
+    interrupt: Callable[[], None] = nothing,
 ) -> Tensor:
     """A region of a tensor at step 0, on the host: the same values under every sharding.
 
-    What an optimizer keeps begins at 0.
+    What an optimizer keeps begins at 0. `interrupt` may raise, and is called while it draws.
     """
     dtype = getattr(torch, spec.dtype)
     if spec.name.startswith(OPTIMIZER):
         return torch.zeros(region.shape, dtype=dtype)
-    return workload.draw(spec.name, spec.shape, region, settings.seed).to(dtype).contiguous()
+    value = workload.draw(spec.name, spec.shape, region, settings.seed, interrupt)
+    return value.to(dtype).contiguous()

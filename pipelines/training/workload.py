@@ -136,9 +136,16 @@ class Workload(Protocol):
     def shape(self) -> Shape:
         """How the model may be spread over pp, cp, tp and ep."""
 
-    def draw(self, name: str, shape: tuple[int, ...], region: Region, seed: int) -> Tensor:
+    def draw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        region: Region,
+        seed: int,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Tensor:
         """A region (on the host) of a parameter or buffer of this shape at step 0: the same values
-        whatever the other regions are."""
+        whatever the other regions are. `interrupt` may raise, and is called while it draws."""
 
     def reach(self) -> None:
         """See that the data can be read on this machine. Raises `UnfitMachine`."""

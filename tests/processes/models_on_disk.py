@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import astuple
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when transformers is imported
@@ -97,7 +98,7 @@ def write_run(
                 parts[spec.name] = (region, cut(weights[spec.name], region))
         file = f"part-w{rank}.safetensors"
         written = write_part(checkpoint, file, parts)
-        files.append(PartFile(file, written.num_bytes, written.checksum))
+        files.append(PartFile(file, *astuple(written)))
     publish(DiskStorage(run), step, 1, files)
     return run
 

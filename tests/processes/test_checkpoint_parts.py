@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import warnings
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def write_checkpoint(run_folder: Path, layout: Layout) -> Path:
                 parts[spec.name] = (region, cut(whole[spec.name], region))
         name = f"part-w{rank}.safetensors"
         written = write_part(run.at(folder_of(3, 2)), name, parts)
-        files.append(PartFile(name, written.num_bytes, written.checksum))
+        files.append(PartFile(name, *astuple(written)))
     return Path(publish(run, 3, 2, files))
 
 
@@ -204,8 +205,8 @@ def small_blocks(tmp_path_factory) -> tuple[Path, bytes]:
 def test_other_formats_are_refused_with_a_reason(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout())
     manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"format_version": 3', '"format_version": 4'))
-    with pytest.raises(DamagedCheckpoint, match="format_version 4, and this reads 3"):
+    manifest.write_text(manifest.read_text().replace('"format_version": 4', '"format_version": 5'))
+    with pytest.raises(DamagedCheckpoint, match="format_version 5, and this reads 4"):
         read_regions(DiskStorage(folder), {})
     found = find_checkpoints(DiskStorage(tmp_path))
-    assert not found.whole and "format_version 4" in found.complaints[0]
+    assert not found.whole and "format_version 5" in found.complaints[0]

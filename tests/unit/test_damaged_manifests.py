@@ -11,7 +11,7 @@ from actors.checkpoints import MANIFEST, find_checkpoints, folder_of, publish, r
 from actors.errors import DamagedCheckpoint
 from actors.storage import DiskStorage
 
-WHOLE = {"format_version": 3, "step": 8, "generation": 1, "layout": {}, "members": [], "files": {}}
+WHOLE = {"format_version": 4, "step": 8, "generation": 1, "layout": {}, "members": [], "files": {}}
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import astuple
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -9,31 +12,36 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.checkpoints import folder_of, part_name, publish
+from actors.checkpoints import MANIFEST, folder_of, part_name, publish
 from actors.storage import DiskStorage
 from elastic.assignment import Assignment
 from elastic.events import PartFile
 from elastic.layout import Layout
-from elastic.parts import my_share
+from elastic.parts import MAX_WRITERS, Writers, my_share
 from elastic.regions import Region
 from elastic.shards import region_of
 from elastic.specs import TensorSpec
+from pipelines.training import part_file
 from pipelines.training.checkpoint import Checkpoint, read_regions
 from pipelines.training.initial_values import Normal, draw, slices_of
 from pipelines.training.part_file import write_part
 
 NUM_LAYERS = 4
-SPECS = tuple(
-    TensorSpec(
-        f"layers.{layer}.{name}",
-        (256, 8),
-        layer=layer,
-        fsdp_dim=0,
-        tp_dim=tp_dim,
-        layer_costs=(1,) * NUM_LAYERS,
-    )
-    for layer in range(NUM_LAYERS)
-    for name, tp_dim in (("up", 0), ("down", 1), ("gate", None))
+SPECS = (
+    *(
+        TensorSpec(
+            f"layers.{layer}.{name}",
+            (256, 8),
+            layer=layer,
+            fsdp_dim=0,
+            tp_dim=tp_dim,
+            layer_costs=(1,) * NUM_LAYERS,
+        )
+        for layer in range(NUM_LAYERS)
+        for name, tp_dim in (("up", 0), ("down", 1), ("gate", None))
+    ),
+    TensorSpec("running_mean", (8,), kind="buffer"),
+    TensorSpec("optimizer.step", (), kind="optimizer"),
 )
 
 
@@ -49,6 +57,7 @@ class CountingStorage(DiskStorage):
         return super().read(name, offset, max_bytes)
 
 
+@cache
 def whole(spec: TensorSpec) -> torch.Tensor:
     return draw(Normal(0.0, 1.0), spec.name, 0, spec.shape, Region.whole(spec.shape))
 
@@ -65,7 +74,7 @@ def saved(run: Path, layout: Layout, writers: set[str] | None = None) -> Countin
             parts[SPECS[index].name] = (region, whole(SPECS[index])[slices_of(region)].clone())
         place = DiskStorage(run).at(folder_of(7, 1))
         written = write_part(place, part_name(worker), parts)
-        files.append(PartFile(part_name(worker), written.num_bytes, written.checksum))
+        files.append(PartFile(part_name(worker), *astuple(written)))
     return CountingStorage(Path(publish(DiskStorage(run), 7, 1, files, layout, members)))
 
 
@@ -74,21 +83,95 @@ def wanted_by(layout: Layout, world_rank: int) -> dict[str, Region]:
     return {name: region for name, region in regions.items() if region is not None}
 
 
-@pytest.mark.parametrize("narrowing", [1, 2])
+@pytest.mark.parametrize(
+    ("written", "restored", "num_files"),
+    [
+        ("fsdp=W", "fsdp=W", 2),
+        ("fsdp=W", "fsdp=W/2", 3),
+        ("dp=W", "dp=W", 1),
+        ("dp=W", "fsdp=W", 1),
+        ("dp=W", "pp=4,dp=W/4", 1),
+        ("dp=W/2,fsdp=2", "dp=W/2,fsdp=2", 2),
+        ("dp=W/2,fsdp=2", "dp=W", 2),
+        ("dp=2,fsdp=W/2", "dp=2,fsdp=W/2", 2),
+        ("pp=4,dp=W/4", "pp=4,dp=W/4", 2),
+        ("pp=4,dp=W/4", "dp=W", 4),
+        ("pp=2,fsdp=W/2", "pp=2,fsdp=W/2", 2),
+    ],
+)
 def test_requests_of_a_rank_do_not_depend_on_the_number_of_workers(
-    tmp_path: Path, narrowing: int
+    tmp_path: Path, written: str, restored: str, num_files: int
 ) -> None:
-    """Sharded over 4, 16 and 64 workers; restored by as many, and by half as many."""
-    requests = set()
+    """One for the manifest and one for each file: of each region that the rank reads of, and one
+    of what is not sharded."""
+    requests = []
     for num_workers in (4, 16, 64):
-        storage = saved(tmp_path / str(num_workers), Layout(fsdp=num_workers))
-        for rank in (0, 1, num_workers // narrowing - 1):
+        storage = saved(tmp_path / str(num_workers), layout_of(written, num_workers))
+        layout, counts = layout_of(restored, num_workers), []
+        for rank in {0, 1, layout.num_workers - 1}:
             storage.reads.clear()
-            restoring = Layout(fsdp=num_workers // narrowing)
-            read_regions(storage, wanted_by(restoring, rank), SPECS)
-            requests.add(len(storage.reads))
-    assert len(requests) == 1, requests
-    assert requests.pop() <= 1 + 3 * narrowing  # the manifest; of each file length, header, data
+            read_regions(storage, wanted_by(layout, rank), SPECS)
+            counts.append(len(storage.reads))
+        requests.append(max(counts))
+    assert requests == [1 + num_files] * 3
+
+
+def layout_of(text: str, num_workers: int) -> Layout:
+    """Of a text in which W, W/2 and W/4 stand for as many workers."""
+    for divisor in (4, 2):
+        text = text.replace(f"W/{divisor}", str(num_workers // divisor))
+    return Layout.parse(text.replace("W", str(num_workers)))
+
+
+@pytest.mark.parametrize("num_replicas", [8, 64, 1024])
+def test_a_large_model_is_written_by_at_most_eight_replicas_on_different_nodes(
+    num_replicas: int,
+) -> None:
+    """The holders of one of 8 shards of 28 GB: with 8 ranks a node, one on each node."""
+    specs = [TensorSpec(f"w{i}", (4096, 4096), fsdp_dim=0) for i in range(417)]
+    layout = Layout(dp=num_replicas, fsdp=8)
+    members = [f"w{rank}" for rank in range(layout.num_workers)]
+    nodes = set()
+    for shard in range(8):
+        writers = Writers(specs, layout, members, members)
+        ranks = {writers.writer(index, shard) for index in range(len(specs))}
+        assert len(ranks) == min(num_replicas, MAX_WRITERS) == len({rank // 8 for rank in ranks})
+        nodes |= {rank // 8 for rank in ranks}
+    assert len(nodes) == min(num_replicas, 64), "the writers of all shards share the work"
+
+
+def test_a_checkpoint_of_version_3_is_read_with_one_more_request_for_each_file(
+    tmp_path: Path,
+) -> None:
+    storage = saved(tmp_path, Layout(fsdp=2))
+    manifest = json.loads(storage.read(MANIFEST))
+    manifest["format_version"] = 3
+    for file in manifest["files"].values():
+        del file["header_bytes"]
+    storage.write(MANIFEST, json.dumps(manifest).encode())
+    storage.reads.clear()
+    read = read_regions(storage, wanted_by(Layout(), 0), SPECS)
+    assert all(torch.equal(read[spec.name], whole(spec)) for spec in SPECS)
+    assert len(storage.reads) == 1 + 2 * 2
+
+
+def test_pieces_that_lie_side_by_side_are_read_in_few_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 tensors of one block each, windows of 16 blocks, nothing read ahead with the header."""
+    monkeypatch.setattr(part_file, "BLOCK_BYTES", 1 << 10)
+    monkeypatch.setattr(part_file, "WINDOW_BYTES", 1 << 14)
+    region = Region.whole((256,))
+    tensors = {f"w{i:02}": torch.randn(256) for i in range(64)}
+    storage = CountingStorage(tmp_path)
+    written = write_part(storage, "part", {name: (region, t) for name, t in tensors.items()})
+    opened = part_file.PartFile(storage, PartFile("part", *astuple(written)))
+    for wanted, num_requests in ((sorted(tensors), 4), (["w00", "w01", "w63"], 2)):
+        storage.reads.clear()
+        read = {name: torch.empty(256) for name in wanted}
+        opened.copy_all([(name, region, target) for name, target in read.items()])
+        assert all(torch.equal(read[name], tensors[name]) for name in wanted)
+        assert len(storage.reads) == num_requests
 
 
 LAYOUTS = [

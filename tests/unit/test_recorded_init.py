@@ -1,0 +1,167 @@
+"""A large module of a user's own is drawn by region, from the distributions of its constructor."""
+
+from __future__ import annotations
+
+import copy
+import resource
+from collections.abc import Callable
+from math import sqrt
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from elastic.regions import Region
+from pipelines.training.initial_values import (
+    Constant,
+    Distribution,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+    slices_of,
+)
+from pipelines.training.own_module import InitialValues, build_for_real, shapes_alone
+from pipelines.training.recorded_init import Recorder
+
+SHAPE = (512, 256)
+init = nn.init
+
+
+def filled(fill: Callable[[Tensor], object]) -> Tensor:
+    tensor = torch.empty(SHAPE)
+    with torch.no_grad():
+        fill(tensor)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("made", "expected"),
+    [
+        (lambda: torch.randn(SHAPE), Normal(0.0, 1.0)),
+        (lambda: torch.randn(SHAPE) * 0.5 + 1, Normal(1.0, 0.5)),
+        (lambda: torch.rand(SHAPE), Uniform(0.0, 1.0)),
+        (lambda: torch.zeros(SHAPE), Constant(0.0)),
+        (lambda: torch.ones(SHAPE), Constant(1.0)),
+        (lambda: filled(lambda t: init.normal_(t, 1.0, 2.0)), Normal(1.0, 2.0)),
+        (lambda: filled(lambda t: init.constant_(t, 3.0)), Constant(3.0)),
+        (lambda: filled(lambda t: t.normal_().div_(4).sub_(1)), Normal(-1.0, 0.25)),
+        (lambda: filled(init.xavier_uniform_), Uniform(-sqrt(6 / 768), sqrt(6 / 768))),
+        (lambda: filled(init.kaiming_normal_), Normal(0.0, sqrt(2 / 256))),
+        (
+            lambda: filled(lambda t: init.trunc_normal_(t, 0.0, 0.02, -0.04, 0.04)),
+            TruncatedNormal.between(0.0, 0.02, -0.04, 0.04),
+        ),
+        (
+            lambda: filled(lambda t: t.uniform_(-0.9, 0.9).erfinv_().mul_(2).add_(1).clamp_(-1, 2)),
+            TruncatedNormal(-0.9, 0.9, 2.0, 1.0, -1, 2),
+        ),
+    ],
+)
+def test_the_distribution_is_that_of_the_constructor(
+    made: Callable[[], Tensor], expected: Distribution
+) -> None:
+    with Recorder() as recorder:
+        tensor = made()
+    record = recorder.record(tensor)
+    assert record is not None and record.distribution is not None
+    assert type(record.distribution) is type(expected)
+    assert vars(record.distribution) == pytest.approx(vars(expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        init.orthogonal_,
+        lambda t: t.normal_()[3].zero_(),
+        lambda t: t.normal_().abs_(),
+        lambda t: t.copy_(torch.arange(t.numel()).view(SHAPE)),
+        lambda t: t.normal_().mul_(torch.arange(SHAPE[1])),
+    ],
+)
+def test_what_cannot_be_recorded_is_done(change: Callable[[Tensor], object]) -> None:
+    with Recorder() as recorder:
+        tensor = filled(change)
+    assert recorder.record(tensor) is None
+    assert tensor.isfinite().all() and 0 < tensor.float().std() < 1e6
+
+
+def test_truncated_normal_values_are_those_of_torch() -> None:
+    values = InitialValues(Large, 1, most_bytes=0)
+    with pytest.warns(UserWarning):
+        drawn = values.draw("embed.weight", (1024, 256), Region.whole((1024, 256)), nothing)
+    expected = init.trunc_normal_(torch.empty(1024, 256), 0.0, 0.5, -0.5, 1.0)
+    assert -0.5 <= drawn.min() < -0.499 and 0.999 < drawn.max() <= 1.0
+    assert drawn.mean().item() == pytest.approx(expected.mean().item(), abs=0.01)
+    assert drawn.std().item() == pytest.approx(expected.std().item(), rel=0.02)
+
+
+def nothing() -> None:
+    """Nobody interrupts."""
+
+
+class Large(nn.Module):
+    """Large by an argument; with copies, a padding row, a table of positions and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1024, 256)
+        init.trunc_normal_(self.embed.weight, 0.0, 0.5, -0.5, 1.0)
+        self.words = nn.Embedding(2048, 256, padding_idx=3)
+        self.first = nn.Linear(256, 512)
+        self.twin = copy.deepcopy(self.first)
+        self.tied = nn.Linear(256, 512)
+        self.tied.weight = self.first.weight
+        self.norm = nn.BatchNorm1d(100_000)
+        table = torch.zeros(1024, 256)
+        table[:, 0::2] = torch.arange(1024.0)[:, None].sin()
+        self.register_buffer("table", table)
+        self.register_buffer("mask", torch.ones(512, 512).tril(), persistent=False)
+        self.rate = torch.linspace(0, 0.1, 3)[1].item()
+
+
+def test_a_large_module_is_drawn_by_region_and_its_buffers_keep_their_values() -> None:
+    values, real = InitialValues(Large, 1, most_bytes=0), build_for_real(Large, 1).state_dict()
+    drawn = {}
+    with pytest.warns(UserWarning, match=r"largest of them words\.weight"):
+        for name, tensor in real.items():
+            shape = tuple(tensor.shape)
+            drawn[name] = values.draw(name, shape, Region.whole(shape), nothing).to(tensor.dtype)
+    for name in ("norm.weight", "norm.running_var", "norm.num_batches_tracked", "table"):
+        assert torch.equal(drawn[name], real[name]), name
+    assert torch.equal(drawn["first.weight"], drawn["twin.weight"]), "copies have the same values"
+    assert torch.equal(drawn["first.weight"], drawn["tied.weight"])
+    assert not drawn["words.weight"][3].any() and drawn["words.weight"][2].any()
+    region = Region((100, 30), (300, 200))
+    part = InitialValues(Large, 1, most_bytes=0)
+    with pytest.warns(UserWarning):
+        for name in ("embed.weight", "words.weight", "first.weight"):
+            shape = tuple(real[name].shape)
+            assert torch.equal(
+                part.draw(name, shape, region, nothing), drawn[name][slices_of(region)]
+            )
+
+
+def test_shapes_of_a_large_module_keep_what_no_state_has() -> None:
+    module = shapes_alone(Large, 1, most_bytes=0)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert torch.equal(module.mask, torch.ones(512, 512).tril())
+    assert module.rate == pytest.approx(0.05)
+
+
+class Huge(nn.Module):
+    """4.3 GB, with a buffer for which it is not built on the meta device alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16384, 8192) for _ in range(8))
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+
+def test_a_shard_of_a_module_above_the_size_takes_memory_of_its_own_size() -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    values = InitialValues(Huge, 0)
+    assert values.is_large
+    for layer in range(8):
+        values.draw(f"layers.{layer}.weight", (8192, 16384), Region((0, 0), (64, 16384)), nothing)
+    taken_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert taken_bytes < 200e6, "the whole has 4.3 GB"
