@@ -133,8 +133,10 @@ class Shell:
         """Open the run, or go on with what a controller of the same actor has left alive, and serve
         it until it has stopped. `opening.saved` is found here."""
         self._fleet = fleet
-        silence_s = opening.policy.silence_timeout_s
-        watch = Watch(fleet, self.post, self._core.state.generation, silence_s)
+        state, silence_s = self._core.state, opening.policy.silence_timeout_s
+        members, step_s = state.members(), state.median_step_s()
+        watch = Watch(fleet, self.post, state.generation, silence_s, members, step_s)
+        self._watch = watch
         self._publisher = Publisher(self._run, self._lease, self.post)
         self._lease.keep()
         self._compactor = self._open_compactor()
@@ -377,6 +379,8 @@ class Shell:
             case Replaced() | NodeAvoided() | NodeUsedAgain():
                 pass  # likewise
             case _:
+                if isinstance(command, Resume):
+                    self._watch.note_members(command.workers)
                 pass_on(self._fleet, command)
 
     def _record(self, record: StepRecord) -> None:
