@@ -19,7 +19,8 @@ LOOK_EVERY_S = 0.5
 
 
 def drain(timeout_s: float, file: Path = FILE) -> int:
-    """Wait so long at most; return how many workers are left on this machine then."""
+    """Wait so long at most; return how many workers are left on this machine then. The time in the
+    file is by this machine's clock, as is what its agent makes of it."""
     deadline = time.monotonic() + timeout_s
     file.write_text(f"{time.time() + timeout_s:.0f}\n")
     while (left := num_workers_here()) and time.monotonic() < deadline:

@@ -67,4 +67,5 @@ class RunTaken(RunRefused):
 
 
 class WrongHolding(Exception):
-    """A plan counts on this worker's part of the state at a step that it does not stand at."""
+    """A plan, a checkpoint or a vote counts on this worker's part of the state at a step that it
+    does not stand at."""

@@ -12,11 +12,12 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
+from actors.broken_run import told_in_one_line
 from actors.factory import Factory
 from actors.fleet import Envelope, answered
 from actors.interface import own_address
@@ -38,6 +39,10 @@ class LoneWorker(Worker):
     """A worker that keeps what broke it, with its traceback as it stood."""
 
     error: BaseException | None = None
+
+    def break_off(self) -> None:
+        """Unwind from whatever is done for the newest generation; it has no peers that wait."""
+        self._interruption.aborted_generation = self.intake.generation
 
     def tell(self, generation: int, error: BaseException) -> None:
         """There is no peer to blame: whatever breaks is taken for the program's."""
@@ -144,6 +149,12 @@ class InProcessFleet:
     def stop_keeper(self, node: str) -> None:
         raise AssertionError("a lone worker has no keepers")
 
+    def break_off(self) -> None:
+        """Have `serve` return amid a step: nobody drives the run any more."""
+        if self.worker is not None:
+            self.worker.break_off()
+        self.close()
+
     def close(self) -> None:
         """Have `serve` return."""
         if self.worker is not None:
@@ -187,14 +198,18 @@ def run_in_process(
         try:
             driving.set_result(shell.run(fleet, run.opening))
         except Exception as error:
-            fleet.close()
-            driving.set_exception(error)
+            fleet.break_off()
+            if known := told_in_one_line(error, storage.url, shell.committed_step):
+                driving.set_result(known)
+            else:
+                driving.set_exception(error)
 
     threading.Thread(target=drive, name="controller", daemon=True).start()
     with _environment_given_back():
         fleet.serve()
     outcome = driving.result()
-    lease.release()
+    with suppress(OSError):  # a lease that cannot be given back runs out
+        lease.release()
     return Ended(outcome, fleet.worker.error if fleet.worker else None)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import traceback
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from typing import Any
 import ray
 
 from actors.asking import LayoutReply, ask_for_layout
+from actors.broken_run import outcome_of
 from actors.errors import RunRefused, UnfitMachine
 from actors.factory import Factory
 from actors.file_names import SYSTEM
@@ -29,6 +29,7 @@ from actors.ray_place import head_host
 from actors.ray_survivors import Greeter
 from actors.run_opening import open_run
 from actors.sources import digest_of_sources
+from actors.start_guard import STORAGE_PATIENCE_S
 from actors.storage import Storage, open_storage
 from actors.worker_options import WorkerOptions
 from elastic.commands import Stopped
@@ -40,8 +41,6 @@ ATTEND_EVERY_S = 1.0
 POLL_EVERY_S = 5.0
 END_PATIENCE_S = 5.0
 SAMPLES_PATIENCE_S = 5.0
-STORAGE_PATIENCE_S = 150.0
-"""Less than the driver's for a controller that does not come back."""
 HEAD_GONE = "Ray's head process (the GCS at {}) is gone"
 OTHER_SOURCES = (
     "the controller on {} runs other sources than this command: install one working tree "
@@ -199,8 +198,7 @@ class RayController:
             with suppress(OSError):  # a lease that cannot be given back runs out
                 self._lease.release()
         except Exception as error:
-            reason = f"the controller broke: {type(error).__name__}: {error}"
-            outcome = Stopped("failed", 0, reason, traceback.format_exc())
+            outcome = outcome_of(error, self._run.folder, self._shell.committed_step)
         undelivered: tuple[str, ...] = ()
         try:
             finished = [observer.finish(self._head.is_gone) for observer in self._observers]

@@ -2,6 +2,9 @@
 
 Nobody tells Ray of a cloud's notices. Unless it knows, it places the replacement of a worker that
 has left such a node on that very node.
+
+A node says how much time it has left by its own clock. From then on this machine's clock counts,
+which is also Ray's: the controller runs where Ray's head is.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Set
 
-from actors.notices import Notice
+from actors.notices import Notice, SeenNotice
 from actors.ray_private import drain_node, draining_nodes
 from elastic.events import Event, NodeAtRisk, NodeDraining
 
@@ -27,18 +30,39 @@ class Drains:
         post: Callable[[Event], None],
         tell_ray: Callable[[str, str, float], None] = drain_node,
         ask_ray: Callable[[], Mapping[str, float]] = draining_nodes,
+        wall: Callable[[], float] = time.time,
     ) -> None:
         self._post, self._tell_ray, self._ask_ray = post, tell_ray, ask_ray
-        self._told: dict[str, list[float | None]] = {}
+        self._wall = wall
+        self._seen: dict[str, list[float | None]] = {}
+        """The deadlines of each node's own notices, by its clock: they tell notices apart."""
+        self._told: dict[str, list[float]] = {}
+        """The deadlines of each node that have been posted, by this machine's clock."""
         self._untold: dict[str, Notice] = {}
         """What Ray does not know yet."""
         self._lock = threading.Lock()
 
-    def take(self, node: str, notice: Notice | None) -> None:
-        """What a node's own watcher says."""
-        if notice is not None and self._tell(node, notice) and notice.deadline is not None:
+    def take(self, node: str, seen: SeenNotice | None) -> None:
+        """What a node's own watcher says, just now."""
+        if seen is None or not self._is_new(node, seen.notice.deadline):
+            return
+        cause = seen.notice.cause
+        if seen.left_s is None:
+            self._post(NodeAtRisk(node, cause))
+            return
+        deadline = self._wall() + seen.left_s
+        if self._tell(node, cause, deadline):
             with self._lock:
-                self._untold[node] = notice
+                self._untold[node] = Notice(cause, deadline)
+
+    def _is_new(self, node: str, deadline: float | None) -> bool:
+        """Whether the node has not said so before."""
+        with self._lock:
+            seen = self._seen.setdefault(node, [])
+            is_new = not any(_are_same(deadline, other) for other in seen)
+            if is_new:
+                seen.append(deadline)
+        return is_new
 
     def exchange(self, nodes: Set[str]) -> None:
         """Tell Ray what it does not know, and ask it about these nodes. Raises RayError."""
@@ -51,24 +75,21 @@ class Drains:
                 del self._untold[node]
         for node, deadline in sorted(self._ask_ray().items()):
             if node in nodes:
-                self._tell(node, Notice("Ray drains it", deadline or self._first_known(node)))
+                self._tell(node, "Ray drains it", deadline or self._first_known(node))
 
     def _first_known(self, node: str) -> float:
         with self._lock:
-            told = [d for d in self._told.get(node, []) if d is not None]
-        return told[0] if told else time.time() + NO_DEADLINE_S
+            told = self._told.get(node, [])
+            return told[0] if told else self._wall() + NO_DEADLINE_S
 
-    def _tell(self, node: str, notice: Notice) -> bool:
+    def _tell(self, node: str, cause: str, deadline: float) -> bool:
         """Post it, unless that has been done."""
         with self._lock:
             told = self._told.setdefault(node, [])
-            if any(_are_same(notice.deadline, other) for other in told):
+            if any(_are_same(deadline, other) for other in told):
                 return False
-            told.append(notice.deadline)
-        if notice.deadline is None:
-            self._post(NodeAtRisk(node, notice.cause))
-        else:
-            self._post(NodeDraining(node, notice.deadline, notice.cause))
+            told.append(deadline)
+        self._post(NodeDraining(node, deadline, cause))
         return True
 
 

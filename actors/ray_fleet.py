@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.factory import Factory
 from actors.fleet import Envelope, missing
-from actors.notices import Notice, watch_this_machine
+from actors.notices import SeenNotice, see, watch_this_machine
 from actors.ray_drains import Drains
 from actors.ray_losses import ask_state, cause_of, end_unreachable, end_without_agent, tell_loss
 from actors.ray_names import NAMESPACE
@@ -318,7 +318,7 @@ class RayFleet:
             for node, agent in agents:
                 self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
 
-    def _agent_heard(self, node: str, answer: Future[Notice | None]) -> None:
+    def _agent_heard(self, node: str, answer: Future[SeenNotice | None]) -> None:
         """Without an agent `ray.kill` does its work, until the next beat sends another."""
         if answer.exception() is None:
             self._heard.add(node)
@@ -346,7 +346,7 @@ class RayFleet:
                 self._send_agents()
             nodes = peopled | self._servers.nodes
             if self._node in nodes:
-                self._drains.take(self._node, self._watcher.notice)
+                self._drains.take(self._node, see(self._watcher.notice))
             with suppress(ray.exceptions.RayError):  # the next time tries again
                 self._drains.exchange(nodes)
 

@@ -21,7 +21,7 @@ from actors.factory import Factory
 from actors.fleet import Envelope, process_state
 from actors.interface import own_address
 from actors.listening import Network
-from actors.notices import Notice, watch_this_machine
+from actors.notices import SeenNotice, see, watch_this_machine
 from actors.orphanage import Orphanage, end_process
 from actors.output import KeptOutput
 from actors.ray_place import head_host, node_type_here, place_here
@@ -186,7 +186,7 @@ class RayAgent:
         self._orphanage.hear()
         return process_state(pid)
 
-    def hear(self) -> Notice | None:
+    def hear(self) -> SeenNotice | None:
         """Somebody is there, and is told what this machine has been told of its end."""
         self._orphanage.hear()
-        return self._watcher.notice
+        return see(self._watcher.notice)

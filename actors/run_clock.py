@@ -27,7 +27,8 @@ class RunClock:
         return self._offset + self._monotonic()
 
     def on_this_clock(self, event: Event) -> Event:
-        """A node's announced end is in wall-clock time; it is converted once, here."""
+        """An announced end is posted in the time of this machine's wall clock, whatever the clock
+        of the node says; it is converted once, here."""
         if isinstance(event, NodeDraining):
             return replace(event, deadline=self.now() + event.deadline - self._wall())
         return event

@@ -16,49 +16,36 @@ from actors.checkpoints import Publisher, find_checkpoints
 from actors.compaction import Compactor
 from actors.file_names import JOURNAL, METRICS, SYSTEM
 from actors.fleet import Fleet, Survivors
+from actors.fleet_commands import pass_on
 from actors.guard import GuardedCore
 from actors.journal import is_step_line, newest_rows, replay_of
 from actors.lease import Lease
 from actors.line_writers import open_lines
 from actors.lines import LineLog
 from actors.run_clock import Clock, RunClock
+from actors.start_guard import FIRST_PATIENCE_S, STORAGE_PATIENCE_S, StartGuard
 from actors.storage import DiskStorage, Storage
 from actors.storage_outage import close_logs, waiting_for_storage, with_shortfall
 from actors.watch import Watch
 from elastic.commands import (
-    Abort,
-    AskKeepers,
     Command,
     DropCheckpoints,
-    ForgetSnapshots,
-    Form,
     LayoutAnswered,
     NodeAvoided,
     NodeUsedAgain,
-    Pause,
-    Protect,
     PublishCheckpoint,
     RecordStep,
     Relaid,
-    Relayout,
     Replaced,
     Resume,
     RolledBack,
-    SaveCheckpoint,
-    SendRecords,
     SetAside,
-    Settle,
-    StartKeeper,
-    StartStore,
-    StartWorkers,
-    StopKeeper,
     Stopped,
-    StopWorker,
     Waited,
     Warned,
-    WishCheckpoint,
 )
-from elastic.controller_events import ControllerRestarted
+from elastic.controller_errors import MAX_IN_A_ROW
+from elastic.controller_events import ControllerRaised, ControllerRestarted
 from elastic.events import (
     Checkpointed,
     Event,
@@ -103,6 +90,9 @@ class Shell:
         self._now = self._before.now
         self._guarded = GuardedCore(self._core, self._serve)
         self._clock = RunClock(self._before.now, wall)
+        patience_s = STORAGE_PATIENCE_S if self._is_heir() else FIRST_PATIENCE_S
+        counted = self._core.state.controller_errors.keys()
+        self._start_guard = StartGuard(run.url, patience_s, counted)
         self._ahead: set[tuple[int, int]] = set()
         """Generation and step of lines of metrics that the journal does not account for."""
         self._listeners: list[queue.Queue[Command]] = []
@@ -120,7 +110,14 @@ class Shell:
     @property
     def trouble(self) -> str:
         """What waits for storage at present, and why; empty if nothing does."""
+        if self._start_guard.trouble:
+            return self._start_guard.trouble
         return waiting_for_storage(self._unsaved, {JOURNAL: self._journal, METRICS: self._metrics})
+
+    @property
+    def committed_step(self) -> int:
+        """The newest step that is known to have committed."""
+        return self._core.state.committed_step
 
     @contextmanager
     def listening(self) -> Iterator[queue.Queue[Command]]:
@@ -136,20 +133,16 @@ class Shell:
         """Open the run, or go on with what a controller of the same actor has left alive, and serve
         it until it has stopped. `opening.saved` is found here."""
         self._fleet = fleet
-        self._complete_lines()
-        silence_s = opening.policy.silence_timeout_s
-        watch = Watch(fleet, self.post, self._core.state.generation, silence_s)
+        state, silence_s = self._core.state, opening.policy.silence_timeout_s
+        members, step_s = state.members(), state.median_step_s()
+        watch = Watch(fleet, self.post, state.generation, silence_s, members, step_s)
+        self._watch = watch
         self._publisher = Publisher(self._run, self._lease, self.post)
         self._lease.keep()
         self._compactor = self._open_compactor()
-        if survivors and self._goes_on(survivors):
-            self._go_on(survivors, watch)
-        else:
-            if survivors:
-                survivors.clear_away()
-            self._open(opening)
-        self.opened.set()
         try:
+            self._start(opening, survivors, watch)
+            self.opened.set()
             while self.outcome is None:
                 if (forced := self._guarded.forced_end(self._now)) is not None:
                     self._serve_forced(forced)
@@ -162,6 +155,30 @@ class Shell:
             unwritten = self._close(watch)
         assert self.outcome is not None, "the loop ends with an outcome"
         return with_shortfall(self.outcome, unwritten)
+
+    def _start(self, opening: RunOpened, survivors: Survivors | None, watch: Watch) -> None:
+        """Whatever raises on the way is guarded as an event is. Raises `RunRefused`."""
+        attempt, lacking = self._start_guard.attempt, deque[dict[str, Any]]()
+        attempt("journal", lambda: lacking.extend(self._lacking_lines()))
+        attempt("journal", partial(self._write_all, lacking))
+        attempt("metrics", self._complete_metrics)
+        if survivors and self._goes_on(survivors):
+            self._go_on(survivors, watch)
+        else:
+            if survivors:
+                attempt("survivors", survivors.clear_away)
+            if not attempt(RunOpened.__name__, partial(self._open, opening)):
+                self._give_up_opening()
+        for event in self._start_guard.events:
+            self.post(event)
+
+    def _give_up_opening(self) -> None:
+        """Nothing of this session of the run is there yet that could be saved."""
+        raised = [e for e in self._start_guard.events if isinstance(e, ControllerRaised)][-1]
+        reason = f"the controller failed {MAX_IN_A_ROW} times in a row at {raised.place}"
+        step = self.committed_step
+        told = Stopped("failed", step, f"{reason}: {raised.message}", raised.traceback)
+        self._serve_forced(told)
 
     def _close(self, watch: Watch) -> str:
         """End everything, whatever raises on the way; returns which lines were not written."""
@@ -188,10 +205,10 @@ class Shell:
             self.outcome = self._before.stopped  # that controller died before it could tell
             return
         found = find_checkpoints(self._run)
-        for complaint in found.complaints:
-            self._journal.write({"time": self._clock.now(), "warning": complaint, "format": FORMAT})
         newest = LineLog(self._run, METRICS).last_rows(1)
         generations = [row["generation"] for row in newest if is_step_line(row)]
+        for complaint in found.complaints:
+            self._journal.write({"time": self._clock.now(), "warning": complaint, "format": FORMAT})
         self.post(
             dataclasses.replace(
                 opening,
@@ -212,36 +229,48 @@ class Shell:
         second, and with it a generation."""
         if not self._is_heir() or self._before.stopped:
             return False
-        return survivors.newest_generation() <= self._core.state.generation
+        generations: list[int] = []
+
+        def ask() -> None:
+            generations.append(survivors.newest_generation())
+
+        if not self._start_guard.attempt("survivors", ask):
+            return True  # the run ends for that, and what lives is to be saved
+        return generations[0] <= self._core.state.generation
 
     def _go_on(self, survivors: Survivors, watch: Watch) -> None:
         """Take over what lives, and have done what may not have been done."""
         state, again = self._core.state, self._before.again()
+        attempt = self._start_guard.attempt
         self.post(ControllerRestarted(self._lease.epoch, self._before.now))
         for worker in sorted(state.warm):
             seat = state.seats[worker]
             watch.note(WorkerReady(worker, seat.node, seat.pid))
-        survivors.attach(state)
+        attempt("survivors", partial(survivors.attach, state))
         for command in again:
-            self._guarded.attempt(type(command).__name__, partial(self._carry_out, command))
+            attempt(type(command).__name__, partial(self._carry_out, command))
 
-    def _complete_lines(self) -> None:
-        """Whoever wrote last may have died between an event's line and those that follow it. The
-        metrics may also be ahead of the journal."""
+    def _lacking_lines(self) -> list[dict[str, Any]]:
+        """Whoever wrote last may have died between an event's line and those that follow it."""
         untold, now = self._before.untold(), self._before.now
-        for command in untold:
-            self._journal.write(command_line(now, command, self._core.state))
+        lines = [command_line(now, command, self._core.state) for command in untold]
         if any(isinstance(command, Resume) for command in untold):
-            self._journal.write(self._writer.full_state(now, self._core.state))
+            lines.append(self._writer.full_state(now, self._core.state))
+        return lines
+
+    def _complete_metrics(self) -> None:
+        """They may be behind the journal, or ahead of it."""
         rows = newest_rows(LineLog(self._run, METRICS), self._before)
         there = {(row["generation"], row["step"]) for row in rows}
-        for told in self._before.records:
-            if (told.record.generation, told.record.step) not in there:
-                self._metrics.write(dataclasses.asdict(told.record))
+        lacking = self._before.records
+        while lacking:  # each once, also if one raises and this is tried again
+            record = lacking[0].record
+            if (record.generation, record.step) not in there:
+                self._metrics.write(dataclasses.asdict(record))
+            lacking.popleft()
         known = self._core.state.committed_step
         generation = self._core.state.generation
         self._ahead = {key for key in there if key[0] <= generation and key[1] > known}
-        self._before.records.clear()
 
     def _next_event(self) -> Event:
         while True:
@@ -338,31 +367,7 @@ class Shell:
             self._unsaved = None
 
     def _carry_out(self, command: Command) -> None:
-        fleet = self._fleet
         match command:
-            case StartStore():
-                fleet.start_store()
-            case StartWorkers():
-                fleet.start_workers(command.workers, command.avoided)
-            case StopWorker():
-                fleet.stop_worker(command.worker)
-            case Form():
-                fleet.send(command.plan.participants, command)
-            case Resume():
-                fleet.send((*command.workers, *command.released), command)
-            case (
-                Abort()
-                | Settle()
-                | Relayout()
-                | Pause()
-                | Protect()
-                | WishCheckpoint()
-                | SaveCheckpoint()
-                | SendRecords()
-            ):
-                fleet.send(command.workers, command)
-            case StartKeeper() | StopKeeper() | AskKeepers() | ForgetSnapshots():
-                self._reach_keepers(command)
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._publisher.order(command)
             case RecordStep():
@@ -373,19 +378,10 @@ class Shell:
                 pass  # telling it was all there was to do
             case Replaced() | NodeAvoided() | NodeUsedAgain():
                 pass  # likewise
-
-    def _reach_keepers(
-        self, command: StartKeeper | StopKeeper | AskKeepers | ForgetSnapshots
-    ) -> None:
-        match command:
-            case StartKeeper():
-                self._fleet.start_keeper(command.node)
-            case StopKeeper():
-                self._fleet.stop_keeper(command.node)
-            case AskKeepers():
-                self._fleet.ask_keepers(command.nodes, command.generation)
-            case ForgetSnapshots():
-                self._fleet.forget_snapshots(command.nodes, command.generation)
+            case _:
+                if isinstance(command, Resume):
+                    self._watch.note_members(command.workers)
+                pass_on(self._fleet, command)
 
     def _record(self, record: StepRecord) -> None:
         """A step's line, and what was to be told once it has committed."""

@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from actors.errors import TornApply
+from actors.errors import TornApply, WrongHolding
 from actors.faults import Faults
 from actors.interruption import Interruption
 from actors.own_time import OwnTimes
@@ -106,7 +106,13 @@ class Stepper:
         return record, vote
 
     def apply(self, vote: Vote) -> StepRecord:
-        """Take the decided step. Raises `TornApply` if it breaks half-way."""
+        """Take the decided step. Raises `WrongHolding` if it is not the next one, `TornApply` if it
+        breaks half-way."""
+        if vote.step != self.committed_step + 1:
+            raise WrongHolding(
+                f"the vote decides step {vote.step}: this worker stands at step "
+                f"{self.committed_step}"
+            )
         self._snapshots.await_copied()
         self._writer.await_copied()
         try:

@@ -14,6 +14,7 @@ from actors.errors import WrongHolding
 from actors.evaluation import evaluated
 from actors.faults import Faults
 from actors.groups import Formation
+from actors.holding import NOTHING_HELD, Holding, holding_of
 from actors.interruption import Interruption
 from actors.links import measure_links
 from actors.moving import Moved, Parts, move, stage
@@ -55,17 +56,8 @@ from elastic.shards import region_of
 from elastic.step_records import RecordsSent
 from elastic.transfers import Transfers, derive
 
-NOTHING_HELD = -1
 READ_AGAIN_S = 1.0
 """The pause after storage has refused."""
-
-
-@dataclass
-class Holding:
-    """This worker's part of the state under one assignment; the tensors are the trained ones."""
-
-    assignment: Assignment
-    tensors: dict[str, Tensor]
 
 
 @dataclass
@@ -115,11 +107,8 @@ class Trainer:
         self.leave_generation()
         is_holder = self.worker in order.plan.holders
         held = order.plan.old if is_holder else None
-        if held and (held.generation not in self.holdings or self.held_step != order.plan.step):
-            raise WrongHolding(
-                f"the plan counts on the state of step {order.plan.step} under generation "
-                f"{held.generation}: this worker stands at step {self.held_step}"
-            )
+        if held:
+            holding_of(self.holdings, self.held_step, held.generation, order.plan.step)
         self.records.go_on_from(order.plan.step, is_holder)
         old = held.generation if held else 0
         self.holdings = {g: part for g, part in self.holdings.items() if g == old}
@@ -224,11 +213,14 @@ class Trainer:
         """Roll forward to the step that a seen vote has decided.
 
         If that breaks, the controller, which waits for this worker, is told so before the error.
+        Raises `WrongHolding` if the vote is not of the step after this worker's.
         """
         assert self.stepper is not None
         try:
             self.faults.at("settling", command.vote.step)
             record = self.stepper.apply(command.vote)
+        except WrongHolding:  # nothing is applied: the state is what it was
+            raise
         except BaseException:
             self.stepper.torn = True
             self._report_quiesced(command.generation)
@@ -237,7 +229,10 @@ class Trainer:
         self.report(Settled(self.worker, command.generation, record))
 
     def save(self, command: SaveCheckpoint) -> None:
-        holding = self.holdings[command.held_generation]
+        """Write this worker's part of what the controller takes it to hold, or raise
+        `WrongHolding`."""
+        held_step = self.stepper.committed_step if self.stepper else self.held_step
+        holding = holding_of(self.holdings, held_step, command.held_generation, command.step)
         self._save(command.generation, command.step, holding, command.workers)
 
     def quiesce(self, command: Abort) -> None:

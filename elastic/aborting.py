@@ -16,7 +16,7 @@ from elastic.commands import Abort, Command, SetAside, Settle, StopWorker
 from elastic.controller_events import WorkerAnswered, WorkersStandStill
 from elastic.events import CheckpointDamaged, Quiesced, Settled, StopRequested, WorkerRaised
 from elastic.fitting import Shortage, advice
-from elastic.forming import go_on
+from elastic.forming import go_on, save_anew
 from elastic.hanging import due, next_end
 from elastic.phases import Aborting, Breakable, Ending, Forming, Relaying, Saving
 from elastic.recovery import living
@@ -86,18 +86,34 @@ def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command
     commands: list[Command] = []
     if event.kind in ("device", "machine"):
         commands.append(StopWorker(event.worker, event.message))
-    elif isinstance(state.phase, Saving) and event.generation == state.generation:
-        return stop(state, f"the last checkpoint could not be written: {failure.reason}")
     if event.generation != state.generation:
         return commands
     if event.kind == "holding":
-        for held in state.holdings():
-            held.holders.discard(event.worker)
+        return _distrust_holder(state, now, event, failure.reason)
+    if isinstance(state.phase, Saving) and not commands:
+        return stop(state, f"the last checkpoint could not be written: {failure.reason}")
     if isinstance(state.phase, Breakable):
         commands += abort(state, now, failure.reason)
     if event.kind in ("memory", "program") and isinstance(state.phase, Aborting):
         _note_cause(state.phase, failure)
     return commands
+
+
+def _distrust_holder(
+    state: CoreState, now: float, event: WorkerRaised, reason: str
+) -> list[Command]:
+    """A worker does not stand at the step that was thought: go on with what the others hold."""
+    for held in state.holdings():
+        held.holders.discard(event.worker)
+    phase = state.phase
+    if isinstance(phase, Breakable):
+        return abort(state, now, reason)
+    if isinstance(phase, Aborting):
+        return on_lost(state, now, event.worker)
+    if isinstance(phase, Saving):
+        break_upload(state, state.generation, state.committed_step)
+        return save_anew(state, now)
+    return []
 
 
 def _note_cause(phase: Aborting, failure: Ending) -> None:

@@ -269,18 +269,11 @@ class Core:
             case Aborting():
                 return told + aborting.on_lost(state, now, event.worker)
             case Saving() if concerned:
-                return told + self._save_anew(now)
+                return told + forming.save_anew(state, now)
             case Forming() | Relaying() | Running() | Pausing() if concerned:
                 cause = f"{event.worker}: {event.cause}"
                 return told + aborting.abort(state, now, cause, num_lost=1)
         return told
-
-    def _save_anew(self, now: float) -> list[Command]:
-        """A writer of the last checkpoint is gone. A complete run that is lost goes back."""
-        state = self.state
-        if state.ending == Ending("completed") and not living(state):
-            state.ending = None
-        return forming.go_on(state, now)
 
     def _take_watch(
         self, now: float, event: WorkerSuspected | WorkerAnswered | WorkersStandStill

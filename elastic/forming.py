@@ -47,6 +47,14 @@ def go_on(state: CoreState, now: float) -> list[Command]:
     return let_go_of_spares(state) + try_form(state, now)
 
 
+def save_anew(state: CoreState, now: float) -> list[Command]:
+    """A writer of the last checkpoint is gone, or does not hold what it was thought to. A complete
+    run whose state is lost goes back."""
+    if state.ending == Ending("completed") and not living(state):
+        state.ending = None
+    return go_on(state, now)
+
+
 def try_form(state: CoreState, now: float) -> list[Command]:
     """Form the next generation if enough workers are there; else wait, with the reason."""
     asking = ask_keepers(state, now)

@@ -16,10 +16,11 @@ from dataclasses import asdict
 from typing import Any
 
 from elastic.commands import Command, RecordStep, Resume
-from elastic.events import ComputeTimed, Event, Progressed, StepCommitted
+from elastic.events import ComputeTimed, Event, Progressed, Quiesced, StepCommitted
 from elastic.phases import Aborting, Forming, Relaying
 from elastic.protecting import is_protected
 from elastic.state import CoreState
+from elastic.step_records import RecordsSent
 from elastic.unfinished import Unfinished
 from elastic.wire import command_line, event_line, state_line, steps_line
 
@@ -27,7 +28,7 @@ HOLD_S = 30.0
 MAX_HELD = 1000
 """Less than a worker keeps to tell again."""
 MAX_REPLAYED = 2000
-"""After so many events another full state is due; later where the state is large."""
+"""After events of this cost another full state is due; later where the state is large."""
 NUM_KEPT_RECORDS = 4096
 STEP_BYTES, RECORD_BYTES = 190, 260
 """About what a step costs in a line of steps, and in `metrics.jsonl`."""
@@ -36,6 +37,14 @@ Line = dict[str, Any]
 HELD = (StepCommitted, Progressed, ComputeTimed)
 SILENT = (RecordStep,)
 """Commands that need no journal line: their event says the same."""
+
+
+def replay_cost(event: Event, commands: Sequence[Command]) -> int:
+    """How many plain events it takes as long to replay: a report may carry over a thousand steps,
+    or let the core commit as many that nobody has records of."""
+    num_carried = len(event.records) if isinstance(event, RecordsSent | Quiesced) else 0
+    num_committed = sum(isinstance(command, RecordStep) for command in commands)
+    return max(1, num_carried, num_committed)
 
 
 class JournalWriter:
@@ -47,6 +56,7 @@ class JournalWriter:
         records: Iterable[RecordStep] = (),
         num_replayed: int = 0,
     ) -> None:
+        """`num_replayed` is what the replay of the journal has cost since its newest full state."""
         self.unfinished = unfinished or Unfinished()
         self._records: deque[RecordStep] = deque(records, maxlen=NUM_KEPT_RECORDS)
         self._num_events = num_replayed
@@ -84,7 +94,7 @@ class JournalWriter:
             lines += [command_line(now, command, state) for command in told]
         # Whatever those raise has changed nothing yet.
         self._now = now
-        self._num_events += 1
+        self._num_events += replay_cost(event, commands)
         self.unfinished.note(event, commands)
         records = [command for command in commands if isinstance(command, RecordStep)]
         self._records.extend(records)
@@ -121,7 +131,7 @@ class JournalWriter:
             is_due = len(self._held) >= MAX_HELD or now - self._held[0][0] >= HOLD_S
             return self._release(state, num_waiting) if is_due else []
         most = max(MAX_REPLAYED, (self._state_bytes + num_waiting * RECORD_BYTES) // 100)
-        is_calm = not isinstance(state.phase, Forming | Relaying | Aborting)
+        is_calm = not isinstance(state.phase, Forming | Relaying | Aborting) or state.catch_up
         if self._num_events < most or not is_calm:
             return []
         return [self._full(state, num_waiting)]

@@ -8,7 +8,7 @@ from typing import Any
 from elastic.commands import Command, RecordStep, Stopped
 from elastic.core import Core
 from elastic.events import Event
-from elastic.journalling import NUM_KEPT_RECORDS
+from elastic.journalling import NUM_KEPT_RECORDS, replay_cost
 from elastic.state import CoreState
 from elastic.unfinished import Unfinished
 from elastic.wire import is_steps, lacking_of, replayed, steps_of, unfinished_of
@@ -25,7 +25,7 @@ class Replay:
         """Of the newest steps: their lines may be lacking."""
         self.unfinished = Unfinished()
         self.num_events = 0
-        """Since the newest full state."""
+        """Since the newest full state, as `replay_cost` counts them."""
         self._of_event: list[Command] = []
         self._num_told = 0
 
@@ -63,7 +63,7 @@ class Replay:
     def _step(self, now: float, event: Event) -> None:
         self.now = max(self.now, now)
         commands = self.core.step(self.now, event)
-        self.num_events += 1
+        self.num_events += replay_cost(event, commands)
         self._of_event, self._num_told = commands, 0
         self.unfinished.note(event, commands)
         self.records.extend(c for c in commands if isinstance(c, RecordStep))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from http.client import HTTPException
@@ -22,10 +23,26 @@ _OPENER = build_opener(ProxyHandler({}))
 @dataclass(frozen=True)
 class Notice:
     """This machine will be gone at `deadline`, in seconds since the epoch; without one it may be
-    taken before long."""
+    taken before long. The deadline is for this machine's wall clock only; see `SeenNotice`."""
 
     cause: str
     deadline: float | None = None
+
+
+@dataclass(frozen=True)
+class SeenNotice:
+    """A notice as another machine can use it, whose wall clock may be minutes away: the machine
+    will be gone `left_s` after this was made."""
+
+    notice: Notice
+    left_s: float | None
+
+
+def see(notice: Notice | None, wall: Callable[[], float] = time.time) -> SeenNotice | None:
+    """What is announced, with the time that is left by this machine's `wall` clock."""
+    if notice is None:
+        return None
+    return SeenNotice(notice, None if notice.deadline is None else notice.deadline - wall())
 
 
 class Source(Protocol):

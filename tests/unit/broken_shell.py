@@ -73,6 +73,7 @@ from elastic.events import (
 from elastic.keeping import Keeper
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
+from elastic.state import CoreState
 from elastic.step_records import RecordsSent
 from elastic.votes import StepRecord, Vote
 
@@ -152,28 +153,41 @@ class BrokenShell(Shell):
 
     kind = ""
     num_left = 0
+    error: type[Exception] = Broken
     extra: list[Command]
 
+    def _lacking_lines(self) -> list[dict[str, Any]]:
+        self.break_at("lacking lines")
+        return super()._lacking_lines()
+
+    def _complete_metrics(self) -> None:
+        self.break_at("lacking metrics")
+        super()._complete_metrics()
+
+    def _open(self, opening: RunOpened) -> None:
+        self.break_at("opening")
+        super()._open(opening)
+
     def _carry_out(self, command: Command) -> None:
-        self._break(type(command).__name__)
+        self.break_at(type(command).__name__)
         super()._carry_out(command)
 
     def _write_all(self, lines: deque[dict[str, Any]]) -> None:
         if any("command" in line for line in lines):
-            self._break("journal")
+            self.break_at("journal")
         super()._write_all(lines)
 
     def _next_event(self) -> Event:
         event = super()._next_event()
         if self.kind == "next event" and self.num_left:
             self.post(event)
-        self._break("next event")
+        self.break_at("next event")
         return event
 
-    def _break(self, kind: str) -> None:
+    def break_at(self, kind: str) -> None:
         if kind == self.kind and self.num_left:
             self.num_left -= 1
-            raise Broken(f"at {kind}")
+            raise self.error(f"at {kind}")
 
 
 def record_of(step: int, generation: int) -> StepRecord:
@@ -185,7 +199,8 @@ class Crew:
 
     def __init__(self, folder: Path, samples: Sequence[Event], num_steps: int) -> None:
         self._num_steps = num_steps
-        self.shell: Shell
+        self.shell: BrokenShell
+        self.was_cleared = False
         self._run = DiskStorage(folder)
         self._samples = list(samples)
         self._lock = threading.Lock()
@@ -204,6 +219,19 @@ class Crew:
     def stop_worker(self, worker: str) -> None:
         self.shell.post(WorkerLost(worker, "killed"))
 
+    def newest_generation(self) -> int:
+        self.shell.break_at("newest generation")
+        return 0
+
+    def attach(self, state: CoreState) -> None:
+        """They have trained on."""
+        self.shell.break_at("attaching")
+        self._begin(state.members(), state.generation, state.committed_step)
+
+    def clear_away(self) -> None:
+        self.shell.break_at("clearing away")
+        self.was_cleared = True
+
     def send(self, workers: Iterable[str], order: Order) -> None:
         workers = tuple(workers)
         match order:
@@ -212,12 +240,8 @@ class Crew:
             case Relayout():
                 self._post(StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers)
             case Resume():
-                self._halt()
-                self._generation, self._step = order.generation, order.step
-                self._is_pause_wished = self._is_save_wished = False
-                self._stop = threading.Event()
-                self._training = threading.Thread(target=self._train, args=(workers,))
-                self._training.start()
+                if order.generation > self._generation:  # else it is told once more
+                    self._begin(workers, order.generation, order.step)
             case Pause():
                 self._is_pause_wished = True
             case WishCheckpoint():
@@ -233,6 +257,14 @@ class Crew:
                 self._post(Settled(worker, order.generation, record) for worker in workers)
             case SaveCheckpoint():
                 self._save(workers, order.generation, order.step)
+
+    def _begin(self, workers: tuple[str, ...], generation: int, step: int) -> None:
+        self._halt()
+        self._generation, self._step = generation, step
+        self._is_pause_wished = self._is_save_wished = False
+        self._stop = threading.Event()
+        self._training = threading.Thread(target=self._train, args=(workers,))
+        self._training.start()
 
     def _train(self, workers: tuple[str, ...]) -> None:
         while self._step < self._num_steps:
@@ -299,7 +331,9 @@ def drive(
     extra: Sequence[Command] = (),
     steps: int = NUM_STEPS,
     actor: str = "actor",
+    may_survive: bool = False,
 ) -> Stopped:
+    """With `may_survive`, the workers of a controller that died train on."""
     crew = Crew(folder, samples, steps)
     run = DiskStorage(folder)
     lease = claim(run, actor=actor)
@@ -323,7 +357,8 @@ def drive(
     guard = threading.Timer(30.0, lambda: shell.post(None))  # type: ignore[arg-type]
     guard.start()
     try:
-        return shell.run(crew, RunOpened(0, POLICY, Wish.parse("dp=2", 2), job))
+        opening = RunOpened(0, POLICY, Wish.parse("dp=2", 2), job)
+        return shell.run(crew, opening, crew if may_survive else None)
     finally:
         guard.cancel()
         lease.release()

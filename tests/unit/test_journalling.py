@@ -22,12 +22,14 @@ from elastic.commands import (
 )
 from elastic.controller_events import CheckpointsRemoved
 from elastic.core import Core
-from elastic.events import Event, RunOpened, Woke
+from elastic.events import Event, Quiesced, RunOpened, Woke, WorkerLost
 from elastic.journalling import MAX_HELD, MAX_REPLAYED, JournalWriter
 from elastic.keeping import Placement
+from elastic.phases import Aborting, Running
 from elastic.replaying import Replay
 from elastic.rewinding import distrust
 from elastic.state import CoreState, Void
+from elastic.step_records import NUM_SENT_RECORDS, RecordsSent
 from elastic.unfinished import Unfinished
 from elastic.wire import encode
 
@@ -92,12 +94,12 @@ def test_nothing_that_the_controller_keeps_grows_with_the_steps(tmp_path: Path) 
 class Driven:
     """A core and its journal, driven event by event."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_steps: int = 1000) -> None:
         self.core, self.writer, self.now = Core(), JournalWriter(), 0.0
         self.lines: list[dict[str, Any]] = []
-        self.hear(opening(1000))
+        self.hear(opening(num_steps))
 
-    def hear(self, event: Event) -> None:
+    def hear(self, event: Event, answers: bool = True) -> None:
         inbox = [event]
         while inbox:
             event = inbox.pop(0)
@@ -106,7 +108,7 @@ class Driven:
             commands = self.core.step(self.now, event)
             lines += self.writer.after(self.now, event, commands, self.core.state)
             self.lines += json.loads(json.dumps(lines))
-            for command in commands:
+            for command in commands if answers else ():
                 inbox += answers_to(command, self.core.state.committed_step)
 
     def commit(self, num_steps: int) -> None:
@@ -199,3 +201,51 @@ def test_voids_that_a_new_one_implies_are_forgotten() -> None:
     state = CoreState(generation=7, voids=(Void(10, 2), Void(50, 3), Void(40, 5)))
     distrust(state, 40)
     assert state.voids == (Void(10, 2), Void(40, 8))
+
+
+def caught_up(driven: Driven, num_steps: int, phase: type) -> None:
+    """Commit so many steps out of records that a worker sends, as a shell does it."""
+    core, writer = driven.core, driven.writer
+    generation, target = core.state.generation, core.state.committed_step + num_steps
+    if phase is Running:
+        event: Event = step_of(target, generation, driven.now)
+    else:
+        driven.hear(WorkerLost("w0", "killed"), answers=False)
+        for worker in ("w1", "w2", "w3"):
+            driven.hear(Quiesced(worker, generation, target), answers=False)
+        event = Woke()
+    driven.hear(event, answers=False)
+    while (catch_up := core.state.catch_up) is not None:
+        assert isinstance(core.state.phase, phase)
+        first = core.state.committed_step + 1
+        steps = range(first, min(first + NUM_SENT_RECORDS, target + 1))
+        records = tuple(step_of(step, generation, driven.now).record for step in steps)
+        event = RecordsSent(catch_up.worker, core.state.generation, records)
+        driven.hear(event, answers=False)
+        driven.lines += writer.due(driven.now, core.state)
+
+
+@pytest.mark.parametrize(
+    ("phase", "num_steps"),
+    [
+        (Running, 20_000),
+        (Aborting, 20_000),
+        pytest.param(Running, 100_000, marks=pytest.mark.slow),
+    ],
+)
+def test_a_replay_is_short_also_after_a_long_absence(phase: type, num_steps: int) -> None:
+    """The workers were that far ahead; the controller has their records and dies again."""
+    driven = Driven(2 * num_steps)
+    driven.commit(10)
+    caught_up(driven, num_steps, phase)
+    assert driven.core.state.committed_step == num_steps + 10
+    newest = max(n for n, line in enumerate(driven.lines) if "CoreState" in line)
+    replay = Replay()
+    replay.take(driven.lines[newest])
+    first = replay.core.state.committed_step
+    for line in driven.lines[newest + 1 :]:
+        replay.take(line)
+    assert encode(replay.core.state) == encode(driven.core.state)
+    num_replayed = replay.core.state.committed_step - first
+    assert num_replayed <= MAX_REPLAYED + NUM_SENT_RECORDS
+    assert replay.num_events >= num_replayed

@@ -67,7 +67,8 @@ def test_time_goes_on_from_the_journal_or_the_wall_clock(wall: float) -> None:
 
 
 @pytest.mark.parametrize("wall", [400.0, 1000.0])
-def test_an_announced_end_is_as_far_away_as_on_the_wall_clock(wall: float) -> None:
+def test_an_announced_end_is_as_far_away_as_on_this_machines_wall_clock(wall: float) -> None:
+    """Of an end by another machine's clock, see `test_drains.py`."""
     hands = Hands(wall)
     clock = RunClock(1000.0, hands.wall, hands.monotonic)
     hands.wait(30.0)

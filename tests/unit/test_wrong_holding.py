@@ -8,13 +8,43 @@ from pathlib import Path
 import pytest
 
 from actors.errors import WrongHolding
+from actors.holding import Holding
 from actors.interruption import Interruption
-from actors.trainer import Holding, Trainer, WorkerOptions
+from actors.own_time import own_times
+from actors.stepping import Stepper
+from actors.trainer import Trainer, WorkerOptions
 from actors.worker import kind_of
 from elastic.assignment import Assignment
-from elastic.commands import Form
+from elastic.commands import (
+    Abort,
+    Command,
+    Form,
+    SaveCheckpoint,
+    Settle,
+    Stopped,
+    StopWorker,
+)
+from elastic.core import Core
+from elastic.events import (
+    Event,
+    GroupFormed,
+    Paused,
+    Quiesced,
+    RunOpened,
+    StateReady,
+    StepCommitted,
+    StopRequested,
+    StoreReady,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+)
 from elastic.layout import Layout
+from elastic.phases import Saving
+from elastic.planning import Job, Wish
+from elastic.policy import Policy
 from elastic.transfers import Relayout
+from elastic.votes import StepRecord, Vote
 from pipelines.program import TrainingProgram
 from pipelines.recipes import tiny
 
@@ -47,3 +77,81 @@ def test_a_worker_refuses_a_plan_that_relabels_its_state(
         trainer.form(Form(2, NEW, plan, "127.0.0.1", 1))
     assert kind_of(told.value) == "holding"
     assert trainer.formation is None, "it refuses before it meets anybody"
+
+
+@pytest.mark.parametrize(("step", "generation"), [(109, 1), (111, 1), (110, 3)])
+def test_a_worker_writes_no_checkpoint_of_another_step_than_its_own(
+    trainer: Trainer, step: int, generation: int
+) -> None:
+    with pytest.raises(WrongHolding, match=f"step {step} under generation {generation}"):
+        trainer.save(SaveCheckpoint(4, ("w0",), step, generation))
+    assert not trainer.writer.is_busy
+
+
+@pytest.mark.parametrize("step", [109, 110, 112])
+def test_a_worker_applies_no_vote_but_the_next_steps(trainer: Trainer, step: int) -> None:
+    """Neither one that it has applied nor one that skips a step (invariant 8)."""
+    trainer.stepper = Stepper(
+        None,  # type: ignore[arg-type]
+        None,  # type: ignore[arg-type]
+        110,
+        trainer.interruption,
+        trainer.faults,
+        trainer.snapshots,
+        trainer.writer,
+        own_times(0, trainer.program.device),
+        trainer.records,
+    )
+    with pytest.raises(WrongHolding, match=f"step {step}: this worker stands at step 110"):
+        trainer.settle(Settle(1, ("w0",), Vote(step, 1.0, 1, 1.0, 1)))
+    assert trainer.stepper.committed_step == 110 and not trainer.stepper.torn
+    with pytest.raises(WrongHolding, match="step 111 under"):
+        trainer.save(SaveCheckpoint(4, ("w0",), 111, 1))
+
+
+def running(num_workers: int, step: int) -> Core:
+    """A run of as many replicas that has committed the step under generation 1."""
+    core = Core()
+    workers = [f"w{number}" for number in range(num_workers)]
+    policy = Policy(1, num_workers, gang_timeout_s=0.0, growth_settle_s=0.0)
+    wish, job = Wish.parse(f"dp={num_workers}", num_workers), Job(8, steps=1000)
+    told(core, RunOpened(1, policy, wish, job), StoreReady("host", 1))
+    told(core, *(WorkerReady(worker, "node", 1) for worker in workers))
+    told(core, *(GroupFormed(worker, 1) for worker in workers))
+    told(core, *(StateReady(worker, 1, 0, 0, 0.0, 1, 1, 2) for worker in workers))
+    for number in range(1, step + 1):
+        record = StepRecord(0.0, number, 1, num_workers, 1.0, 1, 0.1, 1.0, 0.1, skipped=False)
+        told(core, StepCommitted(1, record, Vote(number, 1.0, 1, 1.0, num_workers)))
+    assert core.state.committed_step == step
+    return core
+
+
+def told(core: Core, *events: Event) -> list[Command]:
+    return [command for event in events for command in core.step(1.0, event)]
+
+
+def test_the_last_checkpoint_is_written_by_those_that_hold_its_step() -> None:
+    core = running(2, 5)
+    told(core, StopRequested("enough"), Paused("w0", 1, 5))
+    assert told(core, Paused("w1", 1, 5)) == [SaveCheckpoint(2, ("w0", "w1"), 5, 1)]
+    wrong = WorkerRaised("w0", 2, "holding", "it stands at step 4")
+    anew = [each for each in told(core, wrong) if isinstance(each, SaveCheckpoint)]
+    assert anew == [SaveCheckpoint(3, ("w1",), 5, 1)]
+    assert isinstance(core.state.phase, Saving)
+    [stopped] = told(core, WorkerRaised("w1", 3, "holding", "it stands at step 4"))
+    assert isinstance(stopped, Stopped) and "not covered by living workers" in stopped.reason
+
+
+def test_a_worker_that_cannot_settle_a_step_serves_none() -> None:
+    """It goes on as a worker without state, with what another one holds of the decided step."""
+    core, vote = running(3, 5), Vote(6, 1.0, 1, 1.0, 3)
+    [abort] = [each for each in told(core, WorkerLost("w2", "killed")) if isinstance(each, Abort)]
+    record = StepRecord(0.0, 6, 1, 3, 1.0, 1, 0.1, 1.0, 0.1, skipped=False)
+    told(core, Quiesced("w0", abort.generation, 6, vote, records=(record,)))
+    settle = told(core, Quiesced("w1", abort.generation, 5, None, gradients_complete=True))
+    assert Settle(1, ("w1",), vote) in settle
+    commands = told(core, WorkerRaised("w1", 1, "holding", "it stands at step 4"))
+    [form] = [each for each in commands if isinstance(each, Form)]
+    assert (form.plan.step, form.plan.holders) == (6, ("w0",))
+    assert set(form.assignment.members) == {"w0", "w1"}
+    assert not any(isinstance(each, StopWorker) for each in commands)

@@ -1,0 +1,136 @@
+"""An exception in each step by which a controller begins a run, or takes one over from a dead one.
+
+Once: the run completes. Always: it ends with the traceback, saved where there is state to save.
+Storage that does not answer is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from broken_shell import (
+    EVENTFUL_STEP,
+    NUM_STEPS,
+    BrokenCore,
+    BrokenShell,
+    drive,
+    journal,
+    saved_steps,
+)
+
+from actors.errors import LeaseLost, RunRefused
+from actors.start_guard import StartGuard
+from elastic.commands import Command, Stopped
+from elastic.controller_events import ControllerRaised, ControllerRecovered
+from elastic.events import Event, StepCommitted
+
+Break = Callable[[BrokenShell, BrokenCore], None]
+STEPS = {
+    "fresh": ("lacking lines", "lacking metrics", "clearing away", "opening"),
+    "heir": ("lacking lines", "lacking metrics", "newest generation", "attaching"),
+}
+CASES = [(kind, step) for kind, steps in STEPS.items() for step in steps]
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL."""
+
+
+def dies(shell: BrokenShell, core: BrokenCore) -> None:
+    """The controller's process is gone amid the training."""
+    take = core.step
+
+    def step(now: float, event: Event) -> list[Command]:
+        if isinstance(event, StepCommitted) and event.record.step > EVENTFUL_STEP:
+            raise Killed
+        return take(now, event)
+
+    core.step = step  # type: ignore[method-assign]
+
+
+def breaks(step: str, num: int, error: type[Exception] | None = None) -> Break:
+    def break_it(shell: BrokenShell, core: BrokenCore) -> None:
+        shell.kind, shell.num_left = step, num
+        shell.error = error or shell.error
+
+    return break_it
+
+
+def begin(folder: Path, kind: str, break_it: Break) -> Stopped:
+    if kind == "heir":
+        with pytest.raises(Killed):
+            drive(folder, dies, may_survive=True)
+        [held] = (folder / "lease").iterdir()  # a killed process releases nothing
+        held.write_text(held.read_text().replace('"released": true', '"released": false'))
+    return drive(folder, break_it, may_survive=True)
+
+
+@pytest.mark.parametrize(("kind", "step"), CASES)
+def test_an_exception_at_the_start_ends_no_run(tmp_path: Path, kind: str, step: str) -> None:
+    stopped = begin(tmp_path, kind, breaks(step, 1))
+    assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
+    assert saved_steps(tmp_path)[-1] == NUM_STEPS
+    [raised] = journal(tmp_path, "ControllerRaised")
+    assert f"Broken: at {step}" in raised["message"] and "Traceback" in raised["traceback"]
+    assert len(journal(tmp_path, "ControllerRecovered")) == 1
+    assert len(journal(tmp_path, "RunOpened")) == 1
+    assert len(journal(tmp_path, "ControllerRestarted")) == (kind == "heir")
+
+
+@pytest.mark.parametrize(("kind", "step"), CASES)
+def test_storage_that_does_not_answer_at_the_start_is_waited_for(
+    tmp_path: Path, kind: str, step: str
+) -> None:
+    stopped = begin(tmp_path, kind, breaks(step, 1, OSError))
+    assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
+    assert saved_steps(tmp_path)[-1] == NUM_STEPS
+    assert not journal(tmp_path, "ControllerRaised")
+    assert len(journal(tmp_path, "RunOpened")) == 1, "workers that train are kept"
+
+
+@pytest.mark.parametrize(("kind", "step"), CASES)
+def test_a_start_that_always_raises_ends_the_run_with_the_traceback(
+    tmp_path: Path, kind: str, step: str
+) -> None:
+    stopped = begin(tmp_path, kind, breaks(step, 10**9))
+    assert stopped.outcome == "failed", stopped
+    assert "failed 3 times in a row" in stopped.reason and f"at {step}" in stopped.reason
+    assert "Traceback" in stopped.traceback and "Broken" in stopped.traceback
+    if kind == "heir" and step != "attaching":
+        assert stopped.step > 0
+        assert saved_steps(tmp_path)[-1:] == [stopped.step], "the workers hold the state"
+
+
+def test_storage_that_stays_away_refuses_the_run_in_one_line() -> None:
+    guard, tries = StartGuard("s3://bucket/run", 0.2, set()), []
+
+    def read() -> None:
+        tries.append(guard.trouble)
+        raise ConnectionError("no route to host")
+
+    with pytest.raises(RunRefused, match="run: it cannot be opened"):
+        guard.attempt("metrics", read)
+    assert len(tries) > 1 and "no route to host" in tries[-1]
+    assert not guard.events
+
+
+def test_a_lease_lost_at_the_start_is_not_tried_again() -> None:
+    guard, tries = StartGuard("run", 60.0, set()), []
+
+    def read() -> None:
+        tries.append(1)
+        raise LeaseLost("epoch 1 is over")
+
+    with pytest.raises(LeaseLost):
+        guard.attempt("metrics", read)
+    assert len(tries) == 1
+
+
+def test_what_is_counted_from_before_is_forgotten_by_a_success() -> None:
+    guard = StartGuard("run", 60.0, {"metrics"})
+    assert guard.attempt("journal", lambda: None) and guard.attempt("metrics", lambda: None)
+    assert guard.events == [ControllerRecovered("metrics")]
+    assert not guard.attempt("journal", lambda: 1 / 0)
+    assert [type(event) for event in guard.events[1:]] == [ControllerRaised] * 3
