@@ -200,6 +200,7 @@ class FileOfManyWriters(RuleBasedStateMachine):
         self.processes: list[FileProcess] = []
         self.acknowledged: list[int] = []
         self.number = 0
+        self.epochs: dict[int, int] = {}
 
     def teardown(self) -> None:
         for process in self.processes:
@@ -231,6 +232,7 @@ class FileOfManyWriters(RuleBasedStateMachine):
         """What has been written is acknowledged if the lease is still held afterwards."""
         self.number += 1
         number = self.number
+        self.epochs[number] = process.epoch
         with suppress(LeaseLost):
             process.file.write({"number": number, "time": 0.0})
             process.lease.look()
@@ -269,7 +271,10 @@ class FileOfManyWriters(RuleBasedStateMachine):
         numbers, acknowledged = self.numbers(), set(self.acknowledged)
         assert [n for n in numbers if n in acknowledged] == self.acknowledged
         for process in self.processes:
-            assert numbers[: len(process.seen)] == process.seen
+            num_seen = len(process.seen)
+            assert numbers[:num_seen] == process.seen
+            later = [self.epochs[number] for number in numbers[num_seen:]]
+            assert not later or min(later) >= process.epoch, "it has not read what counts"
         while block := self.reader.read():
             self.followed += numbers_in(block)
         assert self.followed == numbers, "who follows it sees the same"
