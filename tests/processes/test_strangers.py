@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -25,9 +26,16 @@ from actors.door import Door
 from actors.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
 from actors.keeper import KeeperServer
 from actors.messages import hear, tell
-from actors.process_fleet import ProcessFleet
 from actors.snapshot_memory import most_bytes
-from elastic.events import Event, KeeperReady, StateReady, StoreReady, WorkerLost
+from elastic.events import (
+    Event,
+    KeeperReady,
+    StateReady,
+    StepCommitted,
+    StoreReady,
+    WorkerLost,
+    WorkerReady,
+)
 from elastic.keeping import Keeper
 
 STRANGER = str(Path(__file__).with_name("stranger.py"))
@@ -150,25 +158,30 @@ def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
     drains: list[threading.Thread] = []
     lasting: list[bool] = []
 
-    def hear_of(event: Event) -> None:
-        if isinstance(event, StoreReady):
-            for deed in STORE_DEEDS:
-                asked = [sys.executable, STRANGER, deed, "", event.host, str(event.port)]
-                strangers.append(subprocess.Popen(asked, stdout=subprocess.PIPE, text=True))
-        if isinstance(event, StateReady) and event.generation > 1 and not lasting:
-            lasting.extend(process.poll() is None for process in strangers)
+    pids: dict[str, int] = {}
 
-    def strike(fleet: ProcessFleet) -> None:
+    def begin(store: StoreReady) -> None:
+        for deed in STORE_DEEDS:
+            asked = [sys.executable, STRANGER, deed, "", store.host, str(store.port)]
+            strangers.append(subprocess.Popen(asked, stdout=subprocess.PIPE, text=True))
         for process in strangers:
             assert process.stdout and process.stdout.readline(), f"{process.args}: it has ended"
             drains.append(threading.Thread(target=process.stdout.read, daemon=True))
             drains[-1].start()
-        kill("w1")(fleet)
+
+    def hear_of(event: Event) -> None:
+        match event:
+            case StoreReady():
+                begin(event)
+            case WorkerReady():
+                pids[event.worker] = event.pid
+            case StepCommitted() if event.generation == 1 and "w1" in pids:
+                os.kill(pids.pop("w1"), signal.SIGKILL)
+            case StateReady() if event.generation > 1 and not lasting:
+                lasting.extend(process.poll() is None for process in strangers)
 
     try:
-        run = run_plainly(
-            tmp_path, SETTINGS, 3, layout="dp=3", snapshot_every=1, strikes=[strike], hear=hear_of
-        )
+        run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", hear=hear_of)
     finally:
         for process in strangers:
             process.kill()
@@ -178,10 +191,11 @@ def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
         for process in strangers:
             if process.stdout:
                 process.stdout.close()
-    assert len(lasting) == 3 and all(lasting), "the strangers had ended before they were of any use"
     assert run.stopped.outcome == "completed", run.story()
+    assert len(lasting) == 3 and all(lasting), "the strangers had ended before they were of any use"
     assert len(run.told("WorkerLost")) == 1, run.story()
-    assert len(run.told("Resume")) == 2, run.story()
+    generations = [line["generation"] for line in run.told("Resume")]
+    assert generations in ([1, 2], [1, 2, 3]), "one lost, one in its place, and none tried twice"
 
 
 def test_another_secret_is_refused_on_both_sides(child: Child) -> None:

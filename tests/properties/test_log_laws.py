@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from memory_storage import MemoryStorage
 
+from actors.compaction import compact_oldest
 from actors.errors import LeaseLost
 from actors.journal import open_journal
 from actors.lease import Lease, claim
@@ -33,6 +34,11 @@ WHICH = st.sampled_from([0, 0, 0, 1, 2])
 RARELY = st.sampled_from([False, False, False, True])
 
 
+LINE = {"time": 0.0, "generation": 0, "filler": "CoreState"}
+"""A line of which compaction leaves the number alone, and behind which it may compact."""
+SEGMENT_BYTES = 80
+
+
 class SlowStorage(MemoryStorage):
     """A write may be refused, or come about at any later time although its writer saw it fail; and
     another process may act just before a write."""
@@ -40,6 +46,7 @@ class SlowStorage(MemoryStorage):
     def __init__(self) -> None:
         super().__init__()
         self.before_write: Callable[[], None] | None = None
+        self.before_remove: Callable[[], None] | None = None
         self.is_slow = False
         self.under_way: list[tuple[str, bytes]] = []
 
@@ -51,6 +58,13 @@ class SlowStorage(MemoryStorage):
             self.under_way.append((name, bytes(data)))
             raise OSError(110, "Connection timed out")
         super().write(name, data)
+
+    def remove(self, name: str) -> None:
+        act = self.before_remove if name.startswith("journal") else None
+        if act:
+            self.before_remove = None
+            act()
+        super().remove(name)
 
 
 @dataclass
@@ -76,7 +90,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         self.number = 0
 
     def numbers(self) -> list[int]:
-        return [row["number"] for row in self.log.lines()]
+        return [row["step"] for row in self.log.lines()]
 
     @rule(really=RARELY, lands=st.booleans())
     def sometimes_take_over(self, really: bool, lands: bool) -> None:
@@ -87,7 +101,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         """As the same actor: no process need have let go. A write of an older one may come about
         while the new one opens the log."""
         lease = claim(self.storage, actor="controller")
-        writer = SegmentWriter(self.log, lease.epoch, lease.look, segment_bytes=60)
+        writer = SegmentWriter(self.log, lease.epoch, lease.look, segment_bytes=SEGMENT_BYTES)
         if lands:
             self.land(0)
         self.processes.append(Process(lease, writer, self.numbers()))
@@ -114,7 +128,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         process = self.processes[-1 - which % len(self.processes)]
         for _ in range(num):
             self.number += 1
-            process.writer.append({"number": self.number})
+            process.writer.append({**LINE, "step": self.number})
             process.appended.append(self.number)
         if is_overtaken:
             self.storage.before_write = self.take_over
@@ -136,6 +150,31 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
             return
         self.acknowledged += process.appended[process.num_acknowledged : num]
         process.num_acknowledged = num
+
+    @rule(
+        which=WHICH,
+        is_journal=st.booleans(),
+        overtaken=st.sampled_from(["", "", "before a write", "before a removal"]),
+        fails=st.sampled_from(["", "", "refused", "slow"]),
+    )
+    def compact(self, which: int, is_journal: bool, overtaken: str, fails: str) -> None:
+        """By any process, as its thread for it does; also by one that has lost its lease."""
+        if not self.processes:
+            return
+        process = self.processes[-1 - which % len(self.processes)]
+        before = self.numbers()
+        if overtaken == "before a write":
+            self.storage.before_write = self.take_over
+        elif overtaken:
+            self.storage.before_remove = self.take_over
+        elif fails == "refused":
+            self.storage.refusal = OSError(28, "No space left on device")
+        self.storage.is_slow = fails == "slow" and not overtaken
+        with suppress(LeaseLost, OSError):
+            compact_oldest(self.log, process.lease.look, is_journal, num_joined=2, num_left=1)
+        self.storage.before_write = self.storage.before_remove = self.storage.refusal = None
+        self.storage.is_slow = False
+        assert self.numbers() == before
 
     @rule(really=RARELY, which=WHICH)
     def close(self, really: bool, which: int) -> None:
