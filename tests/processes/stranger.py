@@ -17,6 +17,8 @@ from contextlib import suppress
 
 NUM_FLOODING = 600
 PATIENCE_S = 5.0
+STORE_PAUSE_S = 0.05
+"""Between two rounds: they are to harm the store, not to take the machine's cores from the run."""
 
 
 def connections(name: str, host: str, port: int) -> Iterator[socket.socket]:
@@ -115,7 +117,7 @@ def store_garbage(name: str, host: str, port: int) -> None:
                 else:
                     sock.sendall(b"\xff")
         print(json.dumps({"garbage": True}), flush=True)
-        time.sleep(0.01)
+        time.sleep(STORE_PAUSE_S)
 
 
 def store_flood(name: str, host: str, port: int) -> None:
@@ -129,7 +131,7 @@ def store_flood(name: str, host: str, port: int) -> None:
             for sock in held[: NUM_FLOODING // 2]:
                 sock.close()
             del held[: NUM_FLOODING // 2]
-            time.sleep(0.01)
+            time.sleep(STORE_PAUSE_S)
 
 
 def store_overwrite(name: str, host: str, port: int) -> None:
@@ -149,6 +151,7 @@ def store_overwrite(name: str, host: str, port: int) -> None:
         for key in keys:
             store.set(key, "garbage")
         print(json.dumps({"overwritten": len(keys)}), flush=True)
+        time.sleep(STORE_PAUSE_S)
 
 
 DEEDS = {

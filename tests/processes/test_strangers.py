@@ -153,11 +153,12 @@ STORE_DEEDS = ("store garbage", "store flood", "store overwrite")
 
 @pytest.mark.slow
 def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
-    """They are at it when the groups of the second generation form."""
+    """They are at it when groups form without the worker that was killed."""
     strangers: list[subprocess.Popen[str]] = []
     drains: list[threading.Thread] = []
     lasting: list[bool] = []
 
+    killed_in: list[int] = []
     pids: dict[str, int] = {}
 
     def begin(store: StoreReady) -> None:
@@ -175,13 +176,14 @@ def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
                 begin(event)
             case WorkerReady():
                 pids[event.worker] = event.pid
-            case StepCommitted() if event.generation == 1 and "w1" in pids:
+            case StepCommitted() if event.record.world_size == 3 and "w1" in pids:
+                killed_in.append(event.generation)
                 os.kill(pids.pop("w1"), signal.SIGKILL)
-            case StateReady() if event.generation > 1 and not lasting:
+            case StateReady() if killed_in and event.generation > killed_in[0] and not lasting:
                 lasting.extend(process.poll() is None for process in strangers)
 
     try:
-        run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", hear=hear_of)
+        run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", hear=hear_of, timeout_s=300.0)
     finally:
         for process in strangers:
             process.kill()
@@ -195,7 +197,7 @@ def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
     assert len(lasting) == 3 and all(lasting), "the strangers had ended before they were of any use"
     assert len(run.told("WorkerLost")) == 1, run.story()
     generations = [line["generation"] for line in run.told("Resume")]
-    assert generations in ([1, 2], [1, 2, 3]), "one lost, one in its place, and none tried twice"
+    assert generations == list(range(1, len(generations) + 1)), "no generation formed in vain"
 
 
 def test_another_secret_is_refused_on_both_sides(child: Child) -> None:
