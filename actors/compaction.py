@@ -64,8 +64,14 @@ class Compactor:
         return compact_oldest(log, self._check, is_journal=log is self._journal)
 
 
-def compact_oldest(log: LineLog, check: Callable[[], None], is_journal: bool) -> bool:
-    """Let one segment stand for the `NUM_JOINED` oldest that are left; whether there were so many.
+def compact_oldest(
+    log: LineLog,
+    check: Callable[[], None],
+    is_journal: bool,
+    num_joined: int = NUM_JOINED,
+    num_left: int = NUM_LEFT,
+) -> bool:
+    """Let one segment stand for the `num_joined` oldest that are left; whether there were so many.
 
     Raises OSError, or `LeaseLost`; in either case nothing is lost.
     """
@@ -73,8 +79,8 @@ def compact_oldest(log: LineLog, check: Callable[[], None], is_journal: bool) ->
     if leftovers:
         check()
         log.remove_segments(leftovers)
-    segments = _oldest_uncompacted(log.segments())
-    if len(segments) < NUM_JOINED:
+    segments = _oldest_uncompacted(log.segments(), num_joined, num_left)
+    if len(segments) < num_joined:
         return False
     if is_journal and (log.find_newest(MARKER) or 0) < segments[-1].end:
         return False
@@ -100,16 +106,16 @@ def shrink_journal(lines: bytes) -> bytes:
     return b"".join(kept)
 
 
-def _oldest_uncompacted(segments: list[Segment]) -> list[Segment]:
+def _oldest_uncompacted(segments: list[Segment], num_joined: int, num_left: int) -> list[Segment]:
     """Whole objects that lie one after the other, and were not joined or compacted before."""
     found: list[Segment] = []
-    for segment in segments[: max(0, len(segments) - NUM_LEFT)]:
+    for segment in segments[: max(0, len(segments) - num_left)]:
         follows = not found or found[-1].end == segment.begin
         if segment.is_joined or segment.begin != segment.object_begin or not follows:
             found = []
             continue
         found.append(segment)
-        if len(found) == NUM_JOINED:
+        if len(found) == num_joined:
             return found
     return []
 

@@ -14,8 +14,10 @@ import resource
 import secrets
 import selectors
 import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -66,6 +68,7 @@ class Door:
         self._open = threading.BoundedSemaphore(MAX_OPEN)
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
         """A descriptor to give up, so that a connection can be accepted and closed without one."""
+        self._said: set[type[Exception]] = set()
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             listener.setblocking(False)
@@ -73,20 +76,36 @@ class Door:
         threading.Thread(target=self._run, name="door", daemon=True).start()
 
     def _run(self) -> None:
+        """Whatever the code of one round raises, as `MemoryError` anywhere: connections that are
+        open, and those to come, are not to be lost by it."""
         while True:
-            for key, _ in self._selector.select(self._until_next_deadline()):
-                sock = key.fileobj
-                assert isinstance(sock, socket.socket)
-                pending = self._pending.get(sock)
-                if pending is not None:
-                    self._advance(pending)
-                elif sock.fileno() >= 0:  # one that was dropped meanwhile is closed
-                    for _ in range(ACCEPTED_AT_ONCE):
-                        if not self._accept(sock):
-                            break
-            now = time.monotonic()
-            for pending in [p for p in self._pending.values() if p.deadline <= now]:
-                self._drop(pending)
+            try:
+                self._serve_round()
+            except Exception as error:
+                self._say_once(error)
+                time.sleep(NO_ROOM_PAUSE_S)
+
+    def _say_once(self, error: Exception) -> None:
+        with suppress(Exception):  # there may be no memory for a message, or nobody to read it
+            if type(error) not in self._said:
+                self._said.add(type(error))
+                text = "".join(traceback.format_exception(error))
+                print(f"the door of a server goes on after\n{text}", file=sys.stderr, flush=True)
+
+    def _serve_round(self) -> None:
+        for key, _ in self._selector.select(self._until_next_deadline()):
+            sock = key.fileobj
+            assert isinstance(sock, socket.socket)
+            pending = self._pending.get(sock)
+            if pending is not None:
+                self._advance(pending)
+            elif sock.fileno() >= 0:  # one that was dropped meanwhile is closed
+                for _ in range(ACCEPTED_AT_ONCE):
+                    if not self._accept(sock):
+                        break
+        now = time.monotonic()
+        for pending in [p for p in self._pending.values() if p.deadline <= now]:
+            self._drop(pending)
 
     def _until_next_deadline(self) -> float | None:
         first = next(iter(self._pending.values()), None)  # the first to come is the first due
@@ -112,6 +131,9 @@ class Door:
         except OSError:
             connection.close()
             return True
+        except BaseException:
+            connection.close()
+            raise
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         pending = self._pending[connection] = _Pending(connection, deadline)
         self._advance(pending)  # of the run's own processes the opening is there already
@@ -143,7 +165,7 @@ class Door:
             self._read(pending)
         except BlockingIOError:
             return
-        except (OSError, RuntimeError):  # or no thread can be started
+        except Exception:  # mostly OSError; or no thread can be started, or there is no memory
             self._drop(pending)
 
     def _read(self, pending: _Pending) -> None:

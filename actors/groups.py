@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 
 from actors.gloo_sockets import shut_connections_to, shut_gloo_connections
+from actors.handshake import store_prefix
 from actors.meshes import form_groups
 from actors.program import Groups
 from actors.torch_private import (
@@ -37,12 +38,15 @@ class Formation:
         device: torch.device,
         timeout_s: float,
         has_experts: bool = False,
+        secret: bytes = b"",
     ) -> None:
+        """`secret` is the run's: without it nobody guesses the keys through which groups form."""
         self._worker = worker
         self._order = order
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._has_experts = has_experts
+        self._prefix = store_prefix(secret, order.generation)
         self._breaking = threading.Lock()
         self._dissolved = False
         self.groups: Groups | None = None
@@ -66,7 +70,7 @@ class Formation:
             wait_for_workers=False,
             timeout=self._timeout,
         )
-        store = PrefixStore(f"generation-{order.generation}", client)
+        store = PrefixStore(self._prefix, client)
         if self._worker in order.assignment.members:
             self.groups = self._form_world(store)
         self.transfer = self._form_transfer(store)

@@ -44,6 +44,12 @@ def proof(secret: bytes, role: bytes, connecting: bytes, listening: bytes) -> by
     return hmac.digest(secret, role + b":" + connecting + listening, "sha256")
 
 
+def store_prefix(secret: bytes, generation: int) -> str:
+    """What the names of a generation's keys in the store begin with: nobody without the secret can
+    guess it."""
+    return hmac.digest(secret, b"store:%d" % generation, "sha256").hex()
+
+
 def connect_beside(name: str, secret: bytes, timeout_s: float) -> socket.socket:
     """An authenticated connection to an abstract socket of this machine. Raises OSError."""
 
@@ -77,9 +83,11 @@ def refuse_other_users(sock: socket.socket) -> None:
 def _introduced(
     connect: Callable[[], socket.socket], secret: bytes, timeout_s: float
 ) -> socket.socket:
-    """A server that strangers crowd may drop a connection in its handshake: it is made again."""
+    """A server that strangers crowd may drop a connection in its handshake, or have no place for it
+    yet: it is made again."""
+    deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     for tries_left in reversed(range(NUM_TRIES)):
-        sock = connect()
+        sock = _connected(connect, deadline)
         try:
             _introduce(sock, secret)
             sock.settimeout(timeout_s)
@@ -93,6 +101,18 @@ def _introduced(
             sock.close()
             raise
     raise AssertionError("the last try returns or raises")
+
+
+def _connected(connect: Callable[[], socket.socket], deadline: float) -> socket.socket:
+    """The kernel refuses a connection to a Unix socket at once while the listener's queue is full,
+    if the socket has a timeout."""
+    while True:
+        try:
+            return connect()
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(random.uniform(0.0, RETRY_PAUSE_S))
 
 
 def _introduce(sock: socket.socket, secret: bytes) -> None:

@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from actors.errors import DamagedLog, LostLease
 from actors.lease import Lease
+from actors.line_epochs import newest_epoch
+from actors.line_writers import LineFile, Lines, open_lines
 from actors.lines import LineLog, parse_line
+from actors.storage import DiskStorage
 from elastic.journalling import NUM_KEPT_RECORDS
 from elastic.replaying import Replay
-from elastic.wire import FORMAT, UnreadableJournal
+from elastic.wire import FORMAT, UnreadableJournal, opening_line
 
 MARKER = b'"CoreState"'
 NUM_TAIL_ROWS = 4 * NUM_KEPT_RECORDS
+
+
+def open_journal(journal: LineLog, lease: Lease) -> Lines:
+    """Go on writing where the journal ends; from now on, what older epochs write does not count.
+    Raises OSError, `LostLease` and `LeaseLost`.
+
+    On a disk the first line does that. It has the time of the line before, since nobody has driven
+    the run in between.
+    """
+    if not isinstance(journal.storage, DiskStorage):
+        return open_lines(journal, lease.epoch, lease.look)
+    newest = newest_epoch(line for _, line in journal.lines_from_end())
+    if newest > lease.epoch:
+        raise _removed_lease(journal, newest, lease)
+    writer = LineFile(journal.storage.path / journal.name, lease.look, epoch=lease.epoch)
+    try:
+        [before] = journal.last_rows(1) or [{}]
+        told = before.get("time")
+        writer.write(opening_line(told if isinstance(told, int | float) else time.time()))
+    except BaseException:
+        writer.close(patience_s=0.0)
+        raise
+    return writer
 
 
 def replay(journal: LineLog, end: int | None = None) -> Replay:
@@ -34,11 +61,15 @@ def replay_of(lease: Lease, journal: LineLog) -> Replay:
     before = replay(journal)
     incarnation = before.core.state.incarnation
     if incarnation >= lease.epoch:
-        raise LostLease(
-            f"{journal.url} has lines of epoch {incarnation}, but the lease is of epoch "
-            f"{lease.epoch}: files of lease/ were removed"
-        )
+        raise _removed_lease(journal, incarnation, lease)
     return before
+
+
+def _removed_lease(journal: LineLog, epoch: int, lease: Lease) -> LostLease:
+    return LostLease(
+        f"{journal.url} has lines of epoch {epoch}, but the lease is of epoch {lease.epoch}: files "
+        "of lease/ were removed"
+    )
 
 
 def take_line(replay: Replay, journal: LineLog, offset: int, line: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.errors import DamagedLog
-from actors.journal import replay
+from actors.journal import open_journal, replay
 from actors.lease import Lease
-from actors.line_writers import LineFile, SegmentWriter
+from actors.line_writers import SegmentWriter, cutting
 from actors.lines import BLOCK_BYTES, LineLog
 from actors.storage import DiskStorage, make_durable
 from elastic.replaying import Replay
@@ -82,7 +82,8 @@ def _repair_file(
     run: DiskStorage, name: str, offset: int, lines: list[dict[str, Any]], lease: Lease
 ) -> str:
     aside = f"{ASIDE}/{name}.from-byte-{offset}.epoch-{lease.epoch}"
-    with open(run.path / name, "rb+") as file:
+    with open(run.path / name, "rb+", buffering=0) as file, cutting(file):
+        lease.look()
         file.seek(offset)
         with run.writing(aside) as copy:
             while block := file.read(BLOCK_BYTES):
@@ -90,7 +91,7 @@ def _repair_file(
         make_durable(run.path / ASIDE)
         file.truncate(offset)
         os.fsync(file.fileno())
-    writer = LineFile(run.path / name, lease.look)
+    writer = open_journal(LineLog(run, name), lease)
     for line in lines:
         writer.write(line)
     writer.make_durable()

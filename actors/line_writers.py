@@ -6,17 +6,20 @@ lease writes nothing any more.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
 from actors.errors import LeaseLost, LostLease
+from actors.line_epochs import line_of
 from actors.lines import BLOCK_BYTES, LineLog
 from actors.segments import Segment, segment_name, segments_in_force
 from actors.storage import DiskStorage
@@ -26,6 +29,8 @@ SHIP_EVERY_S = 1.0
 RETRY_EVERY_S = 0.5
 CLOSE_PATIENCE_S = 120.0
 """How long closing a log tries to bring the last lines to storage."""
+CUT_PATIENCE_S, CUT_PAUSE_S = 10.0, 0.02
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 Check = Callable[[], None]
 """Raises `LeaseLost` if this process may not write any more."""
@@ -78,13 +83,21 @@ def open_lines(
 class LineFile:
     """A file on a disk, flushed line by line, so that a reader may follow it live.
 
-    `write` and `flush` raise `LeaseLost` once `check` does; nothing is written then.
+    `write` and `flush` raise `LeaseLost` once `check` does; nothing is written then. With an
+    `epoch`, each line has it, and readers leave out what an older epoch writes after such a line.
     """
 
-    def __init__(self, path: Path, check: Check = check_nothing, opens_later: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        check: Check = check_nothing,
+        opens_later: bool = False,
+        epoch: int | None = None,
+    ) -> None:
         self._path = path
         self._check = check
-        self._file = None if opens_later else _open_at_end(path)
+        self._epoch = epoch
+        self._file = None if opens_later else _open_at_end(path, check)
         self._pending = bytearray()
         self.trouble = ""
 
@@ -93,16 +106,16 @@ class LineFile:
         return self._pending.count(b"\n")
 
     def write(self, line: dict[str, Any]) -> None:
-        self._pending += json.dumps(line, allow_nan=False).encode() + b"\n"
+        self._pending += line_of(line, self._epoch)
         self.flush()
 
     def flush(self) -> None:
         try:
-            if self._pending:
-                self._check()
-                self._file = self._file or _open_at_end(self._path)
-            while self._pending and self._file:  # a full disk may have taken a part of the line
-                del self._pending[: self._file.write(self._pending)]
+            while self._pending:
+                self._check()  # before each line: one at most comes after those of a newer owner
+                self._file = self._file or _open_at_end(self._path, self._check)
+                line = self._pending[: self._pending.index(b"\n") + 1]
+                del self._pending[: self._file.write(line)]  # a full disk may take a part of it
             self.trouble = ""
         except LeaseLost:
             self._pending.clear()  # the newer owner has read what counts
@@ -321,15 +334,51 @@ def _end_of(log: LineLog, segments: list[Segment]) -> int:
     return last.begin + content.rfind(b"\n") + 1
 
 
-def _open_at_end(path: Path) -> FileIO:
-    _cut_half_line(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return open(path, "ab", buffering=0)  # it stays open for the run
+def _open_at_end(path: Path, check: Check) -> FileIO:
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        file = stack.enter_context(open(path, "ab", buffering=0))
+        with cutting(file):
+            check()
+            _cut_half_line(path)
+        stack.pop_all()  # it stays open for the run
+    return file
+
+
+@contextmanager
+def cutting(file: FileIO) -> Iterator[None]:
+    """Keep other processes from opening a log while this one cuts its end, or else a process that
+    is stopped before it cuts would cut off what a newer owner has written.
+
+    Raises `OSError` if another process has been at it for `CUT_PATIENCE_S`. A file system without
+    locks is used without.
+    """
+    deadline = time.monotonic() + CUT_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    errno.EAGAIN, "another process is just opening this log", file.name
+                ) from None
+            time.sleep(CUT_PAUSE_S)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            break
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _cut_half_line(path: Path) -> None:
     """A writer that died in the middle of a line has written nothing."""
-    with suppress(FileNotFoundError), open(path, "rb+") as file:
+    with open(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:
             begin = max(0, end - BLOCK_BYTES)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from actors.errors import DamagedLog
+from actors.line_epochs import first_in_force, has_epochs, in_force_from_end, newest_epoch
 from actors.segments import Segment, parse_segments, segment_name, segments_in_force
 from actors.storage import DiskStorage, Storage
 
@@ -91,7 +92,8 @@ class LineLog:
         All lines of a compacted segment have the offset at which it begins.
         """
         for segment in reversed(self.segments()):
-            yield from _lines_from_end(self.storage, segment)
+            lines = _lines_from_end(self.storage, segment)
+            yield from in_force_from_end(lines) if segment.name == self.name else lines
 
     def last_rows(self, num_rows: int) -> list[dict[str, Any]]:
         """The newest JSON objects, in the order of the log."""
@@ -149,6 +151,8 @@ class LogReader:
         self._segments: list[Segment] = []
         self._is_begun = offset > 0
         """Bytes that are lacking before the first line are not lost, but dropped on purpose."""
+        self._newest_epoch: int | None = None
+        """Of a file on a disk, as far as it has been read; None is not known yet."""
 
     def read(self, max_bytes: int = BLOCK_BYTES) -> bytes:
         """The next whole lines, about so many bytes; empty if no more are there now."""
@@ -170,9 +174,13 @@ class LogReader:
                 continue
             self._enter(segment)
             is_last = index == len(self._segments) - 1
-            lines = self._lines_of(segment, max_bytes, is_last)
-            if lines:
-                return lines
+            while self.offset < segment.end:
+                before = self.offset
+                lines = self._lines_of(segment, max_bytes, is_last)
+                if lines:
+                    return lines
+                if self.offset == before:
+                    break  # there is half a line
         return b""
 
     def _enter(self, segment: Segment) -> None:
@@ -201,8 +209,22 @@ class LogReader:
         if not end and not is_last:  # the rest of this segment is lost
             self._lose(left)
             self.offset = segment.end
-        self.offset += end
-        return block[:end]
+        lines = block[:end]
+        if segment.name == self._log.name and has_epochs(lines):
+            lines = self._in_force(lines)
+        self.offset += len(lines)
+        return lines
+
+    def _in_force(self, lines: bytes) -> bytes:
+        """Go over stale lines; the lines from there up to the next stale one."""
+        if self._newest_epoch is None:
+            before = Segment(self._log.name, 0, 0, self.offset)
+            from_end = _lines_from_end(self._log.storage, before)
+            self._newest_epoch = newest_epoch(line for _, line in from_end)
+        skipped, lines, self._newest_epoch = first_in_force(lines, self._newest_epoch)
+        self.offset += skipped
+        self.begin = self.offset
+        return lines
 
     def _lose(self, num_bytes: int) -> None:
         if self._strict:

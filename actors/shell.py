@@ -18,7 +18,7 @@ from actors.file_names import JOURNAL, METRICS, SYSTEM
 from actors.fleet import Fleet, Survivors
 from actors.fleet_commands import pass_on
 from actors.guard import GuardedCore
-from actors.journal import is_step_line, newest_rows, replay_of
+from actors.journal import is_step_line, newest_rows, open_journal, replay_of
 from actors.lease import Lease
 from actors.line_writers import open_lines
 from actors.lines import LineLog
@@ -76,7 +76,7 @@ class Shell:
         self._run = run
         self._lease = lease
         self._inbox: queue.Queue[Event] = queue.Queue()
-        self._journal = open_lines(LineLog(run, JOURNAL), lease.epoch, lease.look)
+        self._journal = open_journal(LineLog(run, JOURNAL), lease)
         self._metrics = open_lines(LineLog(run, METRICS), lease.epoch, lease.look)
         try:
             self._before = replay_of(lease, LineLog(run, JOURNAL))

@@ -118,6 +118,7 @@ class Trainer:
             self.program.device,
             self.options.collective_timeout_s,
             has_experts=any(spec.ep_dim is not None for spec in self.specs),
+            secret=self.options.secret,
         )
         self.interruption.check()
         self.faults.at("forming", order.plan.step + 1)

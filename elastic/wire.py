@@ -139,6 +139,11 @@ def state_line(
     }
 
 
+def opening_line(now: float) -> dict[str, Any]:
+    """What a controller writes before it replays a journal: it tells a replay nothing."""
+    return {"time": now, "format": FORMAT}
+
+
 def progress_line(line: Mapping[str, Any]) -> dict[str, Any]:
     """What stands for a line of steps, or a full state, where no replay needs it any more."""
     step = line["steps"][-1][2][_STEP] if is_steps(line) else line["step"]

@@ -12,6 +12,7 @@ from actors.errors import RunTaken
 from actors.journal import replay
 from actors.journal_repair import ASIDE, Damage, examine_journal, repair_journal
 from actors.lease import Lease, claim, damaged_leases
+from actors.line_epochs import newest_epoch
 from actors.lines import LineLog, parse_line
 from actors.run_opening import repair_command
 from actors.storage import DiskStorage
@@ -122,7 +123,9 @@ def _look(run: RunFolder) -> _Seen:
     except UnreadableJournal as error:
         raise UserError(f"{run.journal.url}: {error}") from None
     epochs = [state.incarnation]
-    if not isinstance(run.files, DiskStorage):
+    if isinstance(run.files, DiskStorage):
+        epochs.append(newest_epoch(line for _, line in run.journal.lines_from_end()))
+    else:
         for log in (run.journal, run.metrics, run.system):
             epochs += [segment.epoch for segment in log.all_segments()]
     names = [name.rpartition("/")[2] for name in run.files.files("lease")]

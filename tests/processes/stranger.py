@@ -1,6 +1,7 @@
-"""A process that knows where a snapshot server listens, but not the run's secret.
+"""A process that knows where a snapshot server or the store listens, but not the run's secret.
 
-`python stranger.py DEED SOCKET HOST PORT`: prints what it has got, one JSON object a line.
+`python stranger.py DEED SOCKET HOST PORT`: prints what it has got, one JSON object a line. For the
+store SOCKET is empty.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from contextlib import suppress
 
 NUM_FLOODING = 600
 PATIENCE_S = 5.0
+STORE_PAUSE_S = 0.05
+"""Between two rounds: they are to harm the store, not to take the machine's cores from the run."""
 
 
 def connections(name: str, host: str, port: int) -> Iterator[socket.socket]:
@@ -100,6 +103,67 @@ def flood(name: str, host: str, port: int) -> None:
             time.sleep(0.01)
 
 
+def store_garbage(name: str, host: str, port: int) -> None:
+    """Bytes that are not the store's protocol, and the beginnings of such that are."""
+    while True:
+        for kind in range(4):
+            with suppress(OSError), socket.create_connection((host, port), PATIENCE_S) as sock:
+                if kind == 0:
+                    sock.sendall(os.urandom(5000))
+                elif kind == 1:
+                    sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                elif kind == 2:
+                    sock.sendall(b"\0" * 5000)
+                else:
+                    sock.sendall(b"\xff")
+        print(json.dumps({"garbage": True}), flush=True)
+        time.sleep(STORE_PAUSE_S)
+
+
+def store_flood(name: str, host: str, port: int) -> None:
+    """Connections that say nothing, renewed all the time."""
+    held: list[socket.socket] = []
+    while True:
+        with suppress(OSError):
+            held.append(socket.create_connection((host, port), PATIENCE_S))
+        if len(held) > NUM_FLOODING:
+            print(json.dumps({"flood": len(held)}), flush=True)
+            for sock in held[: NUM_FLOODING // 2]:
+                sock.close()
+            del held[: NUM_FLOODING // 2]
+            time.sleep(STORE_PAUSE_S)
+
+
+def store_overwrite(name: str, host: str, port: int) -> None:
+    """Every key that a generation's groups would use, if the number of the generation alone
+    protected them."""
+    from torch.distributed import TCPStore  # noqa: PLC0415  it takes seconds: for this deed alone
+
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+    groups = ["", *(f"/{number}/" for number in range(1, 6))]
+    keys = [
+        f"generation-{generation}/0/{group}/cpu//0/{rank}"
+        for generation in range(1, 6)
+        for group in groups
+        for rank in range(3)
+    ]
+    while True:
+        for key in keys:
+            store.set(key, "garbage")
+        print(json.dumps({"overwritten": len(keys)}), flush=True)
+        time.sleep(STORE_PAUSE_S)
+
+
+DEEDS = {
+    "read": read,
+    "replay": replay,
+    "harm": harm,
+    "flood": flood,
+    "store garbage": store_garbage,
+    "store flood": store_flood,
+    "store overwrite": store_overwrite,
+}
+
 if __name__ == "__main__":
     deed, name, host, port = sys.argv[1:]
-    {"read": read, "replay": replay, "harm": harm, "flood": flood}[deed](name, host, int(port))
+    DEEDS[deed](name, host, int(port))

@@ -7,15 +7,24 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from memory_storage import MemoryStorage
 from rich.console import Console
 
 from actors.errors import RunRefused
 from actors.in_process import Ended, run_in_process
+from actors.journal import open_journal, replay, replay_of
+from actors.journal_repair import examine_journal, repair_journal
+from actors.lease import claim
+from actors.lines import LineLog
+from actors.segments import segment_name
+from actors.storage import DiskStorage
+from elastic.wire import FORMAT, encode
 from pipelines.cli import main
 from pipelines.doctor import check_run
 from pipelines.errors import UserError
@@ -90,6 +99,13 @@ def half_event(run: Path) -> None:
     near_the_end(run / "journal.jsonl", json.dumps(line).encode())
 
 
+def no_lease_of_one_that_died_at_once(run: Path) -> None:
+    """It has opened the journal, and no more."""
+    shutil.rmtree(run / "lease")
+    with open(run / JOURNAL, "a") as file:
+        file.write(json.dumps({"time": 1.0, "format": fmt(run), "epoch": 99}) + "\n")
+
+
 def fmt(run: Path) -> int:
     return json.loads((run / "journal.jsonl").read_text().splitlines()[0])["format"]
 
@@ -119,6 +135,9 @@ JOURNAL, METRICS, RECIPE = "journal.jsonl", "metrics.jsonl", "recipe.json"
 CASES = {
     "a garbage lease that is old": Case(old_garbage_lease),
     "no lease": Case(lambda run: shutil.rmtree(run / "lease"), "files of lease/ were removed"),
+    "no lease of one that died at once": Case(
+        no_lease_of_one_that_died_at_once, "files of lease/ were removed"
+    ),
     "a garbage journal line": Case(put_late(b"\xff\x00{"), "is no JSON object"),
     "an empty journal line": Case(put_late(b""), "is no JSON object"),
     "a journal line of nothing": Case(put_late(b"{}"), "cannot be replayed"),
@@ -180,6 +199,58 @@ def test_a_damaged_run_resumes_or_is_repaired(
     assert begun[-1] == case.resumes_from
     generations = [row["generation"] for row in rows(run / METRICS) if "loss" in row]
     assert generations == sorted(generations)
+
+
+@pytest.mark.parametrize("name", [n for n, case in CASES.items() if "journal" in n])
+def test_a_damaged_journal_is_repaired_on_an_object_store_as_on_a_disk(
+    name: str, trained: Path, tmp_path: Path
+) -> None:
+    """The segments stay; those of the repair's epoch begin at the damage. What comes late from the
+    process that was there before does not count."""
+    run = tmp_path / "run"
+    shutil.copytree(trained / "run", run)
+    CASES[name].harm(run)
+    on_disk = LineLog(DiskStorage(run), JOURNAL)
+    content = (run / JOURNAL).read_bytes() if on_disk.exists() else b""
+    memory: Any = MemoryStorage()
+    for epoch, begin, lines in pieces(content):
+        memory.write(segment_name(JOURNAL, epoch, begin), lines)
+    log, before = LineLog(memory, JOURNAL), dict(memory.objects)
+    damage, same = examine_journal(log), examine_journal(on_disk)
+    if damage is None or same is None:
+        assert damage == same
+        return
+    assert (damage.offset, damage.num_lost_lines) == (same.offset, same.num_lost_lines)
+    lease = claim(memory, newer_than=NUM_PIECES)
+    repair_journal(log, damage, lease)
+    repair_journal(on_disk, same, claim(on_disk.storage, newer_than=NUM_PIECES))
+    assert {n: memory.objects.get(n) for n in before} == before, "nothing is deleted"
+    assert examine_journal(log) is None
+    state, on_the_disk = (replay(there).core.state for there in (log, on_disk))
+    assert encode(state) == encode(replace(on_the_disk, incarnation=state.incarnation))
+    late = segment_name(JOURNAL, NUM_PIECES, len(content))
+    memory.write(late, b'{"time": 1.0}\n')
+    lease.release()
+    again = claim(memory)
+    writer = open_journal(log, again)
+    assert encode(replay_of(again, log).core.state) == encode(state)
+    writer.write({"time": 2e9, "warning": "it goes on", "format": FORMAT})
+    assert writer.close() == ""
+    assert list(log.lines())[-1]["warning"] == "it goes on"
+
+
+NUM_PIECES = 3
+
+
+def pieces(content: bytes) -> Iterator[tuple[int, int, bytes]]:
+    """Segments as three controllers would have written them: epoch, first byte and lines."""
+    lines, begin = content.splitlines(keepends=True), 0
+    size = len(lines) // NUM_PIECES + 1
+    for number in range(NUM_PIECES):
+        piece = b"".join(lines[number * size : (number + 1) * size])
+        if piece:
+            yield number + 1, begin, piece
+        begin += len(piece)
 
 
 def resumed(row: dict[str, object]) -> bool:

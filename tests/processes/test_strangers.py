@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -21,11 +22,20 @@ from test_keeper import HOST, SECRET, Child, assert_has, never, part, snapshots_
 from test_keeper import ASSIGNMENT, SPECS  # isort: skip
 from test_snapshots import SETTINGS, kill
 
+from actors.door import Door
 from actors.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
 from actors.keeper import KeeperServer
 from actors.messages import hear, tell
 from actors.snapshot_memory import most_bytes
-from elastic.events import Event, KeeperReady, WorkerLost
+from elastic.events import (
+    Event,
+    KeeperReady,
+    StateReady,
+    StepCommitted,
+    StoreReady,
+    WorkerLost,
+    WorkerReady,
+)
 from elastic.keeping import Keeper
 
 STRANGER = str(Path(__file__).with_name("stranger.py"))
@@ -138,6 +148,58 @@ def test_a_run_under_strangers_loses_nothing(tmp_path: Path) -> None:
     assert "snapshot" in [line["source"] for line in run.told("Relaid")], run.story()
 
 
+STORE_DEEDS = ("store garbage", "store flood", "store overwrite")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
+    """They are at it when groups form without the worker that was killed."""
+    strangers: list[subprocess.Popen[str]] = []
+    drains: list[threading.Thread] = []
+    lasting: list[bool] = []
+
+    killed_in: list[int] = []
+    pids: dict[str, int] = {}
+
+    def begin(store: StoreReady) -> None:
+        for deed in STORE_DEEDS:
+            asked = [sys.executable, STRANGER, deed, "", store.host, str(store.port)]
+            strangers.append(subprocess.Popen(asked, stdout=subprocess.PIPE, text=True))
+        for process in strangers:
+            assert process.stdout and process.stdout.readline(), f"{process.args}: it has ended"
+            drains.append(threading.Thread(target=process.stdout.read, daemon=True))
+            drains[-1].start()
+
+    def hear_of(event: Event) -> None:
+        match event:
+            case StoreReady():
+                begin(event)
+            case WorkerReady():
+                pids[event.worker] = event.pid
+            case StepCommitted() if event.record.world_size == 3 and "w1" in pids:
+                killed_in.append(event.generation)
+                os.kill(pids.pop("w1"), signal.SIGKILL)
+            case StateReady() if killed_in and event.generation > killed_in[0] and not lasting:
+                lasting.extend(process.poll() is None for process in strangers)
+
+    try:
+        run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", hear=hear_of, timeout_s=300.0)
+    finally:
+        for process in strangers:
+            process.kill()
+            process.wait()
+        for drain in drains:
+            drain.join()
+        for process in strangers:
+            if process.stdout:
+                process.stdout.close()
+    assert run.stopped.outcome == "completed", run.story()
+    assert len(lasting) == 3 and all(lasting), "the strangers had ended before they were of any use"
+    assert len(run.told("WorkerLost")) == 1, run.story()
+    generations = [line["generation"] for line in run.told("Resume")]
+    assert generations == list(range(1, len(generations) + 1)), "no generation formed in vain"
+
+
 def test_another_secret_is_refused_on_both_sides(child: Child) -> None:
     keeper, other = child.keeper, new_secret()
     with pytest.raises(Unauthenticated):
@@ -247,3 +309,67 @@ def test_a_server_without_descriptors_accepts_again_once_it_has_some(child: Chil
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
         connect_beside(child.keeper.socket, SECRET, 5.0).close()
     take_and_read(child, range(1, 2))
+
+
+def full_queue(listener: socket.socket) -> list[socket.socket]:
+    """Connections that nobody has accepted, until the kernel takes no more."""
+    waiting: list[socket.socket] = []
+    while True:
+        sock = socket.socket(socket.AF_UNIX)
+        sock.setblocking(False)
+        waiting.append(sock)
+        try:
+            sock.connect(listener.getsockname())
+        except BlockingIOError:
+            return waiting
+
+
+def listening_beside(kind: type[socket.socket] = socket.socket) -> socket.socket:
+    listener = kind(socket.AF_UNIX)
+    listener.bind(f"\0elastic-test-door-{os.getpid()}-{time.monotonic_ns()}")
+    listener.listen(2)
+    return listener
+
+
+def test_a_connection_for_which_there_is_no_place_yet_is_made_again() -> None:
+    listener = listening_beside()
+    waiting = full_queue(listener)
+    connected: list[object] = []
+
+    def connect() -> None:
+        try:
+            connected.append(connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0))
+        except OSError as error:
+            connected.append(error)
+
+    connecting = threading.Thread(target=connect)
+    connecting.start()
+    time.sleep(0.3)
+    served = threading.Event()
+    Door([listener], SECRET, lambda connection: served.set())
+    connecting.join()
+    assert served.wait(20.0), connected
+    [sock] = connected
+    assert isinstance(sock, socket.socket)
+    for each in (sock, *waiting):
+        each.close()
+
+
+class Exhausted(socket.socket):
+    """The first connections find no memory."""
+
+    num_left = 3
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.num_left:
+            self.num_left -= 1
+            raise MemoryError
+        return super().accept()
+
+
+def test_a_door_without_memory_goes_on_and_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
+    listener = listening_beside(Exhausted)
+    Door([listener], SECRET, lambda connection: tell(connection, heard=True))
+    with connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0) as sock:
+        assert hear(sock) == {"heard": True}
+    assert capfd.readouterr().err.count("the door of a server goes on after") == 1

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,15 +21,22 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from memory_storage import MemoryStorage
 
+from actors.compaction import compact_oldest
 from actors.errors import LeaseLost
+from actors.journal import open_journal
 from actors.lease import Lease, claim
-from actors.line_writers import LineFile, SegmentWriter
+from actors.line_writers import SegmentWriter
 from actors.lines import LineLog
 from actors.storage import DiskStorage
 
 WHICH = st.sampled_from([0, 0, 0, 1, 2])
 """Which process, the newest first."""
 RARELY = st.sampled_from([False, False, False, True])
+
+
+LINE = {"time": 0.0, "generation": 0, "filler": "CoreState"}
+"""A line of which compaction leaves the number alone, and behind which it may compact."""
+SEGMENT_BYTES = 80
 
 
 class SlowStorage(MemoryStorage):
@@ -38,6 +46,7 @@ class SlowStorage(MemoryStorage):
     def __init__(self) -> None:
         super().__init__()
         self.before_write: Callable[[], None] | None = None
+        self.before_remove: Callable[[], None] | None = None
         self.is_slow = False
         self.under_way: list[tuple[str, bytes]] = []
 
@@ -49,6 +58,13 @@ class SlowStorage(MemoryStorage):
             self.under_way.append((name, bytes(data)))
             raise OSError(110, "Connection timed out")
         super().write(name, data)
+
+    def remove(self, name: str) -> None:
+        act = self.before_remove if name.startswith("journal") else None
+        if act:
+            self.before_remove = None
+            act()
+        super().remove(name)
 
 
 @dataclass
@@ -74,7 +90,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         self.number = 0
 
     def numbers(self) -> list[int]:
-        return [row["number"] for row in self.log.lines()]
+        return [row["step"] for row in self.log.lines()]
 
     @rule(really=RARELY, lands=st.booleans())
     def sometimes_take_over(self, really: bool, lands: bool) -> None:
@@ -85,7 +101,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         """As the same actor: no process need have let go. A write of an older one may come about
         while the new one opens the log."""
         lease = claim(self.storage, actor="controller")
-        writer = SegmentWriter(self.log, lease.epoch, lease.look, segment_bytes=60)
+        writer = SegmentWriter(self.log, lease.epoch, lease.look, segment_bytes=SEGMENT_BYTES)
         if lands:
             self.land(0)
         self.processes.append(Process(lease, writer, self.numbers()))
@@ -112,7 +128,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         process = self.processes[-1 - which % len(self.processes)]
         for _ in range(num):
             self.number += 1
-            process.writer.append({"number": self.number})
+            process.writer.append({**LINE, "step": self.number})
             process.appended.append(self.number)
         if is_overtaken:
             self.storage.before_write = self.take_over
@@ -135,6 +151,31 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         self.acknowledged += process.appended[process.num_acknowledged : num]
         process.num_acknowledged = num
 
+    @rule(
+        which=WHICH,
+        is_journal=st.booleans(),
+        overtaken=st.sampled_from(["", "", "before a write", "before a removal"]),
+        fails=st.sampled_from(["", "", "refused", "slow"]),
+    )
+    def compact(self, which: int, is_journal: bool, overtaken: str, fails: str) -> None:
+        """By any process, as its thread for it does; also by one that has lost its lease."""
+        if not self.processes:
+            return
+        process = self.processes[-1 - which % len(self.processes)]
+        before = self.numbers()
+        if overtaken == "before a write":
+            self.storage.before_write = self.take_over
+        elif overtaken:
+            self.storage.before_remove = self.take_over
+        elif fails == "refused":
+            self.storage.refusal = OSError(28, "No space left on device")
+        self.storage.is_slow = fails == "slow" and not overtaken
+        with suppress(LeaseLost, OSError):
+            compact_oldest(self.log, process.lease.look, is_journal, num_joined=2, num_left=1)
+        self.storage.before_write = self.storage.before_remove = self.storage.refusal = None
+        self.storage.is_slow = False
+        assert self.numbers() == before
+
     @rule(really=RARELY, which=WHICH)
     def close(self, really: bool, which: int) -> None:
         """A process that has lost its lease writes nothing at its end."""
@@ -156,54 +197,135 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
             assert numbers[: len(process.seen)] == process.seen
 
 
+@dataclass
+class FileProcess:
+    """A controller, which can be stopped right after a look at its lease."""
+
+    lease: Lease
+    file: Any = None
+    seen: list[int] = field(default_factory=list)
+    stopped: threading.Thread | None = None
+    stands: threading.Event = field(default_factory=threading.Event)
+    may_go_on: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def epoch(self) -> int:
+        return self.lease.epoch
+
+    def look(self) -> None:
+        self.lease.look()
+        if threading.current_thread() is self.stopped:
+            self.stands.set()
+            self.may_go_on.wait()
+
+    def go_on(self) -> None:
+        if self.stopped is not None:
+            self.may_go_on.set()
+            self.stopped.join()
+            self.stopped = None
+
+
 class FileOfManyWriters(RuleBasedStateMachine):
-    """On a disk: a process looks at its lease before it writes a line."""
+    """On a disk: a process looks at its lease before it writes a line, and may be stopped between
+    the two until newer ones have taken over, even several."""
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="elastic-log-laws-")
         self.run_ = DiskStorage(Path(self.folder))
-        self.processes: list[tuple[Lease, LineFile]] = []
+        self.log = LineLog(self.run_, "journal.jsonl")
+        self.reader = self.log.reader()
+        self.followed: list[int] = []
+        self.processes: list[FileProcess] = []
         self.acknowledged: list[int] = []
+        self.number = 0
+        self.epochs: dict[int, int] = {}
 
     def teardown(self) -> None:
-        for _, file in self.processes:
-            file.close()
+        for process in self.processes:
+            process.go_on()
+            process.file.close()
         shutil.rmtree(self.folder)
+
+    @initialize()
+    def first(self) -> None:
+        self.take_over(False)
 
     @rule(half=st.booleans())
     def take_over(self, half: bool) -> None:
         """The one before may have died in the middle of a line."""
-        if half and self.acknowledged:
+        if half and self.number:
             with open(self.run_.path / "journal.jsonl", "ab") as file:
                 file.write(b'{"number": ')
-        lease = claim(self.run_, actor="controller")
-        file = LineFile(self.run_.path / "journal.jsonl", lease.look)
-        self.processes.append((lease, file))
+        process = FileProcess(claim(self.run_, actor="controller"))
+        process.file = open_journal(self.log, process)
+        process.seen = self.numbers()
+        self.processes.append(process)
 
     @rule(which=WHICH)
     def append(self, which: int) -> None:
-        if not self.processes:
-            return
-        lease, file = self.processes[-1 - which % len(self.processes)]
+        if free := [process for process in self.processes if process.stopped is None]:
+            self.write(free[-1 - which % len(free)])
+
+    def write(self, process: FileProcess) -> None:
+        """What has been written is acknowledged if the lease is still held afterwards."""
+        self.number += 1
+        number = self.number
+        self.epochs[number] = process.epoch
         with suppress(LeaseLost):
-            lease.check()
-            self.acknowledged.append(len(self.acknowledged))
-            file.write({"number": self.acknowledged[-1]})
+            process.file.write({"number": number, "time": 0.0})
+            process.lease.look()
+            self.acknowledged.append(number)
+
+    @rule(which=WHICH)
+    def stop_before_a_write(self, which: int) -> None:
+        """Between the look at the lease and the write, until `go_on`."""
+        if free := [process for process in self.processes if process.stopped is None]:
+            process = free[-1 - which % len(free)]
+            process.stopped = threading.Thread(target=self.write, args=(process,))
+            process.may_go_on.clear()
+            process.stands.clear()
+            process.stopped.start()
+            while process.stopped.is_alive() and not process.stands.wait(0.001):
+                continue
+
+    @rule(which=WHICH)
+    def go_on(self, which: int) -> None:
+        if stopped := [process for process in self.processes if process.stopped is not None]:
+            stopped[-1 - which % len(stopped)].go_on()
 
     @rule(which=WHICH)
     def close(self, which: int) -> None:
         if self.processes:
-            lease, file = self.processes.pop(which % len(self.processes))
-            assert file.close() == ""
-            lease.release()
+            process = self.processes.pop(which % len(self.processes))
+            process.go_on()
+            assert process.file.close() == ""
+            process.lease.release()
+
+    def numbers(self) -> list[int]:
+        return [row["number"] for row in self.log.lines() if "number" in row]
 
     @invariant()
-    def all_is_there(self) -> None:
-        journal = self.run_.path / "journal.jsonl"
-        text = journal.read_bytes() if journal.exists() else b""
-        whole = text[: text.rfind(b"\n") + 1].splitlines()
-        assert [json.loads(line)["number"] for line in whole] == self.acknowledged
+    def history_only_grows(self) -> None:
+        numbers, acknowledged = self.numbers(), set(self.acknowledged)
+        assert [n for n in numbers if n in acknowledged] == self.acknowledged
+        for process in self.processes:
+            num_seen = len(process.seen)
+            assert numbers[:num_seen] == process.seen
+            later = [self.epochs[number] for number in numbers[num_seen:]]
+            assert not later or min(later) >= process.epoch, "it has not read what counts"
+        while block := self.reader.read():
+            self.followed += numbers_in(block)
+        assert self.followed == numbers, "who follows it sees the same"
+        from_end = b"".join(line + b"\n" for _, line in self.log.lines_from_end())
+        assert numbers_in(from_end) == numbers[::-1], "and who reads it from its end"
+        for offset, row in self.log.lines_with_offsets():
+            assert next(self.log.lines(offset)) == row, "and who begins amid it"
+
+
+def numbers_in(lines: bytes) -> list[int]:
+    rows = [json.loads(line) for line in lines.splitlines()]
+    return [row["number"] for row in rows if "number" in row]
 
 
 SegmentsOfManyWriters.TestCase.settings = settings(max_examples=250, deadline=None)

@@ -78,9 +78,12 @@ def test_two_commands_on_one_machine_both_complete(tmp_path: Path) -> None:
         killed = begin(folder, "killed", "100000")
         killed.wait_until(lambda: killed.lines("RunOpened"), "its start")
         abandoned = session_folders(folder)
+        in_use = shared_memory_of(folder)
+        assert any("plasma" in name for name in in_use), "Ray's object store is there"
         killed.process.kill()
         killed.process.communicate()  # its guard ends the rest
         assert_nothing_is_left(folder)
+        assert not [name for name in in_use if Path(name).exists()]
         first = begin(folder, "first", "100")
         first.wait_for_step(1)
         second = begin(folder, "second", "300")
@@ -93,6 +96,20 @@ def test_two_commands_on_one_machine_both_complete(tmp_path: Path) -> None:
     runs = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
     states = {run.info.run_name: run.info.status for run in runs}
     assert states["first"] == states["second"] == "FINISHED"
+
+
+def shared_memory_of(ray_folder: str) -> set[str]:
+    """The files in /dev/shm that the cluster's processes have mapped or open: shared memory and
+    named semaphores. Those that have no name any more end in "(deleted)"."""
+    names: set[str] = set()
+    for process in processes_of(ray_folder):
+        with suppress(OSError):
+            lines = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            names.update(line.split(None, 5)[5] for line in lines if "/dev/shm/" in line)
+            for link in Path(f"/proc/{process.pid}/fd").iterdir():
+                with suppress(OSError):
+                    names.add(str(link.readlink()))
+    return {name for name in names if name.startswith("/dev/shm/")}
 
 
 def session_folders(ray_folder: str) -> list[str]:

@@ -239,3 +239,33 @@ def test_a_process_that_lost_its_lease_writes_nothing_at_the_next_flush(
         lines.flush() if ends == "flush" else lines.write({"number": 2})
     assert lines.num_waiting == 0 and lines.close() == ""
     assert [row["number"] for row in rows(tmp_path / "log")] == [0]
+
+
+def test_a_process_that_is_stopped_before_it_cuts_half_a_line_cuts_no_newer_line(
+    tmp_path: Path,
+) -> None:
+    """The newer one waits until it has gone on, or has ended."""
+    (tmp_path / "log").write_bytes(b'{"number": 0}\n{"num')
+    stands, may_go_on = threading.Event(), threading.Event()
+    opened: list[LineFile] = []
+
+    def check() -> None:
+        stands.set()
+        assert may_go_on.wait(20.0)
+
+    def open_and_write() -> None:
+        opened.append(LineFile(tmp_path / "log"))
+        opened[-1].write({"number": 1})
+
+    older = threading.Thread(target=lambda: opened.append(LineFile(tmp_path / "log", check)))
+    older.start()
+    assert stands.wait(20.0)
+    newer = threading.Thread(target=open_and_write)
+    newer.start()
+    newer.join(0.3)
+    assert newer.is_alive(), "it has not waited"
+    may_go_on.set()
+    for thread in (older, newer):
+        thread.join()
+    assert [row["number"] for row in rows(tmp_path / "log")] == [0, 1]
+    assert [lines.close() for lines in opened] == ["", ""]
