@@ -107,6 +107,9 @@ class Upload:
     pending: set[str]
     assignment: Assignment
     """Under which the state lies that is written."""
+    since: float = 0.0
+    deadline: float = 0.0
+    """When the missing parts are late: see `late_writers`."""
     files: dict[str, PartFile] = field(default_factory=dict)
     is_published: bool = False
 
@@ -274,6 +277,8 @@ class CoreState:
     is_save_wished: bool = False
     """Whether the members of this generation have been told so."""
     num_save_failures: int = 0
+    late_writers: set[str] = field(default_factory=set)
+    """Members that leave only because they write their part of a checkpoint for too long."""
     checkpoint_costs: CheckpointCosts = field(default_factory=CheckpointCosts)
 
     skipped_since: int | None = None
