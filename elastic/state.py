@@ -174,6 +174,8 @@ class CoreState:
     """Whether it was the evaluation before that step, and the microbatches are held-out data."""
     guarded_step: int = 0
     """The members save the state before this step, and wait until it is written; 0: none."""
+    unguarded_step: int = 0
+    """Before this one they waited in vain: a write hangs, and the run goes on without the guard."""
     boundary_at: float = 0.0
     """When the members last stood at a step boundary, as far as it has been told."""
     relayout_s: float = 0.0

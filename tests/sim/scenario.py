@@ -308,7 +308,7 @@ def drawn_with_one_hung_write(seed: int) -> Scenario:
     random = Random(f"one hung/{seed}")
     scenario = drawn_with_hung_writes(seed)
     most = random.choice((2, 3, 4))
-    scenario.layout = random.choice(("", f"fsdp={most}", f"pp={most}", "tp=2", "dp=2"))
+    scenario.layout = random.choice(("", f"fsdp={most}", "pp=2", "tp=2", "dp=2"))
     scenario.memory_bytes, scenario.num_slow_starters = None, 0
     scenario.job = replace(scenario.job, steps=600)
     least = random.choice((1, most))
