@@ -69,7 +69,9 @@ def _let_go_of_writers(state: CoreState, now: float, upload: Upload) -> list[Com
         state.want_save(now)
         return [warned]
     if not upload.files:
-        told = "has no part yet: the storage does not answer, and training goes on without newer ones"
+        told = (
+            "has no part yet: the storage does not answer, and training goes on without newer ones"
+        )
         return [_warned(state, now, upload, told)]
     told = f"is not whole: {_names(state, upload)} still writes, and is replaced"
     holders = set[str]().union(*(held.holders for held in state.holdings()))

@@ -30,6 +30,7 @@ class Seat:
     avoided: tuple[str, ...] = ()
     """Where it was not to be started."""
     is_ready: bool = False
+    has_broken_device: bool = False
     silent_in: int = 0
     """The latest generation in which it did not answer."""
 
