@@ -10,16 +10,15 @@ from dataclasses import replace
 
 import pytest
 from sim.fresh_seeds import SOAK, FreshSeeds
+from sim.hung_writes import drawn_with_hung_writes, drawn_with_one_hung_write
 from sim.scenario import (
     drawn,
     drawn_with_bad_numbers,
     drawn_with_controller_restarts,
     drawn_with_drains,
     drawn_with_frozen_keepers,
-    drawn_with_hung_writes,
     drawn_with_long_absences,
     drawn_with_long_notices,
-    drawn_with_one_hung_write,
     drawn_with_parities,
     drawn_with_relayouts,
     drawn_with_scarcity,
