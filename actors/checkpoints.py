@@ -6,8 +6,10 @@ import json
 import queue
 import re
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 from actors.errors import DamagedCheckpoint, LeaseLost
@@ -199,6 +201,8 @@ class Publisher:
         self._guard = ThreadGuard("publisher", post)
         self._orders: queue.SimpleQueue[StorageOrder | None]
         self._orders = queue.SimpleQueue()
+        self._to_remove: deque[tuple[int, int]] = deque()
+        """Step and generation of checkpoints that are to be removed, and may have been refused."""
         self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
         self._thread.start()
 
@@ -211,25 +215,38 @@ class Publisher:
         self._thread.join()
 
     def _serve(self) -> None:
-        while (order := self._orders.get()) is not None:
+        is_open = True
+        while is_open:
+            order = self._orders.get()
+            is_open = order is not None
+            if isinstance(order, DropCheckpoints):
+                self._to_remove += [k for k in order.dropped if k not in self._to_remove]
             try:
-                self._lease.look()
-                match order:
-                    case PublishCheckpoint():
-                        self._publish(order)
-                    case DropCheckpoints():
-                        self._drop(order)
-                    case SetAside():
-                        self._set_aside(order)
+                if self._to_remove:
+                    self._attempt(self._remove)
+                if isinstance(order, PublishCheckpoint):
+                    self._attempt(partial(self._publish, order), partial(self._fail, order))
+                elif isinstance(order, SetAside):
+                    self._attempt(partial(self._set_aside, order))
             except LeaseLost:
                 return  # the shell sees the same, and ends
-            except OSError as error:
-                self._fail(order, error)
-            except Exception as error:
-                self._guard.note_error(error)
-                self._fail(order, error)
-            else:
-                self._guard.note_success()
+
+    def _attempt(
+        self, act: Callable[[], None], fail: Callable[[Exception], None] = lambda error: None
+    ) -> None:
+        """Raises `LeaseLost`."""
+        try:
+            self._lease.look()
+            act()
+        except LeaseLost:
+            raise
+        except OSError as error:
+            fail(error)
+        except Exception as error:
+            self._guard.note_error(error)
+            fail(error)
+        else:
+            self._guard.note_success()
 
     def _publish(self, order: PublishCheckpoint) -> None:
         url = publish(
@@ -237,19 +254,25 @@ class Publisher:
         )
         self._post(Checkpointed(order.step, order.generation, url))
 
-    def _drop(self, order: DropCheckpoints) -> None:
-        """First the manifest: what is removed half is invisible."""
-        for key in order.dropped:
-            self._run.remove(f"{folder_of(*key)}/{MANIFEST}")
-            self._run.remove(folder_of(*key))
-        if order.dropped:
-            self._post(CheckpointsRemoved(order.dropped))
+    def _remove(self) -> None:
+        """First the manifest: what is removed half is invisible. What storage refuses to remove is
+        tried again before the next order, after the others."""
+        removed: list[tuple[int, int]] = []
+        try:
+            while self._to_remove:
+                key = self._to_remove[0]
+                self._to_remove.rotate(-1)
+                self._run.remove(f"{folder_of(*key)}/{MANIFEST}")
+                self._run.remove(folder_of(*key))
+                removed.append(self._to_remove.pop())
+        finally:
+            if removed:
+                self._post(CheckpointsRemoved(tuple(removed)))
 
     def _set_aside(self, order: SetAside) -> None:
+        """If storage refuses, its damage is found again when the run is opened again."""
         set_aside(self._run.at(folder_of(order.step, order.generation)))
         self._post(CheckpointsRemoved(((order.step, order.generation),)))
 
-    def _fail(self, order: StorageOrder, error: Exception) -> None:
-        """What could not be removed, or set aside, is found when the run is opened again."""
-        if isinstance(order, PublishCheckpoint):
-            self._post(PartFailed("", order.generation, order.step, str(error)))
+    def _fail(self, order: PublishCheckpoint, error: Exception) -> None:
+        self._post(PartFailed("", order.generation, order.step, str(error)))

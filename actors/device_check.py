@@ -61,3 +61,18 @@ class DeviceCheck:
         if raised:
             return BrokenDevice(f"the device fails on a small kernel: {raised[0]}")
         return None
+
+
+def prove(make: Callable[[], Callable[[], None]], limit_s: float = LIMIT_S) -> DeviceCheck:
+    """The check of the device for which `make` gives a computation, passed once: what `make` does
+    there may block as well. Raises `BrokenDevice`."""
+    made: list[Callable[[], None]] = []
+
+    def make_and_compute() -> None:
+        made.append(make())
+        made[0]()
+
+    failure = DeviceCheck(make_and_compute, limit_s).failure()
+    if failure is not None:
+        raise failure
+    return DeviceCheck(made[0], limit_s)

@@ -86,10 +86,11 @@ class PartWriter:
             check()
             time.sleep(LOOK_EVERY_S)
 
-    def await_copied(self) -> None:
-        """Before anything changes the tensors."""
+    def await_copied(self, check: Callable[[], None] = lambda: None) -> None:
+        """Before anything changes the tensors; `check` may raise meanwhile."""
         if self._newest is not None:
-            self._newest.copied.wait()
+            while not self._newest.copied.wait(LOOK_EVERY_S):
+                check()
             self._newest = None
 
     def _serve(self) -> None:

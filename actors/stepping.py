@@ -100,6 +100,7 @@ class Stepper:
             self._faults.at("vote", step)
             vote = self._cast(step, sums)
         self.vote = vote
+        self._writer.await_copied(self._interruption.check)
         self._faults.at("apply", step)
         record = self.apply(vote)
         self._own_times.end(step)

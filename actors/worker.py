@@ -15,12 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, assert_never
 
 import psutil
 import torch
 
-from actors.device_check import DeviceCheck, kernel_on
+from actors.device_check import kernel_on, prove
 from actors.error_kinds import kind_of, wanted_of
 from actors.errors import DamagedCheckpoint, Interrupted
 from actors.factory import Factory
@@ -190,7 +191,7 @@ class Worker:
             keep_freed_memory()
         program.warm_up()
         if program.device.type == "cuda":
-            self._check_device = DeviceCheck(kernel_on(program.device)).failure
+            self._check_device = prove(partial(kernel_on, program.device)).failure
         self._trainer = Trainer(
             self.name, self._place.node, program, self._options, self._report, self._interruption
         )

@@ -76,6 +76,8 @@ def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command
     failure = Ending("failed", _reason(state, event), event.traceback)
     if event.worker not in state.seats:
         return []
+    if event.kind == "device":
+        state.seats[event.worker].has_broken_device = True
     if event.worker not in state.warm and event.kind == "machine":
         return turn_away_unfit(state, now, event)
     if event.worker not in state.warm:

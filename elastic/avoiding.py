@@ -14,7 +14,8 @@ further quarantine of the same node lasts twice as long.
 
 A worker that something outside of it may have killed (SIGKILL, the out-of-memory killer, a
 preemption; on Ray every end without a known reason) and that trained for longer than it took to
-start says nothing against its node: such a node is worth more than none.
+start says nothing against its node: such a node is worth more than none. A broken device counts in
+any case: the controller ends its worker, and the next one would get the same device.
 """
 
 from __future__ import annotations
@@ -46,12 +47,15 @@ def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
     """Note what a loss says of its node; to be called before the worker is forgotten."""
     seat = state.seats.get(event.worker)
     node = (seat.node if seat else "") or event.node
-    if seat is None or not node or event.worker in state.leaving or not state.policy.avoid_after:
+    if seat is None or not node or not state.policy.avoid_after:
+        return []
+    if event.worker in state.leaving and not seat.has_broken_device:
         return []
     is_at_work = isinstance(state.phase, Running | Pausing | Aborting)
     step = state.committed_step + 1 if is_at_work and event.worker in state.members() else 0
     recent = [c for c in state.crashes if now - c.time < state.policy.avoid_window_s]
-    is_excused = not event.is_crash and _was_useful(state, seat, now)
+    is_known_crash = event.is_crash or seat.has_broken_device
+    is_excused = not is_known_crash and _was_useful(state, seat, now)
     crash = Crash(now, seat.since, node, step, is_excused)
     state.crashes = [*recent, crash]
     counts = _counts(state)

@@ -68,6 +68,8 @@ def guarded_step(state: CoreState) -> int:
     held, step = state.held, state.fatal_step
     if held is None or state.is_fatal_evaluation or not state.fatal or state.ending:
         return 0
+    if step == state.unguarded_step:
+        return 0
     if not state.committed_step < step <= state.job.steps or state.saved_step >= step - 1:
         return 0
     members = held.assignment.members
@@ -81,8 +83,10 @@ def guarded_step(state: CoreState) -> int:
 def break_guard(state: CoreState) -> None:
     """The generation that was to save the state before a step is over, and the living have it: what
     they had not begun to write never comes."""
-    step, generation = state.guarded_step - 1, state.generation
-    break_uploads(state, lambda u: bool(u.pending) and (u.step, u.generation) == (step, generation))
+    about = (state.guarded_step - 1, state.generation)
+    broken = break_uploads(state, lambda u: bool(u.pending) and (u.step, u.generation) == about)
+    if broken and isinstance(state.phase, Aborting) and state.phase.is_hang:
+        state.unguarded_step = state.guarded_step
 
 
 def _num_microbatches(state: CoreState) -> int:

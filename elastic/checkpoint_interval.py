@@ -30,6 +30,8 @@ class CheckpointCosts:
     """The latest in which a member was lost: all losses of one generation are one failure."""
     costs_s: list[float] = field(default_factory=list)
     """Of the latest checkpoints that were written undisturbed."""
+    writes_s: list[float] = field(default_factory=list)
+    """How long the latest checkpoints took until all parts were written."""
     cost_s: float | None = None
     """What the one being written has cost so far; None while there is none."""
 
@@ -50,6 +52,10 @@ class CheckpointCosts:
         if not is_writing:
             self.costs_s = [*self.costs_s[1 - NUM_RECENT :], max(LEAST_COST_S, self.cost_s)]
             self.cost_s = None
+
+    def note_write(self, write_s: float) -> None:
+        """All parts of a checkpoint have been written, so long after the first was begun."""
+        self.writes_s = [*self.writes_s[1 - NUM_RECENT :], write_s]
 
     def note_failure(self, generation: int) -> None:
         """A member, or a whole session of the run, was lost in this generation."""

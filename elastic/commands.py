@@ -266,8 +266,8 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something that a person should know of: `kind` is `skipped`, `spike`, `audit`, `notice` or
-    `machine` or `straggler`."""
+    """Something that a person should know of: `kind` is `skipped`, `spike`, `audit`, `notice`,
+    `machine`, `straggler` or `checkpoint`."""
 
     generation: int
     step: int

@@ -19,6 +19,7 @@ from elastic import (
     forming,
     giving_way,
     growing,
+    late_writers,
     leaving,
     protecting,
     roster,
@@ -118,6 +119,7 @@ class Core:
                 times += [running.hang_deadline(state, phase), growing.growth_deadline(state)]
                 times += [growing.idle_deadline(state)]
                 times += [protecting.protect_deadline(state), saving.wish_deadline(state)]
+                times += [late_writers.upload_deadline(state)]
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
             case Aborting() if state.catch_up:
@@ -330,7 +332,8 @@ class Core:
         if isinstance(state.phase, Waiting):
             commands += giving_way.give_way(state, now) + forming.go_on(state, now)
         elif isinstance(state.phase, Running):
-            commands += running.stop_at_boundary(state, now) + protecting.protect(state, now)
+            commands += late_writers.let_go(state, now) + running.stop_at_boundary(state, now)
+            commands += protecting.protect(state, now)
             commands += saving.wish(state, now) + growing.give_back(state, now)
         return commands + roster.start_missing(state, now)
 

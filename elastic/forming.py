@@ -219,7 +219,8 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
     begin_saving(state, now)
     state.guarded_step = guarded_step(state)
     if state.guarded_step == state.committed_step + 1:
-        open_upload(state, state.generation, state.committed_step, set(members), attempt.assignment)
+        saved = (state.generation, state.committed_step)
+        open_upload(state, now, *saved, set(members), attempt.assignment)
     spares = state.warm - state.leaving - set(members)
     state.spare_since = state.idle_since = now if spares else None
     state.num_given_way = 0
@@ -239,6 +240,7 @@ def _resume(state: CoreState, now: float, phase: Relaying) -> list[Command]:
         guarded_step=state.guarded_step,
     )
     leavers = sorted(state.leaving - set(members))
+    state.late_writers.difference_update(leavers)
     relaid = _relaid(state, now, phase)
     return [relaid, resume, *(StopWorker(worker, "it leaves by plan") for worker in leavers)]
 

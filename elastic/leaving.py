@@ -18,6 +18,8 @@ from math import inf
 from elastic.aborting import abort
 from elastic.commands import Command, StopWorker, Warned
 from elastic.events import NodeAtRisk, NodeDraining, WorkerLeaving
+from elastic.forming import next_assignment
+from elastic.infeasible import Infeasible
 from elastic.phases import Breakable, Forming, Relaying
 from elastic.recovery import living
 from elastic.roster import forget, note_change, participants
@@ -62,12 +64,16 @@ def drain_end(state: CoreState) -> float:
 
 def members_leave(state: CoreState) -> bool:
     """Whether a pause is wanted for members that go; not yet if too few would be left only because
-    nodes drain."""
+    nodes drain, nor while the run cannot train without a late writer."""
     leavers = state.leaving.intersection(state.members())
-    if not leavers or _enough_stay(state):
-        return bool(leavers)
+    if not leavers:
+        return False
+    if leavers <= state.late_writers:
+        return _enough_stay(state) and _can_train_without_them(state)
+    if _enough_stay(state):
+        return True
     drained = set[str]().union(*(drain.leavers for drain in state.draining.values()))
-    return not leavers <= drained
+    return not leavers <= drained | state.late_writers
 
 
 def is_too_late_to_pause(state: CoreState, now: float) -> bool:
@@ -101,6 +107,7 @@ def _ask_to_go(state: CoreState, worker: str) -> list[Command]:
         return []
     for drain in state.draining.values():
         drain.leavers.discard(worker)  # it goes, whatever becomes of its node
+    state.late_writers.discard(worker)
     return _let_go(state, {worker})
 
 
@@ -126,6 +133,12 @@ def _let_go(state: CoreState, leavers: Set[str]) -> list[Command]:
     holders = (held.holders for held in state.holdings())
     busy = participants(state).union(*holders)
     return [StopWorker(w, "it leaves by plan") for w in state.seats if w in leavers - busy]
+
+
+def _can_train_without_them(state: CoreState) -> bool:
+    """Whether there is a layout for the workers that stay."""
+    previous = state.held.assignment if state.held else None
+    return not isinstance(next_assignment(state, previous), Infeasible)
 
 
 def _enough_stay(state: CoreState) -> bool:

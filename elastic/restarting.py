@@ -45,6 +45,9 @@ def _shift(state: CoreState, by_s: float) -> None:
         state.protect_at += by_s
     if state.save_at is not None:
         state.save_at += by_s
+    for upload in state.uploads.values():
+        upload.since += by_s
+        upload.deadline += by_s
 
 
 def _shift_phase(state: CoreState, by_s: float) -> None:

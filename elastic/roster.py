@@ -69,6 +69,7 @@ def forget(state: CoreState, now: float, worker: str, cause: str, outcome: str =
     del state.seats[worker]
     state.warm.discard(worker)
     state.leaving.discard(worker)
+    state.late_writers.discard(worker)
     for held in state.holdings():
         held.holders.discard(worker)
     if break_uploads(state, lambda upload: worker in upload.pending):

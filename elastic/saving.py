@@ -22,6 +22,7 @@ from elastic.events import (
     PartWritten,
     Saved,
 )
+from elastic.late_writers import note_part
 from elastic.phases import Ending, Pausing, Running, Saving
 from elastic.phases import Stopped as StoppedPhase
 from elastic.recovery import living
@@ -101,10 +102,13 @@ def wish_deadline(state: CoreState) -> float:
 
 def on_part_written(state: CoreState, now: float, event: PartWritten) -> None:
     _expect_early(state, now, event)
+    note_part(state, event.worker)
     upload = state.uploads.get(upload_key(event.generation, event.step))
     if upload and event.worker in upload.pending:
         upload.pending.discard(event.worker)
         upload.files[event.file.name] = event.file
+        if not upload.pending:
+            state.checkpoint_costs.note_write(now - upload.since)
 
 
 def publish_whole(state: CoreState) -> list[Command]:
@@ -125,6 +129,7 @@ def publish_whole(state: CoreState) -> list[Command]:
 def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Command]:
     """Try again later; what is whole stays until there is something newer."""
     _expect_early(state, now, event)
+    note_part(state, event.worker)
     if not break_upload(state, event.generation, event.step):
         return []  # another part of it has failed before
     state.num_save_failures += 1
@@ -207,7 +212,7 @@ def end(state: CoreState, now: float) -> list[Command]:
     state.held = held
     commands: list[Command] = []
     if upload_key(state.generation, state.committed_step) not in state.uploads:
-        commands = [*drop_broken(state), _order_parts(state, held)]
+        commands = [*drop_broken(state), _order_parts(state, now, held)]
     phase = state.phase
     deadline = phase.deadline if isinstance(phase, Saving) else now + state.policy.save_timeout_s
     state.enter(Saving(state.generation, deadline))
@@ -254,7 +259,7 @@ def _open(state: CoreState, now: float, step: int) -> None:
         return
     assert state.held is not None, "members that write hold the state"
     assignment = state.held.assignment
-    open_upload(state, state.generation, step, set(assignment.members), assignment)
+    open_upload(state, now, state.generation, step, set(assignment.members), assignment)
     every_s = interval_s(state)
     state.save_at = now + every_s if every_s else None
     state.checkpoint_costs.begin()
@@ -270,11 +275,11 @@ def _expect_early(state: CoreState, now: float, event: PartWritten | PartFailed)
         _open(state, now, event.step)
 
 
-def _order_parts(state: CoreState, held: Held) -> SaveCheckpoint:
+def _order_parts(state: CoreState, now: float, held: Held) -> SaveCheckpoint:
     """Parts of a broken attempt at this step may still arrive: a new number tells them apart."""
     state.generation += 1
     step, workers = state.committed_step, tuple(sorted(held.holders))
-    open_upload(state, state.generation, step, held.holders, held.assignment)
+    open_upload(state, now, state.generation, step, held.holders, held.assignment)
     return SaveCheckpoint(state.generation, workers, step, held.assignment.generation)
 
 

@@ -30,6 +30,7 @@ class Seat:
     avoided: tuple[str, ...] = ()
     """Where it was not to be started."""
     is_ready: bool = False
+    has_broken_device: bool = False
     silent_in: int = 0
     """The latest generation in which it did not answer."""
 
@@ -107,6 +108,9 @@ class Upload:
     pending: set[str]
     assignment: Assignment
     """Under which the state lies that is written."""
+    since: float = 0.0
+    deadline: float = 0.0
+    """When the missing parts are late: see `late_writers`."""
     files: dict[str, PartFile] = field(default_factory=dict)
     is_published: bool = False
 
@@ -171,6 +175,8 @@ class CoreState:
     """Whether it was the evaluation before that step, and the microbatches are held-out data."""
     guarded_step: int = 0
     """The members save the state before this step, and wait until it is written; 0: none."""
+    unguarded_step: int = 0
+    """Before this one they waited in vain: a write hangs, and the run goes on without the guard."""
     boundary_at: float = 0.0
     """When the members last stood at a step boundary, as far as it has been told."""
     recent_form_s: list[float] = field(default_factory=list)
@@ -278,6 +284,8 @@ class CoreState:
     is_save_wished: bool = False
     """Whether the members of this generation have been told so."""
     num_save_failures: int = 0
+    late_writers: set[str] = field(default_factory=set)
+    """Members that leave only because they write their part of a checkpoint for too long."""
     checkpoint_costs: CheckpointCosts = field(default_factory=CheckpointCosts)
 
     skipped_since: int | None = None

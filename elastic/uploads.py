@@ -7,16 +7,31 @@ from collections.abc import Callable
 from elastic.assignment import Assignment
 from elastic.state import CoreState, Upload
 
+PATIENCE_FACTOR = 4.0
+"""A part is late after so many times the longest recent write."""
+
 
 def upload_key(generation: int, step: int) -> str:
     return f"{generation}:{step}"
 
 
+def write_patience_s(state: CoreState) -> float:
+    """How long the parts of a checkpoint may take before those that are missing are late."""
+    longest_s = max(state.checkpoint_costs.writes_s, default=0.0)
+    return max(state.policy.save_timeout_s, PATIENCE_FACTOR * longest_s)
+
+
 def open_upload(
-    state: CoreState, generation: int, step: int, writers: set[str], assignment: Assignment
+    state: CoreState,
+    now: float,
+    generation: int,
+    step: int,
+    writers: set[str],
+    assignment: Assignment,
 ) -> None:
     """Expect the parts of a checkpoint from these workers."""
-    upload = Upload(step, generation, set(writers), assignment)
+    deadline = now + write_patience_s(state)
+    upload = Upload(step, generation, set(writers), assignment, now, deadline)
     state.uploads.setdefault(upload_key(generation, step), upload)
 
 

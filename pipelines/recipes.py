@@ -71,7 +71,6 @@ def byte_lm() -> TrainSettings:
         microbatch=1,
         steps=200,
         eval_every=100,
-        checkpoint_every=100,
         sync_each_microbatch=SYNC_EACH,
     )
 

@@ -18,7 +18,10 @@ class MemoryStorage:
         self.now = 0.0
         self.num_listings = 0
         self.refusal: Exception | None = None
-        """What every write raises, if anything."""
+        """What every write and removal raises, if anything."""
+        self.num_removals = 0
+        self.unremovable = ""
+        """A folder whose files nobody may remove."""
 
     def at(self, folder: str) -> MemoryStorage:
         """For its URL, and reading: a copy."""
@@ -59,6 +62,12 @@ class MemoryStorage:
         return sorted({name.partition("/")[0] for name in self.objects if "/" in name})
 
     def remove(self, name: str) -> None:
+        refusal = self.refusal
+        self.num_removals += 1
+        if refusal:
+            raise refusal
+        if self.unremovable and name.startswith(self.unremovable):
+            raise PermissionError(13, "Permission denied", name)
         for there in list(self.objects):
             if there == name or there.startswith(f"{name}/"):
                 self.objects.pop(there, None)

@@ -28,7 +28,6 @@ def finetune() -> TrainSettings:
         batch=16,
         steps=200,
         eval_every=50,
-        checkpoint_every=50,
     )
 
 

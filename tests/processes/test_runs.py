@@ -10,6 +10,7 @@ import pytest
 import torch
 from expected import expected
 from harness import Outcome, run_plainly
+from raising import FATAL_STEP, RAISED, SLOW_S
 from run_checks import (
     assert_each_sample_once,
     assert_nothing_redone,
@@ -299,6 +300,39 @@ def test_a_bug_in_the_program_stops_the_run_and_names_the_worker(tmp_path: Path)
     assert run.stopped.reason.startswith("w1: RuntimeError: w1 was told to raise at step 20")
     assert "Traceback" in run.stopped.traceback
     assert run.told("Checkpointed")[-1]["step"] == 19
+
+
+@pytest.mark.parametrize(
+    ("exception", "slow_s"),
+    [
+        ("RuntimeError", 0.0),
+        ("KeyboardInterrupt", 0.0),
+        ("SystemExit:0", 0.0),
+        ("GeneratorExit", 0.0),
+        ("RuntimeError", 2.0),
+        ("SystemExit:0", 2.0),
+    ],
+)
+def test_whatever_the_model_raises_fails_the_run_which_is_saved(
+    tmp_path: Path, exception: str, slow_s: float
+) -> None:
+    """Also where the other worker unwinds for longer than one that hangs is waited for."""
+    run = run_plainly(
+        tmp_path,
+        SETTINGS,
+        2,
+        layout="dp=2",
+        program="raising:Program",
+        environment={RAISED: exception, SLOW_S: str(slow_s)},
+        quiesce_deadline_s=0.3,
+    )
+    name = exception.partition(":")[0]
+    assert run.stopped.outcome == "failed", run.story()
+    assert run.stopped.reason.startswith(f"w1: {name}"), run.stopped.reason
+    assert "raising.py" in run.stopped.traceback and name in run.stopped.traceback
+    assert run.stopped.step == FATAL_STEP - 1
+    assert run.told("Checkpointed")[-1]["step"] == FATAL_STEP - 1
+    assert not run.told("WorkerLost"), "nobody was ended for it"
 
 
 def test_the_same_run_name_goes_on(tmp_path: Path, undisturbed: Outcome) -> None:

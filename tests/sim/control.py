@@ -78,6 +78,7 @@ class Control:
         self.frozen = False
         self.deaf = False
         self.disk_full = False
+        self.write_hangs = False
         self.next_error = ""
         self.num_nans = 0
         self.next_loss = 1.0

@@ -93,7 +93,7 @@ HARMFUL = {
 }
 """Without any of these, and with fewer than a storm of others, a run completes."""
 
-STANDSTILLS = {"freeze", "hang"}
+STANDSTILLS = {"freeze", "hang", "hang the write"}
 """Nobody can write the last checkpoint for a worker that alone has its part of the state."""
 
 STORM = 12
@@ -162,6 +162,12 @@ def draw_storage_faults(random: Random) -> list[Fault]:
     """One to five faults of the storage, and of those who would go back to it."""
     actions = ("damage a checkpoint", "fill the disk", "fill the disk", "kill two", "restart")
     return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 5))]
+
+
+def draw_hung_writes(random: Random) -> list[Fault]:
+    """One to three writes of parts never return."""
+    number = random.choice((1, 1, 2, 3))
+    return [Fault("hang the write", "writing", random.randrange(12)) for _ in range(number)]
 
 
 def draw_slow_workers(random: Random) -> list[Fault]:

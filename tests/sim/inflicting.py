@@ -176,6 +176,12 @@ def _fill_the_disk(world: World, worker: SimWorker) -> None:
     worker.control.disk_full = True
 
 
+def _hang_the_write(world: World, worker: SimWorker) -> None:
+    """As a network file system whose server is gone: the write under way never returns, and those
+    after it wait for it; training goes on."""
+    worker.control.write_hangs = True
+
+
 def _damage(world: World, worker: SimWorker) -> None:
     """A bit flips in the newest checkpoint."""
     for saved in world.storage.whole()[-1:]:
@@ -258,6 +264,7 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "freeze the keeper for a while": _freeze_keeper_for_a_while,
     "lose the store": _lose_the_store,
     "fill the disk": _fill_the_disk,
+    "hang the write": _hang_the_write,
     "damage a checkpoint": _damage,
     "flap": _flap,
     "stop": _stop,

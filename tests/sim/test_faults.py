@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 from sim.fresh_seeds import SOAK, FreshSeeds
+from sim.hung_writes import drawn_with_hung_writes, drawn_with_one_hung_write
 from sim.scenario import (
     drawn,
     drawn_with_bad_numbers,
@@ -31,6 +32,7 @@ from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WI
 from sim.simulation import simulate
 
 from elastic.commands import Abort, Relayout, RolledBack, StopWorker
+from elastic.events import Checkpointed
 from elastic.step_records import NUM_KEPT_RECORDS
 
 NUM_SEEDS = 600
@@ -49,6 +51,8 @@ NUM_SEEDS_NOTICES = 50
 NUM_SEEDS_LEAVING = 400
 NUM_SEEDS_STRAGGLERS = 100
 NUM_SEEDS_SPOILT = 100
+NUM_SEEDS_HUNG = 100
+NUM_SEEDS_ONE_HUNG = 40
 NUM_SEEDS_SOAK = 12_000
 
 
@@ -128,6 +132,32 @@ def test_workers_that_come_and_go_cost_no_evaluation(first: int, fresh_seeds: Fr
         world = simulate(replace(scenario, eval_every=1, faults=leaving))
         state = world.shell.core.state
         assert state.evaluated_step == state.job.steps, f"seed {seed}"
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_HUNG, 50))
+def test_writes_never_return_among_what_is_drawn(first: int, fresh_seeds: FreshSeeds) -> None:
+    for seed in fresh_seeds(first, 50):
+        simulate(drawn_with_hung_writes(seed))
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_ONE_HUNG, 20))
+def test_a_write_that_never_returns_delays_checkpoints_and_costs_no_step(
+    first: int, fresh_seeds: FreshSeeds
+) -> None:
+    """The next is whole as soon as another worker has taken the place of the one that hangs."""
+    for seed in fresh_seeds(first, 20):
+        scenario = drawn_with_one_hung_write(seed)
+        world = simulate(scenario)
+        trace = world.records.trace
+        whole_at = [now for now, event, _, _ in trace if isinstance(event, Checkpointed)]
+        [(hung_at, _, _)] = world.happened
+        delay_s = min(at for at in whole_at if at > hung_at) - hung_at
+        policy = scenario.policy
+        assert delay_s < policy.save_timeout_s + policy.start_timeout_s, f"seed {seed}: {delay_s}"
+        told = [command for _, _, commands, _ in trace for command in commands]
+        harm = [command for command in told if isinstance(command, Abort | RolledBack)]
+        assert not harm, f"seed {seed}: {harm}"
+        assert world.shell.outcome and world.shell.outcome.outcome == "completed"
 
 
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_STRAGGLERS, 50))

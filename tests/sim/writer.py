@@ -44,6 +44,8 @@ class PartWriter:
             if self.thread.ended:
                 return
             yield 0.0
+            if control.write_hangs:
+                yield Block("storage")
             if control.disk_full:
                 control.disk_full = False
                 control.report(PartFailed(name, generation, step, "no space left"))

@@ -14,7 +14,15 @@ from elastic.commands import (
     StopWorker,
     Waited,
 )
-from elastic.events import NodeDraining, Quiesced, Woke, WorkerLeaving, WorkerLost, WorkerReady
+from elastic.events import (
+    NodeDraining,
+    Quiesced,
+    Woke,
+    WorkerLeaving,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+)
 from elastic.phases import Forming, Running, Waiting
 from elastic.planning import Job, Wish
 from elastic.wire import decode, encode
@@ -273,6 +281,43 @@ def test_kills_after_useful_work_do_not_quarantine_a_node_but_crashes_do() -> No
     life = with_one_missing()
     crashes = [kill_newest_member(life, "b", after_s=60.0, is_crash=True) for _ in range(2)]
     assert crashes[-1]
+
+
+def break_device_of_newest_member(life: Life, node: str, after_s: float) -> list[Command]:
+    """The replacement joins on this node, trains for some time, and its device breaks."""
+    worker = newest(life)
+    come(life, worker, node)
+    while isinstance(life.core.state.phase, Running):
+        life.wake()
+    life.pause()
+    life.form()
+    life.now += after_s
+    generation, step = life.core.state.generation, life.core.state.committed_step
+    raised = WorkerRaised(worker, generation, "device", "CUDA error: uncorrectable ECC error", "")
+    assert of(StopWorker, life.tell(raised))
+    commands = life.tell(WorkerLost(worker, "exit code -9", node))
+    survivors = [w for w in life.core.state.members() if w in life.core.state.seats]
+    commands += life.tell(*(Quiesced(w, generation, step) for w in survivors))
+    life.form()
+    return commands
+
+
+def test_broken_devices_quarantine_a_node_also_after_long_useful_work() -> None:
+    life = training("aab")
+    life.lose("w2")
+    life.form()
+    life.core.state.crashes = []
+    told = [of(NodeAvoided, break_device_of_newest_member(life, "b", 60.0)) for _ in range(3)]
+    assert [bool(avoided) for avoided in told] == [False, False, True]
+    assert "b" in life.core.state.avoided
+
+
+def test_a_device_that_breaks_under_a_worker_that_leaves_counts() -> None:
+    life = training("aab", avoid_after=1)
+    life.tell(WorkerLeaving("w2", "asked to"))
+    generation = life.core.state.generation
+    life.tell(WorkerRaised("w2", generation, "device", "CUDA error", ""))
+    assert of(NodeAvoided, life.tell(WorkerLost("w2", "exit code -9", "b")))
 
 
 def test_kills_before_any_useful_work_quarantine_a_node() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import sqrt
 
 import pytest
@@ -12,9 +13,18 @@ from elastic.checkpoint_interval import (
     CheckpointCosts,
     best_interval_s,
 )
-from elastic.commands import Command, WishCheckpoint
+from elastic.commands import (
+    Command,
+    Pause,
+    PublishCheckpoint,
+    StartWorkers,
+    Warned,
+    WishCheckpoint,
+)
+from elastic.controller_events import ControllerRestarted
 from elastic.core import Core
 from elastic.events import (
+    Checkpointed,
     Event,
     GroupFormed,
     NodeAtRisk,
@@ -171,3 +181,99 @@ def test_a_session_that_was_lost_is_a_failure_and_its_measures_stay() -> None:
     again = training(core=core)
     assert again.state.checkpoint_costs.num_failures == 1
     assert again.state.checkpoint_costs.costs_s == [0.5]
+
+
+def warnings(commands: list[Command]) -> list[Warned]:
+    return [command for command in commands if isinstance(command, Warned)]
+
+
+def vote_with(core: Core, now: float, step_number: int, num_writing: int) -> list[Command]:
+    """A step commits, by whose vote so many members still write."""
+    told = committed(step_number, core.state.generation)
+    vote = replace(told.vote, num_writing=num_writing)
+    return step(core, now, replace(told, vote=vote), Woke())
+
+
+def with_one_part_missing(policy: Policy = AUTO) -> tuple[Core, float]:
+    """The part of w1 is missing from the checkpoint of step 3, begun at the time returned."""
+    core = training(policy)
+    core.state.save_at = 10.0
+    assert wishes(step(core, 10.0, Woke()))
+    step(core, 20.0, committed(2, num_save_wishes=2))
+    step(core, 22.0, PartWritten("w0", 1, 2, PartFile("part-w0", 1, 0)))
+    return core, 20.0
+
+
+def test_a_lost_report_of_a_part_does_not_end_all_checkpoints() -> None:
+    """By the votes nobody writes any more: the checkpoint is made again."""
+    core, began = with_one_part_missing()
+    deadline = began + core.state.policy.save_timeout_s
+    assert not wishes(vote_with(core, deadline - 0.1, 3, num_writing=0))
+    assert core.next_deadline() is not None and core.next_deadline() <= deadline
+    commands = step(core, deadline, Woke())
+    [warned] = warnings(commands)
+    assert warned.kind == "checkpoint" and "w1 on node-w1" in warned.text
+    assert wishes(commands) and not core.state.uploads
+    assert core.state.leaving == set(), "it is healthy"
+
+
+def test_a_worker_whose_write_hangs_leaves_by_plan() -> None:
+    core, began = with_one_part_missing()
+    deadline = began + core.state.policy.save_timeout_s
+    vote_with(core, deadline - 0.1, 3, num_writing=1)
+    commands = step(core, deadline, Woke())
+    assert [type(command) for command in commands] == [Warned, Pause]
+    assert core.state.leaving == {"w1"}
+
+
+def test_a_run_that_cannot_do_without_it_trains_on_until_another_has_come() -> None:
+    core, began = with_one_part_missing(replace(AUTO, min_workers=2))
+    deadline = began + core.state.policy.save_timeout_s
+    vote_with(core, deadline - 0.1, 3, num_writing=1)
+    commands = step(core, deadline, Woke())
+    assert [type(command) for command in commands] == [Warned, StartWorkers]
+    assert warnings(vote_with(core, deadline + 400.0, 4, num_writing=1)), "while it lasts"
+    commands = step(core, deadline + 401.0, WorkerReady("w2", "node-w2", 1))
+    assert any(isinstance(command, Pause) for command in commands)
+
+
+def test_a_write_that_comes_to_an_end_after_all_costs_nothing() -> None:
+    core, began = with_one_part_missing(replace(AUTO, min_workers=2))
+    deadline = began + core.state.policy.save_timeout_s
+    vote_with(core, deadline, 3, num_writing=1)
+    assert core.state.leaving == {"w1"}
+    written = PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0))
+    commands = step(core, deadline + 1.0, written)
+    assert core.state.leaving == set() and core.state.late_writers == set()
+    assert any(isinstance(command, PublishCheckpoint) for command in commands)
+
+
+def test_storage_that_answers_nobody_costs_no_worker() -> None:
+    core = training()
+    core.state.save_at = 10.0
+    step(core, 10.0, Woke())
+    step(core, 20.0, committed(2, num_save_wishes=2))
+    for number in range(3):
+        now = 330.0 + 310.0 * number
+        [warned] = warnings(vote_with(core, now, 3 + number, num_writing=2))
+        assert "storage does not answer" in warned.text
+    assert core.state.leaving == set()
+
+
+def test_parts_are_late_after_four_times_the_longest_recent_write() -> None:
+    core, began = with_one_part_missing()
+    step(core, began + 199.0, committed(3))
+    step(core, began + 200.0, PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0)))
+    step(core, began + 201.0, Checkpointed(2, 1, "path"))
+    core.state.want_save(began + 202.0)
+    step(core, began + 202.0, Woke())
+    step(core, began + 203.0, committed(4, num_save_wishes=2))
+    [upload] = core.state.uploads.values()
+    assert upload.deadline - upload.since == 4 * 200.0
+
+
+def test_parts_are_not_late_for_the_time_without_a_controller() -> None:
+    core, began = with_one_part_missing()
+    step(core, 1022.0, ControllerRestarted(2, 22.0))
+    [upload] = core.state.uploads.values()
+    assert upload.since == began + 1000.0 and upload.deadline == upload.since + 300.0

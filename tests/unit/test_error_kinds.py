@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.device_check import DeviceCheck, kernel_on
+from actors.device_check import DeviceCheck, kernel_on, prove
 from actors.error_kinds import kind_of
 from actors.errors import BrokenDevice, TornApply, UnfitMachine
 from elastic.votes import BrokenVote
@@ -170,3 +170,17 @@ def test_a_connection_of_user_code_is_no_peer(code: str, module: str, kind: str)
     traceback = raised.value.__traceback__
     assert traceback is not None
     assert kind_of(raised.value.with_traceback(traceback.tb_next)) == kind
+
+
+def test_a_device_is_proven_before_a_worker_is_ready_also_where_its_memory_hangs() -> None:
+    over = threading.Event()
+    with pytest.raises(BrokenDevice, match="did not finish a small kernel"):
+        prove(lambda: over.wait() and (lambda: None), limit_s=0.2)
+    over.set()
+
+    def wrong() -> None:
+        raise ValueError("1 + 1 is not 2 on it")
+
+    with pytest.raises(BrokenDevice, match="is not 2 on it"):
+        prove(lambda: wrong)
+    assert prove(lambda: kernel_on(torch.device("cpu"))).failure() is None

@@ -43,6 +43,11 @@ def test_a_batch_has_a_microbatch_for_each_of_eight_workers(name) -> None:
     assert load(name).num_microbatches >= 8
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_saves_as_often_as_costs_and_failures_say(name) -> None:
+    assert load(name).checkpoint_every == "auto"
+
+
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8])
 def test_the_default_batch_is_shared_evenly_by_usual_numbers_of_workers(num_workers) -> None:
     assert byte_lm().num_microbatches % num_workers == 0

@@ -1,0 +1,37 @@
+"""A program that raises in one worker amid a step, while the other worker unwinds at once or
+slowly."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import time
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from actors.program import Groups, Interrupt
+from pipelines.program import TrainingProgram
+from pipelines.training.replica import ShardedReplica
+
+FATAL_STEP = 20
+RAISING_RANK = 1
+RAISED, SLOW_S = "RAISED_EXCEPTION", "UNWINDS_FOR_S"
+"""Environment variables: the exception as `Name` or `Name:argument`; for how long the other worker
+is busy in its own code, where nothing interrupts it."""
+
+
+class RaisingReplica(ShardedReplica):
+    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+        if step == FATAL_STEP and self.groups.world_rank == RAISING_RANK:
+            name, _, argument = os.environ[RAISED].partition(":")
+            raise getattr(builtins, name)(*([int(argument)] if argument else []))
+        sums = super().compute(step, interrupt, left_out)
+        if step == FATAL_STEP:
+            time.sleep(float(os.environ[SLOW_S]))
+        return sums
+
+
+class Program(TrainingProgram):
+    def build(self, groups: Groups) -> RaisingReplica:
+        return RaisingReplica(self.workload, self.settings, groups)

@@ -1,0 +1,94 @@
+"""Checkpoints that storage refuses to remove once are removed as soon as it answers again."""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import Any
+
+import pytest
+from memory_storage import MemoryStorage
+
+from actors.checkpoints import MANIFEST, Publisher, folder_of
+from actors.lease import claim
+from elastic.commands import DropCheckpoints
+from elastic.controller_events import CheckpointsRemoved, ControllerRaised
+from elastic.events import Event
+
+LATE_S = 30.0
+
+
+class Removals:
+    """A publisher of a run in memory with checkpoints of the steps 1 to 4."""
+
+    def __init__(self) -> None:
+        self.run: Any = MemoryStorage()
+        for step in range(1, 5):
+            for name in (MANIFEST, "part-w0.safetensors"):
+                self.run.write(f"{folder_of(step, 1)}/{name}", b"content")
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.publisher = Publisher(self.run, claim(self.run), self.events.put)
+
+    def drop(self, *steps: int) -> None:
+        self.publisher.order(DropCheckpoints(tuple((step, 1) for step in steps)))
+
+    def heard(self) -> Event:
+        return self.events.get(timeout=LATE_S)
+
+    def steps_there(self) -> set[int]:
+        return {
+            n for n in range(1, 5) if f"{folder_of(n, 1)}/part-w0.safetensors" in self.run.files()
+        }
+
+
+@pytest.fixture
+def removals():
+    removals = Removals()
+    yield removals
+    removals.publisher.close()
+
+
+def refuse_until_tried(removals: Removals, *steps: int, error: Exception) -> None:
+    """An order during which storage refuses; the publisher has tried it at the return."""
+    removals.run.refusal = error
+    tried = removals.run.num_removals
+    removals.drop(*steps)
+    while removals.run.num_removals == tried:
+        time.sleep(0.001)
+    removals.run.refusal = None
+
+
+def test_a_refused_removal_is_done_before_the_next_order(removals: Removals) -> None:
+    refuse_until_tried(removals, 1, 2, error=OSError(5, "Input/output error"))
+    assert removals.steps_there() == {1, 2, 3, 4}
+    removals.drop(3)
+    removed = removals.heard()
+    assert isinstance(removed, CheckpointsRemoved)
+    assert set(removed.removed) == {(1, 1), (2, 1), (3, 1)}
+    assert removals.steps_there() == {4}
+
+
+def test_a_refused_removal_is_tried_once_more_at_the_end(removals: Removals) -> None:
+    refuse_until_tried(removals, 1, error=OSError(5, "Input/output error"))
+    removals.publisher.close()
+    assert removals.heard() == CheckpointsRemoved(((1, 1),))
+    assert removals.steps_there() == {2, 3, 4}
+
+
+def test_an_unexpected_exception_forgets_no_removal(removals: Removals) -> None:
+    refuse_until_tried(removals, 1, error=ValueError("broken answer"))
+    assert isinstance(removals.heard(), ControllerRaised)
+    removals.drop(2)
+    removed = removals.heard()
+    while not isinstance(removed, CheckpointsRemoved):
+        removed = removals.heard()
+    assert set(removed.removed) == {(1, 1), (2, 1)}
+
+
+def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(removals: Removals) -> None:
+    removals.run.unremovable = folder_of(1, 1)
+    removals.drop(1, 2)
+    removals.drop(3)
+    removals.drop(4)
+    removals.publisher.close()
+    assert removals.steps_there() == {1}

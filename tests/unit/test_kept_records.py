@@ -1,0 +1,56 @@
+"""Which records of steps a worker reports when it unwinds."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.stepping import KeptRecords, quiesced
+from elastic.step_records import NUM_REPORTED_RECORDS
+from elastic.votes import StepRecord
+
+NEWEST_STEP = 200
+
+
+def record_of(step: int) -> StepRecord:
+    return StepRecord(float(step), step, 1, 2, 1.0, 8, 0.1, 1.0, 0.5, skipped=False)
+
+
+@pytest.fixture
+def records() -> KeptRecords:
+    records = KeptRecords()
+    for step in range(1, NEWEST_STEP + 1):
+        records.append(record_of(step))
+    return records
+
+
+@pytest.mark.parametrize(
+    ("num_lacking", "num_reported"),
+    [
+        (0, 0),
+        (1, 1),
+        (NUM_REPORTED_RECORDS, NUM_REPORTED_RECORDS),
+        (NUM_REPORTED_RECORDS + 1, 0),
+        (NEWEST_STEP, 0),
+    ],
+)
+def test_a_report_carries_what_the_controller_lacks_or_nothing_if_that_is_too_much(
+    records: KeptRecords, num_lacking: int, num_reported: int
+) -> None:
+    """Of more the controller asks with `SendRecords`: a part of them would leave a gap."""
+    known_step = NEWEST_STEP - num_lacking
+    reported = records.for_report(known_step)
+    steps = range(known_step + 1, known_step + 1 + num_reported)
+    assert reported == tuple(record_of(step) for step in steps)
+    report = quiesced("w0", 1, None, NEWEST_STEP, reported)
+    assert (report.committed_step, report.records) == (NEWEST_STEP, reported)
+
+
+def test_a_controller_that_knows_more_than_the_worker_lacks_nothing(records: KeptRecords) -> None:
+    assert records.for_report(NEWEST_STEP + 5) == ()
+
+
+def test_a_worker_that_does_not_hold_the_state_reports_no_older_records(
+    records: KeptRecords,
+) -> None:
+    records.go_on_from(NEWEST_STEP, is_holder=False)
+    assert records.for_report(0) == ()
