@@ -65,7 +65,6 @@ def test_a_killed_process_is_found_without_a_probe(tmp_path: Path) -> None:
     [lost] = run.told("WorkerLost")
     assert lost["worker"] == "w1"
     aborted = run.told("Abort")[0]["time"]
-    print("DETECT", aborted - killed[0])
     assert 0.0 <= aborted - killed[0] < KILLED_FOUND_S
     assert_nothing_redone(run)
 
