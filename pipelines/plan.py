@@ -29,6 +29,7 @@ from pipelines.data.opening import RANDOM
 from pipelines.data.packing import prepare_chats
 from pipelines.early_refusals import parse_layout
 from pipelines.errors import LayoutRefused, UserError
+from pipelines.home import expanded
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
@@ -184,7 +185,7 @@ def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> Tr
     if asked.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
     if settings.init_from is not None:
-        there = str(Path(settings.init_from).expanduser().resolve())
+        there = str(expanded(settings.init_from).resolve())
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
     return settings

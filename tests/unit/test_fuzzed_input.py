@@ -58,7 +58,8 @@ WORDS = words(
     "none null true false yes data random tiny bfloat16 float64 1f1b zero_bubble cpu auto copy "
     "xor:1 xor:2 xor:9999 1:2 2:1 0:5 1:65535 dp=2 fsdp=2,tp=2 tp=3 pp=2,vp=2 ep=2 zero=3 dp=0 "
     "dp=2,dp=2 zero=FULL_SHARD steps=1:2 15min .5min 0min lo s3:// s3://b banana://x http://x "
-    "http://[ sqlite:///x file:///nowhere / . .. ~ ~nobody %s {} [] [bold] \u00e9 \U0001f600"
+    "http://[ sqlite:///x file:///nowhere / . .. ~ ~nobody ~nosuch %s {} [] "
+    "[bold] \u00e9 \U0001f600"
 )
 SENTENCES = ["", " ", "kill worker 1 at step 3", "slow worker 2 by 3x at step 3", "x\ny", "\t"]
 ARBITRARY = st.text(st.characters(exclude_characters="\0"), max_size=12)
@@ -292,3 +293,18 @@ def test_a_typing_error_is_answered_at_once_by_a_process_of_its_own(arguments: l
 
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "~nosuch"],
+        ["prepare", "~nosuch", "out"],
+        ["train", "hf:~nosuch", "--dry-run", "--data", "random"],
+        ["train", "tiny", "--dry-run", "--data", "~nosuch/x"],
+        ["train", "tiny", "--dry-run", "--data", "text.txt", "--set", "data.tokenizer=~nosuch"],
+    ],
+)
+def test_the_home_of_a_user_that_does_not_exist(arguments: list[str]) -> None:
+    code, told = told_by(arguments)
+    assert code == 2 and len(told.splitlines()) == 1 and "~nosuch" in told
