@@ -1,8 +1,9 @@
 """Old segments of a run's logs on an object store: joined, and those of the journal made smaller.
 
 A log of millions of steps would be thousands of objects. The metrics are joined byte for byte. In
-the journal, lines of steps and full states become lines that say only how far the run had come;
-events and commands stay. Nothing is touched that a replay may need, nor the newest segments, so
+the journal, lines of steps and full states become lines that say only how far the run had come, and
+the lines in `DROPPED`, of which there are as many as steps or workers, are removed; other events
+and commands stay. Nothing is touched that a replay may need, nor the newest segments, so
 that readers that follow a run do not notice. On a disk a log is one file, and stays as it is.
 """
 
@@ -10,7 +11,8 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from actors.errors import LeaseLost
 from actors.journal import MARKER
@@ -23,6 +25,10 @@ NUM_JOINED = 16
 """So many segments become one."""
 NUM_LEFT = 16
 """So many of the newest stay as they are."""
+DROPPED = {"ComputeTimed", "Progressed", "Woke", "PartWritten", "PublishCheckpoint"}
+"""Events and commands that only a replay needs: `Checkpointed` tells of the checkpoint itself."""
+RECORD_FIELDS = ("generation", "step", "step_s")
+"""What readers need of the records in `RecordsSent`."""
 
 
 class Compactor:
@@ -96,14 +102,39 @@ def compact_oldest(
 
 def shrink_journal(lines: bytes) -> bytes:
     """Without what only a replay needs."""
-    kept = []
+    kept: list[bytes] = []
+    dropped: dict[str, Any] | None = None
     for line in lines.split(b"\n")[:-1]:
-        is_short = MARKER not in line and b'"steps": [[' not in line
-        row = None if is_short else parse_line(line)
-        if row is not None and (is_steps(row) or is_progress(row)):
-            line = json.dumps(progress_line(row)).encode()
-        kept.append(line + b"\n")
+        row = parse_line(line)
+        name = "" if row is None else row.get("event") or row.get("command") or ""
+        if row is not None and name in DROPPED:
+            dropped = row
+            continue
+        if dropped and (row is None or name == "RunOpened"):
+            kept.append(_time_line(dropped))
+        dropped = None
+        kept.append(line + b"\n" if row is None else _shrunk(row, name, line))
+    if dropped:
+        kept.append(_time_line(dropped))
     return b"".join(kept)
+
+
+def _shrunk(row: dict[str, Any], name: str, line: bytes) -> bytes:
+    if is_steps(row) or is_progress(row):
+        row = progress_line(row)
+    elif name == "RecordsSent":
+        records = [{field: record[field] for field in RECORD_FIELDS} for record in row["records"]]
+        row = {**row, "records": records, "vote": None}
+    else:
+        return line + b"\n"
+    return json.dumps(row).encode() + b"\n"
+
+
+def _time_line(row: Mapping[str, Any]) -> bytes:
+    """What stands for the last line of a session, or perhaps of one: readers take its time for the
+    end of the session."""
+    told = {name: row[name] for name in ("time", "generation", "format")}
+    return json.dumps(told).encode() + b"\n"
 
 
 def _oldest_uncompacted(segments: list[Segment], num_joined: int, num_left: int) -> list[Segment]:

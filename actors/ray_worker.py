@@ -26,12 +26,13 @@ from actors.orphanage import Orphanage, end_process
 from actors.output import KeptOutput
 from actors.ray_place import head_host, node_type_here, place_here
 from actors.ray_sessions import spare_signals
+from actors.sampling import sample_every_s
 from actors.storage import open_storage
 from actors.worker_options import WorkerOptions
+from elastic.commands import Form
 from elastic.events import Event, Paused, WorkerRaised, WorkerReady
 from elastic.reattaching import Outbox
 
-SAMPLE_EVERY_S = 10.0
 NUM_PORT_TRIES = 20
 
 
@@ -58,6 +59,7 @@ class RayWorker:
         self._outbox = Outbox(incarnation)
         self._telling = threading.Lock()
         self._look = threading.Event()
+        self._num_workers = 1
         self._output = KeptOutput(open_storage(options.run_folder), name)
         of_worker = {
             "name": name,
@@ -81,6 +83,8 @@ class RayWorker:
         self._orphanage.hear()
         with self._telling:
             self._outbox.note(envelope.incarnation, envelope.order)
+        if isinstance(envelope.order, Form):
+            self._num_workers = len(envelope.order.plan.participants)
         self._worker.take(envelope)
 
     @ray.method(concurrency_group="orders")
@@ -127,7 +131,7 @@ class RayWorker:
         process = psutil.Process()
         while True:
             process.cpu_percent()
-            self._look.wait(SAMPLE_EVERY_S)
+            self._look.wait(sample_every_s(self._num_workers))
             self._look.clear()
             self._controller.report_sample.remote(self._worker.sample(process))
 

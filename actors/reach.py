@@ -78,4 +78,4 @@ def _of_amazon(region: str) -> str:
 def _has_configuration() -> bool:
     """Whether the SDK has a configuration file, which may name a region or an endpoint."""
     file = os.environ.get("AWS_CONFIG_FILE") or "~/.aws/config"
-    return Path(file).expanduser().exists()
+    return Path(os.path.expanduser(file)).exists()

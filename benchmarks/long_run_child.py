@@ -22,7 +22,16 @@ from rich.console import Console
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from long_runs import NUM_WORKERS, Every, answers_to, opening, reports_after, step_of
+from long_runs import (
+    NUM_WORKERS,
+    POLICY,
+    Every,
+    answers_to,
+    opening,
+    parts_of,
+    reports_after,
+    step_of,
+)
 
 from actors.checkpoints import folder_of
 from actors.lease import claim
@@ -44,6 +53,7 @@ from pipelines.status import status
 
 ACTOR = "long-run"
 MEMBERS = tuple(f"w{number}" for number in range(NUM_WORKERS))
+EVERY = Every(checkpoint=900)
 AHEAD = 512
 TIMEOUT_S = 600.0
 
@@ -150,8 +160,9 @@ def memory(folder: str, num_steps: int) -> dict[str, float]:
     run = open_storage(folder)
     crew = Crew()
     crew.shell = shell = Shell(run, claim(run, actor=ACTOR))
+    opened = opening(10**9, POLICY, EVERY)
     with shell.listening() as told:
-        threading.Thread(target=shell.run, args=(crew, opening(10**9), crew), daemon=True).start()
+        threading.Thread(target=shell.run, args=(crew, opened, crew), daemon=True).start()
         while not isinstance(told.get(timeout=TIMEOUT_S), Resume):
             continue
         done = sent = 0
@@ -160,10 +171,12 @@ def memory(folder: str, num_steps: int) -> dict[str, float]:
             for step in range(sent + 1, min(done + AHEAD, num_steps) + 1):
                 committed = step_of(step, 1, time.time())
                 shell.post(committed)
-                for event in reports_after(committed, MEMBERS, Every()):
-                    if isinstance(event, PartWritten):
-                        _write_part(folder, event)
+                for event in reports_after(committed, NUM_WORKERS, EVERY):
                     shell.post(event)
+                if committed.vote.saves(EVERY.checkpoint):
+                    for part in parts_of(committed, MEMBERS):
+                        _write_part(folder, part)
+                        shell.post(part)
                 sent = step
             done += isinstance(told.get(timeout=TIMEOUT_S), RecordStep)
             if done == num_steps // 5 and first == (0, 0):

@@ -30,6 +30,8 @@ START_TIMEOUT_S = 120.0
 RECOVERY_TIMEOUT_S = 330.0
 """Longer than a group's timeout: for that long a survivor that hangs is waited for if it holds the
 only copy of a shard."""
+MAX_DETECTION_S = 0.05
+"""From SIGKILL to `Abort`: the end of a process is noticed, not waited for."""
 PARTS = ("detect", "abort", "form, build", "re-lay out", "first step")
 
 
@@ -49,6 +51,10 @@ class Result:
     @property
     def median_s(self) -> float:
         return median(recovery.seconds for recovery in self.recoveries)
+
+    @property
+    def detection_s(self) -> float:
+        return median(recovery.parts_s[0] for recovery in self.recoveries)
 
     @property
     def most_redone(self) -> int:
@@ -160,6 +166,7 @@ def musts(results: Sequence[Result]) -> list[Must]:
     found = []
     for result in ours:
         found.append(Must(f"{result.name}, time", result.median_s, 0.5))
+        found.append(Must(f"{result.name}, detection", result.detection_s, MAX_DETECTION_S))
         found.append(Must(f"{result.name}, steps redone", result.most_redone, 0, "steps"))
     for peer, factor in ((TORCHRUN, 8), (RAY_TRAIN, 20)):
         for result in results:

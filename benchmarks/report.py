@@ -8,10 +8,12 @@ import json
 import os
 import platform
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -108,21 +110,28 @@ def conclude(musts: Sequence[Must], check: bool) -> int:
     for must in musts:
         console.print(str(must))
     if _page.file is not None:
-        write_result(_page.file, musts)
+        seconds = time.monotonic() - _page.began
+        write_result(_page.file, musts, command(), seconds, _page.tables)
     return int(check and not all(must.is_met for must in musts))
 
 
-def write_result(file: Path, musts: Sequence[Must]) -> None:
+def write_result(
+    file: Path,
+    musts: Sequence[Must],
+    command: str,
+    seconds: float,
+    tables: Sequence[dict[str, Any]] = (),
+) -> None:
     """One JSON object: commit, date, machine, versions, command, tables and musts."""
     result = {
         "recorded": "by the program",
         "date": str(date.today()),
         "commit": commit(),
         "machine": machine(),
-        "command": command(),
-        "seconds": round(time.monotonic() - _page.began),
+        "command": command,
+        "seconds": round(seconds),
         "musts": [must.as_json() for must in musts],
-        "tables": _page.tables,
+        "tables": list(tables),
     }
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
@@ -142,7 +151,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """Cores, memory and versions; no names or paths of this machine."""
+    """The processor, cores, memory, GPUs and versions; no names or paths of this machine."""
     memory_gb = psutil.virtual_memory().total / 2**30
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
@@ -150,7 +159,28 @@ def machine() -> str:
             versions.append(f"{package} {version(package)}")
         except PackageNotFoundError:
             continue
-    return f"{os.cpu_count()} cores, {memory_gb:.0f} GB, {', '.join(versions)}"
+    parts = [processor(), f"{os.cpu_count()} cores", f"{memory_gb:.0f} GB", *gpus(), *versions]
+    return ", ".join(part for part in parts if part)
+
+
+def processor() -> str:
+    """The model of the CPU as Linux names it; elsewhere its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.machine()
+
+
+def gpus() -> list[str]:
+    """One text for each model, as `nvidia-smi` names it; nothing where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    done = subprocess.run(query, capture_output=True, text=True, check=False)
+    names = Counter(done.stdout.splitlines() if done.returncode == 0 else ())
+    return [f"{number} {name}" for name, number in names.items()]
 
 
 def command() -> str:

@@ -7,30 +7,68 @@ does nothing else.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
+from pathlib import Path
+from typing import Any
 
 from make_readme import FOLDER, NAMES, README, RESULTS, read_results, render
+from report import Must, write_result
 
 TIMEOUT_S = 3600.0
+END_PATIENCE_S = 30.0
+"""How long a benchmark that is asked to end gets for its processes and files."""
+ALL_MET = "all musts met"
 
 
-def run(name: str) -> str:
-    """Run one; return what became of it."""
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--check"]
-    command += ["--json", str(RESULTS / f"{name}.json")]
-    process = subprocess.Popen(command, cwd=FOLDER.parent)
+def run(
+    program: Path,
+    result: Path,
+    timeout_s: float = TIMEOUT_S,
+    end_patience_s: float = END_PATIENCE_S,
+) -> str:
+    """Run one; return what became of it. Its result is new: its own, or that it failed."""
+    result.unlink(missing_ok=True)
+    began = time.monotonic()
+    command = [sys.executable, str(program), "--check"]
+    code: int | None = None
+    process = subprocess.Popen([*command, "--json", str(result)], cwd=program.parent.parent)
     try:
-        code = process.wait(TIMEOUT_S)
+        code = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
-        process.terminate()
+        outcome = f"not finished after {timeout_s:.0f} s"
+        _end(process, end_patience_s)
+    else:
+        outcome = f"failed with exit code {code}"
+    musts = _musts_in(result)
+    if code == 0 and musts is not None:
+        return ALL_MET
+    if code == 1 and any(not must["met"] for must in musts or ()):
+        return "a must is missed"
+    outcome = "ended without a result" if code == 0 else outcome
+    failed = Must(f"`{program.name} --check` {outcome}", 0, 1, "results", at_least=True)
+    write_result(result, [failed], f"benchmarks/{program.name} --check", time.monotonic() - began)
+    return outcome
+
+
+def _musts_in(result: Path) -> list[dict[str, Any]] | None:
+    """Those that the benchmark wrote; None if it wrote none, or was killed while it wrote."""
+    try:
+        musts: list[dict[str, Any]] = json.loads(result.read_text())["musts"]
+    except (OSError, ValueError):
+        return None
+    return musts
+
+
+def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    process.terminate()
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
         process.wait()
-        return f"not finished after {TIMEOUT_S:.0f} s"
-    if code == 0:
-        return "all musts met"
-    is_written = any(not must["met"] for must in read_results().get(name, {}).get("musts", []))
-    return "a must is missed" if code == 1 and is_written else f"failed with exit code {code}"
 
 
 def main() -> int:
@@ -44,12 +82,12 @@ def main() -> int:
     for name in options.names or NAMES:
         began = time.monotonic()
         print(f"== {name}", flush=True)
-        outcomes[name] = run(name)
+        outcomes[name] = run(FOLDER / f"{name}.py", RESULTS / f"{name}.json")
         print(f"== {name}: {outcomes[name]}, {time.monotonic() - began:.0f} s", flush=True)
     README.write_text(render(read_results()))
     for name, outcome in outcomes.items():
         print(f"{name}: {outcome}")
-    return int(any(outcome != "all musts met" for outcome in outcomes.values()))
+    return int(any(outcome != ALL_MET for outcome in outcomes.values()))
 
 
 if __name__ == "__main__":

@@ -206,11 +206,15 @@ class Progressed:
 @dataclass(frozen=True, slots=True)
 class ComputeTimed:
     """How long each member has computed for a step, without its waits for others: the mean of the
-    latest steps up to `step`, in seconds and in world-rank order; 0 where nothing was timed."""
+    latest steps up to `step`, in seconds and in world-rank order; 0 where nothing was timed.
+
+    In a large run's journal `slow` mostly stands for `compute_s`: the stragglers' world ranks, and
+    how many times as long as the median of its equals each took."""
 
     generation: int
     step: int
     compute_s: tuple[float, ...]
+    slow: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from elastic.phases import Aborting, Forming, Relaying
 from elastic.protecting import is_protected
 from elastic.state import CoreState
 from elastic.step_records import RecordsSent
+from elastic.straggling import shortened
 from elastic.unfinished import Unfinished
 from elastic.wire import command_line, event_line, state_line, steps_line
 
@@ -32,6 +33,9 @@ MAX_REPLAYED = 2000
 NUM_KEPT_RECORDS = 4096
 STEP_BYTES, RECORD_BYTES = 190, 260
 """About what a step costs in a line of steps, and in `metrics.jsonl`."""
+TIME_BYTES, TIMES_BYTES_A_STEP = 20, 8
+"""About what a member's time takes in a line of `ComputeTimed`, and how many bytes a step all
+members' times may take together; otherwise only those of stragglers are written."""
 
 Line = dict[str, Any]
 HELD = (StepCommitted, Progressed, ComputeTimed)
@@ -61,9 +65,12 @@ class JournalWriter:
         self._records: deque[RecordStep] = deque(records, maxlen=NUM_KEPT_RECORDS)
         self._num_events = num_replayed
         self._held: list[tuple[float, StepCommitted | Progressed | ComputeTimed]] = []
+        self._held_bytes = 0
         self._state_bytes = 1 << 12
         self._now = 0.0
         self._compute_s: tuple[float, ...] = ()
+        self._timed = (0, 0)
+        """Generation and step of the newest `ComputeTimed` of which all times are written."""
         self._generation = 0
         """The newest of which a step is written."""
         self._protected_generation = 0
@@ -88,6 +95,9 @@ class JournalWriter:
     ) -> list[Line]:
         """The lines of an event and its commands, which have not been carried out yet."""
         told = [command for command in commands if not isinstance(command, SILENT)]
+        compute_s = event.compute_s if isinstance(event, ComputeTimed) else None
+        if isinstance(event, ComputeTimed) and not self._has_room_for_times(event):
+            event = shortened(state, event)
         lines: list[Line] = []
         if not isinstance(event, HELD) or told or self._is_first(event, state):
             lines = [event_line(now, event, state)]
@@ -99,18 +109,37 @@ class JournalWriter:
         records = [command for command in commands if isinstance(command, RecordStep)]
         self._records.extend(records)
         if isinstance(event, ComputeTimed):
-            self._compute_s = event.compute_s
+            self._compute_s = compute_s or ()
+            self._timed = (event.generation, event.step) if event.compute_s else self._timed
         if isinstance(event, StepCommitted):
             self._generation = max(self._generation, event.generation)
             if is_protected(state):
                 self._protected_generation = max(self._protected_generation, event.generation)
         if isinstance(event, HELD) and not lines:
-            self._held.append((now, event))
+            self._hold(now, event)
             return []
         lines = [*self._held_lines(), *lines]
         if any(isinstance(command, Resume) for command in told):
+            self._compute_s = ()  # of the generation before, in another order
             lines.append(self._full(state, num_waiting + len(records)))
         return lines
+
+    def _has_room_for_times(self, event: ComputeTimed) -> bool:
+        """Whether all members' times, which readers show, may be written: in a generation's first
+        report, and later if they take few bytes a step."""
+        generation, step = self._timed
+        allowed_bytes = TIMES_BYTES_A_STEP * (event.step - step)
+        is_first = event.generation > generation
+        return is_first or TIME_BYTES * len(event.compute_s) <= allowed_bytes
+
+    def _hold(self, now: float, event: StepCommitted | Progressed | ComputeTimed) -> None:
+        """Write this event later, if no full state comes first."""
+        self._held.append((now, event))
+        if isinstance(event, StepCommitted):
+            self._held_bytes += STEP_BYTES
+        else:
+            line = event_line(now, event, CoreState(generation=event.generation))
+            self._held_bytes += len(json.dumps(line))
 
     def _is_first(self, event: Event, state: CoreState) -> bool:
         """Written at once: the first step of a generation and the first by which all its snapshots
@@ -139,12 +168,12 @@ class JournalWriter:
     def _release(self, state: CoreState, num_waiting: int) -> list[Line]:
         """What has been held, in the form that takes fewer bytes."""
         full_bytes = self._state_bytes + num_waiting * RECORD_BYTES
-        if len(self._held) * STEP_BYTES < full_bytes:
+        if self._held_bytes < full_bytes:
             return self._held_lines()
         return [self._full(state, num_waiting)]
 
     def _held_lines(self) -> list[Line]:
-        held, self._held = self._held, []
+        held, self._held, self._held_bytes = self._held, [], 0
         lines: list[Line] = []
         steps: list[tuple[float, StepCommitted]] = []
         for now, event in held:
@@ -158,7 +187,7 @@ class JournalWriter:
 
     def _full(self, state: CoreState, num_records: int) -> Line:
         """The full state, with all that a replay from here on needs beside it."""
-        self._held = []
+        self._held, self._held_bytes = [], 0
         self._num_events = 0
         self.unfinished.drop_ended(state.seats.keys())
         records = list(self._records)[-num_records:] if num_records else []

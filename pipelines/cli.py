@@ -139,6 +139,9 @@ def train(
     dry_run_: DryRun = False,
 ) -> None:
     """Train RECIPE, or resume the run of that name."""
+    from pipelines.early_refusals import refuse_early
+
+    refuse_early(recipe, workers, layout)
     from pipelines.plan import Asked
 
     asked = Asked(
@@ -233,6 +236,9 @@ def sweep_command(
     set_: Changes = None,
 ) -> None:
     """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
+    from pipelines.early_refusals import refuse_early
+
+    refuse_early(recipe)
     from pipelines.sweep import SweepAsked, sweep
 
     asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)

@@ -19,9 +19,10 @@ from actors.ray_controller import Run
 from actors.ray_observers import PATIENCE_S as OBSERVER_PATIENCE_S
 from elastic.events import Event, StopRequested
 from pipelines.drive import LAST_LINES_S, Interrupts
+from pipelines.early_refusals import parse_layout
 from pipelines.errors import UserError
 from pipelines.follow import Follower
-from pipelines.plan import Asked, Plan, make_plan, parse_layout, store_recipe
+from pipelines.plan import Asked, Plan, make_plan, store_recipe
 from pipelines.view.display import Display
 
 FOR_EVER_S = 1e9

@@ -20,7 +20,6 @@ from actors.ray_controller import Run
 from actors.reach import refuse_unreachable
 from actors.snapshot_memory import most_bytes
 from actors.sources import digest_of_sources
-from elastic.errors import ElasticError
 from elastic.events import RunOpened
 from elastic.infeasible import Infeasible
 from elastic.planning import Capacity, Job, Wish, plan_layout
@@ -28,7 +27,9 @@ from elastic.policy import Policy
 from pipelines.data import prepared_folder
 from pipelines.data.opening import RANDOM
 from pipelines.data.packing import prepare_chats
+from pipelines.early_refusals import parse_layout
 from pipelines.errors import LayoutRefused, UserError
+from pipelines.home import expanded
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.inject import parse_faults
@@ -184,7 +185,7 @@ def _with_places(settings: TrainSettings, asked: Asked, folder: RunFolder) -> Tr
     if asked.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
     if settings.init_from is not None:
-        there = str(Path(settings.init_from).expanduser().resolve())
+        there = str(expanded(settings.init_from).resolve())
         settings = settings.model_copy(update={"init_from": there})
         open_pretrained(settings)  # refused here, before data are prepared
     return settings
@@ -282,14 +283,6 @@ def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_nam
     at_most = num_gpus or min(4, os.cpu_count() or 1)
     min_workers, max_workers = parse_workers(workers or str(at_most))
     return policy_of(settings, min_workers, max_workers, run_name)
-
-
-def parse_layout(layout: str, max_workers: int | None = None) -> Wish:
-    """The wish that `--layout` stands for. Raises `UserError`."""
-    try:
-        return Wish.parse(layout, max_workers)
-    except ElasticError as error:
-        raise UserError(f"--layout {layout}: {error}") from None
 
 
 def _wish(layout: str | None, policy: Policy) -> Wish:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from pipelines.early_refusals import refuse_unknown_recipe
 from pipelines.errors import UserError
 from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
 from pipelines.loop.script import Script, is_script, script_of
@@ -164,13 +165,10 @@ def name_of(recipe: RecipeLike) -> str:
 
 def _named(name: str) -> Callable[..., Any]:
     place, colon, function = name.rpartition(":")
-    recipe = _from_module(name, place, function) if colon else RECIPES.get(name)
-    if recipe is None:
-        raise UserError(
-            f"recipe {name}: there is none of that name; {near(name, list(RECIPES))}; "
-            "or give path/to/file.py:function or module:function"
-        )
-    return recipe
+    if colon:
+        return _from_module(name, place, function)
+    refuse_unknown_recipe(name)
+    return RECIPES[name]
 
 
 def with_own_model(recipe: Recipe) -> Recipe:

@@ -11,9 +11,9 @@ from actors.lease import owner_of
 from actors.ray_names import NAMESPACE
 from elastic.commands import Relaid
 from elastic.planning import Wish
+from pipelines.early_refusals import parse_layout
 from pipelines.errors import UserError
 from pipelines.history_file import load_history
-from pipelines.plan import parse_layout
 from pipelines.refusals import refuse_unreadable
 from pipelines.run_folder import RunFolder, find_run
 from pipelines.view.wording import duration

@@ -22,6 +22,7 @@ from elastic.layout import Layout
 from pipelines.drive import Interrupts, equipped, open_cluster
 from pipelines.errors import LayoutRefused, UserError
 from pipelines.plan import Asked, Plan, make_plan, store_recipe
+from pipelines.preflight import refuse_unstartable
 from pipelines.run_folder import Tail, default_tracking_uri
 from pipelines.view.sweep_table import Row, measure, refused, show, write
 from pipelines.view.wording import counted
@@ -65,17 +66,10 @@ def sweep(asked: SweepAsked, console: Console) -> int:
 
     0 if any layout ran. Raises `UserError`.
     """
-    if asked.steps < 2:
-        raise UserError(f"--steps {asked.steps}: at least 2, since the first is not counted")
-    if not 0.0 < asked.start_timeout_s <= MAX_START_TIMEOUT_S:
-        raise UserError(f"--start-timeout {asked.start_timeout_s:g}: give seconds, e.g. 600")
-    layouts = parse_layouts(asked.layouts)
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    if is_remote(asked.storage):
-        raise UserError(f"--storage {asked.storage}: a sweep is kept on a disk; name a folder")
     folder = Path(asked.storage) / "sweeps" / stamp
     num_gpus = torch.cuda.device_count()
-    trials = [_trial(asked, folder, layout, num_gpus) for layout in layouts]
+    trials = trials_of(asked, folder, num_gpus)
     console.print(f"sweep {stamp}: {folder}", soft_wrap=True, highlight=False)
     interrupts = Interrupts()
     try:
@@ -91,6 +85,22 @@ def sweep(asked: SweepAsked, console: Console) -> int:
     if interrupts.number:
         return 128 + interrupts.number
     return 0 if any(row.verdict == "ran" for row in rows) else 1
+
+
+def trials_of(asked: SweepAsked, folder: Path, num_gpus: int) -> list[Trial]:
+    """All of them, before anything is started. Raises `UserError`."""
+    if asked.steps < 2:
+        raise UserError(f"--steps {asked.steps}: at least 2, since the first is not counted")
+    if not 0.0 < asked.start_timeout_s <= MAX_START_TIMEOUT_S:
+        raise UserError(f"--start-timeout {asked.start_timeout_s:g}: give seconds, e.g. 600")
+    layouts = parse_layouts(asked.layouts)
+    if is_remote(asked.storage):
+        raise UserError(f"--storage {asked.storage}: a sweep is kept on a disk; name a folder")
+    trials = [_trial(asked, folder, layout, num_gpus) for layout in layouts]
+    for trial in trials:
+        if trial.plan is not None:
+            refuse_unstartable(trial.plan)
+    return trials
 
 
 def parse_layouts(text: str) -> list[Layout]:

@@ -1,7 +1,8 @@
 """A synthetic run of months: the real core and the real journal writer, and a crew that obeys.
 
-Four workers train one step a second. One is lost every twelve hours, is replaced, and comes back in
-by a growth; a checkpoint is due every 900 steps, and an evaluation every 500.
+Four workers, or a thousand, train one step a second under the policy that users get. One is lost
+every twelve hours, is replaced, and comes back in by a growth; an evaluation is due every 500
+steps, and a checkpoint when the policy says so.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from elastic.commands import (
     Relayout,
     StartStore,
     StartWorkers,
+    WishCheckpoint,
 )
 from elastic.controller_events import CheckpointsRemoved
 from elastic.core import Core
 from elastic.events import (
     Checkpointed,
+    ComputeTimed,
     Evaluated,
     Event,
     GroupFormed,
@@ -50,11 +53,20 @@ from elastic.phases import Running
 from elastic.planning import Job, Wish
 from elastic.policy import Policy
 from elastic.votes import StepRecord, Vote
+from pipelines.policy import policy_of
+from pipelines.settings import TrainSettings
 
-NUM_WORKERS, PART_BYTES = 4, 16
+NUM_WORKERS, NUM_MANY_WORKERS, PART_BYTES = 4, 1000, 16
 BEGAN = 1.8e9
-POLICY = Policy(NUM_WORKERS - 1, NUM_WORKERS, keep_last=3, keep_best=1, growth_settle_s=0.0)
-WISH = Wish.parse("dp=4", NUM_WORKERS)
+SAVING_S = 1.0
+"""By so much the step is longer during which a checkpoint is written."""
+
+
+def users_policy(num_workers: int) -> Policy:
+    return policy_of(TrainSettings(), num_workers - 1, num_workers, "long")
+
+
+POLICY = users_policy(NUM_WORKERS)
 
 
 @dataclass(frozen=True)
@@ -63,34 +75,61 @@ class Every:
 
     loss: int = 43_200
     evaluation: int = 500
-    checkpoint: int = 900
+    checkpoint: int = 0
+    """0: only when the policy says so."""
 
 
 def opening(num_steps: int, policy: Policy = POLICY, every: Every = Every()) -> RunOpened:
-    job = Job(num_microbatches=8, steps=num_steps, checkpoint_every=every.checkpoint)
-    return RunOpened(1, policy, WISH, job)
+    num_workers = policy.max_workers
+    job = Job(2 * num_workers, steps=num_steps, checkpoint_every=every.checkpoint)
+    return RunOpened(1, policy, Wish.parse(f"dp={num_workers}", num_workers), job)
 
 
-def step_of(step: int, generation: int, now: float) -> StepCommitted:
+def noise_of(number: int) -> float:
+    """From 0 to 1, with as many digits as a measured number."""
+    return (number * 7919 % 1000) / 997
+
+
+def step_of(
+    step: int,
+    generation: int,
+    now: float,
+    num_workers: int = NUM_WORKERS,
+    wants_save: bool = False,
+    is_writing: bool = False,
+) -> StepCommitted:
     """Numbers as long as real ones."""
-    noise = (step * 7919 % 1000) / 997
-    loss = 2.0 + noise / 3 + 1 / step
-    norm = 1.0 + noise
-    record = StepRecord(now, step, generation, NUM_WORKERS, loss, 4096, 3e-4, norm, 0.99, False)
-    return StepCommitted(generation, record, Vote(step, loss * 4096, 4096, norm, NUM_WORKERS))
+    loss = 2.0 + noise_of(step) / 3 + 1 / step
+    norm = 1.0 + noise_of(step)
+    step_s = 0.99 + SAVING_S * is_writing
+    record = StepRecord(now, step, generation, num_workers, loss, 4096, 3e-4, norm, step_s, False)
+    flags = {
+        "num_save_wishes": num_workers * wants_save,
+        "num_writing": num_workers * is_writing,
+    }
+    vote = Vote(step, loss * 4096, 4096, norm, num_workers, **flags)
+    return StepCommitted(generation, record, vote)
 
 
 def reports_after(
-    committed: StepCommitted, members: Iterable[str], every: Every
+    committed: StepCommitted, num_members: int, every: Every, slow_rank: int | None = None
 ) -> Iterator[Event]:
-    """What else is reported of a step: its held-out loss, and its checkpoint's parts."""
+    """What else world rank 0 reports of a step: its held-out loss, and how long each computed."""
     generation, step = committed.generation, committed.record.step
+    if step % POLICY.straggler_every == 0:
+        times = [0.9 + noise_of(step + world_rank) / 9 for world_rank in range(num_members)]
+        if slow_rank is not None:
+            times[slow_rank] *= 3
+        yield ComputeTimed(generation, step, tuple(times))
     if step % every.evaluation == 0:
         yield Evaluated(generation, step, committed.record.loss or 0.0)
-    if step % every.checkpoint == 0:
-        for worker in members:
-            file = PartFile(f"part-{worker}.safetensors", PART_BYTES, 1)
-            yield PartWritten(worker, generation, step, file)
+
+
+def parts_of(committed: StepCommitted, members: Iterable[str]) -> Iterator[PartWritten]:
+    """Those of the checkpoint of this step."""
+    for worker in members:
+        file = PartFile(f"part-{worker}.safetensors", PART_BYTES, 1)
+        yield PartWritten(worker, committed.generation, committed.record.step, file)
 
 
 def answers_to(command: Command, committed_step: int) -> Iterator[Event]:
@@ -130,7 +169,9 @@ class LongRun:
         step_s: float = 1.0,
         policy: Policy = POLICY,
         every: Every = Every(),
+        slow_rank: int | None = None,
     ) -> None:
+        """`slow_rank` is a straggler all the time, and no spare can take its place."""
         self.core, self.writer = Core(), JournalWriter()
         self.now = BEGAN
         self.num_events = 0
@@ -138,6 +179,10 @@ class LongRun:
         self._num_steps = num_steps
         self._step_s = step_s
         self._every = every
+        self._slow_rank = slow_rank
+        self._wants_save = False
+        self._unwritten: tuple[Event, ...] = ()
+        """The parts of a checkpoint, which are whole when the next step has committed."""
         folder.mkdir(parents=True)
         self._journal: BufferedWriter = open(folder / "journal.jsonl", "wb")  # noqa: SIM115
         self._metrics: BufferedWriter = open(folder / "metrics.jsonl", "wb")  # noqa: SIM115
@@ -161,11 +206,17 @@ class LongRun:
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.now:
             return Woke()
-        step = state.committed_step + 1
-        event = step_of(step, state.generation, self.now)
-        self._inbox.extend(reports_after(event, state.members(), self._every))
+        step, members = state.committed_step + 1, state.members()
+        is_writing = bool(self._unwritten)
+        about = (step, state.generation, self.now, len(members), self._wants_save, is_writing)
+        event = step_of(*about)
+        self._inbox.extend(self._unwritten)
+        self._inbox.extend(reports_after(event, len(members), self._every, self._slow_rank))
+        self._unwritten = ()
+        if event.vote.saves(self._every.checkpoint):
+            self._unwritten, self._wants_save = tuple(parts_of(event, members)), False
         if step % self._every.loss == 0:
-            self._inbox.append(WorkerLost(state.members()[0], "killed by signal 9"))
+            self._inbox.append(WorkerLost(members[0], "killed by signal 9"))
         return event
 
     def _serve(self, event: Event) -> None:
@@ -181,6 +232,7 @@ class LongRun:
                 row = json.dumps(dataclasses.asdict(command.record))
                 self._metrics.write(row.encode() + b"\n")
             else:
+                self._wants_save |= isinstance(command, WishCheckpoint)
                 self._inbox.extend(answers_to(command, core.state.committed_step))
         self._write(writer.due(self.now, core.state))
 

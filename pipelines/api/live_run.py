@@ -16,7 +16,8 @@ from actors.ray_controller import Progress
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.tables import Tables
 from pipelines.drive import under_way
-from pipelines.plan import Plan, parse_layout
+from pipelines.early_refusals import parse_layout
+from pipelines.plan import Plan
 from pipelines.relayout import ask
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.errors import UserError
+from pipelines.home import expanded
 from pipelines.hugging_face.library import library
 
 Message = Mapping[str, str]
@@ -100,7 +101,7 @@ def find_rendering(tokenizer: str, separator: str | None) -> Rendering:
     Raises `UserError` for a tokenizer that cannot be read.
     """
     plain = PlainRendering(find_tokenizer(tokenizer, separator))
-    folder = Path(tokenizer).expanduser().parent
+    folder = expanded(tokenizer).parent
     if tokenizer == "bytes" or not (folder / "tokenizer_config.json").is_file():
         return plain
     try:

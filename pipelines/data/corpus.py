@@ -15,6 +15,7 @@ from pathlib import Path
 from pipelines.data.formats import READERS, documents_in, told
 from pipelines.data.index import is_prepared
 from pipelines.errors import UserError
+from pipelines.home import expanded
 
 KINDS = ", ".join(READERS)
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
@@ -50,7 +51,7 @@ def find_corpus(data: str = "") -> Corpus:
     """
     if not data:
         return standard_library()
-    path = Path(data).expanduser()
+    path = expanded(data)
     if path.is_file() and path.suffix not in READERS:
         raise UserError(f"--data {data}: is no {KINDS} file; rename or convert it")
     if path.is_file():

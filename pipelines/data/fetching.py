@@ -24,6 +24,7 @@ from pipelines.data.cache import Held, ShardCache, Wanted
 from pipelines.data.index import ShardFile, damaged
 from pipelines.data.shards import OpenShard, open_shard
 from pipelines.errors import DataUnreachable, UserError
+from pipelines.home import expanded
 from pipelines.settings import CacheSettings
 
 READ_BYTES = 1 << 23
@@ -231,7 +232,7 @@ class FetchedShards:
 
     def _cache_folder(self) -> Path:
         if self._settings.folder is not None:
-            return Path(self._settings.folder).expanduser()
+            return expanded(self._settings.folder)
         return Path(tempfile.gettempdir()) / f"elastic-cache-{os.getuid()}"
 
     def _start(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from actors.credentials import without_credentials
 from actors.reach import refuse_unreachable
@@ -15,6 +14,7 @@ from pipelines.data.prepared import named_place
 from pipelines.data.publishing import prepare_at
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.errors import UserError
+from pipelines.home import expanded
 
 RANDOM = "random"
 
@@ -84,7 +84,7 @@ def find_data(
             raise UserError(f"--data {shown}: cannot be reached ({error})") from None
         return Found(data)
     data = data.removeprefix("file://")
-    if data and is_prepared(folder := Path(data).expanduser()):
+    if data and is_prepared(folder := expanded(data)):
         return Found(str(folder))
     corpus = find_corpus(data)
     chosen = find_tokenizer(tokenizer, separator)

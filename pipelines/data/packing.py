@@ -19,6 +19,7 @@ from pipelines.data.opening import Found
 from pipelines.data.prepare import hash_of
 from pipelines.data.windows import Batch
 from pipelines.errors import UserError
+from pipelines.home import expanded
 
 FORMAT = "elastic-chats/1"
 FILE = "chats.safetensors"
@@ -104,7 +105,7 @@ def find_chats(
     held_out_fraction: float = 0.02,
 ) -> Found:
     """The file of conversations, and where they lie packed or will. Raises `UserError`."""
-    file = Path(source.removeprefix("file://")).expanduser()
+    file = expanded(source.removeprefix("file://"))
     if not file.is_file():
         raise UserError(f"--data {source}: name a JSONL file of conversations")
     rendering = find_rendering(tokenizer, separator)

@@ -11,6 +11,7 @@ import numpy as np
 import tokenizers
 
 from pipelines.errors import UserError
+from pipelines.home import expanded
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that part documents in common vocabularies, the first one found is taken."""
@@ -90,4 +91,4 @@ def read_bytes(file: Path) -> bytes:
 
 def find_tokenizer(name: str = "bytes", separator: str | None = None) -> Tokenizer:
     """The tokenizer that a recipe names: 'bytes', or the path of a `tokenizers` JSON file."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser(), separator)
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(expanded(name), separator)

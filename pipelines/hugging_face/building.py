@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pipelines.errors import UserError
+from pipelines.home import expanded
 from pipelines.hugging_face.library import library
 
 CPU = torch.device("cpu")
@@ -129,7 +130,7 @@ def read_fields(path: str) -> tuple[dict[str, Any], Path | None]:
 
     Raises `UserError`.
     """
-    place = Path(path).expanduser().resolve()
+    place = expanded(path).resolve()
     file = place / "config.json" if place.is_dir() else place
     if not file.is_file():
         lacks = f"has no {file.name}" if place.is_dir() else "is no folder or file here"

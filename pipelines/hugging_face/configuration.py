@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from pipelines.errors import UserError
+from pipelines.home import expanded
 from pipelines.settings import ExpertsSettings, TransformerSettings
 
 CONFIG = "config.json"
@@ -84,7 +85,7 @@ def transformer_from(folder: str | Path) -> TransformerSettings:
 
     Raises `UserError` if there is none, or our transformer cannot compute what it computes.
     """
-    return settings_of(read_config(Path(folder).expanduser()), Path(folder))
+    return settings_of(read_config(expanded(folder)), Path(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 
 from actors.storage import make_durable
 from pipelines.errors import UserError
+from pipelines.home import expanded
 from pipelines.hugging_face.adapter_files import write_adapter
 from pipelines.hugging_face.configuration import CONFIG, config_of
 from pipelines.hugging_face.names import Whole, their_tensors
@@ -44,7 +45,7 @@ def export(
     `step` is the newest, `dtype` the one that the run keeps, if they are None. Memory is that of a
     few windows, files are of about `shard_bytes`. Raises `UserError`.
     """
-    out = Path(out or f"{run_name}-hf").expanduser().resolve()
+    out = expanded(out or f"{run_name}-hf").resolve()
     _refuse_taken(out)
     source = open_source(run_name, storage, step)
     model = source.settings.model

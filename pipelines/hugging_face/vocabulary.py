@@ -13,6 +13,7 @@ from actors.storage import open_storage
 from pipelines.data.index import Index, read_index
 from pipelines.data.tokens import SEPARATORS, ByteTokenizer, find_tokenizer
 from pipelines.errors import UserError
+from pipelines.home import expanded
 from pipelines.settings import DataSettings
 
 
@@ -61,7 +62,7 @@ def _file_tokenizer(data: DataSettings, index: Index) -> Tokenizer:
     found = find_tokenizer(data.tokenizer, data.separator)
     if found.name != index.tokenizer:
         raise UserError(f"the data were prepared with another than data.tokenizer={data.tokenizer}")
-    tokenizer = tokenizers.Tokenizer.from_file(str(Path(data.tokenizer).expanduser()))
+    tokenizer = tokenizers.Tokenizer.from_file(str(expanded(data.tokenizer)))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.post_processor = None

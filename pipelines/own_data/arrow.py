@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.errors import UserError
+from pipelines.home import expanded
 
 SUFFIXES = (".parquet", ".arrow")
 NUM_GROUPS_KEPT = 8
@@ -84,7 +85,7 @@ class ArrowDataset:
 
 
 def _files(path: str) -> list[str]:
-    place = Path(path).expanduser()
+    place = expanded(path)
     if place.is_dir():
         found = [str(file) for suffix in SUFFIXES for file in place.rglob(f"*{suffix}")]
     else:

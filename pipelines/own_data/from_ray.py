@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.errors import UserError
+from pipelines.home import expanded
 from pipelines.own_data.arrow import ArrowDataset
 
 DONE = "_WRITTEN"
@@ -24,7 +25,7 @@ def from_ray_dataset(dataset: Writable, folder: str | Path) -> ArrowDataset:
     Delete the folder to have it written anew. Raises `UserError` for one with other files in it,
     or those of a writing that was broken off.
     """
-    folder = Path(folder).expanduser().resolve()
+    folder = expanded(folder).resolve()
     if not (folder / DONE).exists():
         if folder.exists() and any(folder.iterdir()):
             raise UserError(

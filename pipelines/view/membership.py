@@ -113,7 +113,8 @@ class Membership:
             case "StepCommitted":
                 self.step = line["record"]["step"]
             case "ComputeTimed":
-                self.compute_s = dict(zip(self.ranked, line["compute_s"], strict=False))
+                times = dict(zip(self.ranked, line["compute_s"], strict=False))
+                self.compute_s = times or self.compute_s  # a short line has only stragglers
             case "Replaced" | "NodeAvoided" | "NodeUsedAgain":
                 self._take_watch(name, line)
             case _:

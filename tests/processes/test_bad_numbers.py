@@ -107,6 +107,7 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, tmp_path: Path) ->
     assert held_out[SPOILT_STEP] == held_out[SPOILT_STEP - 1] != held_out[SPOILT_STEP - 2]
 
 
+@pytest.mark.slow
 def test_bad_held_out_losses_are_null_and_the_run_completes_after_a_resume(tmp_path: Path) -> None:
     """Evaluations that are NaN, infinite, or count nothing; metrics, journal and status show it."""
     settings = changed(eval_every=1, steps=6, checkpoint_every=2, keep_last=1, keep_best=1)
@@ -279,6 +280,7 @@ def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path
     assert_same(run, [loss for loss, _ in seen], weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=2", pytest.param("dp=2,fsdp=2", marks=pytest.mark.soak)])
 def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
     """Back to before the last clean audit; the checkpoint of step 8 may have the flipped bit."""

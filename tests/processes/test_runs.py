@@ -83,6 +83,8 @@ def test_the_undisturbed_run_equals_the_plain_loop(undisturbed: Outcome) -> None
     assert_same_weights(undisturbed, weights)
 
 
+TELLING = ("compute", "world rank 0 in the vote", "forming")
+"""Those of the kills below that `make test` runs."""
 KILLS = {
     "compute": ("dp=3", [Fault("kill", "w2", 20, "compute")], {"w0", "w1"}),
     "world rank 0 in the vote": ("dp=3", [Fault("kill", "w0", 20, "vote")], {"w1", "w2"}),
@@ -107,7 +109,10 @@ KILLS = {
 }
 
 
-@pytest.mark.parametrize("name", KILLS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in TELLING else pytest.mark.slow) for name in KILLS],
+)
 def test_a_kill_changes_nothing(name: str, tmp_path: Path, undisturbed: Outcome) -> None:
     layout, faults, survivors = KILLS[name]
     num_workers = len(survivors) + len(faults)
@@ -135,6 +140,7 @@ def test_who_has_not_seen_the_vote_rolls_forward(tmp_path: Path, undisturbed: Ou
     survivors_keep_their_processes(run, {"w0", "w1", "w3"})
 
 
+@pytest.mark.slow
 def test_who_cannot_roll_forward_is_replaced(tmp_path: Path, undisturbed: Outcome) -> None:
     faults = (*UNSEEN, Fault("raise", "w1", 20, "settling"))
     run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=faults)
@@ -194,6 +200,7 @@ def test_a_sample_that_ends_whoever_runs_it_is_named(tmp_path: Path) -> None:
     assert run.told("Checkpointed")[-1]["step"] == 11
 
 
+@pytest.mark.slow
 def test_a_sample_that_ends_both_workers_costs_no_step(tmp_path: Path) -> None:
     """The second would have had the whole state alone as it read the sample."""
     run = run_plainly(tmp_path, SETTINGS, 2, program="sabotage:dies_of_a_sample")
@@ -203,6 +210,7 @@ def test_a_sample_that_ends_both_workers_costs_no_step(tmp_path: Path) -> None:
     assert_nothing_redone(run)
 
 
+@pytest.mark.slow
 def test_a_held_out_sample_that_ends_workers_is_not_taken_for_training_data(
     tmp_path: Path,
 ) -> None:
@@ -213,6 +221,7 @@ def test_a_held_out_sample_that_ends_workers_is_not_taken_for_training_data(
     assert "training samples" not in run.stopped.reason
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:
     fault = Fault("stop", "w1", 20, "compute")
     run = run_plainly(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)
@@ -232,6 +241,7 @@ def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> No
     assert not run.told("Abort")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.slow), "fsdp=3"])
 def test_a_node_that_ends_before_any_boundary_is_left_at_once(
     layout: str, tmp_path: Path, undisturbed: Outcome

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from dataclasses import fields
 from pathlib import Path
 
+import pytest
 from harness import run_plainly
 from run_checks import assert_nothing_redone
 from stalled import STALL_S, STALLED_STEPS
 
 from actors.fault import Fault
+from elastic.events import Event, StepCommitted, WorkerReady
 from elastic.policy import Policy
 from pipelines.recipes import tiny
 from pipelines.settings import DataSettings
@@ -24,6 +29,8 @@ PRODUCTION = {
     if field.name not in ("min_workers", "max_workers")
 }
 FATAL_STEP = 9
+KILLED_FOUND_S = 0.5
+"""A tenth of a second suffices on this machine; a probe or a time limit takes over a second."""
 FOUND_S = 3.5
 """By `actors/watch.py` 2.5 s; a busy machine takes longer to compute and to look."""
 
@@ -37,6 +44,28 @@ def test_a_call_that_holds_the_lock_of_the_interpreter_aborts_nothing(tmp_path: 
     assert slow == list(STALLED_STEPS), "the stalls have taken place"
     for kind in ("WorkerSuspected", "Abort", "WorkerLost"):
         assert not run.told(kind), run.story()
+    assert_nothing_redone(run)
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_found_without_a_probe(tmp_path: Path) -> None:
+    """50 ms on a machine that does nothing else, which `benchmarks/recovery.py` checks."""
+    pids: dict[str, int] = {}
+    killed: list[float] = []
+
+    def kill(event: Event) -> None:
+        if isinstance(event, WorkerReady):
+            pids[event.worker] = event.pid
+        if isinstance(event, StepCommitted) and event.record.step == FATAL_STEP and not killed:
+            killed.append(time.time())
+            os.kill(pids["w1"], signal.SIGKILL)
+
+    run = run_plainly(tmp_path, SETTINGS, 2, layout="dp=2", hear=kill)
+    assert run.stopped.outcome == "completed", run.story()
+    [lost] = run.told("WorkerLost")
+    assert lost["worker"] == "w1"
+    aborted = run.told("Abort")[0]["time"]
+    assert 0.0 <= aborted - killed[0] < KILLED_FOUND_S
     assert_nothing_redone(run)
 
 

@@ -95,6 +95,7 @@ def is_complete(outcome: Outcome) -> bool:
     return found.whole[-1].step == 100 and not found.complaints and not found.unfinished
 
 
+@pytest.mark.slow
 def test_a_full_disk_that_gets_space_again_within_a_minute(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         filler = disk / "filler"
@@ -115,6 +116,7 @@ def test_a_full_disk_that_gets_space_again_within_a_minute(tmp_path: Path) -> No
         assert any("of journal.jsonl" in trouble for trouble in outage.troubles)
 
 
+@pytest.mark.slow
 def test_an_object_store_that_answers_again_within_a_minute(door: Door) -> None:
     outage = Outage(door.shut, door.open)
     outcome = train(door.url_of("run"), outage)

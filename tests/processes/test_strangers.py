@@ -116,6 +116,7 @@ def test_a_stranger_breaks_nothing(child: Child, deed: str) -> None:
     assert peak_kb < 2**21, "it has allocated what a stranger asked for"
 
 
+@pytest.mark.slow
 def test_a_run_under_strangers_loses_nothing(tmp_path: Path) -> None:
     """Its snapshots are what it goes on from when a worker that alone had its part is killed."""
     strangers: list[subprocess.Popen[bytes]] = []

@@ -39,6 +39,7 @@ def busy_loops() -> Iterator[None]:
             loop.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "num_kills",
     [

@@ -12,7 +12,7 @@ import pytest
 from command_line import Command, assert_nothing_is_left, elastic_train, processes_of
 from mlflow import MlflowClient
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 WARM_S = 2.0
 TINY = ("tiny", "--data", "random", "--workers", "2")
 

@@ -20,7 +20,7 @@ from command_line import (
 )
 from mlflow import MlflowClient
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 TINY = ("tiny", "--data", "random", "--workers", "2")
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
-from make_readme import FOLDER, NAMES, README, explanations, read_results, render
+from make_readme import FOLDER, NAMES, README, explanations, read_results, render, summary
+from report import machine
+from run_all import run
 
 FIELDS = {"recorded", "date", "commit", "machine", "command", "seconds", "musts", "tables"}
 
@@ -31,3 +39,62 @@ def test_results_have_all_fields_and_each_must_says_whether_it_is_met() -> None:
             at_least = must["measured"] >= must["bound"]
             at_most = must["measured"] <= must["bound"]
             assert must["met"] == (at_least if must["at_least"] else at_most), (name, must)
+
+
+MET = {"what": "time", "measured": 1, "bound": 2, "unit": "s", "at_least": False, "met": True}
+OLD = {"musts": [MET], "tables": [], "date": "2020-01-01", "commit": "old", "command": "old"}
+WRITE = f"""
+import json, sys
+from pathlib import Path
+Path(sys.argv[-1]).write_text(json.dumps({{"musts": [{MET!r}]}}))
+"""
+IGNORE_TERM = """
+import signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+"""
+
+
+def outcome_of(tmp_path: Path, source: str, timeout_s: float = 60.0) -> tuple[str, dict[str, Any]]:
+    """What becomes of a benchmark that had met its must before, and its result now."""
+    program, result = tmp_path / "benchmarks" / "core.py", tmp_path / "core.json"
+    program.parent.mkdir()
+    program.write_text(source)
+    result.write_text(json.dumps(OLD))
+    outcome = run(program, result, timeout_s, end_patience_s=0.5)
+    return outcome, json.loads(result.read_text())
+
+
+def test_a_benchmark_that_meets_its_musts_keeps_its_own_result(tmp_path: Path) -> None:
+    assert outcome_of(tmp_path, WRITE) == ("all musts met", {"musts": [MET]})
+
+
+@pytest.mark.parametrize(
+    ("source", "outcome"),
+    [
+        ("raise SystemExit(3)", "failed with exit code 3"),
+        ("raise SystemExit(1)", "failed with exit code 1"),
+        (f"{WRITE}raise SystemExit(1)", "failed with exit code 1"),
+        ("", "ended without a result"),
+    ],
+)
+def test_a_benchmark_that_crashes_is_missed_on_the_page(
+    tmp_path: Path, source: str, outcome: str
+) -> None:
+    told, result = outcome_of(tmp_path, source)
+    assert told == outcome
+    assert set(result) == FIELDS and result["commit"]
+    assert f"**missed**: `core.py --check` {outcome}" in summary({"core": result})
+
+
+def test_a_benchmark_that_hangs_and_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    began = time.monotonic()
+    told, result = outcome_of(tmp_path, f"{WRITE}{IGNORE_TERM}time.sleep(600)", timeout_s=2.0)
+    assert told == "not finished after 2 s"
+    assert "**missed**" in summary({"core": result})
+    assert time.monotonic() - began < 30.0
+
+
+def test_a_result_names_the_processor_it_was_measured_on() -> None:
+    parts = machine().split(", ")
+    assert f"{os.cpu_count()} cores" in parts[1:]
+    assert parts[0] and "cores" not in parts[0]

@@ -4,19 +4,30 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-from long_runs import Every, LongRun
+from long_runs import Every, LongRun, opening, step_of
 from memory_storage import MemoryStorage
 
-from actors.compaction import NUM_JOINED, NUM_LEFT, Compactor, compact_oldest
+from actors.compaction import (
+    NUM_JOINED,
+    NUM_LEFT,
+    Compactor,
+    compact_oldest,
+    shrink_journal,
+)
 from actors.errors import LeaseLost
 from actors.journal import replay
 from actors.lines import LineLog
 from actors.segments import segment_name
-from elastic.wire import encode
+from elastic.core import Core
+from elastic.events import Woke
+from elastic.state import CoreState
+from elastic.step_records import RecordsSent
+from elastic.wire import encode, event_line
 from pipelines.view.history import History
 
 SEGMENT_BYTES = 20_000
@@ -82,6 +93,42 @@ def test_a_compacted_journal_tells_and_replays_the_same(written: Path) -> None:
         for name, value in encode(theirs).items()
         if name != "is"
     }}  # fmt: skip
+
+
+def test_a_compacted_journal_has_no_lines_that_only_a_replay_needs(written: Path) -> None:
+    whole = (written / "journal.jsonl").read_bytes()
+    before, after = names_in(whole), names_in(shrink_journal(whole))
+    dropped = {"ComputeTimed", "Woke", "PartWritten", "PublishCheckpoint"}
+    assert dropped <= before.keys()
+    others = before.keys() - dropped
+    assert {name: before[name] for name in others} == after
+
+
+def names_in(lines: bytes) -> Counter[str]:
+    rows = map(json.loads, lines.splitlines())
+    names = [row.get("event") or row.get("command") for row in rows]
+    return Counter(name for name in names if name)
+
+
+def test_a_session_that_ends_in_a_line_without_news_ends_at_its_time_once_compacted() -> None:
+    run = Core()
+    lines = [event_line(0.0, opening(10), run.state), event_line(1.0, Woke(), run.state)]
+    lines += [event_line(60.0, Woke(), run.state), event_line(3600.0, opening(10), run.state)]
+    lines += [event_line(3700.0, Woke(), run.state)]
+    texts = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+    shrunk = shrink_journal(texts)
+    assert len(shrunk.splitlines()) == 4
+    history = History()
+    history.take(map(json.loads, shrunk.splitlines()), ())
+    assert [s.end - s.start for s in history.membership.sessions] == [60.0, 100.0]
+
+
+def test_sent_records_keep_what_readers_count_once_compacted() -> None:
+    records = tuple(step_of(step, 1, 5.0).record for step in (1, 2))
+    told = event_line(5.0, RecordsSent("w0", 1, records), CoreState(generation=1))
+    [shrunk] = shrink_journal(json.dumps(told).encode() + b"\n").splitlines()
+    assert [row["step"] for row in json.loads(shrunk)["records"]] == [1, 2]
+    assert len(shrunk) < 0.5 * len(json.dumps(told))
 
 
 def test_a_journal_without_a_newer_full_state_stays_as_it_is() -> None:

@@ -1,7 +1,8 @@
 """Any command line and any setting is taken, or refused in one line: never a traceback, never slow.
 
-A dry run is what stops before Ray and training: everything before is the command's own way. More
-examples: `FUZZ_EXAMPLES=20000 pytest tests/unit/test_fuzzed_input.py`.
+A dry run stops before Ray and training; what else a run refuses before Ray starts is called by
+itself. The examples are new with each commit; a failing one is printed with the number that repeats
+them. More examples: `FUZZ_EXAMPLES=20000 pytest tests/unit/test_fuzzed_input.py`.
 """
 
 from __future__ import annotations
@@ -9,17 +10,29 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import resource
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, note, seed, settings
 from hypothesis import strategies as st
+from sim.fresh_seeds import base
 
 from pipelines.cli import main
+from pipelines.drive import plan_here
+from pipelines.early_refusals import BUILT_IN
+from pipelines.errors import UserError
 from pipelines.overrides import WHERE_AND_HOW
+from pipelines.plan import Asked
+from pipelines.recipes import RECIPES as NAMED
 from pipelines.recipes import mlp, tiny
+from pipelines.sweep import SweepAsked, trials_of
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 MAX_S = 3.0
@@ -45,7 +58,8 @@ WORDS = words(
     "none null true false yes data random tiny bfloat16 float64 1f1b zero_bubble cpu auto copy "
     "xor:1 xor:2 xor:9999 1:2 2:1 0:5 1:65535 dp=2 fsdp=2,tp=2 tp=3 pp=2,vp=2 ep=2 zero=3 dp=0 "
     "dp=2,dp=2 zero=FULL_SHARD steps=1:2 15min .5min 0min lo s3:// s3://b banana://x http://x "
-    "http://[ sqlite:///x file:///nowhere / . .. ~ ~nobody %s {} [] [bold] \u00e9 \U0001f600"
+    "http://[ sqlite:///x file:///nowhere / . .. ~ ~nobody ~nosuch %s {} [] "
+    "[bold] \u00e9 \U0001f600"
 )
 SENTENCES = ["", " ", "kill worker 1 at step 3", "slow worker 2 by 3x at step 3", "x\ny", "\t"]
 ARBITRARY = st.text(st.characters(exclude_characters="\0"), max_size=12)
@@ -65,7 +79,18 @@ GIVEN = st.one_of(
     st.tuples(st.just("--set"), SETTING),
     st.tuples(st.sampled_from(OPTIONS), TEXTS),
 )
+TREES = {"/", ".", "..", "~", "", " "}
+"""As data these are whole file systems, or the standard library: to list them takes its time."""
 RECIPES = st.one_of(st.sampled_from(["tiny", "mlp", "tiny_moe", "finetune", "hf:x", ":f"]), TEXTS)
+
+
+def fuzzed(share: float = 1.0) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Other examples with each commit: `ELASTIC_SIM_BASE` is their seed."""
+    few = settings(
+        max_examples=max(1, int(share * NUM_EXAMPLES)),
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    return lambda test: seed(base())(few(test))
 
 
 def told_by(arguments: list[str]) -> tuple[int, str]:
@@ -82,47 +107,54 @@ def told_by(arguments: list[str]) -> tuple[int, str]:
     raise AssertionError("it has not ended")
 
 
-def assert_taken_or_refused(arguments: list[str]) -> None:
+def assert_taken_or_refused(arguments: list[str], codes: tuple[int, ...] = (0, 2)) -> None:
+    note(f"elastic {arguments}; ELASTIC_SIM_BASE={base()} repeats all examples")
     began, began_s = time.monotonic(), time.process_time()
     code, told = told_by(arguments)
     lasted_s, busy_s = time.monotonic() - began, time.process_time() - began_s
-    assert code in (0, 2), told
-    assert len(told.splitlines()) <= (1 if code else 0), told
+    assert code in codes, told
+    assert len(told.splitlines()) <= (code == 2), told
     assert "Traceback" not in told
     assert not told or told.startswith("elastic: ")
     assert busy_s < MAX_S and lasted_s < MAX_ON_A_BUSY_MACHINE_S, f"{lasted_s:.1f} s"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def somewhere() -> None:
+def somewhere() -> Iterator[None]:
     """A folder that goes away, with no cluster at hand."""
     here, there = os.getcwd(), tempfile.TemporaryDirectory()
     with there as folder, pytest.MonkeyPatch.context() as patched:
         patched.setenv("RAY_ADDRESS", "local")
         os.chdir(folder)
+        Path("text.txt").write_text("Some text to train on. " * 400)
         yield
         os.chdir(here)
 
 
-@settings(max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@fuzzed()
 @given(RECIPES, st.lists(GIVEN, max_size=4))
 def test_any_command_line_of_train(recipe: str, given_: list[tuple[str, str]]) -> None:
+    assume(not any(option == "--data" and text in TREES for option, text in given_))
     options = [word for pair in given_ for word in pair]
     is_said = any(option == "--data" for option, _ in given_)
     more = [] if is_said else ["--data", "random"]
     assert_taken_or_refused(["train", *more, *options, "--dry-run", "--", recipe])
 
 
-@settings(max_examples=NUM_EXAMPLES, suppress_health_check=[HealthCheck.too_slow])
+@fuzzed()
 @given(st.sampled_from(["tiny", "mlp", "tiny_moe"]), st.lists(SETTING, min_size=1, max_size=4))
 def test_any_settings(recipe: str, changes: list[str]) -> None:
     options = [word for change in changes for word in ("--set", change)]
     assert_taken_or_refused(["train", recipe, *options, "--data", "random", "--dry-run"])
 
 
-@settings(max_examples=NUM_EXAMPLES // 2)
+COMMANDS = ["status", "logs", "relayout", "export", "plan", "prepare", "nosuch"]
+FLAGS = st.lists(st.sampled_from(["--json", "--repair"]), max_size=1)
+
+
+@fuzzed(0.5)
 @given(
-    st.sampled_from(["status", "logs", "relayout", "export", "plan", "prepare", "nosuch"]),
+    st.sampled_from(COMMANDS),
     st.lists(TEXTS, max_size=2),
     st.lists(
         st.tuples(
@@ -136,7 +168,143 @@ def test_any_settings(recipe: str, changes: list[str]) -> None:
         ),
         max_size=3,
     ),
+    FLAGS,
 )
-def test_any_other_command(command: str, words: list[str], given_: list[tuple[str, str]]) -> None:
-    options = [word for pair in given_ for word in pair]
+def test_any_other_command(
+    command: str, words: list[str], given_: list[tuple[str, str]], flags: list[str]
+) -> None:
+    assume(command != "prepare" or TREES.isdisjoint(words))
+    options = [*flags, *(word for pair in given_ for word in pair)]
     assert_taken_or_refused([command, *options, "--", *words])
+
+
+RAW = st.one_of(
+    st.sampled_from([*OPTIONS, "-", "--", "-x", "---", "--help", "--dry-run", "--set="]),
+    st.sampled_from(OPTIONS).map("{}=".format),
+    st.builds("{}={}".format, st.sampled_from(OPTIONS), TEXTS),
+    TEXTS.filter(lambda text: text not in TREES),
+)
+
+
+@fuzzed()
+@given(st.lists(RAW, max_size=5))
+def test_damaged_options(raw: list[str]) -> None:
+    """Without a value, with an empty one, a bare dash; `--dry-run` comes first, so that no option
+    takes it for its value."""
+    assert_taken_or_refused(["train", "--dry-run", "--data=random", *raw])
+
+
+@fuzzed(0.5)
+@given(st.sampled_from([*COMMANDS, "doctor", "sweep"]), st.lists(RAW, max_size=4))
+def test_damaged_options_of_other_commands(command: str, raw: list[str]) -> None:
+    assume(command != "doctor" or any("=" in word or not word[:1].isalnum() for word in raw))
+    arguments = [command, "--nosuch", *raw] if command in ("doctor", "sweep") else [command, *raw]
+    assert_taken_or_refused(arguments)
+
+
+@fuzzed(0.2)
+@given(TEXTS, st.sampled_from(["runs", "nowhere", "text.txt"]), FLAGS)
+def test_doctor_of_any_run(run: str, storage: str, flags: list[str]) -> None:
+    flags = [flag for flag in flags if flag == "--repair"]
+    assert_taken_or_refused(["doctor", "--storage", storage, *flags, "--", run], (0, 1, 2))
+
+
+def assert_planned_or_refused(plan: Callable[[], object]) -> None:
+    """What a command does before Ray starts, without the command line."""
+    began_s = time.process_time()
+    try:
+        plan()
+    except UserError as error:
+        assert str(error) and "Traceback" not in str(error)
+    assert time.process_time() - began_s < MAX_S
+
+
+ASKED = {
+    "run_name": TEXTS,
+    "storage": st.sampled_from(["runs", "text.txt", "nowhere/at/all"]),
+    "workers": TEXTS,
+    "layout": TEXTS,
+    "steps": st.integers(-2, 10**6),
+    "data": st.sampled_from(["random", "text.txt", "nowhere.txt", "*.txt"]),
+    "inject": st.tuples(TEXTS),
+    "tracking_uri": TEXTS,
+    "interface": TEXTS,
+    "ports": TEXTS,
+    "notify": TEXTS,
+    "detach": st.booleans(),
+    "profile": TEXTS,
+}
+
+
+@fuzzed(0.5)
+@given(RECIPES, st.fixed_dictionaries({}, optional=ASKED), st.lists(SETTING, max_size=2))
+def test_what_is_done_before_ray_starts(
+    recipe: str, options: dict[str, Any], changes: list[str]
+) -> None:
+    """With its data prepared, which a dry run leaves out."""
+    asked = Asked(recipe, **{"data": "text.txt", **options}, changes=tuple(changes))
+    note(f"{asked}; ELASTIC_SIM_BASE={base()} repeats all examples")
+    assert_planned_or_refused(lambda: plan_here(asked))
+
+
+@fuzzed(0.5)
+@given(
+    RECIPES,
+    st.one_of(TEXTS, st.lists(TEXTS, max_size=3).map(";".join), st.just("tp=1;dp=2,tp=2")),
+    st.sampled_from(["runs", "text.txt", "s3://b"]),
+    st.integers(-1, 10**6),
+    st.lists(SETTING, max_size=2),
+    st.one_of(st.just(600.0), st.floats()),
+)
+def test_any_sweep(
+    recipe: str, layouts: str, storage: str, steps: int, changes: list[str], start_timeout_s: float
+) -> None:
+    asked = SweepAsked(recipe, layouts, storage, steps, "random", tuple(changes), start_timeout_s)
+    note(f"{asked}; ELASTIC_SIM_BASE={base()} repeats all examples")
+    assert_planned_or_refused(lambda: trials_of(asked, Path(storage) / "sweeps" / "now", 0))
+
+
+def test_early_refusals_know_all_recipes() -> None:
+    assert tuple(NAMED) == BUILT_IN
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "tyni"],
+        ["train", "tiny", "--workers", "4:2"],
+        ["train", "tiny", "--layout", "zp=2"],
+        ["sweep", "tyni", "--layouts", "tp=1"],
+        ["train", "tiny", "--wrokers", "2"],
+    ],
+)
+def test_a_typing_error_is_answered_at_once_by_a_process_of_its_own(arguments: list[str]) -> None:
+    """Of the processor's time, so that other processes do not count."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "pipelines", *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, env=environment()
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    busy_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert busy_s <= MAX_S
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "~nosuch"],
+        ["prepare", "~nosuch", "out"],
+        ["train", "hf:~nosuch", "--dry-run", "--data", "random"],
+        ["train", "tiny", "--dry-run", "--data", "~nosuch/x"],
+        ["train", "tiny", "--dry-run", "--data", "text.txt", "--set", "data.tokenizer=~nosuch"],
+    ],
+)
+def test_the_home_of_a_user_that_does_not_exist(arguments: list[str]) -> None:
+    code, told = told_by(arguments)
+    assert code == 2 and len(told.splitlines()) == 1 and "~nosuch" in told

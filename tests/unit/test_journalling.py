@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from long_runs import POLICY, Every, LongRun, answers_to, opening, step_of
+from long_runs import (
+    NUM_MANY_WORKERS,
+    POLICY,
+    Every,
+    LongRun,
+    answers_to,
+    opening,
+    step_of,
+    users_policy,
+)
 
 from elastic.commands import (
     DropCheckpoints,
@@ -49,10 +58,11 @@ def newest_full_state(texts: list[str]) -> int:
     return max(index for index, text in enumerate(texts) if '"CoreState"' in text)
 
 
-@pytest.mark.parametrize(("step_s", "most_bytes"), [(20.0, 260), (1.0, 110), (0.001, 15)])
+@pytest.mark.parametrize(("step_s", "most_bytes"), [(20.0, 350), (1.0, 125), (0.001, 15)])
 def test_a_step_costs_the_journal_few_bytes(
     tmp_path: Path, step_s: float, most_bytes: float
 ) -> None:
+    """Under the policy that users get: with reports of compute times, and checkpoints by time."""
     num_steps = 3 * MAX_REPLAYED
     LongRun(tmp_path / "run", num_steps, step_s).write()
     assert sum(map(len, lines_of(tmp_path / "run"))) / num_steps <= most_bytes
@@ -75,9 +85,55 @@ def test_a_replay_begins_at_the_newest_full_state_and_is_short(
     assert lost <= min(MAX_HELD, 1 + 31 / step_s), "only reports that workers repeat"
 
 
+def test_a_thousand_workers_cost_the_journal_few_bytes_a_step_and_nothing_grows(
+    tmp_path: Path,
+) -> None:
+    """One of them is a straggler all the time."""
+    num_steps, policy = 3_000, users_policy(NUM_MANY_WORKERS)
+    LongRun(tmp_path / "run", num_steps, policy=policy, slow_rank=1).write()
+    texts = lines_of(tmp_path / "run")
+    resumed = next(i for i, text in enumerate(texts) if '"command": "Resume"' in text)
+    texts = texts[resumed + 2 :]
+    of_checkpoints = ('"PartWritten"', '"PublishCheckpoint"')
+    num_bytes, num_bytes_of_checkpoints = 0, 0
+    for text in texts:
+        if any(kind in text[:80] for kind in of_checkpoints):
+            num_bytes_of_checkpoints += len(text)
+        else:
+            num_bytes += len(text)
+    assert num_bytes / num_steps <= 700
+    num_checkpoints = sum('"Checkpointed"' in text[:80] for text in texts)
+    assert num_checkpoints >= 5
+    assert num_bytes_of_checkpoints / num_checkpoints <= 320 * NUM_MANY_WORKERS
+    assert sum('"kind": "straggler"' in text for text in texts) == 1
+    states = [json.loads(text)["CoreState"] for text in texts if '"CoreState"' in text]
+    without_uploads = [{**state, "uploads": {}} for state in states]
+    sizes = [len(json.dumps(state)) for state in without_uploads]
+    assert len(sizes) >= 2 and max(sizes) <= 1.01 * min(sizes)
+
+
+def test_a_journal_with_short_reports_of_compute_times_replays_to_the_same_state(
+    tmp_path: Path,
+) -> None:
+    """The straggler is in each report, the others' times only in some."""
+    policy = replace(users_policy(32), straggler_reports=10**6)
+    run = LongRun(tmp_path / "run", 910, 20.0, policy, slow_rank=1)
+    run.write()
+    held = run.writer.before(Woke(), run.core.state)
+    texts = [*lines_of(tmp_path / "run"), *map(json.dumps, held)]
+    reports = [json.loads(text) for text in texts if '"event": "ComputeTimed"' in text]
+    num_whole = sum(bool(report["compute_s"]) for report in reports)
+    assert 1 < num_whole < len(reports) - 1
+    assert all(len(report["slow"]) == 1 for report in reports if not report["compute_s"])
+    replay = replayed(texts)
+    assert encode(replay.core.state) == encode(run.core.state)
+    [num_slow] = run.core.state.num_slow.values()
+    assert num_slow == 910 // policy.straggler_every
+
+
 def test_nothing_that_the_controller_keeps_grows_with_the_steps(tmp_path: Path) -> None:
     """With every checkpoint kept and the orders of one generation."""
-    policy = replace(POLICY, keep_last=0)
+    policy = replace(POLICY, keep_last=0, checkpoint_auto=False)
     sizes = []
     for num_steps in (2_000, 6_000):
         every = Every(loss=500, evaluation=5, checkpoint=5)
@@ -86,7 +142,8 @@ def test_nothing_that_the_controller_keeps_grows_with_the_steps(tmp_path: Path) 
         full = lines_of(tmp_path / str(num_steps))
         sizes.append(len(full[newest_full_state(full)]))
         assert len(run.core.state.saved) <= 128
-        assert len(run.writer.unfinished.orders) == 1
+        kinds = [type(order) for order in run.writer.unfinished.orders]
+        assert kinds in ([Resume], [Resume, WishCheckpoint])
         assert not run.writer.unfinished.removals
     assert sizes[1] <= 1.1 * sizes[0]
 
