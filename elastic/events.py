@@ -23,8 +23,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of a checkpoint; `checksum` is of its header, which has those of the rest, and
-    `header_bytes` the header's length, which spares readers a request (0: not reported)."""
+    """A file of a checkpoint; `checksum` is of its header, `header_bytes` its length (0: unknown)."""
 
     name: str
     num_bytes: int
@@ -236,9 +235,8 @@ class Evaluated:
 class Audited:
     """Replicas have been compared bit by bit after `step`.
 
-    Each part of the state was held by `num_replicas` workers at least; 1: nothing to compare.
-    `splits` has for each part of which not all copies are equal its holders, grouped by what they
-    hold, the largest group first.
+    `num_replicas` workers at least held each part of the state; 1: nothing to compare.
+    `splits` has the holders of each part with unequal copies, grouped by what they hold.
     """
 
     generation: int

@@ -147,4 +147,5 @@ def test_deadlines_pass_on_a_host_whose_clock_is_off(tmp_path: Path, off_s: floa
     assert "ControllerRestarted" in [line.get("event") for line in later]
     times = [line["time"] for line in later]
     assert times == sorted(times) and times[0] >= last
+    del times[0]  # the opening line has the time of the line before it
     assert times[-1] - times[0] < PROMPT_S
