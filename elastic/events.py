@@ -23,7 +23,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of a checkpoint; `checksum` is of its header, `header_bytes` its length (0: unknown)."""
+    """A file of a checkpoint; `checksum` is of its header, `header_bytes` its length, if known."""
 
     name: str
     num_bytes: int
