@@ -1,4 +1,4 @@
-"""What a step of examples/own_model.py costs through each form, against a bare DDP loop.
+"""What a step of examples/custom_model.py costs through each form, against a bare DDP loop.
 
 A recipe and a loop are measured by the step as a worker makes it: compute, vote and apply, in turns
 with the bare loop in the same processes. `ElasticTrainer` is a whole run on Ray, with all that it
@@ -41,12 +41,12 @@ def measure(num_blocks: int, num_steps: int, batch: int, microbatch: int) -> dic
 def measure_trainer(num_blocks: int, num_steps: int, batch: int, microbatch: int) -> Comparison:
     """Fewer blocks, and longer ones: after each stop Ray has some catching up to do."""
     numbers = str(batch), str(microbatch)
-    script = Path(__file__).with_name("trainer_own.py")
+    script = Path(__file__).with_name("custom_trainer.py")
     with TemporaryDirectory(prefix="api-") as name:
         command = python(script, name, str(NUM_PROCESSES), *numbers)
         with started(command, Path(name)) as ours:
             return side_by_side(
-                f"own_model, ElasticTrainer, dp={NUM_PROCESSES}, torchrun bare_own.py",
+                f"custom_model, ElasticTrainer, dp={NUM_PROCESSES}, torchrun bare_own.py",
                 ours,
                 NUM_PROCESSES,
                 lambda: bare_own(NUM_PROCESSES, *numbers),
@@ -68,7 +68,7 @@ def main() -> int:
     for form in FORMS:
         pairs_s = [(one[form], one["bare"]) for one in told["times_s"]]
         losses = list(zip(told["losses"][form], told["losses"]["bare"], strict=True))
-        title = f"own_model, {form}, dp={NUM_PROCESSES}, bare_own.py"
+        title = f"custom_model, {form}, dp={NUM_PROCESSES}, bare_own.py"
         results[form] = Comparison(title, pairs_s, losses)
     results["ElasticTrainer"] = measure_trainer(*sizes)
     bounds = []

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from layouts_rank import NUM_COMPARED, TIMEOUT, block, ours
 from torch.utils.data import DataLoader
 
-from actors.meshes import form_groups
-from actors.system import keep_freed_memory
-from elastic.assignment import Assignment
-from elastic.layout import Layout
+from actors.distributed.meshes import form_groups
+from actors.runtime.machine import keep_freed_memory
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
 from pipelines.loop import Run
-from pipelines.program import TrainingProgram
-from pipelines.recipes import load
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import load
 
-OWN_MODEL = Path(__file__).parents[1] / "examples" / "own_model.py"
+CUSTOM_MODEL = Path(__file__).parents[1] / "examples" / "custom_model.py"
 FORMS = ("recipe", "imperative")
 
 
@@ -44,8 +44,8 @@ def run_rank(
     store = dist.FileStore(str(folder / "store"), num_ranks)
     options = {"world_size": num_ranks, "rank": world_rank, "timeout": TIMEOUT}
     dist.init_process_group("gloo", store=store, **options)
-    own_model = SimpleNamespace(**runpy.run_path(str(OWN_MODEL)))
-    sides = sides_of(own_model, num_ranks, world_rank, batch, microbatch)
+    custom_model = SimpleNamespace(**runpy.run_path(str(CUSTOM_MODEL)))
+    sides = sides_of(custom_model, num_ranks, world_rank, batch, microbatch)
     losses = {
         name: [step_of(step) for step in range(1, NUM_COMPARED + 1)]
         for name, step_of in sides.items()
@@ -65,23 +65,23 @@ def run_rank(
 
 
 def sides_of(
-    own_model: Any, num_ranks: int, world_rank: int, batch: int, microbatch: int
+    custom_model: Any, num_ranks: int, world_rank: int, batch: int, microbatch: int
 ) -> dict[str, Callable[[int], float]]:
     def train(run: Run) -> None:
         torch.manual_seed(0)
-        model = own_model.Net()
+        model = custom_model.Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: min(1.0, (step + 1) / 10)
         )
-        loader = DataLoader(own_model.Stripes(2048), microbatch, shuffle=True)
+        loader = DataLoader(custom_model.Stripes(2048), microbatch, shuffle=True)
         model, *_ = run.prepare(model, optimizer, scheduler, loader)
         for step in run.steps(10**6, microbatches=batch // microbatch):
             with step:
                 for one in step.batches():
-                    step.backward(own_model.loss(model, one))
+                    step.backward(custom_model.loss(model, one))
 
-    recipe = load(own_model.recipe)
+    recipe = load(custom_model.recipe)
     changes = {"batch": batch, "microbatch": microbatch, "eval_every": 0}
     settings = recipe.settings.model_copy(update=changes)
     members = tuple(f"w{rank}" for rank in range(num_ranks))
@@ -92,5 +92,5 @@ def sides_of(
         program = TrainingProgram(settings.model_dump(mode="json"), device="cpu", recipe=given)
         sides[name] = ours(program, groups)
     bare = import_module("bare_own")
-    sides["bare"] = bare.make_step(own_model, batch // microbatch, microbatch)
+    sides["bare"] = bare.make_step(custom_model, batch // microbatch, microbatch)
     return sides

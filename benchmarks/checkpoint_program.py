@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from dcp_regions import Part, save
 
-from actors.part_writer import PartWriter
-from actors.program import Groups, Interrupt
-from actors.trainer import Trainer
-from elastic.shards import region_of
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
+from actors.runtime.program import Groups, Interrupt
+from actors.worker.part_writer import PartWriter
+from actors.worker.trainer import Trainer
+from elastic.geometry.shard_map import region_of
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
 
 EVERY = 4
 """Steps from one of ours to the next; DCP's are in the middle."""
@@ -89,14 +89,14 @@ class _SavingReplica(ShardedReplica):
         self._stalls = stalls
 
     def compute(
-        self, step: int, interrupt: Interrupt, left_out: tuple[int, ...] = ()
+        self, step: int, interrupt: Interrupt, skipped_batches: tuple[int, ...] = ()
     ) -> torch.Tensor:
         if step % EVERY == EVERY // 2:
             with self._stalls.timing("dcp"):
                 save(self._folder, self._parts())
             if self._groups_of_run.world_rank == 0:
                 shutil.rmtree(self._folder)
-        return super().compute(step, interrupt, left_out)
+        return super().compute(step, interrupt, skipped_batches)
 
     def _parts(self) -> dict[str, Part]:
         groups, held = self._groups_of_run, self.tensors()

@@ -16,11 +16,15 @@ from typing import TypeVar
 
 from report import Must, conclude, parser, show_table
 
-from elastic.assigning import Proposal, assign, propose
-from elastic.assignment import Assignment
-from elastic.commands import Abort, Command, Form, Relayout, Resume
-from elastic.core import Core
-from elastic.events import (
+from elastic.controller.core import Core
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.geometry.topology import Place
+from elastic.geometry.training_job import Bandwidths, Job
+from elastic.planner.proposal import Proposal, assign, propose
+from elastic.protocol.commands import Abort, Command, Form, Reshard, Resume
+from elastic.protocol.events import (
     Event,
     GroupFormed,
     Quiesced,
@@ -31,13 +35,10 @@ from elastic.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.placing import Place
-from elastic.planning import Job, LinkSpeeds, Wish
-from elastic.policy import Policy
-from elastic.specs import TensorSpec
-from elastic.transfers import Relayout as RelayoutPlan
-from elastic.transfers import Transfers, derive
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.reshard.reshard_plan import ReshardPlan
+from elastic.reshard.transfers import Transfers, derive
 
 NUM_WORKERS = 10_000
 NUM_STEPS = 10_000
@@ -64,7 +65,7 @@ JOB = Job(
     layer_costs=LAYER_COSTS,
     activation_bytes=2 * 8_192 * 16_384,
     microbatch_s=50.0,
-    links=LinkSpeeds(node=200e9, rack=50e9, far=25e9),
+    links=Bandwidths(node=200e9, rack=50e9, far=25e9),
 )
 """A step of 16 million tokens in sequences of 8,192; the speeds are rough guesses."""
 MEMORY_BYTES = 80 * 10**9
@@ -101,10 +102,10 @@ class Simulation:
         return next(command for command in commands if isinstance(command, kind))
 
     def form(self, form: Form) -> Resume:
-        """Answer a Form for every worker, then its Relayout."""
+        """Answer a Form for every worker, then its Reshard."""
         workers, generation = form.plan.participants, form.generation
         moved = self.tell(GroupFormed(worker, generation) for worker in workers)
-        self.one(Relayout, moved)
+        self.one(Reshard, moved)
         ready = (StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in workers)
         return self.one(Resume, self.tell(ready))
 
@@ -139,10 +140,10 @@ def time_core(num_workers: int) -> CoreTimes:
     """Start a run, train, and lose workers one after the other."""
     simulation = Simulation()
     policy = Policy(min_workers=1, max_workers=num_workers, max_attempts=100)
-    wish = Wish(dp=None, fsdp=None, max_workers=num_workers)
+    target_layout = TargetLayout(dp=None, fsdp=None, max_workers=num_workers)
     job = Job(num_microbatches=num_workers, state_bytes=2**40, steps=10**9)
     names = [f"w{i}" for i in range(num_workers)]
-    simulation.tell([RunOpened(1, policy, wish, job), StoreReady("127.0.0.1", 1)])
+    simulation.tell([RunOpened(1, policy, target_layout, job), StoreReady("127.0.0.1", 1)])
     ready = (WorkerReady(w, f"n{i // WORKERS_PER_NODE}", i) for i, w in enumerate(names))
     resume = simulation.form(simulation.one(Form, simulation.tell(ready)))
     decisions_s, losses_s = [], []
@@ -203,7 +204,9 @@ class Derivation:
     transfers: Transfers
 
 
-def time_derivation(specs: tuple[TensorSpec, ...], before: Wish, after: Wish) -> Derivation:
+def time_derivation(
+    specs: tuple[TensorSpec, ...], before: TargetLayout, after: TargetLayout
+) -> Derivation:
     """A node of 8 of 16,384 workers dies; some survivors derive their transfers."""
     names = [f"w{i}" for i in range(16_384)]
     nodes = [i // WORKERS_PER_NODE for i in range(len(names))]
@@ -212,18 +215,18 @@ def time_derivation(specs: tuple[TensorSpec, ...], before: Wish, after: Wish) ->
         for name, node in zip(names, nodes, strict=True)
     }
     rules = {"topology": topology, "job": JOB, "memory_bytes": MEMORY_BYTES}
-    old = assign(None, names, generation=1, wish=before, **rules)
+    old = assign(None, names, generation=1, target_layout=before, **rules)
     assert isinstance(old, Assignment), old
     dead = set(old.members[8_000:8_008])
     living = [name for name in names if name not in dead]
     tries = [
-        timed(lambda: propose(old, living, generation=2, wish=after, **rules))
+        timed(lambda: propose(old, living, generation=2, target_layout=after, **rules))
         for _ in range(NUM_TIMES)
     ]
     proposal = tries[0][1]
     assert isinstance(proposal, Proposal), proposal
     new = proposal.assignment
-    plan = RelayoutPlan(0, 1, old, new, tuple(sorted(set(old.members) - dead)))
+    plan = ReshardPlan(0, 1, old, new, tuple(sorted(set(old.members) - dead)))
     some = new.members[:: len(new.members) // 9]
     taken = [timed(lambda worker=worker: derive(specs, plan, worker)) for worker in some]
     most = max((transfers for _, transfers in taken), key=lambda t: t.bytes_moved)
@@ -253,7 +256,7 @@ def main() -> int:
     musts = [Must("a new assignment after a loss", median(times.decisions_s) * 1000, 50, "ms")]
     specs = llama_405b()
     for before, after in CHANGES:
-        derivation = time_derivation(specs, Wish.parse(before), Wish.parse(after))
+        derivation = time_derivation(specs, TargetLayout.parse(before), TargetLayout.parse(after))
         show_derivation(derivation, len(specs))
         for what, times_s in (
             ("the assignment", derivation.assign_s),

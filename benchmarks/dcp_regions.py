@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from elastic.regions import Region
+from elastic.geometry.regions import Region
 
 
 class Part(torch.Tensor):

@@ -11,7 +11,7 @@ from typing import Any
 
 from processes import Program, running
 
-from pipelines.run_folder import RunFolder, Tail
+from pipelines.observe.history.run_folder import RunFolder, Tail
 
 RUN_NAME = "measured"
 LOCAL = {"RAY_ADDRESS": "local"}

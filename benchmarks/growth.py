@@ -28,7 +28,7 @@ TIMEOUT_S = 180.0
 class Growth:
     gap_s: float
     median_step_s: float
-    relayout_s: float
+    reshard_s: float
     bytes_moved: int
 
     @property
@@ -62,11 +62,11 @@ def _grow(run: ElasticRun, ray: Cluster, number: int) -> Growth:
     grown = run.wait_for_world(NUM_AFTER, SETTLE_STEPS, TIMEOUT_S)
     steps = [line for line in run.metrics if line["generation"] == grown]
     before = next(line for line in reversed(run.metrics) if line["generation"] < grown)
-    relaid = next(line for line in run.told("Relaid") if line["generation"] == grown)
+    resharded = next(line for line in run.told("Resharded") if line["generation"] == grown)
     step_s = median(after["time"] - before["time"] for before, after in pairwise(steps))
     assert before["world_size"] == NUM_BEFORE, "the growth was not from 2 to 4 at once"
     return Growth(
-        steps[0]["time"] - before["time"], step_s, relaid["seconds"], relaid["bytes_moved"]
+        steps[0]["time"] - before["time"], step_s, resharded["seconds"], resharded["bytes_moved"]
     )
 
 
@@ -79,7 +79,7 @@ def main() -> int:
     rows = [
         [
             "a node joined" if number == 0 else "replacements of two killed",
-            *(f"{s:.3f}" for s in (one.gap_s, one.median_step_s, one.pause_s, one.relayout_s)),
+            *(f"{s:.3f}" for s in (one.gap_s, one.median_step_s, one.pause_s, one.reshard_s)),
             f"{one.bytes_moved:,}",
         ]
         for number, one in enumerate(growths)

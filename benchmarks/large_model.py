@@ -17,15 +17,15 @@ import torch
 from report import Must, conclude, parser, show_table
 from torch import nn
 
-from elastic.layout import Layout
-from elastic.shards import region_of
+from elastic.geometry.layout import Layout
+from elastic.geometry.shard_map import region_of
 from pipelines.data.synthetic import RandomWindows
-from pipelines.recipe import Recipe
 from pipelines.settings import TrainSettings, TransformerSettings
-from pipelines.training.language_model import LanguageModelWorkload
-from pipelines.training.own_workload import OwnWorkload
-from pipelines.training.state import initial_value, state_specs
-from pipelines.training.workload import Workload
+from pipelines.settings.recipe import Recipe
+from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.models.language_model import LanguageModelWorkload
+from pipelines.training.workload.state import initial_value, state_specs
+from pipelines.training.workload.workload import Workload
 
 SEVEN_B = TransformerSettings(
     vocab_size=32_000,
@@ -82,7 +82,7 @@ def main() -> int:
     settings = TrainSettings(model=SEVEN_B)
     makers: dict[str, Callable[[], Workload]] = {
         "transformer": lambda: LanguageModelWorkload(SEVEN_B, samples, None, torch.float32),
-        "user's module": lambda: OwnWorkload(replace(own_recipe(), settings=settings)),
+        "user's module": lambda: CustomWorkload(replace(own_recipe(), settings=settings)),
     }
     musts = []
     for name, make in makers.items():

@@ -20,7 +20,7 @@ from report import Must, conclude, parser
 from torch.multiprocessing import start_processes
 from turns import Comparison
 
-from pipelines.recipes import byte_lm
+from pipelines.run.recipes import byte_lm
 
 BATCHES = {"tp=2": 4, "pp=2": 16, "fsdp=2": 8}
 """Microbatches a step: so many that it takes about 0.3 s."""

@@ -18,20 +18,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from actors.faults import Faults
-from actors.interruption import Interruption
-from actors.meshes import form_groups
-from actors.own_time import own_times
-from actors.part_writer import PartWriter
-from actors.program import Groups
-from actors.snapshots import Snapshots
-from actors.stepping import Stepper
-from actors.storage import open_storage
-from actors.system import keep_freed_memory
-from elastic.assignment import Assignment
-from elastic.layout import Layout
-from elastic.shards import region_of
-from pipelines.program import TrainingProgram
+from actors.distributed.meshes import form_groups
+from actors.runtime.compute_time import compute_times
+from actors.runtime.faults import FaultInjector
+from actors.runtime.interruption import Interruption
+from actors.runtime.machine import keep_freed_memory
+from actors.runtime.program import Groups
+from actors.snapshots.worker_snapshots import Snapshots
+from actors.storage.storage import open_storage
+from actors.worker.part_writer import PartWriter
+from actors.worker.step_protocol import Stepper
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.shard_map import region_of
+from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 
 sys.path.append(str(Path(__file__).parent / "peers"))
@@ -106,9 +106,9 @@ def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
     interruption = Interruption()
     interruption.running_generation = groups.assignment.generation
     snapshots = Snapshots("nobody", "", (), every=1, secret=b"")
-    nobody = Faults("nobody")
+    nobody = FaultInjector("nobody")
     writer = PartWriter("nobody", open_storage("."), program, nobody, lambda event: None)
-    untimed = own_times(0, program.device)
+    untimed = compute_times(0, program.device)
     stepper = Stepper(groups, replica, 0, interruption, nobody, snapshots, writer, untimed)
     return lambda step: stepper.step()[0].loss or 0.0
 

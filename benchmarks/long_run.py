@@ -25,14 +25,14 @@ sys.path += [str(Path(__file__).parents[1] / "tests" / name) for name in ("", "p
 from long_runs import LongRun
 from s3 import s3_with_keys
 
-from actors.compaction import compact_oldest
-from actors.lease import claim
-from actors.line_writers import SEGMENT_BYTES
-from actors.lines import LineLog
-from actors.segments import segment_name
-from actors.storage import Storage, open_storage
-from pipelines.history_file import load_history
-from pipelines.run_folder import RunFolder
+from actors.controller.compaction import compact_oldest
+from actors.storage.lease import claim
+from actors.storage.line_logs import LineLog
+from actors.storage.line_writers import SEGMENT_BYTES
+from actors.storage.segments import segment_name
+from actors.storage.storage import Storage, open_storage
+from pipelines.observe.history.history_file import load_history
+from pipelines.observe.history.run_folder import RunFolder
 
 CHILD = Path(__file__).with_name("long_run_child.py")
 NUM_STEPS, NUM_MEMORY_STEPS = 5_000_000, 1_000_000

@@ -33,23 +33,23 @@ from long_runs import (
     step_of,
 )
 
-from actors.checkpoints import folder_of
-from actors.lease import claim
-from actors.shell import Shell
-from actors.storage import open_storage
-from elastic.commands import (
+from actors.controller.shell import Shell
+from actors.storage.checkpoint_files import folder_of
+from actors.storage.lease import claim
+from actors.storage.storage import open_storage
+from elastic.protocol.commands import (
     Command,
     Form,
     Order,
     RecordStep,
-    Relayout,
+    Reshard,
     Resume,
     StartStore,
     StartWorkers,
 )
-from elastic.events import PartWritten
-from elastic.state import CoreState
-from pipelines.status import status
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import PartWritten
+from pipelines.observe.view.status import status
 
 ACTOR = "long-run"
 MEMBERS = tuple(f"w{number}" for number in range(NUM_WORKERS))
@@ -73,11 +73,11 @@ class Crew:
     def start_store(self) -> None:
         self._answer(StartStore())
 
-    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
         self._answer(StartWorkers(tuple(workers)))
 
     def send(self, workers: Iterable[str], order: Order) -> None:
-        if isinstance(order, Form | Relayout):
+        if isinstance(order, Form | Reshard):
             self._answer(order)
 
     def newest_generation(self) -> int:
@@ -93,13 +93,13 @@ class Crew:
     def stop_worker(self, worker: str) -> None:
         raise AssertionError(f"{worker} is healthy")
 
-    def start_keeper(self, node: str) -> None:
+    def start_snapshot_server(self, node: str) -> None:
         """No snapshots are due."""
 
-    def stop_keeper(self, node: str) -> None:
+    def stop_snapshot_server(self, node: str) -> None:
         """Likewise."""
 
-    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+    def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         """Likewise."""
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
@@ -110,7 +110,7 @@ class Crew:
         answer.set_result(1)
         return answer
 
-    def probe_keeper(self, node: str) -> Future[None]:
+    def probe_snapshot_server(self, node: str) -> Future[None]:
         raise AssertionError("there are no snapshot servers")
 
     def close(self) -> None:

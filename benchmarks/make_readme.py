@@ -14,7 +14,7 @@ RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 EXPLANATIONS = FOLDER / "explanations.md"
 NAMES = (
-    "recovery", "churn", "growth", "overhead", "api", "layouts", "core", "memory", "relayout",
+    "recovery", "churn", "growth", "overhead", "api", "layouts", "core", "memory", "reshard",
     "snapshot", "checkpoint", "large_model", "long_run",
 )  # fmt: skip
 """Every benchmark, in the order of the page."""

@@ -15,15 +15,15 @@ import torch.distributed as dist
 from report import Must, conclude, parser, show_table
 from torch.multiprocessing import start_processes
 
-from actors.meshes import form_groups
-from actors.program import StateBytes
-from elastic.assignment import Assignment
-from elastic.footprint import Footprint
-from elastic.layout import Layout
-from elastic.shards import region_of
-from elastic.zero import STAGES
-from pipelines.program import TrainingProgram
-from pipelines.recipes import byte_lm
+from actors.distributed.meshes import form_groups
+from actors.runtime.program import StateBytes
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.shard_map import region_of
+from elastic.geometry.zero import STAGES
+from elastic.planner.memory_model import Footprint
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import byte_lm
 from pipelines.settings import DataSettings
 
 NUM_WORKERS = 4
@@ -73,7 +73,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
 def measure() -> list[Measured]:
     """For each layout the worker that holds the most."""
     with tempfile.TemporaryDirectory() as folder:
-        set_forkserver_preload(["pipelines.program"])
+        set_forkserver_preload(["pipelines.run.program"])
         start_processes(run_rank, (Path(folder),), NUM_WORKERS, start_method="forkserver")
         found = []
         for layout in LAYOUTS:

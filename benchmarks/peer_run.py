@@ -15,9 +15,9 @@ from typing import Any
 
 from processes import Program, python, running
 
-from actors.lines import LineLog
-from actors.storage import DiskStorage
-from pipelines.run_folder import Tail
+from actors.storage.line_logs import LineLog
+from actors.storage.storage import DiskStorage
+from pipelines.observe.history.run_folder import Tail
 
 SCRIPTS = Path(__file__).parent / "peers"
 TMPFS = Path("/dev/shm")

@@ -14,13 +14,13 @@ from pathlib import Path
 from elastic_run import RUN_NAME, ElasticRun
 from processes import python, running
 
-from actors.lease import claim
-from actors.process_fleet import ProcessFleet
-from actors.shell import Shell
-from actors.storage import open_storage
-from elastic.layout import Layout
-from pipelines.plan import Asked, make_plan
-from pipelines.run_folder import RunFolder
+from actors.controller.shell import Shell
+from actors.local.process_fleet import ProcessFleet
+from actors.storage.lease import claim
+from actors.storage.storage import open_storage
+from elastic.geometry.layout import Layout
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.run.plan import TrainRequest, make_plan
 
 NUM_STEPS = 1_000_000
 
@@ -48,7 +48,7 @@ def plain_run(
 
 def main(arguments: Sequence[str]) -> None:
     storage, recipe, layout, num_nodes, program, *changes = arguments
-    asked = Asked(
+    asked = TrainRequest(
         recipe,
         RUN_NAME,
         storage,

@@ -97,11 +97,11 @@ def _parts(run: ElasticRun, killed: float, first: dict[str, Any]) -> tuple[float
     """Where the time went, by the journal's own clock; the names are in `PARTS`."""
     generation = first["generation"]
     aborted = next(line["time"] for line in run.told("Abort") if line["time"] >= killed)
-    formed, relaid, resumed = (
+    formed, resharded, resumed = (
         next(line["time"] for line in run.told(kind) if line["generation"] == generation)
-        for kind in ("Form", "Relayout", "Resume")
+        for kind in ("Form", "Reshard", "Resume")
     )
-    moments = (killed, aborted, formed, relaid, resumed, first["time"])
+    moments = (killed, aborted, formed, resharded, resumed, first["time"])
     return tuple(after - before for before, after in pairwise(moments))
 
 

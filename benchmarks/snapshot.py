@@ -97,10 +97,10 @@ def wait_until_whole(run: ElasticRun, num_nodes: int, redundancy: str = COPY) ->
     """Until each worker's snapshot is whole wherever it is to lie."""
 
     def whole() -> bool:
-        told = [line for line in run.told("Protect") if line["generation"] == generation]
+        told = [line for line in run.told("StartSnapshots") if line["generation"] == generation]
         if not told:
             return False
-        copies = min(len(keepers) for keepers in told[-1]["keepers"])
+        copies = min(len(snapshot_servers) for snapshot_servers in told[-1]["snapshot_servers"])
         sets = [len(workers) for workers in told[-1]["sets"]]
         is_placed = copies == min(num_nodes, 2) if redundancy == COPY else sets == [NUM_WORKERS]
         votes = [line["vote"] for line in run.told("StepCommitted")[-1:]]
@@ -115,7 +115,7 @@ def count(
 ) -> Cost:
     """What the keepers tell when a worker is killed at the end."""
     kill_ours(run, 0)
-    told = {line["node"]: line for line in run.told("KeeperTold")}
+    told = {line["node"]: line for line in run.told("SnapshotServerReported")}
     opened, steps = run.told("RunOpened")[0], run.told("StepCommitted")
     whole = [s for s in steps if s["vote"]["num_snapshots"] == NUM_WORKERS]
     first_generation = [s for s in whole if s["generation"] == whole[0]["generation"]]
@@ -146,7 +146,7 @@ def measure_recovery(
             if source == "snapshot":
                 wait_until_whole(run, 1)
             recoveries.append(kill_ours(run, number))
-            sources = {line["generation"]: line["source"] for line in run.told("Relaid")}
+            sources = {line["generation"]: line["source"] for line in run.told("Resharded")}
             killed = run.told("Abort")[-1]["generation"]
             assert sources[min(g for g in sources if g > killed)] == source, sources
     return recoveries

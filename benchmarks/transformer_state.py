@@ -11,15 +11,15 @@ from math import prod
 
 import torch
 
-from elastic.layout import Layout
-from elastic.relayout import Relayout
-from elastic.specs import TensorSpec
-from elastic.stages import deal_layers
+from elastic.geometry.layout import Layout
+from elastic.geometry.pipeline_stages import deal_layers
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.reshard.reshard_plan import ReshardPlan
 from pipelines.data.synthetic import RandomWindows
-from pipelines.recipes import tiny
+from pipelines.run.recipes import tiny
 from pipelines.settings import ExpertsSettings, TransformerSettings
-from pipelines.training.language_model import LanguageModelWorkload
-from pipelines.training.state import state_specs
+from pipelines.training.models.language_model import LanguageModelWorkload
+from pipelines.training.workload.state import state_specs
 
 MODEL = TransformerSettings(
     vocab_size=4096, dim=512, num_heads=8, num_kv_heads=8, hidden_dim=4096, num_layers=1
@@ -41,17 +41,17 @@ def transformer_state(megabytes: int, has_experts: bool) -> tuple[TensorSpec, ..
     raise AssertionError("no end of numbers")
 
 
-def lower_bound_bytes(specs: tuple[TensorSpec, ...], relayout: Relayout) -> int:
+def lower_bound_bytes(specs: tuple[TensorSpec, ...], reshard: ReshardPlan) -> int:
     """Bytes of all new regions less those that their workers hold already."""
-    assert relayout.old is not None
+    assert reshard.old is not None
     total = 0
     for spec in specs:
-        for worker in relayout.new.members:
-            new_layout, new_rank = relayout.new.layout, relayout.new.world_rank(worker)
+        for worker in reshard.new.members:
+            new_layout, new_rank = reshard.new.layout, reshard.new.world_rank(worker)
             wanted = _indices(spec, new_layout, new_rank)
             there = [torch.empty(0, dtype=torch.int64)] * len(wanted)
-            if worker in relayout.holders:
-                there = _indices(spec, relayout.old.layout, relayout.old.world_rank(worker))
+            if worker in reshard.holders:
+                there = _indices(spec, reshard.old.layout, reshard.old.world_rank(worker))
             both = [int(torch.isin(a, b).sum()) for a, b in zip(wanted, there, strict=True)]
             total += (prod(map(len, wanted)) - prod(both)) * spec.itemsize_bytes
     return total

@@ -23,9 +23,9 @@ from peer_run import Peer, PeerRun, bare_loop, peer_run
 from processes import thaw
 from report import bootstrap_interval, console, show_table
 
-from elastic.layout import Layout
-from pipelines.run_folder import RECIPE, TIMELINE
-from pipelines.sweep import UNDISTURBED
+from elastic.geometry.layout import Layout
+from pipelines.observe.history.run_folder import RECIPE, TIMELINE
+from pipelines.run.sweep import UNDISTURBED
 
 WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0

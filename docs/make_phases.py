@@ -13,8 +13,8 @@ from inspect import getsource
 
 from generated import ROOT, keep
 
-from elastic.phases import TRANSITIONS, Stopped, Waiting
-from elastic.policy import Policy
+from elastic.protocol.phases import TRANSITIONS, Ended, Waiting
+from elastic.protocol.policy import Policy
 
 PAGE = ROOT / "docs" / "phases.md"
 
@@ -26,7 +26,7 @@ def diagram(transitions: Mapping[type, tuple[tuple[type, str], ...]]) -> str:
         for phase, successors in transitions.items()
         for successor, cause in successors
     ]
-    ends = [f"    [*] --> {Waiting.__name__}", *arrows, f"    {Stopped.__name__} --> [*]"]
+    ends = [f"    [*] --> {Waiting.__name__}", *arrows, f"    {Ended.__name__} --> [*]"]
     return "\n".join(["```mermaid", "stateDiagram-v2", *ends, "```"])
 
 

@@ -4,9 +4,10 @@ Begin with `Core.step(now, event) -> commands`; `events` and `commands` are all 
 comes out, `phases` says where it may go.
 """
 
-from elastic.core import Core
-from elastic.layout import Layout
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
+from elastic.controller.core import Core
+from elastic.geometry.layout import Layout
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.policy import Policy
 
-__all__ = ["Core", "Job", "Layout", "Policy", "Wish"]
+__all__ = ["Core", "Job", "Layout", "Policy", "TargetLayout"]

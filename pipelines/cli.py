@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from pipelines.errors import UserCodeFailed, UserError
-from pipelines.refusals import refuse_undecodable
+from pipelines.run.refusals import refuse_undecodable
+from pipelines.settings.errors import UserCodeFailed, UserError
 
 if TYPE_CHECKING:
-    from pipelines.plan import Asked
+    from pipelines.run.plan import TrainRequest
 
 app = typer.Typer(
     help="Training that never stops because a machine did.",
@@ -39,7 +39,7 @@ Changes = Annotated[
 ]
 
 
-Faults = Annotated[
+FaultOptions = Annotated[
     list[str] | None,
     typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
 ]
@@ -124,7 +124,7 @@ def train(
     data: Data = None,
     set_: Changes = None,
     audit_every: AuditEvery = None,
-    inject: Faults = None,
+    inject: FaultOptions = None,
     record_samples: Annotated[
         bool, typer.Option("--record-samples", help="Write down the samples each rank reads.")
     ] = False,
@@ -139,12 +139,12 @@ def train(
     dry_run_: DryRun = False,
 ) -> None:
     """Train RECIPE, or resume the run of that name."""
-    from pipelines.early_refusals import refuse_early
+    from pipelines.run.refusals import refuse_early
 
     refuse_early(recipe, workers, layout)
-    from pipelines.plan import Asked
+    from pipelines.run.plan import TrainRequest
 
-    asked = Asked(
+    request = TrainRequest(
         recipe=recipe,
         run_name=run_name,
         storage=storage,
@@ -164,21 +164,21 @@ def train(
         detach=detach,
         profile=profile,
     )
-    raise typer.Exit(_train(asked, dry_run_, in_process))
+    raise typer.Exit(_train(request, dry_run_, in_process))
 
 
-def _train(asked: Asked, is_dry_run: bool, is_in_process: bool) -> int:
+def _train(request: TrainRequest, is_dry_run: bool, is_in_process: bool) -> int:
     if is_dry_run:
-        from pipelines.dry_run import dry_run
+        from pipelines.run.dry_run import dry_run
 
-        return dry_run(asked, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
+        return dry_run(request, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
     if is_in_process:
-        from pipelines.in_process import train_in_process
+        from pipelines.run.in_process import train_in_process
 
-        return train_in_process(asked, Console())
-    from pipelines.drive import drive
+        return train_in_process(request, Console())
+    from pipelines.run.drive import drive
 
-    return drive(asked, Console())
+    return drive(request, Console())
 
 
 @app.command(name="status")
@@ -200,7 +200,7 @@ def status_command(
     ] = None,
 ) -> None:
     """Say how RUN stands: who is where, and where its time has gone."""
-    from pipelines.status import status
+    from pipelines.observe.view.status import status
 
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     raise typer.Exit(status(run, storage, price or (), watch, json_, console))
@@ -213,7 +213,7 @@ def logs_command(
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
     """Print what a worker of RUN printed and raised."""
-    from pipelines.logs import logs
+    from pipelines.observe.view.logs import logs
 
     for line in logs(run, worker, storage):
         typer.echo(line)
@@ -236,18 +236,18 @@ def sweep_command(
     set_: Changes = None,
 ) -> None:
     """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
-    from pipelines.early_refusals import refuse_early
+    from pipelines.run.refusals import refuse_early
 
     refuse_early(recipe)
-    from pipelines.sweep import SweepAsked, sweep
+    from pipelines.run.sweep import SweepRequest, sweep
 
-    asked = SweepAsked(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)
+    request = SweepRequest(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)
     width = None if sys.stdout.isatty() else TABLE_WIDTH
-    raise typer.Exit(sweep(asked, Console(width=width)))
+    raise typer.Exit(sweep(request, Console(width=width)))
 
 
-@app.command(name="relayout")
-def relayout_command(
+@app.command(name="reshard")
+def reshard_command(
     run: Annotated[str, typer.Argument(help="The name of a run that goes on.")],
     layout: Annotated[
         str, typer.Option(help="The layout wished for from now on, e.g. dp=2,fsdp=2.")
@@ -255,9 +255,9 @@ def relayout_command(
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
     """Change the layout of RUN at its next step boundary; nothing is redone."""
-    from pipelines.relayout import relayout
+    from pipelines.run.reshard import reshard
 
-    typer.echo(relayout(run, layout, storage))
+    typer.echo(reshard(run, layout, storage))
 
 
 @app.command(name="export")
@@ -303,7 +303,9 @@ def prepare_command(
     ] = 0.02,
 ) -> None:
     """Turn text into memory-mapped token shards, to be given to --data."""
-    from pipelines.data import find_corpus, find_tokenizer, prepare_at
+    from pipelines.data.corpus import find_corpus
+    from pipelines.data.prepare import prepare_at
+    from pipelines.data.tokens import find_tokenizer
 
     chosen = find_tokenizer(tokenizer, separator)
     index = prepare_at(find_corpus(data), out, chosen, held_out_fraction)
@@ -323,7 +325,7 @@ def plan(
     ] = "1,8,64,512",
 ) -> None:
     """Print the memory that training takes, by precision, ZeRO stage and number of workers."""
-    from pipelines.view.footprint_table import footprint_tables, parse_counts
+    from pipelines.observe.view.footprint_table import footprint_tables, parse_counts
 
     if not 1 <= model_params < float("inf"):
         raise UserError(f"--model-params {model_params:g}: a number of parameters, e.g. 7e9")
@@ -348,14 +350,14 @@ def doctor_command(
     ] = False,
 ) -> None:
     """Check this machine and the cluster at hand, or the files of RUN, and report problems."""
-    from pipelines.doctor import DoctorAsked, check_run, doctor
+    from pipelines.doctor import DoctorRequest, check_run, doctor
 
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     if run is not None:
         raise typer.Exit(check_run(run, storage, repair, console))
     if repair:
         raise UserError("--repair: name the run, e.g. elastic doctor RUN --repair")
-    raise typer.Exit(doctor(DoctorAsked(storage, tracking_uri, data, interface, ports), console))
+    raise typer.Exit(doctor(DoctorRequest(storage, tracking_uri, data, interface, ports), console))
 
 
 def main() -> None:

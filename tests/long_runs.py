@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from io import BufferedWriter
 from pathlib import Path
 
-from elastic.commands import (
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import (
     Abort,
     Command,
     DropCheckpoints,
@@ -23,14 +26,13 @@ from elastic.commands import (
     Pause,
     PublishCheckpoint,
     RecordStep,
-    Relayout,
+    RequestCheckpoint,
+    Reshard,
     StartStore,
     StartWorkers,
-    WishCheckpoint,
 )
-from elastic.controller_events import CheckpointsRemoved
-from elastic.core import Core
-from elastic.events import (
+from elastic.protocol.controller_events import CheckpointsRemoved
+from elastic.protocol.events import (
     Checkpointed,
     ComputeTimed,
     Evaluated,
@@ -48,12 +50,11 @@ from elastic.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.journalling import JournalWriter
-from elastic.phases import Running
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
-from pipelines.policy import policy_of
+from elastic.protocol.phases import Running
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.replay.journal_lines import JournalWriter
+from pipelines.run.options import policy_of
 from pipelines.settings import TrainSettings
 
 NUM_WORKERS, NUM_MANY_WORKERS, PART_BYTES = 4, 1000, 16
@@ -82,7 +83,7 @@ class Every:
 def opening(num_steps: int, policy: Policy = POLICY, every: Every = Every()) -> RunOpened:
     num_workers = policy.max_workers
     job = Job(2 * num_workers, steps=num_steps, checkpoint_every=every.checkpoint)
-    return RunOpened(1, policy, Wish.parse(f"dp={num_workers}", num_workers), job)
+    return RunOpened(1, policy, TargetLayout.parse(f"dp={num_workers}", num_workers), job)
 
 
 def noise_of(number: int) -> float:
@@ -104,7 +105,7 @@ def step_of(
     step_s = 0.99 + SAVING_S * is_writing
     record = StepRecord(now, step, generation, num_workers, loss, 4096, 3e-4, norm, step_s, False)
     flags = {
-        "num_save_wishes": num_workers * wants_save,
+        "num_save_requests": num_workers * wants_save,
         "num_writing": num_workers * is_writing,
     }
     vote = Vote(step, loss * 4096, 4096, norm, num_workers, **flags)
@@ -143,7 +144,7 @@ def answers_to(command: Command, committed_step: int) -> Iterator[Event]:
         case Form():
             for worker in command.plan.participants:
                 yield GroupFormed(worker, command.generation)
-        case Relayout():
+        case Reshard():
             for worker in command.workers:
                 yield StateReady(worker, command.generation, 0, 0, 0.1, 1 << 20, 1 << 20, 1 << 21)
         case Pause():
@@ -220,7 +221,7 @@ class LongRun:
         return event
 
     def _serve(self, event: Event) -> None:
-        """As `actors/shell.py` does it."""
+        """As `actors/controller/shell.py` does it."""
         self.num_events += 1
         core, writer = self.core, self.writer
         lines = writer.before(event, core.state)
@@ -232,7 +233,7 @@ class LongRun:
                 row = json.dumps(dataclasses.asdict(command.record))
                 self._metrics.write(row.encode() + b"\n")
             else:
-                self._wants_save |= isinstance(command, WishCheckpoint)
+                self._wants_save |= isinstance(command, RequestCheckpoint)
                 self._inbox.extend(answers_to(command, core.state.committed_step))
         self._write(writer.due(self.now, core.state))
 

@@ -7,15 +7,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from actors.lines import LineLog
-from elastic.commands import Command, Resume, RolledBack, Stopped
-from elastic.events import Event, RunOpened, StepCommitted, WorkerLost, WorkerReady
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.state import CoreState
-from elastic.votes import StepRecord, Vote
-from elastic.wire import command_line, event_line
-from pipelines.run_folder import RunFolder
+from actors.storage.line_logs import LineLog
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Command, Resume, RolledBack, Stopped
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import Event, RunOpened, StepCommitted, WorkerLost, WorkerReady
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.protocol.wire import command_line, event_line
+from pipelines.observe.history.run_folder import RunFolder
 
 MIDNIGHT = 1_700_006_400.0
 
@@ -43,7 +44,7 @@ class WrittenRun:
     def start(self, num_workers: int = 4, steps: int = 1000) -> None:
         """Open the run and let its first generation train."""
         policy = Policy(max_workers=num_workers)
-        self.hear(RunOpened(1, policy, Wish(), Job(steps=steps)))
+        self.hear(RunOpened(1, policy, TargetLayout(), Job(steps=steps)))
         for index in range(num_workers):
             self.ready(f"w{index}")
         self.now += 0.5

@@ -45,7 +45,7 @@ def see(notice: Notice | None, wall: Callable[[], float] = time.time) -> SeenNot
     return SeenNotice(notice, None if notice.deadline is None else notice.deadline - wall())
 
 
-class Source(Protocol):
+class NoticeSource(Protocol):
     """One way in which a machine is told of its end."""
 
     def look(self) -> Notice | None:

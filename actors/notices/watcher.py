@@ -15,7 +15,7 @@ from pathlib import Path
 from actors.notices.aws import Aws
 from actors.notices.azure import Azure
 from actors.notices.gcp import Gcp
-from actors.notices.notice import Notice, Source
+from actors.notices.notice import Notice, NoticeSource
 from actors.notices.pod import Pod
 
 LOOK_EVERY_S = 2.0
@@ -24,7 +24,7 @@ NUM_TRIES = 90
 NUM_TRIES_OF_A_GUESS = 3
 FIRMWARE = Path("/sys/class/dmi/id")
 FIELDS = ("sys_vendor", "product_name", "bios_version", "chassis_asset_tag")
-CLOUDS: dict[str, Callable[[], Source]] = {
+CLOUDS: dict[str, Callable[[], NoticeSource]] = {
     "amazon": Aws,
     "google": Gcp,
     "7783-7084-3265-9085-8269-3286-77": Azure,  # the asset tag; the vendor has other machines, too
@@ -36,7 +36,7 @@ CLOUDS: dict[str, Callable[[], Source]] = {
 class _Asked:
     """A source, and how often it may stay silent before it is not asked any more."""
 
-    source: Source
+    source: NoticeSource
     num_tries: float
 
 
@@ -45,8 +45,8 @@ class NodeWatcher:
 
     def __init__(
         self,
-        sources: Sequence[Source],
-        guesses: Sequence[Source] = (),
+        sources: Sequence[NoticeSource],
+        guesses: Sequence[NoticeSource] = (),
         every_s: float = LOOK_EVERY_S,
     ) -> None:
         """`guesses` are sources that are most probably not there."""
@@ -81,7 +81,7 @@ def watch_this_machine() -> NodeWatcher:
     return NodeWatcher([*known, Pod()])
 
 
-def clouds_by_firmware(folder: Path = FIRMWARE) -> list[Source] | None:
+def clouds_by_firmware(folder: Path = FIRMWARE) -> list[NoticeSource] | None:
     """The cloud that this machine is of, if any; None if its firmware says nothing."""
     told = " ".join(_field(folder / name) for name in FIELDS).strip()
     return [cloud() for word, cloud in CLOUDS.items() if word in told] if told else None

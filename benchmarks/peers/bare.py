@@ -17,15 +17,15 @@ import torch.distributed as dist
 from mlp import Told
 from torch import Tensor, nn
 
-from elastic.layout import Layout
-from elastic.regions import Region
-from elastic.samples import batch_ids, sample_of
-from pipelines.program import make_workload
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.sample_order import batch_ids, sample_of
+from pipelines.run.program import make_workload
 from pipelines.settings import TrainSettings
-from pipelines.training.optimizer import learning_rate
-from pipelines.training.spread import ALONE, Spread
-from pipelines.training.state import initial_value, state_specs
-from pipelines.training.workload import Fed, Workload
+from pipelines.training.workload.optimizer import learning_rate
+from pipelines.training.workload.spread import ALONE, Spread
+from pipelines.training.workload.state import initial_value, state_specs
+from pipelines.training.workload.workload import Fed, Workload
 
 CPU = torch.device("cpu")
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from elastic.layout import Layout
-from pipelines.training.workload import Workload, forward_loss
+from elastic.geometry.layout import Layout
+from pipelines.training.workload.workload import Workload, forward_loss
 
 
 def shard(module: torch.nn.Module, workload: Workload, mesh: DeviceMesh) -> FSDPModule:

@@ -1,4 +1,4 @@
-"""The net of examples/own_model.py in a bare loop: DistributedDataParallel, SGD, nothing else.
+"""The net of examples/custom_model.py in a bare loop: DistributedDataParallel, SGD, nothing else.
 
 As a program, under torchrun: `FOLDER BATCH MICROBATCH`; it trains for ever.
 """
@@ -20,18 +20,18 @@ from mlp import Told
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import default_collate
 
-from pipelines.training.sample_order import samples_of
+from pipelines.training.workload.sample_order import samples_of
 
 
-def make_step(own_model: Any, num_microbatches: int, microbatch: int) -> Callable[[int], float]:
+def make_step(custom_model: Any, num_microbatches: int, microbatch: int) -> Callable[[int], float]:
     """A function that trains one step, from 1 on, and tells the mean loss over all ranks.
 
     The samples are those that a run reads, drawn as it draws them. A loop that logs its loss has
     to sum it over the ranks.
     """
     torch.manual_seed(0)
-    model = DistributedDataParallel(own_model.Net())
-    data = own_model.Stripes(2048)
+    model = DistributedDataParallel(custom_model.Net())
+    data = custom_model.Stripes(2048)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
     share = num_microbatches // dist.get_world_size()
     first = dist.get_rank() * share
@@ -48,7 +48,7 @@ def make_step(own_model: Any, num_microbatches: int, microbatch: int) -> Callabl
             batch = default_collate([data[sample] for sample in own])
             is_last = number == share - 1
             with nullcontext() if is_last else model.no_sync():
-                loss = own_model.loss(model, batch) / share
+                loss = custom_model.loss(model, batch) / share
                 loss.backward()
             total += loss.detach()
         dist.all_reduce(total)
@@ -62,11 +62,11 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     folder, batch, microbatch = Path(sys.argv[1]), *map(int, sys.argv[2:])
-    own_model = SimpleNamespace(
-        **runpy.run_path(str(Path(__file__).parents[2] / "examples" / "own_model.py"))
+    custom_model = SimpleNamespace(
+        **runpy.run_path(str(Path(__file__).parents[2] / "examples" / "custom_model.py"))
     )
     told = Told(folder, dist.get_rank())
-    step_of = make_step(own_model, batch // microbatch, microbatch)
+    step_of = make_step(custom_model, batch // microbatch, microbatch)
     for step in count(1):
         loss = step_of(step)
         if dist.get_rank() == 0:

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from pipelines.training.spread import Spread
+from pipelines.training.workload.spread import Spread
 
 
 def cut(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
-from pipelines.errors import UserError
+from pipelines.settings.errors import UserError
 
 SCALING_HINTS = {
     "placement_strategy": "workers are placed by what their layout shares; leave it out",
@@ -68,7 +68,7 @@ class Scaling:
 
 
 @dataclass(frozen=True)
-class Running:
+class RunOptions:
     """What a RunConfig says of a run; without one the run is named by recipe and time."""
 
     name: str | None = None
@@ -76,7 +76,7 @@ class Running:
     changes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, config: RunConfig | None) -> Running:
+    def of(cls, config: RunConfig | None) -> RunOptions:
         """Raises `UserError`."""
         if config is None:
             return cls()

@@ -11,14 +11,14 @@ from typing import Any
 import pandas
 from ray.train import Result
 
-from actors.launch import Drive
-from actors.ray_controller import Progress
+from actors.ray_backend.controller import DriverReport
+from actors.ray_backend.driver import Drive
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.tables import Tables
-from pipelines.drive import under_way
-from pipelines.early_refusals import parse_layout
-from pipelines.plan import Plan
-from pipelines.relayout import ask
+from pipelines.run.drive import under_way
+from pipelines.run.plan import RunPlan
+from pipelines.run.refusals import parse_layout
+from pipelines.run.reshard import ask
 
 
 class LiveRun:
@@ -27,11 +27,11 @@ class LiveRun:
     As a context manager it is stopped at the end of the block.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: RunPlan) -> None:
         """Raises `UserError` or `TrainingFailedError`."""
         self._folder = plan.folder
         self._tables = Tables(plan.folder)
-        self._progress: Progress | None = None
+        self._progress: DriverReport | None = None
         self._error: BaseException | None = None
         self._block = ExitStack()
         with in_terms_of_python():
@@ -69,9 +69,9 @@ class LiveRun:
     @property
     def status(self) -> dict[str, Any]:
         """What `elastic status --json` tells of it."""
-        return self._tables.standing().as_json()
+        return self._tables.run_status().as_json()
 
-    def relayout(self, layout: str) -> str:
+    def reshard(self, layout: str) -> str:
         """Another layout from the next step boundary on, as `dp=2,fsdp=2`; one line about what
         has come of it. Raises `UserError` if it is refused; the run goes on as it is."""
         with in_terms_of_python():
@@ -107,8 +107,10 @@ class LiveRun:
             self.result()
 
     def __repr__(self) -> str:
-        standing = self._tables.standing()
-        return f"<run {self.name}: {standing.phase} · {standing.history.summary(standing.now)}>"
+        run_status = self._tables.run_status()
+        return (
+            f"<run {self.name}: {run_status.phase} · {run_status.history.summary(run_status.now)}>"
+        )
 
     def _stop_and_wait(self) -> None:
         if not self.is_over:

@@ -11,12 +11,12 @@ from typing import Any
 import pandas
 from ray.train import Checkpoint, Result, TrainingFailedError
 
-from actors.checkpoints import find_checkpoints, folder_of
-from actors.errors import ControllerLost
-from actors.ray_controller import Progress
+from actors.ray_backend.controller import DriverReport
+from actors.storage.checkpoint_files import find_checkpoints, folder_of
+from actors.storage.errors import ControllerLost
 from pipelines.api.tables import Tables
-from pipelines.errors import UserError
-from pipelines.run_folder import RunFolder
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.settings.errors import UserError
 
 NAMES = {
     "workers": "ScalingConfig(num_workers)",
@@ -51,7 +51,7 @@ def renamed(message: str) -> str:
     return re.sub(r"(?<![\w-])--([a-z][a-z-]+)", argument, message)
 
 
-def ended(folder: RunFolder, progress: Progress) -> Result:
+def ended(folder: RunFolder, progress: DriverReport) -> Result:
     """Of a run that has completed, or was stopped on request.
 
     Raises `TrainingFailedError` with the user's traceback, or `UserError`.

@@ -7,9 +7,9 @@ from typing import Any
 
 import pandas
 
-from pipelines.run_folder import RunFolder, Tail
-from pipelines.status import Looking
-from pipelines.view.standing import Standing
+from pipelines.observe.history.run_folder import RunFolder, Tail
+from pipelines.observe.view.status import Looking
+from pipelines.observe.view.status_report import RunStatus
 
 EVENT_COLUMNS = ("time", "step", "generation", "world_size", "kind", "text")
 
@@ -33,11 +33,11 @@ class Tables:
     def events(self) -> pandas.DataFrame:
         """One row a thing that happened; `time` is in seconds since the epoch."""
         with self._lock:
-            happenings = self._looking.look().history.membership.happenings
-            rows = [[getattr(told, name) for name in EVENT_COLUMNS] for told in happenings]
+            run_events = self._looking.look().history.membership.run_events
+            rows = [[getattr(told, name) for name in EVENT_COLUMNS] for told in run_events]
         return pandas.DataFrame(rows, columns=list(EVENT_COLUMNS))
 
-    def standing(self) -> Standing:
+    def run_status(self) -> RunStatus:
         """Raises `UserError` if the storage cannot be read."""
         with self._lock:
             return self._looking.look()

@@ -12,15 +12,15 @@ from typing import Any
 from ray.train import Result, RunConfig, ScalingConfig
 from rich.console import Console
 
-from actors.tune_trial import trainable_of
-from pipelines.api.configs import Running, Scaling, changes_of
+from actors.ray_backend.tune_trial import trainable_of
+from pipelines.api.configs import RunOptions, Scaling, changes_of
 from pipelines.api.live_run import LiveRun
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.trial import StepReports
-from pipelines.drive import Interrupts, follow, plan_here, tell_place, under_way
-from pipelines.errors import UserError
-from pipelines.plan import Asked, Plan
-from pipelines.recipes import RecipeLike, load, name_of
+from pipelines.run.drive import Interrupts, follow, plan_here, tell_place, under_way
+from pipelines.run.plan import RunPlan, TrainRequest
+from pipelines.run.recipes import RecipeLike, load, name_of
+from pipelines.settings.errors import UserError
 
 
 class ElasticTrainer:
@@ -59,9 +59,9 @@ class ElasticTrainer:
         notify: str | None = None,
         verbose: int = 1,
     ) -> None:
-        scaling, running = Scaling.of(scaling_config), Running.of(run_config)
+        scaling, running = Scaling.of(scaling_config), RunOptions.of(run_config)
         self._verbose = verbose
-        self._asked = Asked(
+        self._asked = TrainRequest(
             recipe=recipe,
             arguments=dict(recipe_config or {}),
             run_name=running.name,
@@ -131,11 +131,13 @@ class ElasticTrainer:
 
         return trainable_of(begin, name_of(self._asked.recipe).rpartition(":")[2])
 
-    def _plan(self, run_name: str | None = None, config: Mapping[str, Any] | None = None) -> Plan:
+    def _plan(
+        self, run_name: str | None = None, config: Mapping[str, Any] | None = None
+    ) -> RunPlan:
         values = dict(config or {})
         arguments = {**self._asked.arguments, **values.pop("recipe_config", {})}
         changes = (*self._asked.changes, *changes_of(values))
         name = run_name or self._asked.run_name
-        asked = replace(self._asked, changes=changes, arguments=arguments, run_name=name)
+        request = replace(self._asked, changes=changes, arguments=arguments, run_name=name)
         with in_terms_of_python():
-            return plan_here(asked)
+            return plan_here(request)

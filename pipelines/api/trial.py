@@ -7,17 +7,17 @@ from collections import deque
 from typing import Any
 
 from pipelines.api.live_run import LiveRun
-from pipelines.errors import UserError
-from pipelines.plan import Plan
-from pipelines.run_folder import Tail
+from pipelines.observe.history.run_folder import Tail
+from pipelines.run.plan import RunPlan
+from pipelines.settings.errors import UserError
 
 LOOK_EVERY_S = 0.1
 
 
 class StepReports:
-    """Tells of a run's steps in order, each once; see `actors.tune_trial.TrialRun`."""
+    """Tells of a run's steps in order, each once; see `actors.ray_backend.tune_trial.TrialRun`."""
 
-    def __init__(self, plan: Plan, report_every: int) -> None:
+    def __init__(self, plan: RunPlan, report_every: int) -> None:
         self._folder = plan.folder
         self._every = report_every
         self._last_step = plan.settings.steps

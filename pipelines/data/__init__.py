@@ -1,11 +1,10 @@
 """Data: corpora, tokenizers, prepared token shards, and the windows that training reads."""
 
 from pipelines.data.corpus import Corpus, find_corpus
-from pipelines.data.index import Index, read_index
-from pipelines.data.opening import Found, find_data, prepared_folder
-from pipelines.data.prepare import prepare
+from pipelines.data.opening import FoundData, find_data, prepared_folder
+from pipelines.data.prepare import prepare, prepare_at
 from pipelines.data.prepared import Prepared, open_prepared
-from pipelines.data.publishing import prepare_at
+from pipelines.data.shards import Index, read_index
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.data.windows import Batch, Samples, Windows, verify
@@ -13,7 +12,7 @@ from pipelines.data.windows import Batch, Samples, Windows, verify
 __all__ = [
     "Batch",
     "Corpus",
-    "Found",
+    "FoundData",
     "Index",
     "Prepared",
     "RandomWindows",

@@ -34,7 +34,7 @@ class Wanted:
     num_bytes: int
 
 
-class Held:
+class HeldFile:
     """A file of the cache in use: it stays until it is let go of."""
 
     def __init__(self, path: Path, fd: int) -> None:
@@ -75,7 +75,7 @@ class ShardCache:
         self.folder = folder
         self._max_bytes = max_bytes
 
-    def hold(self, wanted: Wanted) -> Held | None:
+    def hold(self, wanted: Wanted) -> HeldFile | None:
         """The file in use, if it is there and of the right size."""
         path = self.folder / wanted.checksum
         try:
@@ -87,7 +87,7 @@ class ShardCache:
         if there.st_nlink and there.st_size == wanted.num_bytes:
             with suppress(OSError):  # the cache has been deleted meanwhile
                 os.utime(path)
-            return Held(path, fd)
+            return HeldFile(path, fd)
         os.close(fd)
         return None
 
@@ -122,7 +122,7 @@ class ShardCache:
                 raise
         return "filled"
 
-    def discard(self, held: Held) -> None:
+    def discard(self, held: HeldFile) -> None:
         """A file that is damaged, unless it has been replaced already."""
         with self._alone(), suppress(FileNotFoundError):
             if held.path.stat().st_ino == held.inode():

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipelines.data.tokens import Tokenizer, find_tokenizer
-from pipelines.errors import UserError
-from pipelines.home import expanded
-from pipelines.hugging_face.library import library
+from pipelines.data.transformers_library import library
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
 
 Message = Mapping[str, str]
 ASSISTANT = "assistant"

@@ -11,8 +11,7 @@ from types import TracebackType
 import numpy as np
 import pyarrow as pa
 
-from pipelines.data.index import FORMAT, ShardFile, damaged
-from pipelines.data.shards import Shards
+from pipelines.data.shards import FORMAT, ShardFile, Shards, damaged
 
 NUM_BATCH_ROWS = 1 << 20
 """Rows of a record batch: what a writer holds in memory."""

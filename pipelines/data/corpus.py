@@ -7,18 +7,140 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
-from pipelines.data.formats import READERS, documents_in, told
-from pipelines.data.index import is_prepared
-from pipelines.errors import UserError
-from pipelines.home import expanded
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.data.shards import is_prepared
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
+
+COLUMN = "text"
+
+NUM_ROWS_AT_ONCE = 64
+
+READ_BYTES = 1 << 20
+
+WHOLE_TEXT_BYTES = 1 << 20
+"""A text file up to this size is one document; a larger one is a collection, and is cut."""
+
+PART_CHARS = 1 << 16
+"""A collection is cut into documents of this length, each drawn out to the end of its line."""
+
+
+def documents_in(file: Path) -> Iterator[str]:
+    """The documents of a file, in order, by the reader of its suffix (any other: as plain text).
+
+    Raises `UserError`, naming the file, if it cannot be opened or is not what its suffix says.
+    """
+    with told(file):
+        yield from READERS.get(file.suffix, text_documents)(file)
+
+
+@contextmanager
+def told(file: Path) -> Iterator[None]:
+    """Turn what goes wrong with a file into one line for the user."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file}: not UTF-8 text ({error.reason}); convert it or leave it out"
+        ) from error
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{file}: cannot be read as {file.suffix or 'text'} ({reason}); mend it or leave it out"
+        ) from error
+
+
+def text_documents(file: Path) -> Iterator[str]:
+    """A plain text file: one document, or several if it is larger than `WHOLE_TEXT_BYTES`."""
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        if file.stat().st_size <= WHOLE_TEXT_BYTES:
+            yield text.read()
+            return
+        while part := text.read(PART_CHARS):
+            yield part + text.readline(PART_CHARS)
+
+
+def jsonl_documents(file: Path) -> Iterator[str]:
+    """One JSON object a line, whose field `text` is the document; blank lines are passed over."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.isspace():
+                yield jsonl_text(line, f"{file}, line {number}")
+
+
+def jsonl_text(line: bytes, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}); mend or remove the line") from error
+    text = record.get(COLUMN) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f'{where}: has no text; each line is an object like {{"{COLUMN}": "..."}}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: has half a surrogate pair; mend or remove the line") from error
+    return text
+
+
+def parquet_documents(file: Path) -> Iterator[str]:
+    """The column `text` of a Parquet file, a row a document; nulls are passed over."""
+    with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
+        check_column(file, table.schema_arrow)
+        # One column has nothing for threads to do but to keep a heap each.
+        for batch in table.iter_batches(NUM_ROWS_AT_ONCE, columns=[COLUMN], use_threads=False):
+            yield from texts(batch)
+
+
+def arrow_documents(file: Path) -> Iterator[str]:
+    """The column `text` of an Arrow IPC file or stream, a row a document; nulls passed over."""
+    with pa.OSFile(str(file)) as opened:
+        is_file = opened.read(6) == b"ARROW1"
+        opened.seek(0)
+        reader = pa.ipc.open_file(opened) if is_file else pa.ipc.open_stream(opened)
+        check_column(file, reader.schema)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            yield from texts(batch)
+
+
+def check_column(file: Path, schema: pa.Schema) -> None:
+    if COLUMN not in schema.names:
+        raise UserError(
+            f"{file}: has no column '{COLUMN}' (but {', '.join(schema.names)}); rename one to it"
+        )
+    kind = schema.field(COLUMN).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+        raise UserError(f"{file}: column '{COLUMN}' is {kind}, not text; cast it to string")
+
+
+def texts(batch: pa.RecordBatch) -> Iterator[str]:
+    column = batch.column(COLUMN)
+    for first in range(0, len(column), NUM_ROWS_AT_ONCE):
+        for text in column.slice(first, NUM_ROWS_AT_ONCE).to_pylist():
+            if text is not None:
+                yield text
+
+
+READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+    ".txt": text_documents,
+    ".jsonl": jsonl_documents,
+    ".parquet": parquet_documents,
+    ".arrow": arrow_documents,
+}
 
 KINDS = ", ".join(READERS)
-LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+
+EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 """Folders of the standard library that are not part of the default corpus."""
 
 
@@ -72,17 +194,19 @@ def standard_library() -> Corpus:
     """The text of this Python's standard library: some 700 files, 11 MB, always there."""
     root = Path(sysconfig.get_path("stdlib"))
     version = ".".join(map(str, sys.version_info[:3]))
-    files = sorted(file for file in files_under(root, LEFT_OUT) if file.suffix == ".py")
+    files = sorted(file for file in files_under(root, EXCLUDED) if file.suffix == ".py")
     if not files:
         raise UserError(f"{root}: no sources of the standard library here; name text with --data")
     return Corpus(f"the Python {version} standard library", tuple(files))
 
 
-def files_under(root: Path, left_out: Set[str] = frozenset()) -> Iterator[Path]:
+def files_under(root: Path, skipped_batches: Set[str] = frozenset()) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name
             for name in subfolders
-            if name not in left_out and name[0] != "." and not is_prepared(Path(folder, name))
+            if name not in skipped_batches
+            and name[0] != "."
+            and not is_prepared(Path(folder, name))
         ]
         yield from (Path(folder, name) for name in names)

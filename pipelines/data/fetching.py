@@ -17,15 +17,14 @@ from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
 
-from actors.credentials import without_credentials
-from actors.storage import Storage
-from elastic.backoff import backoff_s
-from pipelines.data.cache import Held, ShardCache, Wanted
-from pipelines.data.index import ShardFile, damaged
-from pipelines.data.shards import OpenShard, open_shard
-from pipelines.errors import DataUnreachable, UserError
-from pipelines.home import expanded
+from actors.storage.credentials import without_credentials
+from actors.storage.storage import Storage
+from elastic.protocol.policy import backoff_s
+from pipelines.data.cache import HeldFile, ShardCache, Wanted
+from pipelines.data.shards import OpenShard, ShardFile, damaged, open_shard
 from pipelines.settings import CacheSettings
+from pipelines.settings.errors import DataUnreachable, UserError
+from pipelines.settings.home import expanded
 
 READ_BYTES = 1 << 23
 RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
@@ -84,7 +83,7 @@ class InUse:
     """A file of the cache that is mapped."""
 
     shard: OpenShard
-    held: Held
+    held: HeldFile
     used_at: float
 
 

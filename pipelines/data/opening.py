@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from actors.credentials import without_credentials
-from actors.reach import refuse_unreachable
-from actors.storage import is_remote, open_storage
+from actors.storage.credentials import without_credentials
+from actors.storage.reachability import refuse_unreachable
+from actors.storage.storage import is_remote, open_storage
 from pipelines.data.corpus import Corpus, find_corpus
-from pipelines.data.index import INDEX, is_prepared
-from pipelines.data.prepare import HELD_OUT_FRACTION, input_digest
+from pipelines.data.prepare import HELD_OUT_FRACTION, input_digest, prepare_at
 from pipelines.data.prepared import named_place
-from pipelines.data.publishing import prepare_at
+from pipelines.data.shards import INDEX, is_prepared
 from pipelines.data.tokens import Tokenizer, find_tokenizer
-from pipelines.errors import UserError
-from pipelines.home import expanded
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
 
 RANDOM = "random"
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundData:
     """What `--data` means: where it lies prepared, or will; and the text that it is made of.
 
     `place` is None for random tokens; `corpus` and `tokenizer` are None for what was prepared
@@ -66,7 +65,7 @@ def find_data(
     tokenizer: str = "bytes",
     separator: str | None = None,
     held_out_fraction: float = HELD_OUT_FRACTION,
-) -> Found:
+) -> FoundData:
     """What the data of a run are; nothing is prepared.
 
     `data` is 'random', a folder of prepared data or its URL (which keep the tokenizer and fraction
@@ -74,7 +73,7 @@ def find_data(
     is prepared in a folder of its own under `cache`, a path or URL, once. Raises `UserError`.
     """
     if data == RANDOM:
-        return Found(None)
+        return FoundData(None)
     if is_remote(data):
         named_place(data)
         try:
@@ -82,11 +81,11 @@ def find_data(
         except OSError as error:
             shown = without_credentials(data)
             raise UserError(f"--data {shown}: cannot be reached ({error})") from None
-        return Found(data)
+        return FoundData(data)
     data = data.removeprefix("file://")
     if data and is_prepared(folder := expanded(data)):
-        return Found(str(folder))
+        return FoundData(str(folder))
     corpus = find_corpus(data)
     chosen = find_tokenizer(tokenizer, separator)
     digest = input_digest(corpus, chosen, held_out_fraction)
-    return Found(open_storage(cache).at(digest[:16]).url, corpus, chosen)
+    return FoundData(open_storage(cache).at(digest[:16]).url, corpus, chosen)

@@ -12,14 +12,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from actors.storage import open_storage
+from actors.storage.storage import open_storage
 from pipelines.data.chats import Conversation, Rendering, conversations_in, find_rendering
 from pipelines.data.corpus import Corpus
-from pipelines.data.opening import Found
+from pipelines.data.opening import FoundData
 from pipelines.data.prepare import hash_of
 from pipelines.data.windows import Batch
-from pipelines.errors import UserError
-from pipelines.home import expanded
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
 
 FORMAT = "elastic-chats/1"
 FILE = "chats.safetensors"
@@ -103,7 +103,7 @@ def find_chats(
     tokenizer: str = "bytes",
     separator: str | None = None,
     held_out_fraction: float = 0.02,
-) -> Found:
+) -> FoundData:
     """The file of conversations, and where they lie packed or will. Raises `UserError`."""
     file = expanded(source.removeprefix("file://"))
     if not file.is_file():
@@ -112,7 +112,7 @@ def find_chats(
     asked = [FORMAT, sha256(file.read_bytes()).hexdigest(), rendering.name, seq_len]
     digest = sha256(json.dumps([*asked, held_out_fraction]).encode()).hexdigest()
     place = open_storage(cache).at(f"chats-{digest[:16]}").url
-    return Found(place, Corpus(source, (file,)), whole=FILE)
+    return FoundData(place, Corpus(source, (file,)), whole=FILE)
 
 
 def _packed(

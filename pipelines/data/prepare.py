@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
@@ -12,24 +13,27 @@ from typing import Literal
 
 import numpy as np
 
-from actors.storage import DiskStorage
+from actors.storage.credentials import without_credentials
+from actors.storage.storage import DiskStorage, Storage, is_remote
 from pipelines.data.columns import NUM_SHARD_ROWS, ColumnWriter
 from pipelines.data.corpus import Corpus
-from pipelines.data.index import (
+from pipelines.data.prepared import named_place
+from pipelines.data.shards import (
     FORMAT,
     INDEX,
     LOCK,
     SPLITS,
+    DataSplit,
     Index,
-    Split,
     is_prepared,
     read_index,
     write_index,
 )
 from pipelines.data.tokens import Tokenizer
-from pipelines.errors import UserError
+from pipelines.settings.errors import UserError
 
 HELD_OUT_FRACTION = 0.02
+
 NUM_CHARS_AT_ONCE = 1 << 20
 """Documents are tokenised together up to this length."""
 
@@ -131,7 +135,7 @@ def refuse_other(place: str, index: Index, wanted: str) -> None:
 
 def write_splits(
     corpus: Corpus, out: Path, tokenizer: Tokenizer, held_out_fraction: float, num_shard_rows: int
-) -> dict[str, Split]:
+) -> dict[str, DataSplit]:
     below = int(held_out_fraction * 2**64)
     splits, least = write_once(corpus, out, tokenizer, below, num_shard_rows)
     num_documents = sum(split.num_documents for split in splits.values())
@@ -144,7 +148,7 @@ def write_splits(
 
 def write_once(
     corpus: Corpus, out: Path, tokenizer: Tokenizer, below: int, num_shard_rows: int
-) -> tuple[dict[str, Split], int]:
+) -> tuple[dict[str, DataSplit], int]:
     """Write all shards, holding out what hashes below a value; returns the least hash as well."""
     for leftover in out.glob("*.arrow"):
         leftover.unlink()
@@ -199,11 +203,61 @@ class SplitWriter:
         self._tokens.append(self._separator)
         self._tokens.append(tokens)
 
-    def split(self) -> Split:
+    def split(self) -> DataSplit:
         """What was written, once the columns are closed."""
-        return Split(
+        return DataSplit(
             num_tokens=self._tokens.num_rows,
             num_documents=self._starts.num_rows,
             tokens=tuple(self._tokens.files),
             starts=tuple(self._starts.files),
         )
+
+
+FETCHED_SHARD_ROWS = 1 << 23
+"""Of a file that is to be fetched: a sample costs a whole one, where it is not in the cache."""
+
+READ_BYTES = 1 << 23
+
+SUFFIX = ".arrow"
+"""What is left of a try that was broken off; the next one replaces it."""
+
+
+def prepare_at(
+    corpus: Corpus, place: str, tokenizer: Tokenizer, held_out_fraction: float = HELD_OUT_FRACTION
+) -> Index:
+    """As `prepare`, to a folder or a URL. For a URL all shards pass through a temporary folder of
+    this machine. Raises `UserError`."""
+    if not is_remote(place):
+        return prepare(corpus, Path(place.removeprefix("file://")), tokenizer, held_out_fraction)
+    there = named_place(place)
+    try:
+        if there.size(INDEX) is not None:
+            index = read_index(there)
+            wanted = input_digest(corpus, tokenizer, held_out_fraction)
+            refuse_other(without_credentials(place), index, wanted)
+            return index
+        others = sorted(name for name in there.files() if not name.endswith(SUFFIX))
+        if others:
+            raise UserError(
+                f"{without_credentials(place)}: holds other files, as {others[0]}; name a new or "
+                "empty folder"
+            )
+        with tempfile.TemporaryDirectory(prefix="elastic-prepare-") as folder:
+            here = Path(folder) / "out"
+            index = prepare(corpus, here, tokenizer, held_out_fraction, FETCHED_SHARD_ROWS)
+            return _publish(here, index, there)
+    except OSError as error:
+        cause = without_credentials(str(error).splitlines()[0])
+        raise UserError(
+            f"{without_credentials(place)}: cannot write prepared data there ({cause})"
+        ) from None
+
+
+def _publish(here: Path, index: Index, there: Storage) -> Index:
+    for split in index.splits.values():
+        for shard in (*split.tokens, *split.starts):
+            with (here / shard.name).open("rb") as file, there.writing(shard.name) as out:
+                while data := file.read(READ_BYTES):
+                    out.write(data)
+    write_index(there, index)
+    return index

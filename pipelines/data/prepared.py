@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from actors.credentials import without_credentials
-from actors.storage import Storage, is_remote, open_storage
+from actors.storage.credentials import without_credentials
+from actors.storage.storage import Storage, is_remote, open_storage
 from pipelines.data.fetching import FetchedShards, insist, unreachable
-from pipelines.data.index import Index, read_index
-from pipelines.data.shards import FolderShards, Shards
-from pipelines.errors import UserError
+from pipelines.data.shards import FolderShards, Index, Shards, read_index
 from pipelines.settings import CacheSettings
+from pipelines.settings.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from pipelines.errors import UserError
-from pipelines.home import expanded
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that part documents in common vocabularies, the first one found is taken."""

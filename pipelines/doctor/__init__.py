@@ -1,5 +1,5 @@
 """`elastic doctor`: what a run would stumble over here, and how to mend it."""
 
-from pipelines.doctor.doctor import DoctorAsked, check_run, doctor
+from pipelines.doctor.doctor import DoctorRequest, check_run, doctor
 
-__all__ = ["DoctorAsked", "check_run", "doctor"]
+__all__ = ["DoctorRequest", "check_run", "doctor"]

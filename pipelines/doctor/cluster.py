@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.cluster_nodes import NodeSeen, own_software, see_nodes
+from actors.ray_backend.cluster_nodes import NodeSeen, own_software, see_nodes
 from pipelines.doctor.finding import Finding
 from pipelines.doctor.places import clock
-from pipelines.view.wording import counted
+from pipelines.observe.history.formatting import counted
 
 
 def cluster(address: str | None, namespace: str) -> Iterator[Finding]:

@@ -11,24 +11,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from actors.listening import Network
-from actors.ray_names import NAMESPACE
+from actors.ray_backend.actor_names import NAMESPACE
+from actors.runtime.network import Network
 from pipelines.doctor import machine, places, software
 from pipelines.doctor.cluster import cluster
-from pipelines.doctor.finding import Finding, Verdict
+from pipelines.doctor.finding import CheckVerdict, Finding
 from pipelines.doctor.run_files import check_files, repair_run
-from pipelines.errors import UserError
-from pipelines.overrides import override
-from pipelines.run_folder import RunFolder
+from pipelines.observe.history.formatting import counted
+from pipelines.observe.history.run_folder import RunFolder
 from pipelines.settings import TrainSettings
-from pipelines.view.wording import counted
+from pipelines.settings.errors import UserError
+from pipelines.settings.overrides import override
 
-STYLES: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failed": "red"}
+STYLES: dict[CheckVerdict, str] = {"ok": "green", "warning": "yellow", "failed": "red"}
 NOWHERE = "127.0.0.1"
 
 
 @dataclass(frozen=True)
-class DoctorAsked:
+class DoctorRequest:
     """The command line of `elastic doctor`, as typed; each option is that of `train`."""
 
     storage: str = "runs"
@@ -38,9 +38,9 @@ class DoctorAsked:
     ports: str | None = None
 
 
-def doctor(asked: DoctorAsked, console: Console) -> int:
+def doctor(request: DoctorRequest, console: Console) -> int:
     """Print what was found; return 1 if anything has failed. Raises `UserError`."""
-    return _report(list(findings(asked)), console)
+    return _report(list(findings(request)), console)
 
 
 def check_run(run_name: str, storage: str, repair: bool, console: Console) -> int:
@@ -66,10 +66,10 @@ def _report(found: list[Finding], console: Console) -> int:
     return 1 if num["failed"] else 0
 
 
-def findings(asked: DoctorAsked) -> Iterator[Finding]:
+def findings(request: DoctorRequest) -> Iterator[Finding]:
     """What there is to tell, in the order in which a run would need it. Raises `UserError`."""
-    changes = [f"network.interface={asked.interface}"] if asked.interface else []
-    changes += [f"network.ports={asked.ports}"] if asked.ports else []
+    changes = [f"network.interface={request.interface}"] if request.interface else []
+    changes += [f"network.ports={request.ports}"] if request.ports else []
     told = override(TrainSettings(), changes).network
     network = Network(told.interface, told.port_range)
     address = os.environ.get("RAY_ADDRESS")
@@ -78,12 +78,12 @@ def findings(asked: DoctorAsked) -> Iterator[Finding]:
         ("GPUs", software.gpus),
         ("limits", machine.limits),
         ("network", partial(machine.network, network, _host_of(address))),
-        ("storage", partial(places.storage, asked.storage)),
-        ("tracking", partial(places.tracking, asked.tracking_uri, asked.storage)),
+        ("storage", partial(places.storage, request.storage)),
+        ("tracking", partial(places.tracking, request.tracking_uri, request.storage)),
         ("Ray cluster", partial(cluster, address, NAMESPACE)),
     ]
-    if asked.data is not None:
-        checks.append(("data", lambda: [places.data(asked.data or "", asked.storage)]))
+    if request.data is not None:
+        checks.append(("data", lambda: [places.data(request.data or "", request.storage)]))
     for what, check in checks:
         yield from _kept(what, check)
 

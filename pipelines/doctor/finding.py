@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Verdict = Literal["ok", "warning", "failed"]
+CheckVerdict = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Finding:
 
     what: str
     value: str
-    verdict: Verdict = "ok"
+    verdict: CheckVerdict = "ok"
     mend: str = ""
 
 
@@ -35,7 +35,7 @@ class Bounds:
 BOUNDS = Bounds()
 
 
-def judged(value: float, bounds: tuple[float, float]) -> Verdict:
+def judged(value: float, bounds: tuple[float, float]) -> CheckVerdict:
     """By what it warns of and fails of, both as the least."""
     warned, failed = bounds
     return "failed" if value < failed else "warning" if value < warned else "ok"

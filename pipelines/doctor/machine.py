@@ -9,11 +9,10 @@ from shutil import disk_usage
 
 import psutil
 
-from actors.errors import UnfitMachine
-from actors.interface import own_address
-from actors.listening import Network, listen
+from actors.runtime.network import Network, listen, own_address
+from actors.storage.errors import UnfitMachine
 from pipelines.doctor.finding import BOUNDS, Bounds, Finding, judged
-from pipelines.view.wording import quantity
+from pipelines.observe.history.formatting import quantity
 
 SHARED_MEMORY = Path("/dev/shm")
 

@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 from pydantic import ValidationError
 
-from actors.checkpoints import Found, find_checkpoints, set_aside
-from actors.errors import RunTaken
-from actors.journal import replay
-from actors.journal_repair import ASIDE, Damage, examine_journal, repair_journal
-from actors.lease import Lease, claim, damaged_leases
-from actors.line_epochs import newest_epoch
-from actors.lines import LineLog, parse_line
-from actors.run_opening import repair_command
-from actors.storage import DiskStorage
-from elastic.wire import UnreadableJournal
+from actors.controller.journal import replay
+from actors.controller.journal_repair import ASIDE, Damage, examine_journal, repair_journal
+from actors.controller.run_opening import repair_command
+from actors.storage.checkpoint_files import FoundCheckpoints, find_checkpoints, set_aside
+from actors.storage.errors import RunTaken
+from actors.storage.lease import Lease, claim, damaged_leases
+from actors.storage.line_epochs import newest_epoch
+from actors.storage.line_logs import LineLog, parse_line
+from actors.storage.storage import DiskStorage
+from elastic.protocol.wire import UnreadableJournal
 from pipelines.doctor.finding import Finding
-from pipelines.errors import UserError
-from pipelines.run_folder import RECIPE, TRACKING, RunFolder
+from pipelines.observe.history.formatting import counted
+from pipelines.observe.history.run_folder import RECIPE, TRACKING, RunFolder
+from pipelines.observe.tracking.delivered import Delivered
 from pipelines.settings import TrainSettings
-from pipelines.tracking.delivered import Delivered
-from pipelines.view.wording import counted
+from pipelines.settings.errors import UserError
 
 LOST = {
     RECIPE: "the settings of the run: give the recipe, --data and --set as before, since nothing "
@@ -41,7 +41,7 @@ class _Seen:
     newest_epoch: int
     """Of the journal and of segments: the lease has to be newer."""
     is_lease_lost: bool
-    checkpoints: Found
+    checkpoints: FoundCheckpoints
 
     @property
     def is_sound(self) -> bool:
@@ -170,7 +170,7 @@ def _log(log: LineLog) -> Iterator[Finding]:
     yield Finding(log.name, told, "warning", "nothing has to be done: readers leave them out")
 
 
-def _continues(found: Found) -> Finding:
+def _continues(found: FoundCheckpoints) -> Finding:
     if not found.whole:
         return Finding("resume", "no whole checkpoint: from the beginning", "warning")
     return Finding("resume", f"from the checkpoint of step {found.whole[-1].step}")

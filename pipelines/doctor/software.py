@@ -23,9 +23,9 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 def versions() -> Iterator[Finding]:
     """Python, the packages that matter most, and the others only where they are amiss."""
-    asked_python, asked = asked_for()
+    asked_python, request = asked_for()
     yield python_version(platform.python_version(), asked_python)
-    for requirement in asked:
+    for requirement in request:
         found = package_version(requirement, _installed(requirement.name))
         if found.verdict != "ok" or requirement.name in ALWAYS_TOLD:
             yield found
@@ -42,10 +42,10 @@ def asked_for() -> tuple[str, list[Requirement]]:
     return told["Requires-Python"] or "", [one for one in every if one.marker is None]
 
 
-def python_version(version: str, asked: str) -> Finding:
-    if SpecifierSet(asked).contains(version, prereleases=True):
+def python_version(version: str, request: str) -> Finding:
+    if SpecifierSet(request).contains(version, prereleases=True):
         return Finding("python", version)
-    return Finding("python", version, "failed", f"install Python {asked}")
+    return Finding("python", version, "failed", f"install Python {request}")
 
 
 def package_version(requirement: Requirement, version: str | None) -> Finding:

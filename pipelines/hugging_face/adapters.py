@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipelines.errors import UserError
+from pipelines.data.transformers_library import library
 from pipelines.hugging_face.anatomy import Anatomy
-from pipelines.hugging_face.library import library
 from pipelines.settings import LoraSettings
-from pipelines.training.initial_values import Constant, Distribution, kaiming_uniform
+from pipelines.settings.errors import UserError
+from pipelines.training.workload.initial_values import Constant, Distribution, kaiming_uniform
 
 BASE = ".base_layer."
 ADAPTER = ".default."

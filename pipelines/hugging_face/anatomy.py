@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from elastic.limits import Limits
-from pipelines.training.workload import Layer, Shape, Style
+from elastic.geometry.model_limits import Limits
+from pipelines.training.workload.workload import Layer, ModelShape, Style
 
 STYLES: dict[str, Style | None] = {
     "colwise": "colwise",
@@ -40,11 +40,11 @@ class Anatomy:
     embedding: str
     blocks: tuple[str, ...]
     head: str
-    shape: Shape
+    shape: ModelShape
     is_head_cut: bool
 
 
-class StandIn(nn.Identity):
+class Placeholder(nn.Identity):
     """In the place of a module that another pipeline stage has; gives back its first input."""
 
     def forward(self, hidden: Any, *inputs: Any, **options: Any) -> Any:
@@ -53,7 +53,7 @@ class StandIn(nn.Identity):
 
 def stand_in(lacking: nn.Module) -> nn.Module:
     """With what a loop over layers may ask of each."""
-    made = StandIn()
+    made = Placeholder()
     plain = {k: v for k, v in vars(lacking).items() if isinstance(v, str | int | float | None)}
     vars(made).update({k: v for k, v in plain.items() if not k.startswith("_") and k != "training"})
     return made
@@ -77,7 +77,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         num_layers=len(layers),
         refused=tuple(refused),
     )
-    shape = Shape(
+    shape = ModelShape(
         layers, limits, {} if no_tp else styles, sequence_parallel=False, stand_in=stand_in
     )
     return Anatomy(embedding, blocks, head, shape, shape.style_of(head) == "logits")
@@ -134,7 +134,7 @@ def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
 
 def _kinds(model: nn.Module, plan: dict[str, str]) -> dict[str, set[type]]:
     """The classes of the modules that each name of a plan stands for."""
-    asked = Shape((), Limits(), dict.fromkeys(plan, "replicated"))
+    asked = ModelShape((), Limits(), dict.fromkeys(plan, "replicated"))
     kinds: dict[str, set[type]] = {name: set() for name in plan}
     for name, module in model.named_modules():
         if asked.style_of(name):
@@ -146,7 +146,7 @@ def _divisor(model: nn.Module, styles: dict[str, Style]) -> int:
     """What `tp` must divide: the numbers of heads, and the widths that are cut."""
     text = model.config.get_text_config()
     heads = [getattr(text, name, 0) for name in ("num_attention_heads", "num_key_value_heads")]
-    shape = Shape((), Limits(), styles)
+    shape = ModelShape((), Limits(), styles)
     widths = [
         module.in_features if shape.style_of(name) == "rowwise" else module.out_features
         for name, module in model.named_modules()

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipelines.errors import UserError
-from pipelines.home import expanded
-from pipelines.hugging_face.library import library
+from pipelines.data.transformers_library import library
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
 
 CPU = torch.device("cpu")
 NOT_HERE = ("auto_map", "quantization_config")

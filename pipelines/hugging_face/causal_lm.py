@@ -9,10 +9,9 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from elastic.regions import Region, chunk_interval
+from elastic.geometry.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
-from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import (
     add_adapters,
     base_name,
@@ -20,15 +19,16 @@ from pipelines.hugging_face.adapters import (
     of_adapter,
     with_adapters,
 )
-from pipelines.hugging_face.anatomy import Anatomy, StandIn, anatomy_of
+from pipelines.hugging_face.anatomy import Anatomy, Placeholder, anatomy_of
 from pipelines.hugging_face.building import build, draw_tensor
 from pipelines.hugging_face.initial_distribution import distribution
 from pipelines.settings import HuggingFaceSettings, LoraSettings
-from pipelines.training.initial_values import draw, slices_of
-from pipelines.training.next_token import NextToken
-from pipelines.training.seeds import keyed_generator
-from pipelines.training.spread import ALONE, Spread
-from pipelines.training.workload import Fed, Shape, nothing
+from pipelines.settings.errors import UserError
+from pipelines.training.models.next_token import NextToken
+from pipelines.training.workload.initial_values import draw, slices_of
+from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.spread import ALONE, Spread
+from pipelines.training.workload.workload import Fed, ModelShape, nothing
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
 """What makes the masks of a model in `transformers` that keeps packed sequences apart."""
@@ -100,9 +100,9 @@ class CausalLMWorkload(NextToken):
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         there = (module.get_submodule(name) for name in self.anatomy.blocks)
-        return [block for block in there if not isinstance(block, StandIn)]
+        return [block for block in there if not isinstance(block, Placeholder)]
 
-    def shape(self) -> Shape:
+    def shape(self) -> ModelShape:
         return self.anatomy.shape
 
     def draw(
@@ -154,7 +154,7 @@ def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:
         inputs = {("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden}
         if positions is not None:
             inputs["position_ids"] = positions.to(hidden.device)
-        if isinstance(model.get_submodule(anatomy.head), StandIn):
+        if isinstance(model.get_submodule(anatomy.head), Placeholder):
             return model.base_model(**inputs, use_cache=False).last_hidden_state
         return whole(**inputs, use_cache=False).logits
 

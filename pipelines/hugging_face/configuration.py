@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pipelines.errors import UserError
-from pipelines.home import expanded
 from pipelines.settings import ExpertsSettings, TransformerSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
 
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "granitemoeshared": "GraniteMoeSharedForCausalLM"}
@@ -71,8 +71,8 @@ def _mixture(model: TransformerSettings, experts: ExpertsSettings) -> dict[str, 
 ONES = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 """Factors of Granite's that our model does not have."""
 
-LEFT_OUT = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-LEFT_OUT |= dict.fromkeys((*ONES, "attention_multiplier"), 1.0)
+EXCLUDED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+EXCLUDED |= dict.fromkeys((*ONES, "attention_multiplier"), 1.0)
 """What a file means that does not name these."""
 
 
@@ -157,7 +157,7 @@ def _refuse_what_we_lack(
         "head_dim": (None, model.dim // model.num_heads),
         "rope_type": ("default",),
     }
-    found = LEFT_OUT | config
+    found = EXCLUDED | config
     found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if model.experts:
         ours |= dict.fromkeys(ONES, (1.0,))

@@ -7,26 +7,109 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import torch
 
-from actors.storage import make_durable
-from pipelines.errors import UserError
-from pipelines.home import expanded
-from pipelines.hugging_face.adapter_files import write_adapter
+from actors.storage.checkpoint_files import find_checkpoints
+from actors.storage.errors import DamagedCheckpoint
+from actors.storage.storage import make_durable, open_storage
+from pipelines.hugging_face.adapters import adapter_config, add_adapters, file_name, is_adapter
+from pipelines.hugging_face.building import build
 from pipelines.hugging_face.configuration import CONFIG, config_of
-from pipelines.hugging_face.names import Whole, their_tensors
-from pipelines.hugging_face.own_names import files_beside, own_tensors, stored_config
-from pipelines.hugging_face.shards import deal, write_shard
-from pipelines.hugging_face.source import Source, open_source
+from pipelines.hugging_face.names import (
+    Whole,
+    files_beside,
+    own_tensors,
+    stored_config,
+    their_tensors,
+    whole,
+)
+from pipelines.hugging_face.shards import RegionReader, deal, write_shard
 from pipelines.hugging_face.tensor_files import INDEX, ONE_FILE
 from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
-from pipelines.settings import HuggingFaceSettings, TransformerSettings
-from pipelines.training.state import stored_dtype
+from pipelines.observe.history.run_folder import RunFolder, find_run
+from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
+from pipelines.training.checkpoint.reader import Checkpoint
+from pipelines.training.workload.state import stored_dtype
+
+
+@dataclass(frozen=True)
+class ExportSource:
+    """A run's settings, where its prepared data lie (path or URL; None: random), and a step."""
+
+    settings: TrainSettings
+    data_folder: str | None
+    step: int
+    read: RegionReader
+
+
+def open_source(run_name: str, storage: str | Path, step: int | None = None) -> ExportSource:
+    """A run's checkpoint of a step, or the newest. Raises `UserError` if there is none."""
+    run = find_run(run_name, storage)
+    recipe = run.recipe()
+    assert recipe is not None
+    found_step, read = _open_checkpoint(run, step)
+    return ExportSource(
+        TrainSettings.model_validate(recipe["settings"]),
+        recipe["data_folder"],
+        found_step,
+        read,
+    )
+
+
+def _open_checkpoint(run: RunFolder, step: int | None) -> tuple[int, RegionReader]:
+    """Its step, and what reads regions from it; of a step that was redone the last."""
+    there = {saved.step: saved for saved in find_checkpoints(run.files).whole}
+    wanted = max(there, default=None) if step is None else step
+    if wanted is None or wanted not in there:
+        told = "that is whole" if step is None else f"of step {step}"
+        steps = ", ".join(map(str, there)) or "none"
+        raise UserError(
+            f"run '{run.name}' in {run.storage} has no checkpoint {told}; there are: {steps}"
+        )
+    others = ", ".join(str(one) for one in there if one != wanted) or "none"
+
+    @contextmanager
+    def telling_of_others() -> Iterator[None]:
+        try:
+            yield
+        except DamagedCheckpoint as error:
+            raise UserError(f"{error}; export another --step (there are: {others})") from None
+
+    with telling_of_others():
+        checkpoint = Checkpoint(open_storage(there[wanted].path))
+    return wanted, telling_of_others()(checkpoint.read)
+
+
+TENSORS = "adapter_model.safetensors"
+
+
+def write_adapter(folder: Path, source: ExportSource, dtype: torch.dtype, window_bytes: int) -> str:
+    """Write `adapter_config.json` and one file of tensors; returns what there is of them. Raises
+    `UserError`."""
+    settings, model = source.settings, source.settings.model
+    if not isinstance(model, HuggingFaceSettings):
+        raise UserError(f"a run of model.kind={model.kind} has no adapters")
+    example = build(model.config)
+    add_adapters(example, settings.lora)
+    tensors = [
+        whole(name, tuple(one.shape), file_name(name))
+        for name, one in example.named_parameters()
+        if is_adapter(name)
+    ]
+    adapter_config(settings.lora, settings.init_from).save_pretrained(str(folder))
+    write_shard(folder / TENSORS, tensors, dtype, source.read, window_bytes)
+    num_bytes = sum(dtype.itemsize * prod(tensor.shape) for tensor in tensors)
+    return f"adapters to {settings.init_from}, {num_bytes / 1e6:,.1f} MB"
+
 
 SHARD_BYTES = 10**9
+
 WINDOW_BYTES = 1 << 27
 
 
@@ -87,7 +170,7 @@ def _write_tensors(
     folder: Path,
     wholes: Sequence[Whole],
     dtype: torch.dtype,
-    source: Source,
+    source: ExportSource,
     shard_bytes: int,
     window_bytes: int,
 ) -> int:

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from pipelines.hugging_face.building import initialise_upwards
-from pipelines.training.initial_values import Distribution
-from pipelines.training.recorded_init import Recorder
+from pipelines.training.workload.initial_values import Distribution
+from pipelines.training.workload.recorded_init import Recorder
 
 
 @cache

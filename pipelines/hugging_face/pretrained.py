@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +10,84 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from elastic.regions import Region
-from elastic.specs import TensorSpec
-from pipelines.errors import UserError
+from elastic.geometry.regions import Region
+from elastic.geometry.tensor_specs import TensorSpec
+from pipelines.data.transformers_library import library
+from pipelines.hugging_face.adapters import base_name
+from pipelines.hugging_face.building import build
 from pipelines.hugging_face.configuration import CONFIG, read_config, settings_of
-from pipelines.hugging_face.names import EMBEDDING, HEAD, Place, parameter_shapes, place_of
-from pipelines.hugging_face.stored_model import StoredModel
+from pipelines.hugging_face.names import EMBEDDING, HEAD, TensorPlace, parameter_shapes, place_of
 from pipelines.hugging_face.tensor_files import TensorFiles
-from pipelines.overrides import differing_maths
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.overrides import differing_training_settings
+
+
+class StoredModel:
+    """A folder of safetensors for a model that `transformers` builds.
+
+    Files that name tensors as the model does are read region by region. Others, as those of
+    experts that lie one by one, are loaded whole by `transformers`, which knows how to join them:
+    that takes memory for the whole model in each worker. Raises `UserError` if the files are of
+    another model.
+    """
+
+    def __init__(self, folder: Path, settings: HuggingFaceSettings) -> None:
+        self.folder = folder
+        self.files = TensorFiles(folder)
+        model = build(settings.config)
+        first = {one: name for name, one in model.named_parameters()}
+        self.names = {name: name for name in model.state_dict() if name in self.files.places}
+        for name, one in model.named_parameters(remove_duplicate=False):
+            if name in self.files.places:
+                self.names.setdefault(first[one], name)
+        wanted = dict(model.named_parameters())
+        self.is_direct = all(name in self.names for name in wanted)
+        if self.is_direct:
+            self._refuse_other_shapes({name: tuple(one.shape) for name, one in wanted.items()})
+
+    def has(self, spec: TensorSpec) -> bool:
+        """Whether the folder, and not the seed, says what this tensor begins with."""
+        if spec.kind == "optimizer":
+            return False
+        name = base_name(spec.name)
+        return name in (self.names if self.is_direct else self._whole)
+
+    def read(self, spec: TensorSpec, region: Region) -> Tensor:
+        """A region of a tensor, on the host, in the dtype that we keep."""
+        if self.is_direct:
+            found = self.files.slice(self.names[base_name(spec.name)], region)
+        else:
+            ends = zip(region.offsets, region.shape, strict=True)
+            found = self._whole[base_name(spec.name)][tuple(slice(a, a + n) for a, n in ends)]
+        return found.to(getattr(torch, spec.dtype), copy=True).contiguous()
+
+    @cached_property
+    def _whole(self) -> dict[str, Tensor]:
+        loader = library().AutoModelForCausalLM.from_pretrained
+        try:
+            model, told = loader(
+                self.folder, dtype="auto", local_files_only=True, output_loading_info=True
+            )
+        except (OSError, ValueError, RuntimeError, KeyError) as error:
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"init_from={self.folder}: {reason}") from None
+        if told["missing_keys"]:
+            raise UserError(f"init_from={self.folder}: holds no {min(told['missing_keys'])}")
+        return model.state_dict()
+
+    def _refuse_other_shapes(self, wanted: dict[str, tuple[int, ...]]) -> None:
+        for name, shape in wanted.items():
+            with self.files.opened(self.names[name]) as header:
+                found = tuple(header.get_shape())
+            if found != shape:
+                raise UserError(
+                    f"init_from={self.folder}: {name} is {found}, but by the model's config {shape}"
+                )
+
 
 DTYPES = ("F64", "F32", "BF16", "F16")
+
 SLAB_ELEMENTS = 1 << 24
 """How much of an embedding is in hand at a time while its mean row is computed."""
 
@@ -78,16 +145,16 @@ class Pretrained:
             value[:num_known] = self.files.slice(place.name, place.region(spec.shape, known))
         return value
 
-    def _known(self, place: Place, region: Region) -> Region:
+    def _known(self, place: TensorPlace, region: Region) -> Region:
         """The region without rows for tokens that the folder does not know."""
         if place.name not in (EMBEDDING, HEAD):
             return region
         num_known = min(region.shape[0], max(0, self.vocab_size - region.offsets[0]))
         return Region(region.offsets, (num_known, region.shape[1]))
 
-    def _place(self, name: str) -> Place:
+    def _place(self, name: str) -> TensorPlace:
         place = place_of(name)
-        return Place(EMBEDDING) if self.is_tied and place.name == HEAD else place
+        return TensorPlace(EMBEDDING) if self.is_tied and place.name == HEAD else place
 
     def _compute_mean_row(self, name: str) -> Tensor:
         """Float64, summed by numpy, whose order does not depend on threads: all ranks get the
@@ -113,7 +180,7 @@ class Pretrained:
                 "experts": stored.experts.model_copy(update=unsaid),
             }
         theirs = TrainSettings(model=stored.model_copy(update=same))
-        differing = differing_maths(theirs, TrainSettings(model=model))
+        differing = differing_training_settings(theirs, TrainSettings(model=model))
         if differing:
             raise UserError(
                 f"init_from={self.folder}: is another model than the recipe's "

@@ -10,14 +10,14 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from elastic.regions import Region
-from pipelines.hugging_face.names import Shape, Whole
-from pipelines.safetensors_format import bytes_of, header_of, with_length
+from elastic.geometry.regions import Region
+from pipelines.hugging_face.names import TensorShape, Whole
+from pipelines.settings.safetensors_format import bytes_of, header_of, with_length
 
-Read = Callable[[Mapping[str, Region]], Mapping[str, Tensor]]
+RegionReader = Callable[[Mapping[str, Region]], Mapping[str, Tensor]]
 """Regions of our tensors by name, to what they hold."""
 
-Window = list[tuple[Whole, Region]]
+FileWindow = list[tuple[Whole, Region]]
 """Which regions of which tensors are read at once."""
 
 
@@ -36,7 +36,7 @@ def deal(tensors: Sequence[Whole], itemsize: int, shard_bytes: int) -> list[list
 
 
 def write_shard(
-    file: Path, tensors: Sequence[Whole], dtype: torch.dtype, read: Read, window_bytes: int
+    file: Path, tensors: Sequence[Whole], dtype: torch.dtype, read: RegionReader, window_bytes: int
 ) -> None:
     """Write one file; memory holds a window and what it is made of. Raises `OSError`."""
     header = header_of(((tensor.name, dtype, tensor.shape) for tensor in tensors), {})
@@ -46,15 +46,17 @@ def write_shard(
             _write_window(out, window, dtype, read)
 
 
-def _write_window(out: BinaryIO, window: Window, dtype: torch.dtype, read: Read) -> None:
+def _write_window(
+    out: BinaryIO, window: FileWindow, dtype: torch.dtype, read: RegionReader
+) -> None:
     for piece in _read_window(window, read):
         out.write(bytes_of(piece.to(dtype)))
 
 
-def _windows(tensors: Sequence[Whole], max_elements: int) -> Iterator[Window]:
+def _windows(tensors: Sequence[Whole], max_elements: int) -> Iterator[FileWindow]:
     """All elements in order: small tensors together, large ones cut into slabs of rows. No two
     slabs of one tensor meet in a window."""
-    window: Window = []
+    window: FileWindow = []
     room = max_elements
     for tensor in tensors:
         for slab in _slabs(tensor.shape, max_elements):
@@ -66,7 +68,7 @@ def _windows(tensors: Sequence[Whole], max_elements: int) -> Iterator[Window]:
     yield window
 
 
-def _slabs(shape: Shape, max_elements: int) -> Iterator[Region]:
+def _slabs(shape: TensorShape, max_elements: int) -> Iterator[Region]:
     num_rows, *rest = shape
     height = max(1, max_elements // prod(rest))
     for first in range(0, num_rows, height):
@@ -74,7 +76,7 @@ def _slabs(shape: Shape, max_elements: int) -> Iterator[Region]:
         yield Region((first, *(0 for _ in rest)), (length, *rest))
 
 
-def _read_window(window: Window, read: Read) -> Iterator[Tensor]:
+def _read_window(window: FileWindow, read: RegionReader) -> Iterator[Tensor]:
     wanted = {}
     for tensor, slab in window:
         for part in tensor.parts:
@@ -89,7 +91,7 @@ def _read_window(window: Window, read: Read) -> Iterator[Tensor]:
         yield _put_together(slab.shape, pieces)
 
 
-def _put_together(shape: Shape, pieces: list[tuple[Region, Tensor]]) -> Tensor:
+def _put_together(shape: TensorShape, pieces: list[tuple[Region, Tensor]]) -> Tensor:
     if len(pieces) == 1:
         return pieces[0][1]
     whole = torch.empty(shape, dtype=pieces[0][1].dtype)

@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from elastic.regions import Region
-from pipelines.errors import UserError
+from elastic.geometry.regions import Region
+from pipelines.settings.errors import UserError
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from actors.storage import open_storage
-from pipelines.data.index import Index, read_index
+from actors.storage.storage import open_storage
+from pipelines.data.shards import Index, read_index
 from pipelines.data.tokens import SEPARATORS, ByteTokenizer, find_tokenizer
-from pipelines.errors import UserError
-from pipelines.home import expanded
 from pipelines.settings import DataSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.home import expanded
 
 
 class Vocabulary(NamedTuple):

@@ -14,7 +14,7 @@ from pipelines.loop.stepping import AsPrepared
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationSetup:
     """`losses(model, batch)` is the mean loss over a batch of held-out samples."""
 
     dataset: Dataset[Any]
@@ -34,7 +34,7 @@ class Declaration:
     microbatch: int
     num_microbatches: int
     steps: int
-    evaluation: Evaluation | None = None
+    evaluation: EvaluationSetup | None = None
 
     @property
     def batch(self) -> int:

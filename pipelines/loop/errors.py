@@ -1,6 +1,6 @@
 """What is wrong with a script that owns its loop, each in one line."""
 
-from pipelines.errors import UserError
+from pipelines.settings.errors import UserError
 
 
 class LoopMisused(UserError):

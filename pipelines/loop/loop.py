@@ -9,14 +9,14 @@ from weakref import finalize
 from torch import nn
 
 from pipelines.loop.declaration import Declaration
-from pipelines.loop.prepared import Part
+from pipelines.loop.prepared import CalledModule
 from pipelines.loop.run import Run
 from pipelines.loop.step import Step
 from pipelines.loop.thread import LoopThread
-from pipelines.training.own_module import seeded
-from pipelines.training.workload import Sums
+from pipelines.training.custom.custom_module import seeded
+from pipelines.training.workload.workload import Sums
 
-Script = Callable[[Run], None]
+ScriptFunction = Callable[[Run], None]
 """A function that prepares what it trains with and loops over `run.steps`."""
 
 
@@ -27,7 +27,7 @@ class Loop:
     what it has kept in variables of its own is gone then, as on a worker that has just come.
     """
 
-    def __init__(self, script: Script, seed: int) -> None:
+    def __init__(self, script: ScriptFunction, seed: int) -> None:
         """Every generator is seeded with `seed` before the script begins."""
         self._script = script
         self._seed = seed
@@ -56,7 +56,7 @@ class Loop:
             part.close()
 
     def _begin(self) -> None:
-        self._part = part = Part()
+        self._part = part = CalledModule()
         script = self._script
         self._thread = LoopThread(lambda thread: script(Run(thread.steps, part)))
         self._leave = finalize(self, self._thread.leave_behind)

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from pipelines.loop.loop import Loop
 from pipelines.loop.step import Microbatch, Step
-from pipelines.training.moving_buffers import MovingBuffers
-from pipelines.training.passes import OneByOne
-from pipelines.training.sharded import Sharded
-from pipelines.training.spread import Spread
-from pipelines.training.workload import Sums, Workload
+from pipelines.training.passes.moving_buffers import MovingBuffers
+from pipelines.training.passes.passes import OneByOne
+from pipelines.training.sharding.sharded import Sharded
+from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.workload import Sums, Workload
 
 
 class LoopPasses(OneByOne):

@@ -21,7 +21,7 @@ class PreparedModel(nn.Module):
     sharded, and no longer to be had here.
     """
 
-    def __init__(self, declared: nn.Module, part: Part) -> None:
+    def __init__(self, declared: nn.Module, part: CalledModule) -> None:
         super().__init__()
         object.__setattr__(self, "_declared", declared)  # it is none of its children
         object.__setattr__(self, "_part", part)
@@ -59,7 +59,7 @@ class PreparedModel(nn.Module):
         return module
 
 
-class Part:
+class CalledModule:
     """Where the model's calls go: the module of the step under way."""
 
     def __init__(self) -> None:

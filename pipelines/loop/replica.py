@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actors.program import Groups, Interrupt
+from actors.runtime.program import Groups, Interrupt
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.settings import TrainSettings
-from pipelines.training.passes import Passes
-from pipelines.training.replica import ShardedReplica
-from pipelines.training.stage_modules import Stage
-from pipelines.training.workload import Workload
+from pipelines.training.passes.passes import Passes
+from pipelines.training.passes.stage_modules import Stage
+from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.workload.workload import Workload
 
 
 class LoopReplica(ShardedReplica):
-    """See `actors.program.Replica`."""
+    """See `actors.runtime.program.Replica`."""
 
     def __init__(
         self, workload: Workload, settings: TrainSettings, groups: Groups, loop: Loop
@@ -36,8 +36,10 @@ class LoopReplica(ShardedReplica):
         )
         return self.loop_passes
 
-    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
         self.loop_passes.step = step
         num_read = (step - 1) * self.settings.batch
         self.loop_passes.epoch = num_read // self.workload.num_samples
-        return super().compute(step, interrupt, left_out)
+        return super().compute(step, interrupt, skipped_batches)

@@ -10,10 +10,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from pipelines.loop.declaration import Declaration, Evaluation
+from pipelines.loop.declaration import Declaration, EvaluationSetup
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.prepared import (
-    Part,
+    CalledModule,
     PreparedLoader,
     PreparedModel,
     PreparedOptimizer,
@@ -26,7 +26,7 @@ from pipelines.loop.stepping import AsPrepared
 class Run:
     """Given to the script's function: `prepare` what it trains with, then loop over `steps`."""
 
-    def __init__(self, begin: Callable[[Declaration], Iterator[Step]], part: Part) -> None:
+    def __init__(self, begin: Callable[[Declaration], Iterator[Step]], part: CalledModule) -> None:
         """`begin` gives the steps of what was declared; `part` is where the model's calls go."""
         self._begin = begin
         self._part = part
@@ -34,7 +34,7 @@ class Run:
         self._optimizer: Optimizer | None = None
         self._scheduler: LRScheduler | None = None
         self._loader: DataLoader[Any] | None = None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: EvaluationSetup | None = None
 
     def prepare(self, *objects: Any) -> Any:
         """Take a model, its optimizer, a learning-rate scheduler and a loader, in any order, at
@@ -54,7 +54,7 @@ class Run:
     ) -> None:
         """Evaluate these held-out samples after every `eval_every` steps: `losses(model, batch)`
         is the mean loss over one microbatch, and each of the metrics a mean likewise."""
-        self._evaluation = Evaluation(dataset, losses, metrics)
+        self._evaluation = EvaluationSetup(dataset, losses, metrics)
 
     def steps(
         self, num_steps: int, microbatches: int = 8, max_grad_norm: float | None = None

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.errors import LoopMisused
-from pipelines.loop.prepared import Part
+from pipelines.loop.prepared import CalledModule
 from pipelines.loop.run import Run
 from pipelines.loop.step import Step
-from pipelines.recipe import Recipe
-from pipelines.settings import OwnModelSettings, TrainSettings
-from pipelines.training.own_module import seeded
+from pipelines.settings import CustomModelSettings, TrainSettings
+from pipelines.settings.recipe import Recipe
+from pipelines.training.custom.custom_module import seeded
 
 DTYPES = {torch.float64: "float64"}
 """What is computed in, by what the model is made of; else float32."""
@@ -55,7 +55,7 @@ def is_script(function: Callable[..., Any]) -> bool:
 def script_of(function: Callable[[Run], None]) -> Script:
     """Run it up to its first step, and leave it there. Raises `UserError` if it never gets there,
     and what it raises."""
-    part = Part()
+    part = CalledModule()
     try:
         with seeded(TrainSettings().seed):
             function(Run(_declare, part))
@@ -71,7 +71,7 @@ def settings_of(declaration: Declaration) -> TrainSettings:
     """What the script's loop asks for."""
     first = next(declaration.model.parameters(), torch.empty(0))
     return TrainSettings(
-        model=OwnModelSettings(),
+        model=CustomModelSettings(),
         batch=declaration.batch,
         microbatch=declaration.microbatch,
         steps=declaration.steps,

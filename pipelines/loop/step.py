@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipelines.loop.errors import LoopMisused
-from pipelines.training.workload import Sums, at_least_float32
+from pipelines.training.workload.workload import Sums, at_least_float32
 
 
 class Microbatch(Protocol):

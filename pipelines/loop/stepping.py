@@ -18,7 +18,7 @@ BASE_LR, LR = "initial_lr", "lr"
 
 
 class AsPrepared:
-    """See `pipelines.training.optimizer.Optimising`.
+    """See `pipelines.training.workload.optimizer.Optimizing`.
 
     The optimizer is made anew for each shard as unpickling would make it, so that any class does;
     the scheduler is stepped once a step, ahead of time, on the script's own optimizer, which steps

@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from actors.stand_in import stood_in_for
-from actors.system import drop_tiny_numbers
+from actors.runtime.machine import drop_tiny_numbers
+from actors.runtime.substitute_thread import stood_in_for
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.step import Step
-from pipelines.training.passes import Sums
+from pipelines.training.workload.workload import Sums
 
 
 class LeftBehind(BaseException):

@@ -6,7 +6,7 @@ are the reader's own:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
         [snapshot_every=N] [snapshot_redundancy=xor:K] [max_skipped=N] [spike_factor=F]
-        [spike_window=N] [audit_every=N] [audit_rewind=1]
+        [spike_window=N] [audit_every=N] [audit_rollback=1]
     open [saved STEP gG ...]            a controller takes the run
     restarted after SECONDS             the controller had died alone; the core is woken at once
     store ready | store lost
@@ -39,20 +39,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
 
-from sim.telling import command_in_words, phase_in_words
+from sim.reporting import command_in_words, phase_in_words
 
-from elastic.commands import Command, Protect, RecordStep
-from elastic.controller_events import ControllerRestarted
-from elastic.core import Core
-from elastic.events import (
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Command, RecordStep, StartSnapshots
+from elastic.protocol.controller_events import ControllerRestarted
+from elastic.protocol.events import (
     Audited,
     CheckpointDamaged,
     Checkpointed,
     Event,
     GroupFormed,
-    KeeperLost,
-    KeeperReady,
-    KeeperTold,
     LayoutRequested,
     NodeAtRisk,
     NodeDraining,
@@ -61,26 +60,28 @@ from elastic.events import (
     PartWritten,
     Paused,
     Quiesced,
+    RolledForward,
     RunOpened,
     Saved,
-    Settled,
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
     StateReady,
     StepCommitted,
     StopRequested,
     StoreLost,
     StoreReady,
     Woke,
-    WorkerLeaving,
+    WorkerDraining,
     WorkerLost,
     WorkerRaised,
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.keeping import Keeper, ParitySlot, Slot
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.step_records import RecordsSent
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.policy import Policy
+from elastic.protocol.step_records import RecordsSent
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
 
 KEYWORDS = ("at", "saw", "records", "step", "saved", "on", "with", "loss", "in")
 FLAGS = ("gradients", "torn")
@@ -111,7 +112,7 @@ class Script:
         commands: list[Command] = []
         for event in self._events(line.split()):
             commands += self._core.step(self._now, event)
-        self._sets = next((c.sets for c in commands if isinstance(c, Protect)), self._sets)
+        self._sets = next((c.sets for c in commands if isinstance(c, StartSnapshots)), self._sets)
         now_in = phase_in_words(self._core.state.phase)
         return [*_told(commands), *([f"= {now_in}"] if now_in != phase else [])]
 
@@ -135,9 +136,11 @@ class Script:
             case "store":
                 yield StoreReady("host", 29500) if rest == ["ready"] else StoreLost("it died")
             case "keeper" if rest[0] == "ready":
-                yield KeeperReady(Keeper(rest[1], "", f"keeper-{rest[1]}", "host", 29501))
+                yield SnapshotServerReady(
+                    SnapshotServer(rest[1], "", f"keeper-{rest[1]}", "host", 29501)
+                )
             case "keeper":
-                yield KeeperLost(rest[1], "it died")
+                yield SnapshotServerLost(rest[1], "it died")
             case "kept":
                 yield self._kept(rest)
             case "draining":
@@ -146,7 +149,7 @@ class Script:
             case "at":
                 yield NodeAtRisk(rest[1], "a notice")
             case "relayout":
-                yield LayoutRequested("request", Wish.parse(rest[0]))
+                yield LayoutRequested("request", TargetLayout.parse(rest[0]))
             case "stop":
                 yield StopRequested("SIGTERM")
             case "steps":
@@ -168,7 +171,7 @@ class Script:
         for name in names:
             yield CheckpointDamaged(name, self._core.state.generation, path, "a flipped bit")
 
-    def _kept(self, words: list[str]) -> KeeperTold:
+    def _kept(self, words: list[str]) -> SnapshotServerReported:
         names = [word for word in words[1:] if word[0] == "w" and word[1:].isdigit()]
         steps = _range(_keywords(words)["at"]) if names else range(0)
         of = self._generation(words)
@@ -180,7 +183,7 @@ class Script:
             for step in steps
         )
         told_in = self._core.state.generation
-        return KeeperTold(words[0], told_in, slots, parities=parities)
+        return SnapshotServerReported(words[0], told_in, slots, parities=parities)
 
     def _audited(self, words: list[str]) -> Audited:
         groups = tuple(tuple(group.split()) for group in " ".join(words[1:]).split(" | ") if group)
@@ -204,7 +207,7 @@ class Script:
                 case "suspected":
                     yield WorkerSuspected(name, "no answer to a probe")
                 case "leaving":
-                    yield WorkerLeaving(name, "asked to")
+                    yield WorkerDraining(name, "asked to")
                 case "formed":
                     yield GroupFormed(name, generation)
                 case "moved":
@@ -232,17 +235,17 @@ class Script:
             vote = replace(
                 _vote(step),
                 num_snapshots=record.world_size * ("whole" in words),
-                num_save_wishes=record.world_size * ("wished" in words),
+                num_save_requests=record.world_size * ("wished" in words),
                 num_writing=record.world_size * ("busy" in words),
             )
             yield StepCommitted(generation, record, vote)
 
     def _unwinding(
         self, kind: str, name: str, step: int, words: list[str]
-    ) -> Quiesced | Settled | RecordsSent:
+    ) -> Quiesced | RolledForward | RecordsSent:
         told, generation = _keywords(words), self._generation(words)
         if kind == "settled":
-            return Settled(name, generation, self._record(step))
+            return RolledForward(name, generation, self._record(step))
         records = (
             tuple(self._record(s) for s in _range(told["records"])) if "records" in told else ()
         )
@@ -272,7 +275,7 @@ def _opening(told: dict[str, str]) -> RunOpened:
         steps=int(told["steps"]),
         checkpoint_every=int(told.get("checkpoint_every", 0)),
     )
-    wish = Wish.parse(told.get("layout", ""), int(largest))
+    target_layout = TargetLayout.parse(told.get("layout", ""), int(largest))
     every = int(told.get("snapshot_every", 0))
     policy = Policy(
         int(smallest),
@@ -283,9 +286,9 @@ def _opening(told: dict[str, str]) -> RunOpened:
         spike_factor=float(told.get("spike_factor", 0)),
         spike_window=int(told.get("spike_window", 4)),
         audit_every=int(told.get("audit_every", 0)),
-        audit_rewind="audit_rewind" in told,
+        audit_rollback="audit_rollback" in told,
     )
-    return RunOpened(1, policy, wish, job)
+    return RunOpened(1, policy, target_layout, job)
 
 
 def _with_saved(opening: RunOpened, words: list[str]) -> RunOpened:
@@ -293,7 +296,7 @@ def _with_saved(opening: RunOpened, words: list[str]) -> RunOpened:
         return opening
     pairs = zip(words[1::2], words[2::2], strict=True)
     saved = tuple(Saved(int(s), int(g[1:]), f"step-{s}-{g}") for s, g in pairs)
-    return RunOpened(2, opening.policy, opening.wish, opening.job, saved)
+    return RunOpened(2, opening.policy, opening.target_layout, opening.job, saved)
 
 
 def _vote(step: int) -> Vote:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.program import TrainingProgram
+from pipelines.run.program import TrainingProgram
 
 NEEDS_GPU = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from one_gpu import NEEDS_GPU
 
-from actors.device_check import DeviceCheck, kernel_on
-from actors.error_kinds import kind_of
+from actors.distributed.device_check import DeviceCheck, kernel_on
+from actors.worker.error_kinds import kind_of
 
 pytestmark = NEEDS_GPU
 

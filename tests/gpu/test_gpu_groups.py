@@ -17,16 +17,17 @@ import torch.distributed as dist
 from one_gpu import NEEDS_GPU, claim_a_host
 from torch.multiprocessing import start_processes
 
-from actors.groups import Formation
-from actors.moving import move
-from actors.store import open_store
-from elastic.assignment import Assignment
-from elastic.commands import Form
-from elastic.layout import Layout
-from elastic.regions import Region
-from elastic.shards import region_of
-from elastic.specs import TensorSpec
-from elastic.transfers import Relayout, derive
+from actors.distributed.groups import Formation
+from actors.distributed.state_transfer import move
+from actors.distributed.store import open_store
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.shard_map import region_of
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.protocol.commands import Form
+from elastic.reshard.reshard_plan import ReshardPlan
+from elastic.reshard.transfers import derive
 
 pytestmark = NEEDS_GPU
 
@@ -57,13 +58,13 @@ def never() -> None:
 
 def in_two_processes(run: Callable[..., None], argument: Any) -> None:
     """Call `run(rank, port of a store, argument)` in each; fails if either does."""
-    set_forkserver_preload(["actors.groups"])
+    set_forkserver_preload(["actors.distributed.groups"])
     store = open_store(HOST)
     start_processes(run, (store.port, argument), 2, start_method="forkserver")
 
 
-def formation_of(worker: str, relayout: Relayout, port: int) -> Formation:
-    order = Form(relayout.new.generation, relayout.new, relayout, HOST, port)
+def formation_of(worker: str, reshard: ReshardPlan, port: int) -> Formation:
+    order = Form(reshard.new.generation, reshard.new, reshard, HOST, port)
     formation = Formation(worker, order, DEVICE, TIMEOUT_S)
     formation.form()
     return formation
@@ -71,7 +72,7 @@ def formation_of(worker: str, relayout: Relayout, port: int) -> Formation:
 
 def meet(worker: str, generation: int, port: int) -> Formation:
     assignment = Assignment(generation, Layout(dp=2), WORKERS)
-    return formation_of(worker, Relayout(0, 0, None, assignment), port)
+    return formation_of(worker, ReshardPlan(0, 0, None, assignment), port)
 
 
 def summed(formation: Formation) -> float:
@@ -137,10 +138,10 @@ def relay_out(rank: int, port: int, target: str) -> None:
     """One of two processes: move the state, and compare it with what it shall be."""
     claim_a_host()
     worker = WORKERS[rank]
-    relayout = Relayout(0, 1, SHARDED, TARGETS[target], WORKERS)
-    formation = formation_of(worker, relayout, port)
+    reshard = ReshardPlan(0, 1, SHARDED, TARGETS[target], WORKERS)
+    formation = formation_of(worker, reshard, port)
     held = {name: tensor.to(DEVICE) for name, tensor in parts(SHARDED, worker).items()}
-    transfers = derive(SPECS, relayout, worker)
+    transfers = derive(SPECS, reshard, worker)
     moved, counted = move(SPECS, transfers, {rank: held}, formation.transfer, DEVICE, never)
     expected = parts(TARGETS[target], worker)
     assert moved.keys() == expected.keys()

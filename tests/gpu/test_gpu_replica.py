@@ -8,14 +8,14 @@ import pytest
 import torch
 from one_gpu import NEEDS_GPU
 
-from actors.program import StateBytes
-from elastic.regions import Region
-from elastic.votes import Vote
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from actors.runtime.program import StateBytes
+from elastic.geometry.regions import Region
+from elastic.protocol.votes import Vote
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, OptimizerSettings, TrainSettings
-from pipelines.training.optimizer import AdamWBySettings, LocalOptimizer, state_templates
-from pipelines.training.warm_up import group_of_one
+from pipelines.training.replica.warm_up import group_of_one
+from pipelines.training.workload.optimizer import AdamWBySettings, LocalOptimizer, state_templates
 
 pytestmark = NEEDS_GPU
 

@@ -13,7 +13,7 @@ from one_gpu import NEEDS_GPU, claim_a_host
 from test_ring_attention import TIMEOUT_S, Case, compare, on_the_ring
 from torch.multiprocessing import start_processes
 
-from pipelines.training.ring import GPU_TILE
+from pipelines.training.workload.ring import GPU_TILE
 
 pytestmark = NEEDS_GPU
 
@@ -41,7 +41,7 @@ def run_rank(cp_rank: int, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes found."""
     folder = tmp_path_factory.mktemp("ring")
-    set_forkserver_preload(["pipelines.training.ring_attention"])
+    set_forkserver_preload(["pipelines.training.models.ring_attention"])
     start_processes(run_rank, (folder,), 2, start_method="forkserver")
     return folder
 

@@ -8,9 +8,9 @@ import pytest
 from harness import Outcome, run_plainly
 from one_gpu import NEEDS_GPU
 
-from actors.fault import Fault
-from elastic.events import WorkerLeaving
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from elastic.protocol.events import WorkerDraining
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
 
 pytestmark = NEEDS_GPU
@@ -87,16 +87,16 @@ def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, on_cpu) -> None:
     assert_same_maths(run, on_cpu)
     assert_nothing_redone(run)
     assert_unblocked(run)
-    relaid = run.told("Relaid")[1]
-    assert relaid["source"] == "live"
-    assert relaid["bytes_moved"] == relaid["bytes_needed"] > 0
+    resharded = run.told("Resharded")[1]
+    assert resharded["source"] == "live"
+    assert resharded["bytes_moved"] == resharded["bytes_needed"] > 0
 
 
 def test_a_leaver_hands_its_part_over(tmp_path: Path, on_cpu) -> None:
-    run = train(tmp_path, 2, layout="fsdp=2", due=((8, WorkerLeaving("w1", "drained")),))
+    run = train(tmp_path, 2, layout="fsdp=2", due=((8, WorkerDraining("w1", "drained")),))
     assert_same_maths(run, on_cpu)
     assert_nothing_redone(run)
-    assert run.told("Relaid")[1]["bytes_moved"] > 0
+    assert run.told("Resharded")[1]["bytes_moved"] > 0
 
 
 def test_what_nobody_holds_comes_from_the_checkpoint(tmp_path: Path, on_cpu) -> None:

@@ -15,14 +15,14 @@ from test_replica import local_tensors
 from test_zero import Trained, train
 from torch.multiprocessing import start_processes
 
-from actors.meshes import form_groups
-from elastic.assignment import Assignment
-from elastic.layout import Layout
-from elastic.zero import STAGES
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from actors.distributed.meshes import form_groups
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.zero import STAGES
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
-from pipelines.training.warm_up import group_of_one
+from pipelines.training.replica.warm_up import group_of_one
 
 pytestmark = NEEDS_GPU
 
@@ -72,7 +72,7 @@ def assert_on_the_host(shards: dict[str, torch.Tensor], tensors: dict[str, torch
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What two processes found."""
     folder = tmp_path_factory.mktemp("zero")
-    set_forkserver_preload(["pipelines.program"])
+    set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder,), 2, start_method="forkserver")
     return folder
 

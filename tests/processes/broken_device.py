@@ -10,9 +10,9 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from actors.program import Groups, Interrupt
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
+from actors.runtime.program import Groups, Interrupt
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
 
 FATAL_STEP = 9
 BROKEN_RANK, FAILING_RANK = 1, 2
@@ -30,7 +30,9 @@ class BrokenDevice(ShardedReplica):
     is_late = False
     """Whether a peer raises before it, so that its exception comes after the abort."""
 
-    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
         rank, mark = self.groups.world_rank, Path(os.environ[MARK])
         if step == FATAL_STEP and rank == BROKEN_RANK and not mark.exists():
             mark.write_text(str(os.getpid()))
@@ -39,7 +41,7 @@ class BrokenDevice(ShardedReplica):
             raise dist.DistBackendError(TEXT)
         if step == FATAL_STEP and rank == FAILING_RANK and self.is_late and mark.exists():
             raise dist.DistBackendError("gloo: Connection closed by peer [127.0.0.1]:40961")
-        return super().compute(step, interrupt, left_out)
+        return super().compute(step, interrupt, skipped_batches)
 
 
 class LateBrokenDevice(BrokenDevice):

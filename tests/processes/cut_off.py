@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from pipelines.program import TrainingProgram
+from pipelines.run.program import TrainingProgram
 
 NOBODY = "127.0.0.1:1"
 

@@ -7,12 +7,12 @@ from functools import cache
 import plain_loop
 import torch
 
-from elastic.layout import Layout
-from elastic.samples import sample_of
-from elastic.shards import region_of
-from pipelines.program import TrainingProgram
+from elastic.geometry.layout import Layout
+from elastic.geometry.sample_order import sample_of
+from elastic.geometry.shard_map import region_of
+from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
-from pipelines.training.optimizer import learning_rate
+from pipelines.training.workload.optimizer import learning_rate
 
 
 @cache
@@ -20,11 +20,11 @@ def expected(
     settings: TrainSettings,
     num_steps: int,
     undone: tuple[int, ...] = (),
-    left_out: tuple[int, ...] = (),
+    skipped_batches: tuple[int, ...] = (),
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """Trained in this process from the same initial weights on the same samples.
 
-    Steps that are `undone` change nothing; batches that are `left_out` are read by no step.
+    Steps that are `undone` change nothing; batches that are `skipped_batches` are read by no step.
     """
     program = TrainingProgram(settings.model_dump(mode="json"), device="cpu")
     model, data, optimizer = settings.model, program.workload.train, settings.optimizer
@@ -47,7 +47,7 @@ def expected(
         if spec.kind == "parameter"
     }
     batches = []
-    numbers = [n for n in range(num_steps + len(left_out)) if n not in left_out]
+    numbers = [n for n in range(num_steps + len(skipped_batches)) if n not in skipped_batches]
     for step, number in enumerate(numbers[:num_steps], start=1):
         if step in undone:
             batches.append(None)

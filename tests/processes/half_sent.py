@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
-from actors.program import Groups, Interrupt
-from actors.standstill import wait_for
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
+from actors.distributed.stall import wait_for
+from actors.runtime.program import Groups, Interrupt
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
 
 FATAL_STEP = 9
 DOOMED = "w3"
@@ -25,12 +25,12 @@ class HalfSent(ShardedReplica):
     """Before one step a worker sends to all others, for as long as it is among them."""
 
     def compute(
-        self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> torch.Tensor:
         members = self.groups.assignment.members
         if step == FATAL_STEP and DOOMED in members:
             self._receive_from(members.index(DOOMED), len(members))
-        return super().compute(step, interrupt, left_out)
+        return super().compute(step, interrupt, skipped_batches)
 
     def _receive_from(self, sender: int, num_members: int) -> None:
         world = self.groups.world

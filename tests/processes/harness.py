@@ -10,20 +10,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from actors.factory import Factory
-from actors.fault import Fault
-from actors.lease import claim
-from actors.lines import LineLog
-from actors.listening import ANYWHERE, Network
-from actors.process_fleet import NODE, ProcessFleet
-from actors.shell import Shell
-from actors.storage import Storage, open_storage
-from actors.worker_options import WorkerOptions
-from elastic.commands import Stopped
-from elastic.events import Event, RunOpened, StepCommitted, StopRequested, WorkerLost
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from pipelines.program import TrainingProgram
+from actors.controller.shell import Shell
+from actors.local.process_fleet import NODE, ProcessFleet
+from actors.runtime.factory import Factory
+from actors.runtime.fault_spec import Fault
+from actors.runtime.network import ANYWHERE, Network
+from actors.storage.lease import claim
+from actors.storage.line_logs import LineLog
+from actors.storage.storage import Storage, open_storage
+from actors.worker.worker_options import WorkerOptions
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Stopped
+from elastic.protocol.events import Event, RunOpened, StepCommitted, StopRequested, WorkerLost
+from elastic.protocol.policy import Policy
+from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 
 Strike = Callable[[ProcessFleet], None]
@@ -59,8 +60,8 @@ class Outcome:
 
     def story(self) -> str:
         """What happened beside steps, for the message of an assertion."""
-        left_out = ("StepCommitted", "ComputeTimed")
-        lines = [line for line in self.journal if line.get("event") not in left_out]
+        skipped_batches = ("StepCommitted", "ComputeTimed")
+        lines = [line for line in self.journal if line.get("event") not in skipped_batches]
         return "\n".join(str(line)[:300] for line in lines)
 
 
@@ -77,7 +78,7 @@ def run_plainly(
     layout: str = "",
     faults: tuple[Fault, ...] = (),
     due: tuple[tuple[int, Event], ...] = (),
-    program: str = "pipelines.program:TrainingProgram",
+    program: str = "pipelines.run.program:TrainingProgram",
     timeout_s: float = 150.0,
     stop_after_losses: int | None = None,
     environment: dict[str, str] | None = None,
@@ -115,7 +116,7 @@ def run_plainly(
     guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     guard.start()
     try:
-        opening = RunOpened(0, rules, Wish.parse(layout, workers), job_of(settings, made))
+        opening = RunOpened(0, rules, TargetLayout.parse(layout, workers), job_of(settings, made))
         stopped = shell.run(fleet, opening)
     finally:
         guard.cancel()

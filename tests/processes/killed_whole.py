@@ -15,8 +15,8 @@ from pathlib import Path
 
 from harness import Outcome, run_plainly
 
-from actors.lines import LineLog
-from actors.storage import DiskStorage
+from actors.storage.line_logs import LineLog
+from actors.storage.storage import DiskStorage
 from pipelines.settings import TrainSettings
 
 PATIENCE_S = 120.0

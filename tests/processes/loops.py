@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from elastic.samples import microbatch_seed, sample_of
+from elastic.geometry.sample_order import microbatch_seed, sample_of
 from pipelines.loop import Run, Step
 
 FOLDER = "LOOP_FOLDER"

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GraniteMoeSharedConfig, LlamaConfig, PreTrainedModel
 
-from actors.checkpoints import folder_of, publish
-from actors.storage import DiskStorage
-from elastic.events import PartFile
-from elastic.layout import Layout
-from elastic.regions import Region
-from elastic.shards import region_of, sharding_of
-from pipelines.program import TrainingProgram
+from actors.storage.checkpoint_files import folder_of, publish
+from actors.storage.storage import DiskStorage
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.shard_map import region_of, sharding_of
+from elastic.protocol.events import PartFile
+from pipelines.run.program import TrainingProgram
 from pipelines.settings import DataSettings, ExpertsSettings, TrainSettings, TransformerSettings
-from pipelines.training.model import Transformer
-from pipelines.training.part_file import write_part
+from pipelines.training.checkpoint.part_file import write_part
+from pipelines.training.models.transformer import Transformer
 
 DENSE = TransformerSettings(
     vocab_size=70,

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actors.program import Groups, Interrupt
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
+from actors.runtime.program import Groups, Interrupt
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
 
 FATAL_STEP = 20
 RAISING_RANK = 1
@@ -22,11 +22,13 @@ is busy in its own code, where nothing interrupts it."""
 
 
 class RaisingReplica(ShardedReplica):
-    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
         if step == FATAL_STEP and self.groups.world_rank == RAISING_RANK:
             name, _, argument = os.environ[RAISED].partition(":")
             raise getattr(builtins, name)(*([int(argument)] if argument else []))
-        sums = super().compute(step, interrupt, left_out)
+        sums = super().compute(step, interrupt, skipped_batches)
         if step == FATAL_STEP:
             time.sleep(float(os.environ[SLOW_S]))
         return sums

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from actors.meshes import form_groups
-from actors.program import Groups
-from elastic.assignment import Assignment
-from elastic.layout import Layout
+from actors.distributed.meshes import form_groups
+from actors.runtime.program import Groups
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=200)

@@ -14,9 +14,11 @@ def assert_nothing_redone(run: Outcome) -> None:
     assert not run.told("RolledBack")
 
 
-def assert_each_sample_once(run: Outcome, batch: int, left_out: Collection[int] = ()) -> None:
+def assert_each_sample_once(
+    run: Outcome, batch: int, skipped_batches: Collection[int] = ()
+) -> None:
     """Invariant 5, from what the data ranks read: of a step its last generation counts. Batches
-    with the numbers `left_out` are those that nobody read."""
+    with the numbers `skipped_batches` are those that nobody read."""
     lines = read(run.folder / "samples.jsonl")
     committed = {line["step"]: line["generation"] for line in run.metrics}
     used = Counter(
@@ -25,7 +27,9 @@ def assert_each_sample_once(run: Outcome, batch: int, left_out: Collection[int] 
         if line["step"] in committed and line["generation"] == committed[line["step"]]
         for one in line["ids"]
     )
-    numbers = [n for n in range(run.stopped.step + len(left_out)) if n not in left_out]
+    numbers = [
+        n for n in range(run.stopped.step + len(skipped_batches)) if n not in skipped_batches
+    ]
     assert used == Counter(n * batch + i for n in numbers[: run.stopped.step] for i in range(batch))
 
 
@@ -37,4 +41,4 @@ def survivors_keep_their_processes(run: Outcome, survivors: set[str]) -> None:
     """
     assert {line["worker"] for line in run.told("WorkerLost")}.isdisjoint(survivors)
     last = run.told("Form")[-1]["assignment"]
-    assert survivors <= {*last["members"], *last["spares"]}
+    assert survivors <= {*last["members"], *last["standbys"]}

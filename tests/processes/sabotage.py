@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from actors.program import Applied, Evaluation, Groups, Interrupt
-from elastic.votes import Vote
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
-from pipelines.training.workload import Fed
+from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
+from elastic.protocol.votes import Vote
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.workload.workload import Fed
 
 MISTAKEN_STEP = 12
 
@@ -33,11 +33,11 @@ class DoublesASample(ShardedReplica):
     """Reads the first sample of one step twice and the second not at all."""
 
     def _drawn(
-        self, step: int, rounds: Sequence[int | None], left_out: Sequence[int]
+        self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
     ) -> dict[int, list[int]]:
-        drawn = super()._drawn(step, rounds, left_out)
+        drawn = super()._drawn(step, rounds, skipped_batches)
         if step == MISTAKEN_STEP and 1 in drawn:
-            drawn[1] = super()._drawn(step, [0], left_out)[0]
+            drawn[1] = super()._drawn(step, [0], skipped_batches)[0]
         return drawn
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from actors.program import Applied, Evaluation, Groups, Interrupt
-from elastic.samples import batch_number
-from elastic.votes import Vote
-from pipelines.program import TrainingProgram
+from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
+from elastic.geometry.sample_order import batch_number
+from elastic.protocol.votes import Vote
+from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
-from pipelines.training.replica import ShardedReplica
-from pipelines.training.spread import Spread
-from pipelines.training.workload import Fed, Sums, Workload, output_losses
+from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.workload import Fed, Sums, Workload, output_losses
 
 SPOILT_STEP = 9
 SPOILT_BATCH = 12
@@ -91,9 +91,11 @@ class NanForEver(Spoiling):
 class SpikingBatch(Spoiling):
     """It is in the data: whatever step reads this batch spikes."""
 
-    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
-        self.batch_number = batch_number(step, left_out)
-        return super().compute(step, interrupt, left_out)
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
+        self.batch_number = batch_number(step, skipped_batches)
+        return super().compute(step, interrupt, skipped_batches)
 
     def _spoil(self, step: int, microbatch: int) -> None:
         if self.batch_number == SPOILT_BATCH:
@@ -131,8 +133,10 @@ class BadRate(ShardedReplica):
 class OverflowingSum(ShardedReplica):
     """What each rank tells is finite, and together it is not."""
 
-    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
-        sums = super().compute(step, interrupt, left_out)
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
+        sums = super().compute(step, interrupt, skipped_batches)
         if step == SPOILT_STEP:
             sums[2] = 1.7e308
         return sums

@@ -7,18 +7,20 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from actors.program import Groups, Interrupt
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
+from actors.runtime.program import Groups, Interrupt
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
 
 STALLED_RANK, STALLED_STEPS, STALL_S = 1, (9, 12, 15), 3
 
 
 class Stalled(ShardedReplica):
-    def compute(self, step: int, interrupt: Interrupt, left_out: Sequence[int] = ()) -> Tensor:
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
         if step in STALLED_STEPS and self.groups.world_rank == STALLED_RANK:
             ctypes.PyDLL(None).sleep(STALL_S)
-        return super().compute(step, interrupt, left_out)
+        return super().compute(step, interrupt, skipped_batches)
 
 
 class StalledProgram(TrainingProgram):

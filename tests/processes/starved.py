@@ -6,9 +6,9 @@ import resource
 from pathlib import Path
 from typing import Any
 
-from actors.program import Groups
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
+from actors.runtime.program import Groups
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
 
 LEFT_BYTES = 24 << 20
 

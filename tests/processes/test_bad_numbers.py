@@ -17,19 +17,19 @@ from run_checks import (
 )
 from spoilers import SPOILT_BATCH, SPOILT_STEP
 
-from actors.checkpoints import find_checkpoints
-from actors.fault import Fault
-from actors.launch import exit_code
-from actors.storage import open_storage
-from elastic.events import LayoutRequested
-from elastic.layout import Layout
-from elastic.planning import Wish
-from elastic.regions import Region
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny, tiny_moe
-from pipelines.run_folder import RunFolder
+from actors.ray_backend.driver import exit_code
+from actors.runtime.fault_spec import Fault
+from actors.storage.checkpoint_files import find_checkpoints
+from actors.storage.storage import open_storage
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested
+from pipelines.observe.history.history import read_history
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny, tiny_moe
 from pipelines.settings import DataSettings, OptimizerSettings
-from pipelines.view.history import read_history
 
 NUM_STEPS = 24
 SETTINGS = tiny().model_copy(
@@ -123,7 +123,7 @@ def test_bad_held_out_losses_are_null_and_the_run_completes_after_a_resume(tmp_p
     assert warned == [(2, "not finite"), (3, "not finite"), (4, "nothing counted")]
     history = read_history(RunFolder(run.run))
     assert history.membership.num_not_finite == 2
-    texts = [h.text for h in history.membership.happenings if h.kind == "evaluated"]
+    texts = [h.text for h in history.membership.run_events if h.kind == "evaluated"]
     assert "held-out loss not finite at step 2" in texts
     assert "held-out loss nothing counted at step 4" in texts
     assert "2 evaluations not finite" in history.summary()
@@ -167,18 +167,18 @@ def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> N
     assert f"the loss of step {spiked} spiked" in rolled_back["cause"]
     back_to = rolled_back["step"]
     assert (back_to, rolled_back["source"]) in ((10, "checkpoint"), (5, "checkpoint"))
-    left_out = tuple(rolled_back["left_out"])
-    assert left_out == tuple(range(back_to, spiked)), "batches count from 0"
-    assert_each_sample_once(run, SETTINGS.batch, left_out)
+    skipped_batches = tuple(rolled_back["skipped_batches"])
+    assert skipped_batches == tuple(range(back_to, spiked)), "batches count from 0"
+    assert_each_sample_once(run, SETTINGS.batch, skipped_batches)
     survivors_keep_their_processes(run, {"w0", "w1"})
-    seen, weights = expected(SETTINGS, NUM_STEPS, left_out=left_out)
+    seen, weights = expected(SETTINGS, NUM_STEPS, skipped_batches=skipped_batches)
     assert_same(run, [loss for loss, _ in seen], weights)
     # The same name again, under another layout, leaves the same batches out.
     more = settings.model_copy(update={"steps": NUM_STEPS + 8})
     again = run_plainly(tmp_path, more, 2, layout="fsdp=2", **watching)
-    assert again.told("Resume")[-1]["left_out"] == list(left_out)
-    assert_each_sample_once(again, SETTINGS.batch, left_out)
-    seen, weights = expected(more, NUM_STEPS + 8, left_out=left_out)
+    assert again.told("Resume")[-1]["skipped_batches"] == list(skipped_batches)
+    assert_each_sample_once(again, SETTINGS.batch, skipped_batches)
+    seen, weights = expected(more, NUM_STEPS + 8, skipped_batches=skipped_batches)
     assert_same(again, [loss for loss, _ in seen], weights)
 
 
@@ -189,8 +189,8 @@ def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
     run = run_plainly(tmp_path, SETTINGS, 2, layout="fsdp=2", snapshot_every=6, **watching)
     [rolled_back] = run.told("RolledBack")
     assert (rolled_back["step"], rolled_back["source"]) == (SPOILT_BATCH, "snapshot")
-    assert rolled_back["left_out"] == [SPOILT_BATCH]
-    seen, weights = expected(SETTINGS, NUM_STEPS, left_out=(SPOILT_BATCH,))
+    assert rolled_back["skipped_batches"] == [SPOILT_BATCH]
+    seen, weights = expected(SETTINGS, NUM_STEPS, skipped_batches=(SPOILT_BATCH,))
     assert_same(run, [loss for loss, _ in seen], weights)
 
 
@@ -198,8 +198,8 @@ def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_replicas_stay_equal_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     """After every step, also over re-layouts, a kill and a newcomer."""
-    due = ((10, LayoutRequested("shards", Wish.parse("dp=2,fsdp=2"))),)
-    due += ((35, LayoutRequested("replicas", Wish.parse("dp=2,tp=2"))),)
+    due = ((10, LayoutRequested("shards", TargetLayout.parse("dp=2,fsdp=2"))),)
+    due += ((35, LayoutRequested("replicas", TargetLayout.parse("dp=2,tp=2"))),)
     settings = changed(dtype=dtype, steps=45)
     kill = Fault("kill", "w3", 20)
     run = run_plainly(tmp_path, settings, 4, layout="dp=4", due=due, faults=(kill,), audit_every=1)
@@ -270,7 +270,7 @@ def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path
         layout=layout,
         faults=(FLIP,),
         audit_every=5,
-        audit_rewind=True,
+        audit_rollback=True,
     )
     [rolled_back] = run.told("RolledBack")
     assert (rolled_back["step"], rolled_back["source"]) == (4, "checkpoint")

@@ -9,7 +9,7 @@ from broken_device import MARK
 from harness import run_plainly
 from run_checks import assert_nothing_redone
 
-from pipelines.recipes import tiny
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 SETTINGS = tiny().model_copy(

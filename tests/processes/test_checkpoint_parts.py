@@ -17,18 +17,18 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from actors.checkpoints import find_checkpoints, folder_of, publish
-from actors.errors import DamagedCheckpoint
-from actors.storage import DiskStorage
-from elastic.events import PartFile
-from elastic.layout import Layout
-from elastic.regions import Region
-from elastic.shards import region_of, sharding_of
-from elastic.specs import TensorSpec
-from pipelines.errors import UserError
-from pipelines.training import part_file
-from pipelines.training.checkpoint import read_regions
-from pipelines.training.part_file import write_part
+from actors.storage.checkpoint_files import find_checkpoints, folder_of, publish
+from actors.storage.errors import DamagedCheckpoint
+from actors.storage.storage import DiskStorage
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.shard_map import region_of, sharding_of
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.protocol.events import PartFile
+from pipelines.settings.errors import UserError
+from pipelines.training.checkpoint import part_file
+from pipelines.training.checkpoint.part_file import write_part
+from pipelines.training.checkpoint.reader import read_regions
 
 SPECS = (
     TensorSpec("layers.0.weight", (7, 3), "float32", layer=0, fsdp_dim=0, layer_costs=(1,)),

@@ -9,10 +9,10 @@ from harness import run_plainly
 from run_checks import assert_nothing_redone
 from test_bad_numbers import assert_same, changed
 
-from actors.checkpoints import find_checkpoints
-from actors.shell import Shell
-from elastic.commands import Command, Form, Relayout, Resume
-from elastic.events import Event, GroupFormed, StateReady, StepCommitted
+from actors.controller.shell import Shell
+from actors.storage.checkpoint_files import find_checkpoints
+from elastic.protocol.commands import Command, Form, Reshard, Resume
+from elastic.protocol.events import Event, GroupFormed, StateReady, StepCommitted
 
 SETTINGS = changed(steps=24, eval_every=0)
 
@@ -28,7 +28,7 @@ class OftenBroken(Shell):
 
     def _serve(self, event: Event) -> None:
         if not hasattr(self, "left"):
-            self.left = {GroupFormed, StateReady, StepCommitted, Form, Relayout, Resume}
+            self.left = {GroupFormed, StateReady, StepCommitted, Form, Reshard, Resume}
             step = self._core.step
 
             def broken(now: float, event: Event) -> list[Command]:
@@ -67,7 +67,7 @@ def test_a_controller_that_raises_here_and_there_changes_no_loss(tmp_path: Path)
     assert_nothing_redone(run)
     places = [line["place"] for line in run.told("ControllerRaised")]
     assert sorted(places) == sorted(
-        ["Form", "GroupFormed", "Relayout", "StateReady", "Resume", "StepCommitted"]
+        ["Form", "GroupFormed", "Reshard", "StateReady", "Resume", "StepCommitted"]
     )
 
 

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from actors.fault import Fault
-from elastic.events import LayoutRequested
-from elastic.planning import Wish
+from actors.runtime.fault_spec import Fault
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested
 from pipelines.loop.script import script_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -88,7 +88,7 @@ def test_a_converted_script_is_killed_twice_and_resized(name: str, tmp_path: Pat
         recipe=f"{file}:{function}",
         layout="dp=4",
         faults=(Fault("kill", "w1", 8, "compute"), Fault("kill", "w3", 16, "vote")),
-        due=((22, LayoutRequested("shards", Wish.parse("fsdp=2"))),),
+        due=((22, LayoutRequested("shards", TargetLayout.parse("fsdp=2"))),),
     )
     assert run.stopped.outcome == "completed", run.stopped
     expected = plain_losses(script)

@@ -16,28 +16,28 @@ import pytest
 from memory_storage import MemoryStorage
 from rich.console import Console
 
-from actors.errors import RunRefused
-from actors.in_process import Ended, run_in_process
-from actors.journal import open_journal, replay, replay_of
-from actors.journal_repair import examine_journal, repair_journal
-from actors.lease import claim
-from actors.lines import LineLog
-from actors.segments import segment_name
-from actors.storage import DiskStorage
-from elastic.wire import FORMAT, encode
+from actors.controller.journal import open_journal, replay, replay_of
+from actors.controller.journal_repair import examine_journal, repair_journal
+from actors.local.in_process import Ended, run_in_process
+from actors.storage.errors import RunRefused
+from actors.storage.lease import claim
+from actors.storage.line_logs import LineLog
+from actors.storage.segments import segment_name
+from actors.storage.storage import DiskStorage
+from elastic.protocol.wire import FORMAT, encode
 from pipelines.cli import main
 from pipelines.doctor import check_run
-from pipelines.errors import UserError
-from pipelines.in_process import unhurried
-from pipelines.plan import Asked, make_plan, store_recipe
-from pipelines.run_folder import RunFolder
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.run.in_process import unhurried
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
+from pipelines.settings.errors import UserError
 
 SETTINGS = ("data.seq_len=16", "checkpoint_every=4", "batch=6")
 STEPS, MORE_STEPS = 10, 12
 
 
 def train(storage: Path, steps: int) -> Ended:
-    asked = Asked("tiny", "run", str(storage), "1", None, steps, None, "random", SETTINGS)
+    asked = TrainRequest("tiny", "run", str(storage), "1", None, steps, None, "random", SETTINGS)
     plan = make_plan(asked, num_gpus=0)
     store_recipe(plan)
     return run_in_process(unhurried(plan.run))

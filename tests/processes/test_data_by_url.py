@@ -15,24 +15,22 @@ from cut_off import NOBODY
 from harness import Outcome, run_plainly
 from s3 import CREDENTIALS, Door, s3_with_keys
 
-from actors.launch import exit_code
-from actors.process_fleet import NODE
-from actors.storage import open_storage
-from elastic.events import Event, StepCommitted
-from pipelines.data import (
-    Windows,
-    find_corpus,
-    find_tokenizer,
-    open_prepared,
-    prepare,
-    prepare_at,
-)
+from actors.local.process_fleet import NODE
+from actors.ray_backend.driver import exit_code
+from actors.storage.storage import open_storage
+from elastic.protocol.events import Event, StepCommitted
+from pipelines.data import prepare
 from pipelines.data.cache import ROOM
-from pipelines.errors import UserError
-from pipelines.overrides import override
-from pipelines.plan import Asked, make_plan
-from pipelines.recipes import tiny
+from pipelines.data.corpus import find_corpus
+from pipelines.data.prepare import prepare_at
+from pipelines.data.prepared import open_prepared
+from pipelines.data.tokens import find_tokenizer
+from pipelines.data.windows import Windows
+from pipelines.run.plan import TrainRequest, make_plan
+from pipelines.run.recipes import tiny
 from pipelines.settings import CacheSettings, TrainSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.overrides import override
 
 NUM_SHARD_ROWS = 2000
 SHARD_BYTES = 5000
@@ -221,7 +219,9 @@ def cut_off(num: int, there: str, folder: Path, **policy: float) -> Outcome:
 
 def test_the_driver_says_in_one_line_what_it_cannot_read(door: Door, tmp_path: Path) -> None:
     def refused(data: str) -> str:
-        asked = Asked("tiny", "run", str(tmp_path), data=data, changes=("cache.reach_timeout_s=1",))
+        asked = TrainRequest(
+            "tiny", "run", str(tmp_path), data=data, changes=("cache.reach_timeout_s=1",)
+        )
         with pytest.raises(UserError) as told:
             make_plan(asked, num_gpus=0)
         assert "\n" not in str(told.value)
@@ -246,7 +246,7 @@ def test_text_of_a_run_without_a_shared_disk_is_prepared_in_its_storage(
     (tmp_path / "a.txt").write_text("some words " * 5000)
     places = []
     for name in ("one", "two"):
-        asked = Asked("tiny", name, door.url_of("text/runs"), data=str(tmp_path / "a.txt"))
+        asked = TrainRequest("tiny", name, door.url_of("text/runs"), data=str(tmp_path / "a.txt"))
         places.append(make_plan(asked, num_gpus=0).run.program.kwargs["data_folder"])
     assert places[0] == places[1] and places[0].startswith("s3://bucket/text/runs/data/")
     assert open_prepared(places[0]).index.splits["train"].num_tokens > 50_000

@@ -15,9 +15,9 @@ from harness import Outcome, run_plainly
 from run_checks import assert_nothing_redone
 from s3 import CREDENTIALS, Door
 
-from actors.fault import Fault
-from elastic.events import Event, PartFailed, StepCommitted
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from elastic.protocol.events import Event, PartFailed, StepCommitted
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 NUM_STEPS = 48
@@ -104,7 +104,7 @@ def test_checkpoints_by_time(tmp_path: Path, undisturbed: Outcome) -> None:
     settings = SETTINGS.model_copy(update={"checkpoint_every": 0})
     run = run_plainly(tmp_path, settings, 2, layout="fsdp=2", checkpoint_every_s=0.2)
     assert_same_losses(run, undisturbed)
-    times = [line["time"] for line in run.told("WishCheckpoint")]
+    times = [line["time"] for line in run.told("RequestCheckpoint")]
     assert len(times) >= 2 and all(b - a >= 0.2 for a, b in pairwise(times))
     assert [line["step"] for line in run.told("Checkpointed")] == saved_steps(run)
 
@@ -171,5 +171,5 @@ def test_on_s3_through_an_outage_and_on_under_another_layout(
     assert saved_steps(first)[-1] == 30
     second = run_plainly(door.url, SETTINGS, 3, layout="dp=3", environment=CREDENTIALS)
     assert_same_losses(second, undisturbed)
-    assert second.told("Relaid")[-1]["source"] == "checkpoint"
+    assert second.told("Resharded")[-1]["source"] == "checkpoint"
     assert [line["step"] for line in second.metrics] == list(range(1, NUM_STEPS + 1))

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing import start_processes
 
-from elastic.layout import Layout
-from pipelines.recipes import tiny_moe
+from elastic.geometry.layout import Layout
+from pipelines.run.recipes import tiny_moe
 from pipelines.settings import DataSettings, ExpertsSettings
-from pipelines.training.experts import MixtureOfExperts
-from pipelines.training.spread import Spread
-from pipelines.training.warm_up import group_of_one
+from pipelines.training.models.experts import MixtureOfExperts
+from pipelines.training.replica.warm_up import group_of_one
+from pipelines.training.workload.spread import Spread
 
 SETTINGS = tiny_moe().model_copy(
     update={
@@ -63,7 +63,7 @@ SPREADINGS = {
     "cp2 x ep2": Spreading(2, 2, "cp"),
     "ep4 within a sequence": Spreading(1, 4, "ep"),
 }
-CASES = ("usual", "avoided", "without tokens", "padding")
+CASES = ("usual", "quarantined", "without tokens", "padding")
 
 
 def assert_trained_plainly(trained: Trained, shards: list[dict[str, Tensor]]) -> None:
@@ -119,7 +119,7 @@ def whole(case: str) -> tuple[MixtureOfExperts, Tensor, Tensor]:
     torch.manual_seed(3)
     module = MixtureOfExperts(DIM, EXPERTS).double()
     hidden, gradient = torch.randn(2, 4, 6, DIM, dtype=torch.float64)
-    if case == "avoided":
+    if case == "quarantined":
         with torch.no_grad():
             module.router.weight[:2] += 1
             module.router.weight[2:] -= 1
@@ -192,7 +192,7 @@ def compute_cases(name: str, spreading: Spreading, world_rank: int, folder: Path
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("experts")
-    set_forkserver_preload(["pipelines.program"])
+    set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder,), 4, start_method="forkserver")
     return folder
 
@@ -230,4 +230,4 @@ def test_however_it_is_spread_it_computes_the_same(folder: Path, name: str, case
         else:
             found = sum(rank[key] for rank in ranks)
         torch.testing.assert_close(found, parameter.grad, rtol=1e-11, atol=1e-13)
-    assert bool(module.experts.w1.grad[2:].any()) != (case == "avoided")
+    assert bool(module.experts.w1.grad[2:].any()) != (case == "quarantined")

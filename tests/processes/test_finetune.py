@@ -15,17 +15,17 @@ from run_checks import assert_nothing_redone
 from test_hugging_face_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from actors.fault import Fault
-from elastic.events import WorkerLeaving
-from elastic.regions import Region
-from elastic.samples import sample_of
-from pipelines.errors import UserError
+from actors.runtime.fault_spec import Fault
+from elastic.geometry.regions import Region
+from elastic.geometry.sample_order import sample_of
+from elastic.protocol.events import WorkerDraining
 from pipelines.hugging_face.adapters import is_adapter
 from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
-from pipelines.plan import Asked, make_plan
-from pipelines.program import TrainingProgram
-from pipelines.training.optimizer import learning_rate
+from pipelines.run.plan import TrainRequest, make_plan
+from pipelines.run.program import TrainingProgram
+from pipelines.settings.errors import UserError
+from pipelines.training.workload.optimizer import learning_rate
 
 NUM_STEPS = 6
 LORA = ("lora.rank=4", "lora.alpha=8", "lora.targets=q_proj,v_proj,down_proj")
@@ -38,14 +38,14 @@ def model_folder(folder: Path) -> Path:
     return folder / "model"
 
 
-def asked_for(folder: Path, *changes: str) -> Asked:
+def asked_for(folder: Path, *changes: str) -> TrainRequest:
     talks = [
         {"prompt": f"What comes after {n}?", "response": f"{n + 1}, I think" + "." * (n % 5)}
         for n in range(40)
     ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, talks)))
     small = ("dtype=float64", "data.seq_len=120", "batch=4", "eval_every=0", "optimizer.lr=1e-3")
-    return Asked(
+    return TrainRequest(
         "finetune",
         storage=str(folder),
         data=str(folder / "chats.jsonl"),
@@ -65,7 +65,7 @@ def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingPr
         4,
         layout="dp=4",
         faults=(Fault("kill", "w1", 2, "compute"), Fault("kill", "w2", 4, "apply")),
-        due=((4, WorkerLeaving("w3", "shrinks")),),
+        due=((4, WorkerDraining("w3", "shrinks")),),
         data_folder=folder,
     )
     assert run.stopped.outcome == "completed"
@@ -145,8 +145,8 @@ def test_what_cannot_be_is_told(tmp_path: Path, name: str) -> None:
     layout, changes, told = REFUSED[name]
     asked = asked_for(tmp_path, *changes)
     if name == "no model":
-        asked = Asked("finetune", storage=str(tmp_path), data=asked.data)
+        asked = TrainRequest("finetune", storage=str(tmp_path), data=asked.data)
     if layout:
-        asked = Asked(**vars(asked) | {"layout": layout[0], "workers": "2"})
+        asked = TrainRequest(**vars(asked) | {"layout": layout[0], "workers": "2"})
     with pytest.raises(UserError, match=told):
         make_plan(asked, 0)

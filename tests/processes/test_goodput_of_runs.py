@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from harness import run_plainly
 
-from actors.fault import Fault
-from pipelines.recipes import tiny
-from pipelines.run_folder import RunFolder
+from actors.runtime.fault_spec import Fault
+from pipelines.observe.history.history import read_history
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
-from pipelines.view.history import read_history
 
 SETTINGS = tiny().model_copy(
     update={

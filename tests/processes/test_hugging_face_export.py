@@ -29,14 +29,15 @@ from models_on_disk import (
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from elastic.layout import Layout
+from elastic.geometry.layout import Layout
 from pipelines.cli import main
-from pipelines.data import find_corpus, find_tokenizer, prepare
-from pipelines.data.tokens import ByteTokenizer
+from pipelines.data import prepare
+from pipelines.data.corpus import find_corpus
+from pipelines.data.tokens import ByteTokenizer, find_tokenizer
 from pipelines.hugging_face.export import export
-from pipelines.recipes import mlp
+from pipelines.run.recipes import mlp
 from pipelines.settings import DataSettings
-from pipelines.training.model import Transformer
+from pipelines.training.models.transformer import Transformer
 
 LAYOUTS = ("dp=2,fsdp=2", "fsdp=3", "fsdp=2,tp=2", "pp=2,tp=2")
 

@@ -27,16 +27,16 @@ from models_on_disk import (
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
 
-from elastic.layout import Layout
-from elastic.regions import Region
-from elastic.samples import batch_ids, sample_of
-from elastic.shards import region_of
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.sample_order import batch_ids, sample_of
+from elastic.geometry.shard_map import region_of
 from pipelines.cli import main
-from pipelines.errors import UserError
 from pipelines.hugging_face import transformer_from
 from pipelines.hugging_face.export import export
-from pipelines.program import TrainingProgram
+from pipelines.run.program import TrainingProgram
 from pipelines.settings import TransformerSettings
+from pipelines.settings.errors import UserError
 
 LAYOUTS = ("dp=2,fsdp=2", "fsdp=3", "fsdp=2,tp=2", "pp=2,tp=2")
 

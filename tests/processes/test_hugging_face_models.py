@@ -18,20 +18,20 @@ from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from actors.fault import Fault
-from elastic.events import LayoutRequested
-from elastic.layout import Layout
-from elastic.planning import Wish
-from elastic.regions import Region
-from elastic.samples import sample_of
-from elastic.shards import region_of
-from pipelines.errors import UserError
+from actors.runtime.fault_spec import Fault
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.sample_order import sample_of
+from elastic.geometry.shard_map import region_of
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested
 from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
-from pipelines.plan import Asked, make_plan
-from pipelines.recipes import load
+from pipelines.run.plan import TrainRequest, make_plan
+from pipelines.run.recipes import load
 from pipelines.settings import DataSettings, TrainSettings
-from pipelines.training.optimizer import learning_rate
+from pipelines.settings.errors import UserError
+from pipelines.training.workload.optimizer import learning_rate
 
 NUM_STEPS = 3
 NUM_PROCESSES = 4
@@ -150,7 +150,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     for case in CASES:
         written(folder, case.model)
-    set_forkserver_preload(["pipelines.program", "plain_causal_lm"])
+    set_forkserver_preload(["pipelines.run.program", "plain_causal_lm"])
     start_processes(run_rank, (folder, CASES), NUM_PROCESSES, start_method="forkserver")
     return folder
 
@@ -188,7 +188,7 @@ def test_a_run_is_killed_and_relaid_out_and_exported(tmp_path: Path) -> None:
     place = written(tmp_path, "qwen3")
     settings = settings_for(place, steps=14, eval_every=0, checkpoint_every=7)
     kill = Fault("kill", "w3", 4, "compute")
-    due = ((8, LayoutRequested("other", Wish.parse("dp=2,tp=2"))),)
+    due = ((8, LayoutRequested("other", TargetLayout.parse("dp=2,tp=2"))),)
     run = run_plainly(tmp_path / "run", settings, 4, layout="dp=2,fsdp=2", due=due, faults=(kill,))
     assert run.stopped.outcome == "completed"
     assert_nothing_redone(run)
@@ -240,7 +240,9 @@ REFUSED = {
 def test_what_a_model_cannot_be_spread_over_is_told(tmp_path: Path, name: str) -> None:
     model, layout, told = REFUSED[name]
     place = written(tmp_path, model)
-    asked = Asked(f"hf:{place}", storage=str(tmp_path), workers="4", layout=layout, data="random")
+    asked = TrainRequest(
+        f"hf:{place}", storage=str(tmp_path), workers="4", layout=layout, data="random"
+    )
     with pytest.raises(UserError, match=told):
         make_plan(asked, 0)
 

@@ -11,8 +11,8 @@ import pytest
 from harness import Outcome, run_plainly
 from run_checks import assert_nothing_redone, survivors_keep_their_processes
 
-from elastic.events import LayoutRequested
-from elastic.planning import Wish
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested
 from pipelines.loop.script import script_of
 
 SCRIPTS = f"{loops.__file__}:"
@@ -35,7 +35,7 @@ def plain_losses() -> dict[int, float]:
 
 def test_deaths_within_the_body_and_another_layout_change_nothing(tmp_path: Path) -> None:
     """Whoever lives is handed the step again, by the same call of the same function."""
-    due = ((19, LayoutRequested("shards", Wish.parse("fsdp=2"))),)
+    due = ((19, LayoutRequested("shards", TargetLayout.parse("fsdp=2"))),)
     run = run_loop(tmp_path, layout="dp=4", workers=4, due=due)
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)

@@ -19,23 +19,25 @@ from expected import expected
 from harness import read, run_plainly
 from mlflow import MlflowClient
 
-from actors.in_process import Ended, run_in_process
-from actors.lease import owner_of
-from actors.stepping import Stepper
-from elastic.events import Event, StepCommitted
-from pipelines.errors import UserError
-from pipelines.in_process import train_in_process, unhurried
-from pipelines.plan import Asked, make_plan, settings_of, store_recipe
-from pipelines.run_folder import default_tracking_uri
+from actors.local.in_process import Ended, run_in_process
+from actors.storage.lease import owner_of
+from actors.worker.step_protocol import Stepper
+from elastic.protocol.events import Event, StepCommitted
+from pipelines.observe.history.run_folder import default_tracking_uri
+from pipelines.run.in_process import train_in_process, unhurried
+from pipelines.run.plan import TrainRequest, make_plan, settings_of, store_recipe
+from pipelines.settings.errors import UserError
 
 FLOAT64 = ("dtype=float64", "data.seq_len=16", "checkpoint_every=4", "batch=6")
 
 
-def asked(storage: Path, steps: int, **changes: object) -> Asked:
-    return Asked("tiny", "run", str(storage), "1", None, steps, None, "random", FLOAT64, **changes)
+def asked(storage: Path, steps: int, **changes: object) -> TrainRequest:
+    return TrainRequest(
+        "tiny", "run", str(storage), "1", None, steps, None, "random", FLOAT64, **changes
+    )
 
 
-def here(asked: Asked, hear=lambda event, post: None) -> Ended:
+def here(asked: TrainRequest, hear=lambda event, post: None) -> Ended:
     """Trained on the test's thread, without the tracker at the end."""
     plan = make_plan(asked, num_gpus=0)
     store_recipe(plan)
@@ -84,7 +86,7 @@ def _is_step(frame) -> bool:
 )
 def test_what_needs_others_is_refused(tmp_path: Path, changes, told: str) -> None:
     with pytest.raises(UserError, match=told) as refused:
-        train_in_process(Asked("tiny", "x", str(tmp_path), data="random", **changes), None)
+        train_in_process(TrainRequest("tiny", "x", str(tmp_path), data="random", **changes), None)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.output import KEPT_BYTES, kept_name
+from actors.worker.worker_output import KEPT_BYTES, kept_name
 
 PROGRAM = """
 import os, sys, time
 from pathlib import Path
-from actors.output import KeptOutput
-from actors.storage import open_storage
+from actors.worker.worker_output import KeptOutput
+from actors.storage.storage import open_storage
 
 print(":actor_name:RayWorker\\nhello", flush=True)
 os.write(2, b"from below Python\\n")

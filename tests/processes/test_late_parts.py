@@ -8,10 +8,10 @@ import pytest
 from harness import run_plainly
 from run_checks import assert_nothing_redone
 
-from actors.fault import Fault
-from actors.shell import Shell
-from elastic.events import Event, StepCommitted, StopRequested, WorkerLost
-from pipelines.recipes import tiny
+from actors.controller.shell import Shell
+from actors.runtime.fault_spec import Fault
+from elastic.protocol.events import Event, StepCommitted, StopRequested, WorkerLost
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 PATIENCE_S = 3.0

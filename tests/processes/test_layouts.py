@@ -15,11 +15,11 @@ from ranks import formed, open_file_store
 from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 
-from elastic.layout import Layout
-from elastic.shards import bytes_held, region_of
-from elastic.specs import TensorSpec
-from elastic.zero import divides
-from pipelines.recipes import tiny, tiny_moe
+from elastic.geometry.layout import Layout
+from elastic.geometry.shard_map import bytes_held, region_of
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.geometry.zero import divides
+from pipelines.run.recipes import tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
 
 NUM_STEPS = 3
@@ -144,7 +144,7 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
 
 
 def trained_in(folder: Path, cases: list[Case]) -> Path:
-    set_forkserver_preload(["pipelines.program"])
+    set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder, cases), NUM_PROCESSES, start_method="forkserver")
     return folder
 

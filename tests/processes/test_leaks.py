@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from harness import read, run_plainly
 
-from actors.fault import Fault
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 STEPS_BETWEEN_KILLS = 1

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from test_in_process import asked
 
-from actors.broken_run import outcome_of
-from actors.errors import LeaseLost, RunRefused
-from actors.in_process import run_in_process
-from actors.lease import STALE_S, claim
-from actors.storage import DiskStorage
-from elastic.events import Event, StepCommitted
-from pipelines.in_process import unhurried
-from pipelines.plan import make_plan, store_recipe
+from actors.controller.run_opening import outcome_of
+from actors.local.in_process import run_in_process
+from actors.storage.errors import LeaseLost, RunRefused
+from actors.storage.lease import STALE_S, claim
+from actors.storage.storage import DiskStorage
+from elastic.protocol.events import Event, StepCommitted
+from pipelines.run.in_process import unhurried
+from pipelines.run.plan import make_plan, store_recipe
 
 MANY_STEPS = 100_000
 

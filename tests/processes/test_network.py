@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 from harness import run_plainly
 
-from actors.listening import Network
-from elastic.events import Event, StepCommitted
-from pipelines.overrides import override
-from pipelines.recipes import tiny
+from actors.runtime.network import Network
+from elastic.protocol.events import Event, StepCommitted
+from pipelines.run.recipes import tiny
+from pipelines.settings.overrides import override
 
 PORTS = (21_000, 21_999)
 
@@ -45,9 +45,11 @@ def test_store_and_keepers_listen_in_the_range_and_all_on_one_interface(tmp_path
     )
     assert outcome.stopped.outcome == "completed", outcome.stopped
     [store] = outcome.told("StoreReady")[-1:]
-    keepers = [line["keeper"] for line in outcome.told("KeeperReady")]
-    assert len(keepers) == 2
-    told = {(store["host"], store["port"])} | {(one["host"], one["port"]) for one in keepers}
+    snapshot_servers = [line["snapshot_server"] for line in outcome.told("SnapshotServerReady")]
+    assert len(snapshot_servers) == 2
+    told = {(store["host"], store["port"])} | {
+        (one["host"], one["port"]) for one in snapshot_servers
+    }
     assert all(host == "127.0.0.1" and PORTS[0] <= port <= PORTS[1] for host, port in told)
     ours = {at for of_one in seen.values() for at in of_one if at in told}
     assert ours == told, "each is a socket of a child, listening there and nowhere else"

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from harness import Outcome, run_plainly
 
-from elastic.events import WorkerLeaving
-from pipelines.recipes import tiny
+from elastic.protocol.events import WorkerDraining
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 SETTINGS = tiny().model_copy(
@@ -19,7 +19,7 @@ SETTINGS = tiny().model_copy(
         "steps": 24,
     }
 )
-RESIZED = ((8, WorkerLeaving("w1", "shrinks")),)
+RESIZED = ((8, WorkerDraining("w1", "shrinks")),)
 TOLERANCE = 1e-9
 MISTAKES = ("moments_zeroed", "sample_doubled", "gradients_scaled", "seeds_by_rank")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness import run_plainly
 
-from pipelines.recipes import tiny
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TransformerSettings
 
 WIDE = tiny().model_copy(

@@ -13,8 +13,8 @@ from run_checks import (
     survivors_keep_their_processes,
 )
 
-from actors.fault import Fault
-from pipelines.recipes import tiny, tiny_moe
+from actors.runtime.fault_spec import Fault
+from pipelines.run.recipes import tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
 
 NUM_STEPS = 24

@@ -9,22 +9,22 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from test_keeper import HOST, SECRET, Child, never
+from test_snapshot_server import HOST, SECRET, Child, never
 
-from actors.handshake import connect_afar
-from actors.keeper import KeeperServer
-from actors.messages import hear, tell
-from actors.snapshot_memory import read_snapshot, sizes_of
-from actors.snapshots import Snapshots
-from elastic.assignment import Assignment
-from elastic.commands import Protect
-from elastic.events import KeeperTold
-from elastic.keeping import Keeper
-from elastic.layout import Layout
-from elastic.parity import chunk_size
-from elastic.recovery import bring_back
-from elastic.relayout import Carried
-from elastic.specs import TensorSpec
+from actors.runtime.handshake import connect_afar
+from actors.snapshots.memory_layout import read_snapshot, sizes_of
+from actors.snapshots.messages import hear, tell
+from actors.snapshots.server import SnapshotHost
+from actors.snapshots.worker_snapshots import Snapshots
+from elastic.duties.recovery import bring_back
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.protocol.commands import StartSnapshots
+from elastic.protocol.events import SnapshotServerReported
+from elastic.reshard.parity import chunk_size
+from elastic.reshard.reshard_plan import Carried
+from elastic.reshard.snapshot_placement import SnapshotServer
 
 NUM_NODES = 4
 SPECS = (
@@ -58,11 +58,13 @@ def part(rank: int, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def order_for(keepers: list[Keeper], num_changes: int = 1) -> Protect:
-    return Protect(3, MEMBERS, tuple((k,) for k in keepers), (MEMBERS,), num_changes)
+def order_for(snapshot_servers: list[SnapshotServer], num_changes: int = 1) -> StartSnapshots:
+    return StartSnapshots(
+        3, MEMBERS, tuple((k,) for k in snapshot_servers), (MEMBERS,), num_changes
+    )
 
 
-def snapshots_at(order: Protect) -> list[Snapshots]:
+def snapshots_at(order: StartSnapshots) -> list[Snapshots]:
     """One worker's on each node."""
     found = []
     for rank, worker in enumerate(MEMBERS):
@@ -82,7 +84,7 @@ def take(snapshots: list[Snapshots], step: int) -> None:
         mine.note_vote(num, NUM_NODES)
 
 
-def told(children: list[Child]) -> dict[str, KeeperTold]:
+def told(children: list[Child]) -> dict[str, SnapshotServerReported]:
     """What those keepers that live tell."""
     found = {}
     for child in children:
@@ -100,14 +102,14 @@ def made_again(children: list[Child], lost: int, step: int) -> dict[str, torch.T
         {node: answer.parities for node, answer in answers.items()},
     )
     [others] = [o for s, o in back.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
-    keepers = {child.keeper.node: child.keeper for child in children}
+    snapshot_servers = {child.snapshot_server.node: child.snapshot_server for child in children}
     carried = Carried(MEMBERS[lost], "w9", "", others)
-    return read_snapshot(carried, keepers, "n9", SPECS, ASSIGNMENT, step, SECRET)
+    return read_snapshot(carried, snapshot_servers, "n9", SPECS, ASSIGNMENT, step, SECRET)
 
 
 @pytest.mark.parametrize("lost", range(NUM_NODES))
 def test_what_a_node_had_is_made_again_bit_for_bit(children: list[Child], lost: int) -> None:
-    snapshots = snapshots_at(order_for([child.keeper for child in children]))
+    snapshots = snapshots_at(order_for([child.snapshot_server for child in children]))
     for step in (1, 2, 3):
         take(snapshots, step)
         assert all(mine.are_whole for mine in snapshots)
@@ -130,7 +132,7 @@ def test_without_one_contribution_nothing_is_whole_and_what_was_is_kept(
     children: list[Child],
 ) -> None:
     """One worker takes none of step 2: the others' parities of it lack its chunks."""
-    snapshots = snapshots_at(order_for([child.keeper for child in children]))
+    snapshots = snapshots_at(order_for([child.snapshot_server for child in children]))
     take(snapshots, 1)
     take(snapshots[:3], 2)
     take(snapshots[:3], 3)
@@ -145,13 +147,13 @@ def test_without_one_contribution_nothing_is_whole_and_what_was_is_kept(
 
 
 def test_a_keeper_begun_anew_gets_all_again_under_the_next_order(children: list[Child]) -> None:
-    keepers = [child.keeper for child in children]
-    snapshots = snapshots_at(order_for(keepers))
+    snapshot_servers = [child.snapshot_server for child in children]
+    snapshots = snapshots_at(order_for(snapshot_servers))
     take(snapshots, 1)
     children[2].end()
     children[2] = Child("n2")
-    keepers[2] = children[2].keeper
-    order = order_for(keepers, num_changes=2)
+    snapshot_servers[2] = children[2].snapshot_server
+    order = order_for(snapshot_servers, num_changes=2)
     for rank, mine in enumerate(snapshots):
         mine.take(2, ASSIGNMENT, part(rank, 2))
     threading.Timer(0.3, lambda: [mine.protect(order) for mine in snapshots]).start()
@@ -168,10 +170,10 @@ def test_a_keeper_begun_anew_gets_all_again_under_the_next_order(children: list[
 def test_what_other_sets_had_is_freed_once_something_newer_is_whole(
     children: list[Child],
 ) -> None:
-    keepers = [child.keeper for child in children]
-    snapshots = snapshots_at(order_for(keepers))
+    snapshot_servers = [child.snapshot_server for child in children]
+    snapshots = snapshots_at(order_for(snapshot_servers))
     take(snapshots, 1)
-    smaller = Protect(3, MEMBERS, tuple((k,) for k in keepers), (MEMBERS[:3],), 2)
+    smaller = StartSnapshots(3, MEMBERS, tuple((k,) for k in snapshot_servers), (MEMBERS[:3],), 2)
     for mine in snapshots:
         mine.protect(smaller)
     for step in (2, 3):
@@ -186,9 +188,11 @@ def test_what_other_sets_had_is_freed_once_something_newer_is_whole(
 class Chunk:
     """One other keeper's connection that brings a chunk, at the test's own pace."""
 
-    def __init__(self, server: KeeperServer, worker: str, step: int, body: bytes) -> None:
+    def __init__(self, server: SnapshotHost, worker: str, step: int, body: bytes) -> None:
         self.step, self.body = step, body
-        self.socket = connect_afar((server.keeper.host, server.keeper.port), SECRET, 30.0)
+        self.socket = connect_afar(
+            (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
+        )
         about = {"generation": 3, "kept_step": -2, "members": ["w0", "w1", "w2"], "at": "w0"}
         sizes = {"parity_bytes": len(body), "num_bytes": len(body)}
         tell(self.socket, do="fold", worker=worker, step=step, **about, **sizes)
@@ -205,12 +209,12 @@ class Chunk:
 ONES, TWOS = bytes([1]) * 5_000_000, bytes([2]) * 5_000_000
 
 
-def parities_of(server: KeeperServer) -> list[int]:
+def parities_of(server: SnapshotHost) -> list[int]:
     return [parity.step for parity in server.told(3).parities]
 
 
 def test_a_chunk_that_breaks_off_spoils_its_step_alone() -> None:
-    server = KeeperServer("n0", "", HOST, SECRET)
+    server = SnapshotHost("n0", "", HOST, SECRET)
     torn, other = Chunk(server, "w1", 5, ONES), Chunk(server, "w2", 5, TWOS)
     torn.send(4_500_000)
     torn.socket.close()
@@ -226,13 +230,15 @@ def test_a_chunk_that_breaks_off_spoils_its_step_alone() -> None:
 
 
 def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
-    server = KeeperServer("n0", "", HOST, SECRET)
+    server = SnapshotHost("n0", "", HOST, SECRET)
     for worker, body in (("w1", ONES), ("w2", TWOS)):
         chunk = Chunk(server, worker, 5, body)
         chunk.send()
         assert chunk.finish()
         assert Chunk(server, worker, 5, body).answer == {"is_wanted": False}
-    with connect_afar((server.keeper.host, server.keeper.port), SECRET, 30.0) as reader:
+    with connect_afar(
+        (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
+    ) as reader:
         about = {"generation": 3, "step": 5, "members": ["w0", "w1", "w2"], "at": "w0"}
         tell(reader, do="get", **about, begin=10, end=1010)
         assert hear(reader) == {"num_bytes": 1000}
@@ -240,7 +246,7 @@ def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
 
 
 def test_a_slow_chunk_of_an_older_step_does_not_reach_the_newer() -> None:
-    server = KeeperServer("n0", "", HOST, SECRET)
+    server = SnapshotHost("n0", "", HOST, SECRET)
     slow = Chunk(server, "w1", 5, ONES)
     slow.send(1000)
     newer = [Chunk(server, "w1", 6, ONES), Chunk(server, "w2", 6, TWOS)]

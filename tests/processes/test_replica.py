@@ -17,14 +17,14 @@ from ranks import GENERATION, formed, open_file_store
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors.program import Groups, StateBytes
-from elastic.layout import Layout
-from elastic.shards import region_of
-from elastic.votes import Vote
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from actors.runtime.program import Groups, StateBytes
+from elastic.geometry.layout import Layout
+from elastic.geometry.shard_map import region_of
+from elastic.protocol.votes import Vote
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
-from pipelines.training.warm_up import group_of_one
+from pipelines.training.replica.warm_up import group_of_one
 
 NUM_STEPS = 10
 NUM_PROCESSES = 4
@@ -130,7 +130,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all layouts, trained by four processes."""
     folder = tmp_path_factory.mktemp("replica")
-    set_forkserver_preload(["pipelines.program"])
+    set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
     return folder
 

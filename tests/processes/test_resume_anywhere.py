@@ -9,7 +9,7 @@ from harness import run_plainly
 from killed_whole import run_until_killed
 from run_checks import assert_each_sample_once
 
-from pipelines.recipes import tiny
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 NUM_STEPS = 72
@@ -46,7 +46,7 @@ def test_killed_six_times_and_each_time_on_under_another_layout(tmp_path: Path) 
     assert run.stopped.outcome == "completed"
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
     assert_each_sample_once(run, settings.batch)
-    sources = [line["source"] for line in run.told("Relaid")]
+    sources = [line["source"] for line in run.told("Resharded")]
     assert sources == ["initial"] + ["checkpoint"] * len(COURSE)
     resumed = [line["step"] for line in run.told("Resume")]
     newest = {line["step"] for line in run.told("Checkpointed")}

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.multiprocessing import start_processes
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipelines.training.ring import CPU_TILE, Ring, positions
-from pipelines.training.ring_attention import ring_attention
+from pipelines.training.models.ring_attention import ring_attention
+from pipelines.training.workload.ring import CPU_TILE, Ring, positions
 
 NUM_PROCESSES = 4
 MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
@@ -164,7 +164,7 @@ def compare(folder: Path, case: Case) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What four processes found."""
     folder = tmp_path_factory.mktemp("ring")
-    set_forkserver_preload(["pipelines.training.ring_attention"])
+    set_forkserver_preload(["pipelines.training.models.ring_attention"])
     start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
     return folder
 

@@ -17,14 +17,14 @@ from run_checks import (
     survivors_keep_their_processes,
 )
 
-from actors.fault import Fault
-from actors.storage import DiskStorage
-from elastic.events import LayoutRequested, NodeDraining, WorkerLeaving
-from elastic.planning import Wish
-from elastic.regions import Region
-from elastic.samples import sample_of
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from actors.storage.storage import DiskStorage
+from elastic.geometry.regions import Region
+from elastic.geometry.sample_order import sample_of
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested, NodeDraining, WorkerDraining
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 NUM_STEPS = 64
@@ -135,19 +135,19 @@ def test_who_has_not_seen_the_vote_rolls_forward(tmp_path: Path, undisturbed: Ou
     assert_same_maths(run, undisturbed)
     assert_nothing_redone(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    [settled] = run.told("Settled")
+    [settled] = run.told("RolledForward")
     assert (settled["worker"], settled["record"]["step"]) == ("w1", 20)
     survivors_keep_their_processes(run, {"w0", "w1", "w3"})
 
 
 @pytest.mark.slow
 def test_who_cannot_roll_forward_is_replaced(tmp_path: Path, undisturbed: Outcome) -> None:
-    faults = (*UNSEEN, Fault("raise", "w1", 20, "settling"))
+    faults = (*UNSEEN, Fault("raise", "w1", 20, "rolling_forward"))
     run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=faults)
     assert_same_maths(run, undisturbed)
     assert_nothing_redone(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    assert run.told("Settle") and not run.told("Settled")
+    assert run.told("RollForward") and not run.told("RolledForward")
     assert {line["worker"] for line in run.told("WorkerLost")} == {"w1", "w2"}
     survivors_keep_their_processes(run, {"w0", "w3"})
 
@@ -232,12 +232,12 @@ def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outco
 
 def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> None:
     """Shrinkage by plan: the last part of the state moves from the leaver, live."""
-    leaver = (20, WorkerLeaving("w1", "drained"))
+    leaver = (20, WorkerDraining("w1", "drained"))
     run = run_plainly(tmp_path, recording(tmp_path), 2, layout="fsdp=2", due=(leaver,))
     assert_same_maths(run, undisturbed)
     assert_nothing_redone(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    assert run.told("Relaid")[1]["bytes_moved"] > 0
+    assert run.told("Resharded")[1]["bytes_moved"] > 0
     assert not run.told("Abort")
 
 
@@ -256,7 +256,7 @@ def test_a_node_that_ends_before_any_boundary_is_left_at_once(
     assert_each_sample_once(run, SETTINGS.batch)
     [abort] = run.told("Abort")
     assert ("w1" in abort["workers"]) == (layout == "fsdp=3")
-    assert run.told("Relaid")[1]["source"] == "live"
+    assert run.told("Resharded")[1]["source"] == "live"
     assert "w1" not in run.told("Resume")[1]["workers"]
 
 
@@ -274,7 +274,9 @@ def test_the_layout_changes_as_it_is_asked_for(
 ) -> None:
     """Replicas become parts and replicas again, live; a layout that cannot be is refused."""
     requests = [*zip((16, 32, 48), course[1:], strict=True), (40, "fsdp=5"), (56, "dp=4")]
-    due = tuple((step, LayoutRequested(f"at {step}", Wish.parse(lay))) for step, lay in requests)
+    due = tuple(
+        (step, LayoutRequested(f"at {step}", TargetLayout.parse(lay))) for step, lay in requests
+    )
     run = run_plainly(tmp_path, recording(tmp_path), 4, layout=course[0], due=due)
     assert_same_maths(run, undisturbed)
     assert_nothing_redone(run)
@@ -283,7 +285,7 @@ def test_the_layout_changes_as_it_is_asked_for(
     assert len(run.told("WorkerReady")) == 4, "the processes are those that it began with"
     layouts = [line["layout"] for line in run.told("Resume")]
     assert [layout for layout, _ in groupby(layouts)] == list(course)
-    assert run.told("Relaid")[-1]["bytes_moved"] > 0, "replicas anew"
+    assert run.told("Resharded")[-1]["bytes_moved"] > 0, "replicas anew"
     answers = {line["request"]: line for line in run.told("LayoutAnswered")}
     assert "needs 5 workers" in answers["at 40"]["refusal"]
     assert answers["at 56"]["planned"] == answers["at 56"]["present"] == "dp=4"

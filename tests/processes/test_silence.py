@@ -13,10 +13,10 @@ from harness import run_plainly
 from run_checks import assert_nothing_redone
 from stalled import STALL_S, STALLED_STEPS
 
-from actors.fault import Fault
-from elastic.events import Event, StepCommitted, WorkerReady
-from elastic.policy import Policy
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from elastic.protocol.events import Event, StepCommitted, WorkerReady
+from elastic.protocol.policy import Policy
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 SETTINGS = tiny().model_copy(
@@ -32,7 +32,7 @@ FATAL_STEP = 9
 KILLED_FOUND_S = 0.5
 """A tenth of a second suffices on this machine; a probe or a time limit takes over a second."""
 FOUND_S = 3.5
-"""By `actors/watch.py` 2.5 s; a busy machine takes longer to compute and to look."""
+"""By `actors/controller/watch.py` 2.5 s; a busy machine takes longer to compute and to look."""
 
 
 def test_a_call_that_holds_the_lock_of_the_interpreter_aborts_nothing(tmp_path: Path) -> None:

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from harness import Outcome, run_plainly
 
-from actors.fault import Fault
-from actors.process_fleet import ProcessFleet
-from pipelines.recipes import tiny
+from actors.local.process_fleet import ProcessFleet
+from actors.runtime.fault_spec import Fault
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 NUM_STEPS = 50
@@ -58,15 +58,15 @@ def kill_nodes(node_of: Callable[[str], str], *nodes: str) -> Callable[[ProcessF
             if node_of(worker) in nodes:
                 os.kill(pid, signal.SIGKILL)
         for node in nodes:
-            os.kill(fleet.keeper_pids()[node], signal.SIGKILL)
+            os.kill(fleet.snapshot_server_pids()[node], signal.SIGKILL)
 
     return strike
 
 
 def protections(folder: Path) -> list[dict[str, Any]]:
-    """Each `Protect` so far of a run that goes on."""
+    """Each `StartSnapshots` so far of a run that goes on."""
     lines = (folder / "journal.jsonl").read_text().split("\n")[:-1]
-    return [line for line in map(json.loads, lines) if line.get("command") == "Protect"]
+    return [line for line in map(json.loads, lines) if line.get("command") == "StartSnapshots"]
 
 
 def set_sizes(folder: Path) -> list[int]:
@@ -94,7 +94,7 @@ def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: i
     """At most one step redone a recovery, none out of storage, the same losses."""
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
-    recoveries = [line["source"] for line in run.told("Relaid")][1:]
+    recoveries = [line["source"] for line in run.told("Resharded")][1:]
     assert recoveries.count("snapshot") >= num_recoveries
     assert set(recoveries) <= {"snapshot", "live"}
     for line in run.told("RolledBack"):
@@ -161,9 +161,9 @@ def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome, layo
         strikes=[kill_nodes(four_nodes, "node-2")],
     )
     assert_nothing_is_lost(run, undisturbed)
-    told = run.told("Protect")[0]
+    told = run.told("StartSnapshots")[0]
     assert told["sets"] == [["w0", "w1", "w2", "w3"]]
-    assert [len(keepers) for keepers in told["keepers"]] == [1, 1, 1, 1]
+    assert [len(snapshot_servers) for snapshot_servers in told["snapshot_servers"]] == [1, 1, 1, 1]
 
 
 @pytest.mark.slow
@@ -173,9 +173,9 @@ def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"steps": 150})
 
     def strike(fleet: ProcessFleet) -> None:
-        before = fleet.keeper_pids()
+        before = fleet.snapshot_server_pids()
         os.kill(before["node-1"], signal.SIGKILL)
-        while fleet.keeper_pids().get("node-1", before["node-1"]) == before["node-1"]:
+        while fleet.snapshot_server_pids().get("node-1", before["node-1"]) == before["node-1"]:
             time.sleep(0.01)
         while set_sizes(tmp_path)[:3] != [4, 3, 4]:
             time.sleep(0.01)
@@ -192,7 +192,7 @@ def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
         node_of=four_nodes,
         strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
     )
-    lost_at = run.told("Relaid")[1]["step"]
+    lost_at = run.told("Resharded")[1]["step"]
     assert lost_at < 150, "the run was over before the node was lost"
     assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
 
@@ -203,9 +203,9 @@ def test_a_keeper_that_stands_still_is_replaced(tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"steps": 150})
 
     def strike(fleet: ProcessFleet) -> None:
-        [(node, stopped)] = fleet.keeper_pids().items()
+        [(node, stopped)] = fleet.snapshot_server_pids().items()
         os.kill(stopped, signal.SIGSTOP)
-        while fleet.keeper_pids().get(node, stopped) == stopped:
+        while fleet.snapshot_server_pids().get(node, stopped) == stopped:
             time.sleep(0.01)
         replaced_at = time.time()
         while not (told := protections(tmp_path)) or told[-1]["time"] < replaced_at:
@@ -221,8 +221,8 @@ def test_a_keeper_that_stands_still_is_replaced(tmp_path: Path) -> None:
         snapshot_every=1,
         strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
     )
-    assert run.told("StopKeeper")[0]["cause"] == "no answer to a probe in 5 s"
-    assert run.told("Relaid")[1]["step"] < 150, "the run was over before the worker was lost"
+    assert run.told("StopSnapshotServer")[0]["cause"] == "no answer to a probe in 5 s"
+    assert run.told("Resharded")[1]["step"] < 150, "the run was over before the worker was lost"
     assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
 
 
@@ -241,8 +241,8 @@ def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -
     )
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
-    relaid = run.told("Relaid")[1]
-    assert (relaid["source"], relaid["step"] % 5) == ("checkpoint", 0)
+    resharded = run.told("Resharded")[1]
+    assert (resharded["source"], resharded["step"] % 5) == ("checkpoint", 0)
 
 
 @pytest.mark.slow

@@ -17,14 +17,14 @@ from ranks import formed, open_file_store
 from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.multiprocessing import start_processes
 
-from actors.fault import Fault
-from actors.program import Groups
-from elastic.layout import Layout
-from elastic.samples import sample_of
-from elastic.votes import Vote
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from actors.runtime.program import Groups
+from elastic.geometry.layout import Layout
+from elastic.geometry.sample_order import sample_of
+from elastic.protocol.votes import Vote
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
-from pipelines.training.warm_up import group_of_one
+from pipelines.training.replica.warm_up import group_of_one
 
 SETTINGS = tiny().model_copy(
     update={
@@ -139,7 +139,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_every_layout_tells_the_same(tmp_path: Path) -> None:
-    set_forkserver_preload(["pipelines.program"])
+    set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (tmp_path,), NUM_PROCESSES, start_method="forkserver")
     wanted = plainly()
     for name in LAYOUTS:

@@ -11,10 +11,10 @@ import pytest
 from s3 import Door
 from written_runs import WrittenRun
 
-from actors.lease import claim
-from actors.line_writers import open_lines
-from actors.lines import LineLog
-from actors.storage import Storage, open_storage
+from actors.storage.lease import claim
+from actors.storage.line_logs import LineLog
+from actors.storage.line_writers import open_lines
+from actors.storage.storage import Storage, open_storage
 from pipelines.cli import main
 
 

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from s3 import Door, s3_with_keys
 
-from actors.errors import LeaseLost, RunTaken
-from actors.lease import Lease, claim, owner_of
-from actors.line_writers import open_lines
-from actors.lines import LineLog
-from actors.storage import Storage, is_remote, open_storage
+from actors.storage.errors import LeaseLost, RunTaken
+from actors.storage.lease import Lease, claim, owner_of
+from actors.storage.line_logs import LineLog
+from actors.storage.line_writers import open_lines
+from actors.storage.storage import Storage, is_remote, open_storage
 
 
 @pytest.fixture(scope="module")

@@ -14,10 +14,10 @@ import pytest
 from harness import Outcome, run_plainly
 from s3 import Door
 
-from actors.checkpoints import find_checkpoints
-from actors.shell import Shell
-from elastic.events import Event, StepCommitted
-from pipelines.recipes import tiny
+from actors.controller.shell import Shell
+from actors.storage.checkpoint_files import find_checkpoints
+from elastic.protocol.events import Event, StepCommitted
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 SETTINGS = tiny().model_copy(

@@ -8,8 +8,8 @@ import pytest
 from harness import Outcome, run_plainly
 from run_checks import assert_nothing_redone
 
-from actors.fault import Fault
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 SETTINGS = tiny().model_copy(

@@ -17,26 +17,26 @@ from pathlib import Path
 
 import pytest
 from harness import run_plainly
-from test_keeper import HOST, SECRET, Child, assert_has, never, part, snapshots_at
+from test_snapshot_server import HOST, SECRET, Child, assert_has, never, part, snapshots_at
 
-from test_keeper import ASSIGNMENT, SPECS  # isort: skip
+from test_snapshot_server import ASSIGNMENT, SPECS  # isort: skip
 from test_snapshots import SETTINGS, kill
 
-from actors.door import Door
-from actors.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
-from actors.keeper import KeeperServer
-from actors.messages import hear, tell
-from actors.snapshot_memory import most_bytes
-from elastic.events import (
+from actors.runtime.authenticated_server import AuthenticatedServer
+from actors.runtime.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
+from actors.snapshots.memory_layout import most_bytes
+from actors.snapshots.messages import hear, tell
+from actors.snapshots.server import SnapshotHost
+from elastic.protocol.events import (
     Event,
-    KeeperReady,
+    SnapshotServerReady,
     StateReady,
     StepCommitted,
     StoreReady,
     WorkerLost,
     WorkerReady,
 )
-from elastic.keeping import Keeper
+from elastic.reshard.snapshot_placement import SnapshotServer
 
 STRANGER = str(Path(__file__).with_name("stranger.py"))
 NUM_DESCRIPTORS = 64
@@ -45,14 +45,21 @@ PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]
 
 
-def command(deed: str, keeper: Keeper) -> list[str]:
-    return [sys.executable, STRANGER, deed, keeper.socket, keeper.host, str(keeper.port)]
+def command(deed: str, snapshot_server: SnapshotServer) -> list[str]:
+    return [
+        sys.executable,
+        STRANGER,
+        deed,
+        snapshot_server.socket,
+        snapshot_server.host,
+        str(snapshot_server.port),
+    ]
 
 
 @contextmanager
-def stranger(deed: str, keeper: Keeper) -> Iterator[None]:
+def stranger(deed: str, snapshot_server: SnapshotServer) -> Iterator[None]:
     """At its deed until the block ends, and well under way when it begins."""
-    process = subprocess.Popen(command(deed, keeper), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command(deed, snapshot_server), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(2):
         assert process.stdout.readline(), f"{deed}: it has ended"
@@ -77,7 +84,7 @@ def child() -> Iterator[Child]:
 
 def take_and_read(child: Child, steps: range) -> None:
     """Snapshots are taken, and read in place and over the network, as if nobody else were there."""
-    snapshots = snapshots_at(child.keeper)
+    snapshots = snapshots_at(child.snapshot_server)
     for step in steps:
         deadline = time.monotonic() + PATIENCE_S
         snapshots.take(step, ASSIGNMENT, part(step))
@@ -88,14 +95,16 @@ def take_and_read(child: Child, steps: range) -> None:
             snapshots.await_whole(never)
         snapshots.note_vote(1, 1)
         for reader in ("here", "elsewhere"):
-            assert_has(child.keeper, step, reader)
+            assert_has(child.snapshot_server, step, reader)
     snapshots.end_generation()
 
 
 @pytest.mark.parametrize("deed", ["read", "replay"])
 def test_a_stranger_reads_nothing(child: Child, deed: str) -> None:
     take_and_read(child, range(1, 2))
-    done = subprocess.run(command(deed, child.keeper), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command(deed, child.snapshot_server), capture_output=True, text=True, timeout=60
+    )
     got = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(got) >= 2, done.stderr
     assert all([0, 0] in answer.values() for answer in got), got
@@ -108,7 +117,7 @@ def test_a_stranger_breaks_nothing(child: Child, deed: str) -> None:
     assert child.process.pid
     resource.prlimit(child.process.pid, resource.RLIMIT_NOFILE, (NUM_DESCRIPTORS, NUM_DESCRIPTORS))
     take_and_read(child, range(1, 2))
-    with stranger(deed, child.keeper):
+    with stranger(deed, child.snapshot_server):
         take_and_read(child, range(2, 5))
     take_and_read(child, range(5, 6))
     memory = Path(f"/proc/{child.process.pid}/status").read_text()
@@ -123,9 +132,11 @@ def test_a_run_under_strangers_loses_nothing(tmp_path: Path) -> None:
     lasting: list[bool] = []
 
     def hear_of(event: Event) -> None:
-        if isinstance(event, KeeperReady):
+        if isinstance(event, SnapshotServerReady):
             for deed in ("harm", "flood"):
-                started = subprocess.Popen(command(deed, event.keeper), stdout=subprocess.DEVNULL)
+                started = subprocess.Popen(
+                    command(deed, event.snapshot_server), stdout=subprocess.DEVNULL
+                )
                 strangers.append(started)
         if isinstance(event, WorkerLost):
             lasting.extend(process.poll() is None for process in strangers)
@@ -146,7 +157,7 @@ def test_a_run_under_strangers_loses_nothing(tmp_path: Path) -> None:
             process.wait()
     assert lasting and all(lasting), "the strangers had ended before they were of any use"
     assert run.stopped.outcome == "completed", run.story()
-    assert "snapshot" in [line["source"] for line in run.told("Relaid")], run.story()
+    assert "snapshot" in [line["source"] for line in run.told("Resharded")], run.story()
 
 
 STORE_DEEDS = ("store garbage", "store flood", "store overwrite")
@@ -202,11 +213,11 @@ def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
 
 
 def test_another_secret_is_refused_on_both_sides(child: Child) -> None:
-    keeper, other = child.keeper, new_secret()
+    snapshot_server, other = child.snapshot_server, new_secret()
     with pytest.raises(Unauthenticated):
-        connect_beside(keeper.socket, other, 5.0)
+        connect_beside(snapshot_server.socket, other, 5.0)
     with pytest.raises(Unauthenticated):
-        connect_afar((keeper.host, keeper.port), other, 5.0)
+        connect_afar((snapshot_server.host, snapshot_server.port), other, 5.0)
 
 
 def test_who_listens_where_a_server_was_gets_nothing() -> None:
@@ -233,14 +244,14 @@ def test_who_listens_where_a_server_was_gets_nothing() -> None:
 def test_another_user_is_refused_whatever_it_knows(child: Child) -> None:
     script = (
         "import os, sys\n"
-        "from actors.handshake import connect_beside\n"
+        "from actors.runtime.handshake import connect_beside\n"
         f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
         "try:\n"
         "    connect_beside(sys.argv[1], bytes.fromhex(sys.argv[2]), 5.0)\n"
         "except OSError as error:\n"
         "    print(type(error).__name__)\n"
     )
-    arguments = [sys.executable, "-c", script, child.keeper.socket, SECRET.hex()]
+    arguments = [sys.executable, "-c", script, child.snapshot_server.socket, SECRET.hex()]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "Unauthenticated", done.stderr
 
@@ -249,7 +260,7 @@ def test_a_server_refuses_another_users_process_by_itself() -> None:
     """Also one that does not look at whom it talks to."""
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
-    server = KeeperServer("n0", "", HOST, SECRET)
+    server = SnapshotHost("n0", "", HOST, SECRET)
     script = (
         "import os, socket, sys\n"
         f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
@@ -261,7 +272,7 @@ def test_a_server_refuses_another_users_process_by_itself() -> None:
         "except OSError as error:\n"
         "    print(0)\n"
     )
-    arguments = [sys.executable, "-c", script, server.keeper.socket]
+    arguments = [sys.executable, "-c", script, server.snapshot_server.socket]
     done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "0", done.stderr
 
@@ -269,7 +280,7 @@ def test_a_server_refuses_another_users_process_by_itself() -> None:
 def test_what_one_that_knows_the_secret_asks_for_is_bounded() -> None:
     """By what the whole state takes; a message that is none ends its connection and no other."""
     most = most_bytes(SPECS)
-    server = KeeperServer("n0", "", HOST, SECRET, max_snapshot_bytes=most)
+    server = SnapshotHost("n0", "", HOST, SECRET, max_snapshot_bytes=most)
     about = {"worker": "w0", "generation": 3}
     requests = [
         {"do": "room", **about, "num_bytes": most + 1},
@@ -283,7 +294,7 @@ def test_what_one_that_knows_the_secret_asks_for_is_bounded() -> None:
         {"do": "get", "worker": ["w0"], "generation": 3, "step": 1},
         {},
     ]  # fmt: skip
-    address = (server.keeper.host, server.keeper.port)
+    address = (server.snapshot_server.host, server.snapshot_server.port)
     for request in requests:
         with connect_afar(address, SECRET, 5.0) as peer:
             tell(peer, **request)
@@ -293,7 +304,7 @@ def test_what_one_that_knows_the_secret_asks_for_is_bounded() -> None:
             peer.sendall(body)
             assert hear(peer) is None, body
     assert server.told(3).memory_bytes == 0
-    with connect_beside(server.keeper.socket, SECRET, 5.0) as peer:
+    with connect_beside(server.snapshot_server.socket, SECRET, 5.0) as peer:
         tell(peer, do="room", **about, num_bytes=most)
         assert socket.recv_fds(peer, 1, 2)[1]
 
@@ -305,10 +316,10 @@ def test_a_server_without_descriptors_accepts_again_once_it_has_some(child: Chil
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, before[1]))
     with socket.socket(socket.AF_UNIX) as waiting:
-        waiting.connect("\0" + child.keeper.socket)
+        waiting.connect("\0" + child.snapshot_server.socket)
         time.sleep(0.5)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-        connect_beside(child.keeper.socket, SECRET, 5.0).close()
+        connect_beside(child.snapshot_server.socket, SECRET, 5.0).close()
     take_and_read(child, range(1, 2))
 
 
@@ -347,7 +358,7 @@ def test_a_connection_for_which_there_is_no_place_yet_is_made_again() -> None:
     connecting.start()
     time.sleep(0.3)
     served = threading.Event()
-    Door([listener], SECRET, lambda connection: served.set())
+    AuthenticatedServer([listener], SECRET, lambda connection: served.set())
     connecting.join()
     assert served.wait(20.0), connected
     [sock] = connected
@@ -370,7 +381,7 @@ class Exhausted(socket.socket):
 
 def test_a_door_without_memory_goes_on_and_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
     listener = listening_beside(Exhausted)
-    Door([listener], SECRET, lambda connection: tell(connection, heard=True))
+    AuthenticatedServer([listener], SECRET, lambda connection: tell(connection, heard=True))
     with connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0) as sock:
         assert hear(sock) == {"heard": True}
     assert capfd.readouterr().err.count("the door of a server goes on after") == 1

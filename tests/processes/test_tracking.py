@@ -21,12 +21,12 @@ from mlflow import MlflowClient
 from mlflow.entities import Run
 from written_runs import WrittenRun, append
 
-from elastic.events import Evaluated
-from pipelines.run_folder import RunFolder, default_tracking_uri
-from pipelines.tracking.delivered import Delivered
-from pipelines.tracking.rows import params
-from pipelines.tracking.store import KEY_TAG, connect, prepare_process
-from pipelines.tracking.tracker import Tracker
+from elastic.protocol.events import Evaluated
+from pipelines.observe.history.run_folder import RunFolder, default_tracking_uri
+from pipelines.observe.tracking.delivered import Delivered
+from pipelines.observe.tracking.rows import params
+from pipelines.observe.tracking.store import KEY_TAG, connect, prepare_process
+from pipelines.observe.tracking.tracker import Tracker
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,9 @@ import pytest
 from harness import run_plainly
 from run_checks import assert_nothing_redone
 
-from actors.fault import Fault
-from pipelines.policy import policy_of
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from pipelines.run.options import policy_of
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
 
 NUM_WORKERS = 5

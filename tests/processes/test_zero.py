@@ -18,19 +18,19 @@ from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
-from actors.fault import Fault
-from actors.program import StateBytes
-from actors.storage import DiskStorage
-from elastic.footprint import Footprint
-from elastic.layout import Layout
-from elastic.regions import Region
-from elastic.votes import Vote
-from elastic.zero import STAGES
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from actors.runtime.fault_spec import Fault
+from actors.runtime.program import StateBytes
+from actors.storage.storage import DiskStorage
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.zero import STAGES
+from elastic.planner.memory_model import Footprint
+from elastic.protocol.votes import Vote
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
-from pipelines.training.replica import ShardedReplica
-from pipelines.training.workload import Fed
+from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.workload.workload import Fed
 
 NUM_PROCESSES = 4
 NUM_STEPS = 3
@@ -189,7 +189,7 @@ def assert_adopted_again(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("zero")
-    set_forkserver_preload(["pipelines.program"])
+    set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
     return folder
 

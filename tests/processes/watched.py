@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 from torch.distributed.fsdp import FSDPModule
 
-from actors.program import Groups
-from pipelines.program import TrainingProgram
-from pipelines.training.replica import ShardedReplica
+from actors.runtime.program import Groups
+from pipelines.run.program import TrainingProgram
+from pipelines.training.replica.replica import ShardedReplica
 
 
 class WatchedProgram(TrainingProgram):

@@ -8,8 +8,8 @@ from math import prod
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from elastic.layout import Layout
-from elastic.specs import TensorSpec
+from elastic.geometry.layout import Layout
+from elastic.geometry.tensor_specs import TensorSpec
 
 MAX_RANKS = 16
 SIZES = (7, 5, 11, 6, 7, 9, 1, 11, 8, 2, 5, 3, 0, 10, 4)

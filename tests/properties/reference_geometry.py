@@ -15,12 +15,13 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.assignment import Assignment
-from elastic.layout import Layout
-from elastic.regions import Region
-from elastic.specs import TensorSpec
-from elastic.stages import deal_layers
-from elastic.transfers import Relayout, Transfers
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.pipeline_stages import deal_layers
+from elastic.geometry.regions import Region
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.reshard.reshard_plan import ReshardPlan
+from elastic.reshard.transfers import Transfers
 
 Mask = NDArray[np.bool_]
 
@@ -50,30 +51,30 @@ def is_covered(specs: Sequence[TensorSpec], layout: Layout, world_ranks: Sequenc
     return True
 
 
-def lower_bound_bytes(specs: Sequence[TensorSpec], relayout: Relayout) -> int:
+def lower_bound_bytes(specs: Sequence[TensorSpec], reshard: ReshardPlan) -> int:
     """Bytes of all new regions less those that their workers hold already."""
     total = 0
     for spec in specs:
-        old, new = held_by_worker(spec, relayout.old), held_by_worker(spec, relayout.new)
+        old, new = held_by_worker(spec, reshard.old), held_by_worker(spec, reshard.new)
         for worker, wanted in new.items():
-            there = _there(relayout, worker, old, wanted)
+            there = _there(reshard, worker, old, wanted)
             total += int((wanted & ~there).sum()) * spec.itemsize_bytes
     return total
 
 
 def check_transfers(
-    specs: Sequence[TensorSpec], relayout: Relayout, transfers: Mapping[str, Transfers]
+    specs: Sequence[TensorSpec], reshard: ReshardPlan, transfers: Mapping[str, Transfers]
 ) -> int:
     """Carry transfers out element by element; returns the bytes sent (invariant 3)."""
-    _check_order(relayout, transfers)
+    _check_order(reshard, transfers)
     for index, spec in enumerate(specs):
-        old, new = held_by_worker(spec, relayout.old), held_by_worker(spec, relayout.new)
+        old, new = held_by_worker(spec, reshard.old), held_by_worker(spec, reshard.new)
         for worker, of_worker in transfers.items():
             wanted = new.get(worker, np.zeros(spec.shape, dtype=np.bool_))
-            there = _there(relayout, worker, old, wanted)
+            there = _there(reshard, worker, old, wanted)
             times = np.zeros(spec.shape, dtype=np.int64)
             if index in of_worker.kept:
-                assert worker in relayout.holders
+                assert worker in reshard.holders
                 assert np.array_equal(wanted, old[worker])
                 times += old[worker]
             for copy in of_worker.copies:
@@ -93,11 +94,11 @@ def check_transfers(
     )
 
 
-def _check_order(relayout: Relayout, transfers: Mapping[str, Transfers]) -> None:
+def _check_order(reshard: ReshardPlan, transfers: Mapping[str, Transfers]) -> None:
     """What A sends to B is what B receives from A, in the same order."""
-    group = relayout.participants
-    members = relayout.new.members
-    having = {*relayout.holders, *(part.carrier for part in relayout.carried)}
+    group = reshard.participants
+    members = reshard.new.members
+    having = {*reshard.holders, *(part.carrier for part in reshard.carried)}
     assert group == (*members, *sorted(having - set(members)))
     for (a, sender), (b, receiver) in product(enumerate(group), repeat=2):
         sent = [(p.tensor, p.region) for p in transfers[sender].sends if p.peer == b]
@@ -106,12 +107,12 @@ def _check_order(relayout: Relayout, transfers: Mapping[str, Transfers]) -> None
         assert not sent or (sender in having and sender != receiver)
 
 
-def _there(relayout: Relayout, worker: str, old: Mapping[str, Mask], like: Mask) -> Mask:
+def _there(reshard: ReshardPlan, worker: str, old: Mapping[str, Mask], like: Mask) -> Mask:
     """What a worker has at hand: its own part if it lives, and those that it carries."""
     there = np.zeros_like(like)
-    if worker in relayout.holders:
+    if worker in reshard.holders:
         there |= old[worker]
-    for part in relayout.carried:
+    for part in reshard.carried:
         if part.carrier == worker:
             there |= old[part.member]
     return there

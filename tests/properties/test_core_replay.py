@@ -18,11 +18,11 @@ from sim.scenario import (
 from sim.shell import replay, replay_newest
 from sim.simulation import simulate
 
-from elastic.commands import RecordStep
-from elastic.core import Core
-from elastic.replaying import Replay
-from elastic.state import CoreState
-from elastic.wire import command_line, encode, is_steps, replayed, steps_of
+from elastic.controller.core import Core
+from elastic.protocol.commands import RecordStep
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.wire import command_line, encode, is_steps, replayed, steps_of
+from elastic.replay.replay import Replay
 
 SEEDS = (*range(700, 720), 754, 774, 795, 821)
 SILENT = "RecordStep"

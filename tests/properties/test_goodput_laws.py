@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.view.goodput import Account
+from pipelines.observe.history.goodput import Account
 
 WORKERS = st.sampled_from(["w0", "w1", "w2"])
 GENERATIONS = st.integers(0, 3)
@@ -27,7 +27,7 @@ LINES = st.one_of(
     line("event", "WorkerReady", worker=WORKERS, node=st.just("node-0")),
     line("event", "WorkerLost", worker=WORKERS),
     line("event", "StepCommitted", record=RECORDS),
-    line("event", "Settled", record=RECORDS),
+    line("event", "RolledForward", record=RECORDS),
     line("event", "Quiesced", records=st.lists(RECORDS, max_size=3)),
     line("event", "Paused"),
     line("event", "Woke"),

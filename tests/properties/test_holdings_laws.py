@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reference_geometry import is_covered
 
-from elastic.holdings import Choice, Holding, Tier, any_state, choose, uncovered
-from elastic.layout import Layout
-from elastic.specs import TensorSpec
+from elastic.geometry.layout import Layout
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.reshard.holdings import Holding, SourceChoice, Tier, any_state, choose, uncovered
 
 
 @profile(150)
@@ -53,7 +53,7 @@ def test_the_newest_covered_step_is_chosen_in_any_order_of_holdings(
 ) -> None:
     choice = choose(specs, some)
     best = max((step for step in (1, 2, 3) if _is_covered_at(specs, some, step)), default=None)
-    if not isinstance(choice, Choice):
+    if not isinstance(choice, SourceChoice):
         assert best is None
         return
     assert choice.step == best
@@ -61,7 +61,7 @@ def test_the_newest_covered_step_is_chosen_in_any_order_of_holdings(
     assert {holding.step for holding in choice.holdings} == {best}
     assert max(holding.tier for holding in choice.holdings) == choice.tier
     again = choose(specs, some[::-1])
-    assert isinstance(again, Choice)
+    assert isinstance(again, SourceChoice)
     assert (again.step, again.tier) == (choice.step, choice.tier)
     assert sorted(again.holdings) == sorted(choice.holdings)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from geometry_strategies import layouts, profile
 from hypothesis import given
 
-from elastic.layout import AXES, Layout
+from elastic.geometry.layout import AXES, Layout
 
 
 @profile(100)

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from memory_storage import MemoryStorage
 
-from actors.compaction import compact_oldest
-from actors.errors import LeaseLost
-from actors.journal import open_journal
-from actors.lease import Lease, claim
-from actors.line_writers import SegmentWriter
-from actors.lines import LineLog
-from actors.storage import DiskStorage
+from actors.controller.compaction import compact_oldest
+from actors.controller.journal import open_journal
+from actors.storage.errors import LeaseLost
+from actors.storage.lease import Lease, claim
+from actors.storage.line_logs import LineLog
+from actors.storage.line_writers import SegmentWriter
+from actors.storage.storage import DiskStorage
 
 WHICH = st.sampled_from([0, 0, 0, 1, 2])
 """Which process, the newest first."""

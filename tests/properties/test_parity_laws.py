@@ -9,18 +9,12 @@ from geometry_strategies import layouts, profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.assignment import Assignment
-from elastic.holdings import any_state, uncovered
-from elastic.keeping import (
-    ParitySlot,
-    Placement,
-    Slot,
-    carry,
-    place_snapshots,
-    shortfall,
-)
-from elastic.layout import Layout
-from elastic.parity import (
+from elastic.duties.recovery import bring_back
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.topology import Place
+from elastic.reshard.holdings import any_state, uncovered
+from elastic.reshard.parity import (
     ALIGNED_BYTES,
     ballot_of,
     chunk_size,
@@ -29,18 +23,24 @@ from elastic.parity import (
     num_whole,
     reads_for,
 )
-from elastic.recovery import bring_back
-from elastic.seating import Place
+from elastic.reshard.snapshot_placement import (
+    ParitySlot,
+    Placement,
+    Slot,
+    carry,
+    place_snapshots,
+    shortfall,
+)
 
 piles = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 6), max_size=8)
 
 
-def folded(parts: list[bytes], keeper: int) -> bytes:
+def folded(parts: list[bytes], snapshot_server: int) -> bytes:
     """The parity at a member's keeper, byte by byte."""
     parity = bytearray(chunk_size([len(part) for part in parts]))
     for member in range(len(parts)):
-        if member != keeper:
-            chunk = chunk_within([len(part) for part in parts], member, keeper)
+        if member != snapshot_server:
+            chunk = chunk_within([len(part) for part in parts], member, snapshot_server)
             for place, byte in enumerate(parts[member][chunk.start : chunk.stop]):
                 parity[place] ^= byte
     return bytes(parity)
@@ -68,7 +68,11 @@ def test_each_byte_is_sent_once_and_a_parity_is_a_kth_of_the_largest_part(sizes:
     members = range(len(sizes))
     for member in members:
         chunks = sorted(
-            (chunk_within(sizes, member, keeper) for keeper in members if keeper != member),
+            (
+                chunk_within(sizes, member, snapshot_server)
+                for snapshot_server in members
+                if snapshot_server != member
+            ),
             key=lambda chunk: chunk.start,
         )
         assert chunks[0].start == 0
@@ -133,12 +137,12 @@ def test_the_loss_of_any_node_leaves_the_state_covered(
         worker: Place(f"n{number}", f"r{number % num_racks}" if num_racks else "")
         for worker, number in zip(members, numbers, strict=True)
     }
-    keepers = sorted(set(places.values()))
+    snapshot_servers = sorted(set(places.values()))
     assignment = Assignment(3, layout, members)
-    placement = place_snapshots(assignment, places, keepers, num_chunks)
-    if len(keepers) < 2 or not placement.copies:
+    placement = place_snapshots(assignment, places, snapshot_servers, num_chunks)
+    if len(snapshot_servers) < 2 or not placement.copies:
         return
-    dead = data.draw(st.sampled_from(keepers)).node
+    dead = data.draw(st.sampled_from(snapshot_servers)).node
     slots, parities = kept(assignment, placement, places, 7, dead)
     back = bring_back(slots, parities)
     there = {slot.worker for held in slots.values() for slot in held} | {s.worker for s in back}
@@ -194,8 +198,10 @@ def test_fewer_domains_make_smaller_sets_and_two_make_copies() -> None:
 def test_it_is_told_what_of_the_wish_cannot_be_had() -> None:
     def told(num_nodes: int, per_node: int, num_chunks: int) -> str:
         assignment, places = even(num_nodes, per_node)
-        keepers = sorted(set(places.values()))
-        return shortfall(place_snapshots(assignment, places, keepers, num_chunks), num_chunks)
+        snapshot_servers = sorted(set(places.values()))
+        return shortfall(
+            place_snapshots(assignment, places, snapshot_servers, num_chunks), num_chunks
+        )
 
     assert told(4, 2, 3) == told(2, 2, 0) == ""
     wants = "xor:3 wants 4 nodes a set: "

@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.samples import InvalidSamples, batch_ids, deal, mixed, num_rounds, sample_of
-from pipelines.training.sample_order import samples_of
+from elastic.geometry.sample_order import (
+    InvalidSamples,
+    batch_ids,
+    deal,
+    mixed,
+    num_rounds,
+    sample_of,
+)
+from pipelines.training.workload.sample_order import samples_of
 
 seeds = st.integers()
 counts = st.integers(1, 40)

@@ -9,7 +9,7 @@ from geometry_strategies import profile
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.stages import deal_layers, pipeline_ranks
+from elastic.geometry.pipeline_stages import deal_layers, pipeline_ranks
 
 COSTS = st.lists(st.integers(0, 20), min_size=1, max_size=9).map(tuple)
 

@@ -17,19 +17,20 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from reference_geometry import check_transfers, is_covered, lower_bound_bytes
 
-from elastic.assignment import Assignment
-from elastic.errors import InvalidRelayout
-from elastic.layout import Layout
-from elastic.shards import sharding_of
-from elastic.specs import TensorSpec
-from elastic.transfers import Carried, Relayout, derive
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.errors import InvalidReshard
+from elastic.geometry.layout import Layout
+from elastic.geometry.shard_map import sharding_of
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.reshard.reshard_plan import Carried, ReshardPlan
+from elastic.reshard.transfers import derive
 
 NAMES = [f"w{i}" for i in range(32)]
 
 
 class Move(NamedTuple):
     specs: list[TensorSpec]
-    relayout: Relayout
+    reshard: ReshardPlan
 
 
 @st.composite
@@ -46,27 +47,27 @@ def moves(draw: st.DrawFn) -> Move:
     num_kept = draw(st.integers(0, min(len(pool), new_layout.num_workers)))
     members = (*pool[:num_kept], *joiners[: new_layout.num_workers - num_kept])
     new = Assignment(2, new_layout, members)
-    return Move(draw(spec_lists()), Relayout(1, 7, old, new, holders))
+    return Move(draw(spec_lists()), ReshardPlan(1, 7, old, new, holders))
 
 
 @st.composite
 def moves_with_snapshots(draw: st.DrawFn) -> Move:
     """The same, but some holders have died since, and others carry their snapshots, or they carry
     their own: a survivor may stand at a newer step."""
-    specs, relayout = draw(moves())
-    assert relayout.old is not None
-    able = [*relayout.new.members, *(n for n in NAMES[-3:] if n not in relayout.new.members)]
+    specs, reshard = draw(moves())
+    assert reshard.old is not None
+    able = [*reshard.new.members, *(n for n in NAMES[-3:] if n not in reshard.new.members)]
     random = Random(draw(st.integers(0, 999)))
-    parts = [w for w in relayout.old.members if random.random() < 0.6]
-    holders = tuple(w for w in relayout.holders if w not in parts)
-    carried = tuple(Carried(member, random.choice(able), "keeper") for member in parts)
-    return Move(specs, replace(relayout, holders=holders, carried=carried))
+    parts = [w for w in reshard.old.members if random.random() < 0.6]
+    holders = tuple(w for w in reshard.holders if w not in parts)
+    carried = tuple(Carried(member, random.choice(able), "snapshot_server") for member in parts)
+    return Move(specs, replace(reshard, holders=holders, carried=carried))
 
 
-def is_cut_unevenly(specs: list[TensorSpec], relayout: Relayout) -> Iterator[bool]:
+def is_cut_unevenly(specs: list[TensorSpec], reshard: ReshardPlan) -> Iterator[bool]:
     """For each tensor and layout, whether an axis cuts a size that it does not divide."""
-    assert relayout.old is not None
-    for spec, assignment in product(specs, (relayout.old, relayout.new)):
+    assert reshard.old is not None
+    for spec, assignment in product(specs, (reshard.old, reshard.new)):
         cuts = sharding_of(spec, assignment.layout).cuts
         yield any(spec.shape[dim] % axis.degree for dim, axis in cuts)
 
@@ -76,16 +77,16 @@ def is_cut_unevenly(specs: list[TensorSpec], relayout: Relayout) -> Iterator[boo
 def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
     move: Move,
 ) -> None:
-    specs, relayout = move
-    assert relayout.old is not None
-    living = [relayout.old.world_rank(worker) for worker in relayout.holders]
-    assume(is_covered(specs, relayout.old.layout, living))
-    transfers = {worker: derive(specs, relayout, worker) for worker in relayout.participants}
-    bound = lower_bound_bytes(specs, relayout)
+    specs, reshard = move
+    assert reshard.old is not None
+    living = [reshard.old.world_rank(worker) for worker in reshard.holders]
+    assume(is_covered(specs, reshard.old.layout, living))
+    transfers = {worker: derive(specs, reshard, worker) for worker in reshard.participants}
+    bound = lower_bound_bytes(specs, reshard)
     moved = "something moves" if bound else "nothing moves"
     sizes = "some size does not divide" if any(is_cut_unevenly(*move)) else "all sizes divide"
     event(f"{moved}, {sizes}")
-    assert check_transfers(specs, relayout, transfers) == bound
+    assert check_transfers(specs, reshard, transfers) == bound
     assert sum(of_worker.bytes_moved for of_worker in transfers.values()) == bound
     assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound
 
@@ -93,15 +94,15 @@ def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
 @profile(300)
 @given(moves_with_snapshots())
 def test_parts_out_of_snapshots_arrive_like_those_of_the_living(move: Move) -> None:
-    specs, relayout = move
-    assert relayout.old is not None
-    there = [*relayout.holders, *(part.member for part in relayout.carried)]
-    assume(is_covered(specs, relayout.old.layout, [relayout.old.world_rank(w) for w in there]))
-    transfers = {worker: derive(specs, relayout, worker) for worker in relayout.participants}
-    bound = lower_bound_bytes(specs, relayout)
+    specs, reshard = move
+    assert reshard.old is not None
+    there = [*reshard.holders, *(part.member for part in reshard.carried)]
+    assume(is_covered(specs, reshard.old.layout, [reshard.old.world_rank(w) for w in there]))
+    transfers = {worker: derive(specs, reshard, worker) for worker in reshard.participants}
+    bound = lower_bound_bytes(specs, reshard)
     num_parts = max((len(t.old_regions) for t in transfers.values()), default=0)
     event(f"a worker has {min(num_parts, 3)} parts or more")
-    assert check_transfers(specs, relayout, transfers) == bound
+    assert check_transfers(specs, reshard, transfers) == bound
     assert sum(of_worker.bytes_moved for of_worker in transfers.values()) == bound
     assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound
 
@@ -111,19 +112,19 @@ def test_parts_out_of_snapshots_arrive_like_those_of_the_living(move: Move) -> N
 def test_what_no_living_holder_has_is_refused_by_some_receiver(
     move: Move, data: st.DataObject
 ) -> None:
-    specs, relayout = move
-    assert relayout.old is not None
-    num_living = data.draw(st.integers(1, min(2, len(relayout.holders)))) if relayout.holders else 0
-    few = replace(relayout, holders=relayout.holders[:num_living])
-    living = [relayout.old.world_rank(worker) for worker in few.holders]
+    specs, reshard = move
+    assert reshard.old is not None
+    num_living = data.draw(st.integers(1, min(2, len(reshard.holders)))) if reshard.holders else 0
+    few = replace(reshard, holders=reshard.holders[:num_living])
+    living = [reshard.old.world_rank(worker) for worker in few.holders]
     assume(few.holders)
-    if is_covered(specs, relayout.old.layout, living):
+    if is_covered(specs, reshard.old.layout, living):
         event("covered")
         for worker in few.participants:
             derive(specs, few, worker)
         return
     event("not covered")
-    with pytest.raises(InvalidRelayout, match="no living holder"):
+    with pytest.raises(InvalidReshard, match="no living holder"):
         for worker in few.participants:
             derive(specs, few, worker)
 
@@ -134,9 +135,9 @@ def test_a_relayout_to_the_same_assignment_moves_nothing(
     layout: Layout, specs: list[TensorSpec]
 ) -> None:
     same = Assignment(1, layout, tuple(NAMES[: layout.num_workers]))
-    relayout = Relayout(1, 7, same, replace(same, generation=2), same.members)
+    reshard = ReshardPlan(1, 7, same, replace(same, generation=2), same.members)
     for worker in same.members:
-        transfers = derive(specs, relayout, worker)
+        transfers = derive(specs, reshard, worker)
         assert not (transfers.sends or transfers.receives or transfers.copies)
         assert transfers.kept == set(transfers.new_regions)
         assert transfers.bytes_moved == transfers.bytes_needed == 0
@@ -148,24 +149,25 @@ def test_without_holders_nothing_moves_and_everything_is_needed(
     layout: Layout, specs: list[TensorSpec]
 ) -> None:
     new = Assignment(2, layout, tuple(NAMES[: layout.num_workers]))
-    relayout = Relayout(1, 7, None, new)
-    every = [derive(specs, relayout, worker) for worker in new.members]
+    reshard = ReshardPlan(1, 7, None, new)
+    every = [derive(specs, reshard, worker) for worker in new.members]
     assert not any(of_worker.receives or of_worker.sends for of_worker in every)
-    assert sum(t.bytes_needed for t in every) == lower_bound_bytes(specs, relayout)
+    assert sum(t.bytes_needed for t in every) == lower_bound_bytes(specs, reshard)
 
 
 SAME_UNDER_ANY_SEED = """
-from elastic.assignment import Assignment
-from elastic.layout import Layout
-from elastic.shards import sharding_of
-from elastic.specs import TensorSpec
-from elastic.transfers import Relayout, derive
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.shard_map import sharding_of
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.reshard.reshard_plan import ReshardPlan as Reshard
+from elastic.reshard.transfers import derive
 
 specs = [TensorSpec(f"t{i}", (7 + i, 10), layer=i, fsdp_dim=0, tp_dim=1, layer_costs=(1,) * 4)
          for i in range(4)]
 old = Assignment(1, Layout(pp=2, dp=2, fsdp=3, tp=2), tuple(f"w{i}" for i in range(24)))
 new = Assignment(2, Layout(pp=1, dp=3, fsdp=2, tp=3), tuple(f"w{i}" for i in range(8, 26)))
-relayout = Relayout(1, 7, old, new, tuple(f"w{i}" for i in range(24) if i != 5))
+relayout = Reshard(1, 7, old, new, tuple(f"w{i}" for i in range(24) if i != 5))
 print(relayout.participants)
 for worker in relayout.participants:
     transfers = derive(specs, relayout, worker)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.parity import ballot_of, num_whole
-from elastic.votes import Ballot, BrokenVote, Tally, pack_vote, unpack_vote
+from elastic.protocol.votes import Ballot, BrokenVote, Tally, pack_vote, unpack_vote
+from elastic.reshard.parity import ballot_of, num_whole
 
 FINITE = st.floats(-1e30, 1e30, allow_nan=False)
 NORMS = st.floats(0.0, 1e30)
@@ -66,8 +66,8 @@ def test_all_ranks_read_the_sums(ballots: list[Ballot], seed: int) -> None:
         )
     assert vote.num_tokens == sum(b.sums[1] for b in ballots)
     assert vote.num_contributions == len(ballots) and vote.num_nonfinite == 0
-    assert vote.num_pause_wishes == sum(b.wants_pause for b in ballots)
-    assert vote.num_save_wishes == sum(b.wants_save for b in ballots)
+    assert vote.num_pause_requests == sum(b.wants_pause for b in ballots)
+    assert vote.num_save_requests == sum(b.wants_save for b in ballots)
     assert vote.num_writing == sum(b.is_writing for b in ballots)
     assert vote.num_snapshots == num_whole(round(sum(b.snapshots for b in ballots)))
     assert tally.compute_s == tuple(b.compute_s[b.world_rank] for b in ballots if b.compute_s)
@@ -162,7 +162,8 @@ def is_same(numbers: list[float], ballots: list[Ballot], whole: list[float]) -> 
         for a, b in zip(one.compute_s, other.compute_s, strict=True)
     ]
     rest = [
-        (t.vote.num_nonfinite, t.vote.num_pause_wishes, t.vote.num_snapshots) for t in (one, other)
+        (t.vote.num_nonfinite, t.vote.num_pause_requests, t.vote.num_snapshots)
+        for t in (one, other)
     ]
-    more = [(t.vote.num_save_wishes, t.vote.num_writing) for t in (one, other)]
+    more = [(t.vote.num_save_requests, t.vote.num_writing) for t in (one, other)]
     return all(near) and all(times) and rest[0] == rest[1] and more[0] == more[1]

@@ -169,6 +169,6 @@ def working_tree(folder: Path) -> Path:
     with (folder / "elastic" / "__init__.py").open("a") as file:
         file.write("# Not what is installed.\n")
     (folder / "mine.py").write_text(
-        "from pipelines.recipes import tiny\n\n\ndef small():\n    return tiny()\n"
+        "from pipelines.run.recipes import tiny\n\n\ndef small():\n    return tiny()\n"
     )
     return folder

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import ray
 
-from actors.accelerators import NoSuchAccelerator, choose_resources
+from actors.ray_backend.cluster.resources import NoSuchAccelerator, choose_resources
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from command_line import on_own_cluster
 from mlflow import MlflowClient
 from shared_cluster import elastic_train
 
-from elastic.wire import FORMAT
+from elastic.protocol.wire import FORMAT
 
 pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
@@ -131,7 +131,7 @@ def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path)
 def test_a_recipe_of_ones_own_from_a_folder_of_ones_own(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(
-        "from pipelines.recipes import tiny\n\n\n"
+        "from pipelines.run.recipes import tiny\n\n\n"
         "def small():\n    return tiny().model_copy(update={'steps': 7})\n"
     )
     with elastic_train(

@@ -20,8 +20,8 @@ sys.path.append(str(Path(__file__).parents[1] / "processes"))
 
 from expected import expected
 
-from pipelines.overrides import override
-from pipelines.recipes import load
+from pipelines.run.recipes import load
+from pipelines.settings.overrides import override
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_STEPS = 240
@@ -157,7 +157,7 @@ def test_killed_together_with_a_worker(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("moment", "line", "next_line"),
-    [("forming", "Form", "Relayout"), ("re-laying-out", "Relayout", "Resume")],
+    [("forming", "Form", "Reshard"), ("re-laying-out", "Reshard", "Resume")],
 )
 def test_killed_amid_a_recovery(tmp_path: Path, moment: str, line: str, next_line: str) -> None:
     """One worker has died, and another stands still where the controller is to die."""

@@ -39,7 +39,7 @@ def test_prepared_at_a_url_and_trained_from_there(
         data = ("--data", url, "--set", f"cache.folder={cache}", "--steps", "60")
         network = ("--interface", "lo", "--ports", "{}:{}".format(*PORTS))
         with elastic_train(tmp_path / "there", *TINY, *data, *network) as command:
-            command.wait_until(lambda: command.lines("KeeperReady"), "a keeper")
+            command.wait_until(lambda: command.lines("SnapshotServerReady"), "a keeper")
             command.wait_for_step(5)
             ours = {
                 kind: listeners(command.ray_folder, kind)
@@ -48,9 +48,15 @@ def test_prepared_at_a_url_and_trained_from_there(
             code, output = command.finish()
             assert code == 0, output
             losses = [line["loss"] for line in command.metrics()]
-            store, keeper = command.lines("StoreReady")[-1], command.lines("KeeperReady")[0]
+            store, snapshot_server = (
+                command.lines("StoreReady")[-1],
+                command.lines("SnapshotServerReady")[0],
+            )
         assert door.fetched["train-tokens-00000.arrow"] == 1, "the driver reads the index alone"
-    wanted = {(store["host"], store["port"]), (keeper["keeper"]["host"], keeper["keeper"]["port"])}
+    wanted = {
+        (store["host"], store["port"]),
+        (snapshot_server["snapshot_server"]["host"], snapshot_server["snapshot_server"]["port"]),
+    }
     assert all(host == "127.0.0.1" and PORTS[0] <= port <= PORTS[1] for host, port in wanted)
     assert wanted <= ours["RayStore"] | ours["RaySnapshotServer"]
     assert ("127.0.0.1", store["port"]) in ours["RayStore"]

@@ -70,7 +70,7 @@ def test_what_breaks_in_the_users_code_is_raised_with_its_traceback(script: Scri
 
 def test_the_same_name_resumes_it_beside_the_script(script: Script) -> None:
     seen = script.seen["handles"]
-    assert seen["relayout"].startswith("run mine: dp=2 -> fsdp=2 at step ")
+    assert seen["reshard"].startswith("run mine: dp=2 -> fsdp=2 at step ")
     assert "needs 3 workers" in seen["refusal"] and "\n" not in seen["refusal"]
     assert seen["timeout"] == "run 'mine' has not ended within 0.1 s"
     assert (seen["status"]["phase"], seen["status"]["layout"]) == ("training", "fsdp=2")

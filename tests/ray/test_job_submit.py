@@ -18,8 +18,8 @@ sys.path.append(str(Path(__file__).parents[1] / "processes"))
 
 from expected import expected
 
-from pipelines.overrides import override
-from pipelines.recipes import load
+from pipelines.run.recipes import load
+from pipelines.settings.overrides import override
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_STEPS = 300
@@ -103,8 +103,8 @@ def test_a_stopped_job_saves_without_its_driver_and_resumes(
     first, second = run.lines("Stopped")
     assert (first["outcome"], second["outcome"]) == ("interrupted", "completed")
     assert first["step"] in [line["step"] for line in run.lines("Checkpointed")]
-    relaid = [line for line in run.lines("Relaid") if line["source"] == "checkpoint"]
-    assert [line["step"] for line in relaid] == [first["step"]]
+    resharded = [line for line in run.lines("Resharded") if line["source"] == "checkpoint"]
+    assert [line["step"] for line in resharded] == [first["step"]]
     assert not run.lines("RolledBack")
     assert_undisturbed(run, num_steps)
     cluster.await_end_of_actors()

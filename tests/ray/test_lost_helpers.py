@@ -74,11 +74,11 @@ def test_snapshot_server_is_there_before_the_first_loss(tmp_path: Path) -> None:
     with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
         command.wait_for_step(1)
         servers = of_run(command, "SnapshotServer")
-        assert len(servers) == 1 and not command.lines("StartKeeper")
+        assert len(servers) == 1 and not command.lines("StartSnapshotServer")
         os.kill(command.pid_of("w0"), signal.SIGKILL)
-        command.wait_until(lambda: command.lines("Protect"), "the protection")
+        command.wait_until(lambda: command.lines("StartSnapshots"), "the protection")
         [lost] = command.lines("WorkerLost")
-        [order, *_] = command.lines("Protect")
+        [order, *_] = command.lines("StartSnapshots")
         latency_s = order["time"] - lost["time"]
         print(f"protected {latency_s:.2f} s after the loss")
         assert latency_s < WARM_S, "a server that starts only now takes 7 to 17 s"

@@ -54,12 +54,12 @@ def test_a_whole_node(tmp_path: Path) -> None:
     train = arguments("tiny", "fsdp=4", "2:4", NUM_STEPS)
     with on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
         command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
-        [told] = command.lines("Protect")
+        [told] = command.lines("StartSnapshots")
         assert [len(workers) for workers in told["sets"]] == [NUM_NODES]
-        assert {len(keepers) for keepers in told["keepers"]} == {1}
+        assert {len(snapshot_servers) for snapshot_servers in told["snapshot_servers"]} == {1}
         racks = {line["rack"] for line in command.lines("WorkerReady")}
         assert racks == {f"r{number}" for number in range(NUM_NODES)}
-        assert {keeper["rack"] for [keeper] in told["keepers"]} == racks
+        assert {snapshot_server["rack"] for [snapshot_server] in told["snapshot_servers"]} == racks
         nodes = (node_of(line["pid"]) for line in command.lines("WorkerReady"))
         for process in next(node for node in nodes if not is_needed(node)):
             process.send_signal(signal.SIGKILL)

@@ -19,7 +19,7 @@ RECIPE = """
 import ctypes
 from pathlib import Path
 import torch
-from pipelines.recipe import Recipe
+from pipelines.settings.recipe import Recipe
 from pipelines.settings import TrainSettings
 
 stalled = []

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "processes"))
 
 from expected import expected
 
-from pipelines.overrides import override
-from pipelines.recipes import load
+from pipelines.run.recipes import load
+from pipelines.settings.overrides import override
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 NUM_STEPS = 120
@@ -40,7 +40,7 @@ def assert_nothing_is_lost(command: Command, num_steps: int) -> None:
     assert list(last.values()) == pytest.approx([loss for loss, _ in seen], rel=1e-9)
     for line in command.lines("RolledBack"):
         assert line["from_step"] - line["step"] <= 1
-    sources = [line["source"] for line in command.lines("Relaid")][1:]
+    sources = [line["source"] for line in command.lines("Resharded")][1:]
     assert "snapshot" in sources
     assert set(sources) <= {"snapshot", "live"}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from command_line import elastic_train
 
-from actors.handshake import SECRET_BYTES
+from actors.runtime.handshake import SECRET_BYTES
 
 TELL_SECRET = """
 import gc, os, sys, threading, time
@@ -17,7 +17,7 @@ from pathlib import Path
 
 def tell():
     while True:
-        module = sys.modules.get("actors.worker_options")
+        module = sys.modules.get("actors.worker.worker_options")
         kind = getattr(module, "WorkerOptions", None)
         for found in gc.get_objects() if kind else ():
             if type(found) is kind and hasattr(found, "secret"):
@@ -47,7 +47,7 @@ def test_a_snapshot_is_read_after_the_controllers_restart(
         tmp_path, "tiny", "--data", "random", "--workers", "2:2", "--layout", "fsdp=2",
         "--steps", "1500",
     ) as command:  # fmt: skip
-        command.wait_until(lambda: command.lines("KeeperReady"), "the snapshot server")
+        command.wait_until(lambda: command.lines("SnapshotServerReady"), "the snapshot server")
         command.wait_for_step(30)
         command.kill_controller()
         command.wait_until(lambda: command.lines("ControllerRestarted"), "the controller's return")
@@ -55,8 +55,8 @@ def test_a_snapshot_is_read_after_the_controllers_restart(
         command.wait_for_step(step + 20)
         os.kill(command.pid_of("w0"), signal.SIGKILL)
         command.wait_until(lambda: len(command.lines("Resume")) >= 2, "the recovery")
-        sources = [line["source"] for line in command.lines("Relaid")]
-        num_servers = len(command.lines("StartKeeper"))
+        sources = [line["source"] for line in command.lines("Resharded")]
+        num_servers = len(command.lines("StartSnapshotServer"))
         command.process.send_signal(signal.SIGINT)
         code, output = command.finish()
         secret = bytes.fromhex((beside / "secret").read_text())

@@ -13,8 +13,8 @@ sys.path.append(str(Path(__file__).parents[1] / "processes"))
 
 from expected import expected
 
-from pipelines.overrides import override
-from pipelines.recipes import load
+from pipelines.run.recipes import load
+from pipelines.settings.overrides import override
 
 SETTINGS = (
     "data.source=random", "data.seq_len=64", "dtype=float64", "batch=24",

@@ -17,8 +17,8 @@ from ray import tune
 from ray.train import Result, RunConfig, ScalingConfig, TrainingFailedError
 
 from pipelines.api import ElasticTrainer, UserError
-from pipelines.own_data import from_ray_dataset
-from pipelines.recipes import tiny
+from pipelines.custom_data.from_ray import from_ray_dataset
+from pipelines.run.recipes import tiny
 
 NUM_CPUS = 4
 ENDLESS = 100_000
@@ -68,9 +68,9 @@ def handles(storage: str) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     with trainer(storage, "mine", 2, steps=ENDLESS, layout="dp=2").start() as run:
         wait_for(run, 10)
-        seen["relayout"] = run.relayout("fsdp=2")
+        seen["reshard"] = run.reshard("fsdp=2")
         try:
-            run.relayout("fsdp=3")
+            run.reshard("fsdp=3")
         except UserError as error:
             seen["refusal"] = str(error)
         try:

@@ -12,46 +12,46 @@ from sim.lineage import SPECS, Part, places, regions_under
 from sim.shell import Records
 from sim.storage import Storage
 
-from elastic.assigning import assign
-from elastic.assignment import Assignment
-from elastic.commands import (
-    AskKeepers,
+from elastic.controller.core import Core
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import AXES
+from elastic.geometry.regions import Region
+from elastic.geometry.target_layout import TargetLayout
+from elastic.planner.proposal import assign
+from elastic.protocol.commands import (
     Command,
     DropCheckpoints,
     Form,
     LayoutAnswered,
     Pause,
+    QuerySnapshotServers,
     RecordStep,
     Resume,
     RolledBack,
 )
-from elastic.commands import Stopped as RunStopped
-from elastic.core import Core
-from elastic.events import (
+from elastic.protocol.commands import Stopped as RunStopped
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import (
     Audited,
     ComputeTimed,
     Evaluated,
     Event,
     GroupFormed,
-    KeeperLost,
-    KeeperTold,
     LayoutRequested,
     Paused,
     Progressed,
     Quiesced,
+    RolledForward,
     RunOpened,
-    Settled,
+    SnapshotServerLost,
+    SnapshotServerReported,
     StateReady,
     StepCommitted,
     WorkerRaised,
 )
-from elastic.keeping import ParitySlot
-from elastic.layout import AXES
-from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Stopped, Waiting
-from elastic.planning import Wish
-from elastic.regions import Region
-from elastic.state import CoreState
-from elastic.step_records import RecordsSent
+from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Waiting
+from elastic.protocol.step_records import RecordsSent
+from elastic.reshard.snapshot_placement import ParitySlot
 
 GENERATION_BOUND = (
     GroupFormed
@@ -62,15 +62,15 @@ GENERATION_BOUND = (
     | Audited
     | Paused
     | Quiesced
-    | Settled
+    | RolledForward
     | RecordsSent
     | WorkerRaised
-    | KeeperTold
+    | SnapshotServerReported
 )
 
 
 Parts = Callable[[set[str]], Iterable[tuple[str, Part]]]
-Snapshots = Callable[[KeeperTold], Iterable[Part]]
+Snapshots = Callable[[SnapshotServerReported], Iterable[Part]]
 
 
 class Checks:
@@ -94,7 +94,7 @@ class Checks:
         self._form: Form | None = None
         self._members: tuple[str, ...] = ()
         self._has_rewound = False
-        self._wish = Wish()
+        self._target_layout = TargetLayout()
         self._old_reports: list[Event] = []
 
     def note_fault(self, now: float) -> None:
@@ -113,10 +113,10 @@ class Checks:
             self._ready.add((event.worker, event.generation))
         if isinstance(event, RunOpened):
             self._kept.clear()  # the keepers have ended with the job
-        if isinstance(event, KeeperTold) and event.generation == state.generation:
+        if isinstance(event, SnapshotServerReported) and event.generation == state.generation:
             self._kept[event.node] = list(self._snapshots(event))
             self._parities[event.node] = event.parities
-        if isinstance(event, KeeperLost):
+        if isinstance(event, SnapshotServerLost):
             self._kept.pop(event.node, None)
             self._parities.pop(event.node, None)
         for command in commands:
@@ -133,14 +133,14 @@ class Checks:
                 case DropCheckpoints():
                     kept = {(saved.step, saved.generation) for saved in state.saved}
                     assert kept.isdisjoint(command.dropped), "dropped, and counted on"
-                case AskKeepers():
+                case QuerySnapshotServers():
                     self._kept.clear()
         if isinstance(event, LayoutRequested):
             self._check_answer(event, commands, state)
         self._check_roster(state)
         self._check_progress(now, state)
         self._check_stale(now, event, core)
-        self._wish = state.wish
+        self._target_layout = state.target_layout
 
     def after_end(
         self,
@@ -152,8 +152,8 @@ class Checks:
     ) -> None:
         """The steps are 1..n, each once in the history that survived, and that is saved; what they
         read is all the data from the beginning on, but for what was left out on purpose."""
-        standing = [one for one in storage.whole() if state.stands(one.step, one.generation)]
-        newest, num_steps = next(reversed(standing), None), state.job.steps
+        run_status = [one for one in storage.whole() if state.stands(one.step, one.generation)]
+        newest, num_steps = next(reversed(run_status), None), state.job.steps
         if newest is None or newest.step < outcome.step:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
             return
@@ -165,7 +165,7 @@ class Checks:
         told = tuple(last[step + 1] for step in range(newest.step))
         assert told == kept, f"invariant 8: the lines tell of {told}, the state of {kept}"
         batches = [read[generation, step] for step, generation in enumerate(told, start=1)]
-        rest = (number for number in count() if number not in state.left_out)
+        rest = (number for number in count() if number not in state.skipped_batches)
         for batch, number in zip(batches, rest, strict=False):
             first = number * len(batch)
             assert batch == list(range(first, first + len(batch))), "invariant 5: other samples"
@@ -175,17 +175,17 @@ class Checks:
         self._generation = form.generation
         taken_in, self._form = self._form, form
         check_mesh(form.assignment)
-        staying = sorted(state.warm - state.leaving)
+        staying = sorted(state.warm - state.draining)
         self._check_nodes(form, taken_in, state)
         assert set(form.assignment.members) <= set(staying), "a rank for one who is not there"
-        memories = [m for w in staying if (m := state.seats[w].memory_bytes) is not None]
+        memories = [m for w in staying if (m := state.worker_records[w].memory_bytes) is not None]
         shuffled = self._random.sample(staying, len(staying))
         again = assign(
             form.plan.old,
             shuffled,
             generation=form.generation,
-            wish=state.wish,
-            topology={w: state.seats[w].place for w in shuffled},
+            target_layout=state.target_layout,
+            topology={w: state.worker_records[w].place for w in shuffled},
             job=state.job,
             memory_bytes=min(memories, default=None),
         )
@@ -196,10 +196,12 @@ class Checks:
         by a forming that was broken off may have a part of the state, and stays."""
         before = set(taken_in.assignment.members if taken_in else ())
         before |= {*(form.plan.old.members if form.plan.old else ()), *self._members}
-        avoided = {w for w in state.warm if state.seats[w].node in state.avoided} - before
-        num_others = len(state.warm - state.leaving - avoided)
+        quarantined = {
+            w for w in state.warm if state.worker_records[w].node in state.quarantined
+        } - before
+        num_others = len(state.warm - state.draining - quarantined)
         if num_others >= state.policy.min_workers:
-            assert avoided.isdisjoint(form.assignment.members), "a rank on an avoided node"
+            assert quarantined.isdisjoint(form.assignment.members), "a rank on an avoided node"
 
     def _check_resume(self, resume: Resume) -> None:
         self._members = resume.workers
@@ -216,11 +218,15 @@ class Checks:
         [answer] = [command for command in commands if isinstance(command, LayoutAnswered)]
         assert answer.request == event.request
         if answer.refusal:
-            assert self._wish == state.wish, "refused, and yet the wish is another"
+            assert self._target_layout == state.target_layout, (
+                "refused, and yet the wish is another"
+            )
             assert not any(isinstance(command, Form | Pause) for command in commands)
         else:
-            assert state.wish == replace(event.wish, max_workers=state.policy.max_workers)
-            assert not (isinstance(state.phase, Running) and state.former_wish), "put off"
+            assert state.target_layout == replace(
+                event.target_layout, max_workers=state.policy.max_workers
+            )
+            assert not (isinstance(state.phase, Running) and state.former_target), "put off"
 
     def _check_record(self, command: RecordStep) -> None:
         step = command.record.step
@@ -234,8 +240,8 @@ class Checks:
         assert command.step < command.from_step
         self._recorded_step = command.step
         if command.cause:  # what is held is what shall be undone
-            assert command.step <= state.voids[-1].step, "not far enough back"
-            assert bool(command.left_out) == ("spiked" in command.cause)
+            assert command.step <= state.voided[-1].step, "not far enough back"
+            assert bool(command.skipped_batches) == ("spiked" in command.cause)
             self._has_rewound = True
             self._generation_of = {
                 s: g for s, g in self._generation_of.items() if s <= command.step
@@ -276,10 +282,10 @@ class Checks:
 
     def _check_roster(self, state: CoreState) -> None:
         """Nobody is waited for who is not there (invariant 9)."""
-        assert state.warm <= state.seats.keys()
-        assert state.leaving <= state.seats.keys()
+        assert state.warm <= state.worker_records.keys()
+        assert state.draining <= state.worker_records.keys()
         assert all(held.holders <= state.warm for held in state.holdings())
-        if isinstance(state.phase, Forming | Relaying | Pausing | Aborting):
+        if isinstance(state.phase, Forming | Resharding | Pausing | Aborting):
             assert state.phase.pending <= state.warm, f"waits for the dead: {state.phase}"
         for upload in state.uploads.values():
             assert upload.pending <= state.warm, f"waits for the dead: {upload}"
@@ -287,7 +293,7 @@ class Checks:
     def _check_progress(self, now: float, state: CoreState) -> None:
         phase = state.phase
         trains = isinstance(phase, Running) and phase.num_commits > 0
-        if trains or isinstance(phase, Waiting | Stopped):
+        if trains or isinstance(phase, Waiting | Ended):
             self._well_at = now
         assert now - self._well_at <= self._bound_s, f"invariant 9: stuck in {phase}"
 

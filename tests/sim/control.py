@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from sim.keeper import SimKeeper
 from sim.meetings import Meetings
+from sim.snapshot_server import SimKeeper
 from sim.storage import Storage
 from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
 
-from elastic.commands import Form
-from elastic.events import Event
-from elastic.planning import Job
-from elastic.reattaching import NUM_KEPT_EVENTS, Outbox
-from elastic.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Form
+from elastic.protocol.events import Event
+from elastic.protocol.reattachment import NUM_KEPT_EVENTS, Outbox
+from elastic.protocol.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
 
 
 class Interrupted(Exception):
@@ -60,7 +60,7 @@ class Surroundings:
     num_sent_records: int = NUM_SENT_RECORDS
     read: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """By generation and step: the ids of the samples that all ranks together read."""
-    keepers: dict[str, SimKeeper] = field(default_factory=dict)
+    snapshot_servers: dict[str, SimKeeper] = field(default_factory=dict)
     """By node."""
 
     def draw(self, low_s: float, high_s: float) -> float:
@@ -87,16 +87,16 @@ class Control:
         self.world_rank: int | None = None
         self.aborted_generation = 0
         self.running_generation = 0
-        self.pause_wished_generation = 0
-        self.save_wish = (0, 0)
+        self.pause_requested_generation = 0
+        self.save_request = (0, 0)
         """In which generation, after which step."""
 
     @property
-    def pause_is_wished(self) -> bool:
-        return self.pause_wished_generation >= self.running_generation
+    def is_pause_requested(self) -> bool:
+        return self.pause_requested_generation >= self.running_generation
 
-    def save_is_wished(self, saved_step: int) -> bool:
-        generation, after_step = self.save_wish
+    def is_save_requested_by_vote(self, saved_step: int) -> bool:
+        generation, after_step = self.save_request
         return generation >= self.running_generation and after_step >= saved_step
 
     def report(self, event: Event) -> None:

@@ -11,7 +11,7 @@ MOMENTS = (
     ("forming", 8),
     ("formed", 8),
     ("relaying", 8),
-    ("relaid", 8),
+    ("resharded", 8),
     ("compute", 40),
     ("vote", 40),
     ("read", 40),
@@ -22,7 +22,7 @@ MOMENTS = (
     ("saving", 3),
     ("paused", 5),
     ("quiescing", 4),
-    ("settling", 2),
+    ("rolling_forward", 2),
     ("settled", 2),
 )
 """Each moment of a worker's life, and about how often one is passed in a run."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 
-from elastic.assignment import Assignment
-from elastic.regions import Region
-from elastic.shards import region_of
-from elastic.specs import TensorSpec
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.regions import Region
+from elastic.geometry.shard_map import region_of
+from elastic.geometry.tensor_specs import TensorSpec
 
 SPECS = (
     TensorSpec("first", (5, 3), layer=0, fsdp_dim=0, tp_dim=1, layer_costs=(1, 1)),

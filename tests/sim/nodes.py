@@ -18,12 +18,12 @@ class Nodes:
         self._room = room
         self._num_placed = 0
 
-    def place(self, there: Iterable[str], avoided: Collection[str]) -> str | None:
+    def place(self, there: Iterable[str], quarantined: Collection[str]) -> str | None:
         """A node for one more worker, beside those that are `there`; None if there is no room."""
         if self._number is None:
             self._num_placed += 1
             return f"n{(self._num_placed - 1) // self._room}"
         load = Counter(there)
-        nodes = [f"n{i}" for i in range(self._number) if f"n{i}" not in avoided]
+        nodes = [f"n{i}" for i in range(self._number) if f"n{i}" not in quarantined]
         fitting = [node for node in nodes if load[node] < self._room]
         return min(fitting, key=lambda node: (load[node], node), default=None)

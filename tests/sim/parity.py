@@ -11,15 +11,15 @@ from itertools import zip_longest
 
 from sim.lineage import Part, regions_under
 
-from elastic.assignment import Assignment
-from elastic.parity import ALIGNED_BYTES, chunk_size, chunk_within, reads_for
+from elastic.geometry.assignment import Assignment
+from elastic.reshard.parity import ALIGNED_BYTES, chunk_size, chunk_within, reads_for
 
 NUM_VERSIONS = 2
 
 
 @dataclass
 class SimParity:
-    """As `actors.parity.ParityRoom`: two versions; half a chunk spoils its step."""
+    """As `actors.snapshots.parity.ParityBuffer`: two versions; half a chunk spoils its step."""
 
     others: frozenset[str]
     whole: dict[int, list[int]] = field(default_factory=dict)

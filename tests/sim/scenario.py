@@ -21,10 +21,11 @@ from sim.faults import (
     draw_storage_faults,
 )
 
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.reattaching import NUM_KEPT_EVENTS
-from elastic.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.policy import Policy
+from elastic.protocol.reattachment import NUM_KEPT_EVENTS
+from elastic.protocol.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
 
 NUM_MICROBATCHES = 12
 
@@ -56,8 +57,8 @@ class Scenario:
     faults: list[Fault] = field(default_factory=list)
 
     @property
-    def wish(self) -> Wish:
-        return Wish.parse(self.layout, self.policy.max_workers)
+    def target_layout(self) -> TargetLayout:
+        return TargetLayout.parse(self.layout, self.policy.max_workers)
 
 
 def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Policy:
@@ -68,7 +69,7 @@ def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Po
         start_timeout_s=4.0,
         collective_timeout_s=3.0,
         form_timeout_s=3.0,
-        relayout_timeout_s=6.0,
+        reshard_timeout_s=6.0,
         hang_timeout_s=4.0,
         first_step_timeout_s=5.0,
         growth_settle_s=0.5,
@@ -76,8 +77,8 @@ def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Po
         save_backoff_s=0.5,
         restart_backoff_s=0.5,
         snapshot_every=snapshot_every,
-        keeper_timeout_s=0.5,
-        keeper_grace_s=0.1,
+        snapshot_server_timeout_s=0.5,
+        snapshot_server_grace_s=0.1,
         drain_grace_s=2.0,
     )
 
@@ -92,7 +93,7 @@ def bound_s(policy: Policy) -> float:
         policy.first_step_timeout_s
         + 2 * policy.collective_timeout_s
         + policy.form_timeout_s
-        + policy.relayout_timeout_s
+        + policy.reshard_timeout_s
         + policy.save_timeout_s
         + policy.start_timeout_s
     )
@@ -136,7 +137,7 @@ def drawn_with_snapshots(seed: int) -> Scenario:
     every, most = random.choice((1, 1, 1, 2, 3)), scenario.policy.max_workers
     if most > 1 and not scenario.memory_bytes:
         scenario.layout = random.choice((f"fsdp={most}", f"fsdp={most}", "pp=2", "tp=2", ""))
-    scenario.policy = replace(scenario.policy, snapshot_every=every, keeper_timeout_s=0.5)
+    scenario.policy = replace(scenario.policy, snapshot_every=every, snapshot_server_timeout_s=0.5)
     scenario.faults = [*scenario.faults, *draw_node_faults(random)]
     return scenario
 
@@ -157,7 +158,7 @@ def drawn_with_scarcity(seed: int) -> Scenario:
     scenario.policy = replace(
         scenario.policy,
         growth_horizon_s=random.choice((0.1, 1.0, 30.0)),
-        spare_timeout_s=random.choice((0.2, 1.0)),
+        standby_timeout_s=random.choice((0.2, 1.0)),
         gang_timeout_s=random.choice((1.5, 4.0)),
         gang_pause_s=0.2,
         gang_jitter=random.random(),
@@ -241,7 +242,7 @@ def drawn_with_bad_numbers(seed: int) -> Scenario:
         spike_factor=random.choice((0.0, 2.0, 2.0)),
         spike_window=random.choice((2, 4, 8)),
         audit_every=random.choice((0, 1, 2, 3)),
-        audit_rewind=random.choice((False, True)),
+        audit_rollback=random.choice((False, True)),
     )
     scenario.faults = [*scenario.faults, *draw_bad_numbers(random)]
     return scenario
@@ -301,9 +302,9 @@ def drawn_with_spoilt_nodes(seed: int) -> Scenario:
     scenario.policy = replace(
         scenario.policy,
         min_workers=min(scenario.policy.min_workers, healthy_room),
-        avoid_after=random.choice((1, 2, 3)),
-        avoid_window_s=random.choice((10.0, 100.0)),
-        avoid_for_s=random.choice((1.0, 5.0, 500.0)),
+        quarantine_after=random.choice((1, 2, 3)),
+        crash_window_s=random.choice((10.0, 100.0)),
+        quarantine_s=random.choice((1.0, 5.0, 500.0)),
         quarantine_patience_s=Random(f"patience/{seed}").choice((0.5, 10.0, 1e6)),
     )
     others = [fault for fault in scenario.faults if fault.action != "restart"]

@@ -10,12 +10,12 @@ from typing import Any
 
 from sim.timeline import Timeline
 
-from elastic.commands import Command, RecordStep, Resume, Stopped
-from elastic.core import Core
-from elastic.events import Event, Woke
-from elastic.journalling import JournalWriter
-from elastic.replaying import Replay
-from elastic.wire import command_line, state_line
+from elastic.controller.core import Core
+from elastic.protocol.commands import Command, RecordStep, Resume, Stopped
+from elastic.protocol.events import Event, Woke
+from elastic.protocol.wire import command_line, state_line
+from elastic.replay.journal_lines import JournalWriter
+from elastic.replay.replay import Replay
 
 MAX_WAKES_AT_ONCE = 3
 
@@ -57,7 +57,7 @@ class Death:
 
 
 class SimShell:
-    """Serves one event after the other, as `actors/shell.py` does."""
+    """Serves one event after the other, as `actors/controller/shell.py` does."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ def replay(lines: Iterable[str]) -> Replay:
 
 
 def replay_newest(lines: list[str]) -> Replay:
-    """From the newest full state on: as `actors/journal.py` has it."""
+    """From the newest full state on: as `actors/controller/journal.py` has it."""
     begins = [index for index, text in enumerate(lines) if '"CoreState"' in text]
     return replay(lines[begins[-1] if begins else 0 :])
 

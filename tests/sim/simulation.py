@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sim.inflicting import inflict
+from sim.fault_injection import inflict
+from sim.reporting import command_in_words, event_in_words
 from sim.scenario import Scenario
-from sim.telling import command_in_words, event_in_words
 from sim.world import World
 
 NUM_TOLD = 60

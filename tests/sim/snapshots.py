@@ -1,4 +1,4 @@
-"""How a simulated worker brings its snapshots to keepers: as `actors/snapshots.py` does."""
+"""How a simulated worker brings its snapshots to keepers: as `actors/snapshots/worker_snapshots.py` does."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from copy import deepcopy
 
 from sim.control import Control
-from sim.keeper import SimKeeper
 from sim.lineage import Part
 from sim.parity import chunk_of
+from sim.snapshot_server import SimKeeper
 from sim.timeline import Body
 
-from elastic.commands import Protect
-from elastic.keeping import Keeper
-from elastic.parity import ballot_of
+from elastic.protocol.commands import StartSnapshots
+from elastic.reshard.parity import ballot_of
+from elastic.reshard.snapshot_placement import SnapshotServer
 
 PATIENCE_S = 1.0
 
@@ -23,14 +23,14 @@ class Snapshots:
 
     def __init__(self, control: Control) -> None:
         self._control = control
-        self._order: Protect | None = None
-        self._taken_for: Protect | None = None
+        self._order: StartSnapshots | None = None
+        self._taken_for: StartSnapshots | None = None
         self._part: Part | None = None
         self._safe_step = -1
         self._pending = 0
         self._missed = 0
 
-    def obey(self, order: Protect) -> None:
+    def obey(self, order: StartSnapshots) -> None:
         self._order = order
 
     def end_generation(self) -> None:
@@ -59,15 +59,17 @@ class Snapshots:
         if order is None or order.generation != generation:
             return
         around, name = self._control.around, self._control.name
-        keepers: tuple[Keeper, ...] = order.keepers[order.workers.index(name)]
-        if not keepers or step % every:
+        snapshot_servers: tuple[SnapshotServer, ...] = order.snapshot_servers[
+            order.workers.index(name)
+        ]
+        if not snapshot_servers or step % every:
             return
         self._part, self._taken_for = part, order
         mates = dict(self._mates(order))
-        self._pending, self._missed = len(keepers) + len(mates), 0
+        self._pending, self._missed = len(snapshot_servers) + len(mates), 0
         copy, training, delay_s = deepcopy(part), self._control.training, 0.0
-        for number, keeper in enumerate(keepers):
-            there = self._living(keeper)
+        for number, snapshot_server in enumerate(snapshot_servers):
+            there = self._living(snapshot_server)
             if there is None:
                 self._pending -= 1
                 self._missed += 1
@@ -81,18 +83,21 @@ class Snapshots:
                     return
                 if first and training.ended:
                     return
-                if there.is_frozen and around.keepers.get(there.keeper.node) is there:
+                if (
+                    there.is_frozen
+                    and around.snapshot_servers.get(there.snapshot_server.node) is there
+                ):
                     around.timeline.after(0.05, lambda: arrive(there, first))
                     return
                 self._pending -= 1
-                if around.keepers.get(there.keeper.node) is there:
+                if around.snapshot_servers.get(there.snapshot_server.node) is there:
                     there.put(name, copy)
                 else:
                     self._missed += 1
 
             around.timeline.after(delay_s, arrive)
-        for mate, keeper in mates.items():
-            self._spread(order, copy, part, keepers[0], mate, keeper, delay_s)
+        for mate, snapshot_server in mates.items():
+            self._spread(order, copy, part, snapshot_servers[0], mate, snapshot_server, delay_s)
             delay_s += around.draw(0.002, 0.02)
 
     def wait(self) -> Body:
@@ -103,26 +108,30 @@ class Snapshots:
             if self._missed and self._order is not self._taken_for:
                 self.take(self._part, 1)
 
-    def _mates(self, order: Protect) -> Iterator[tuple[str, Keeper]]:
+    def _mates(self, order: StartSnapshots) -> Iterator[tuple[str, SnapshotServer]]:
         """The others of the worker's set, each with its keeper."""
         for members in order.sets:
             if self._control.name in members:
                 for member in members:
                     if member != self._control.name:
-                        yield member, order.keepers[order.workers.index(member)][0]
+                        yield member, order.snapshot_servers[order.workers.index(member)][0]
 
-    def _living(self, keeper: Keeper) -> SimKeeper | None:
-        there = self._control.around.keepers.get(keeper.node)
-        return there if there and there.keeper == keeper and not there.is_frozen else None
+    def _living(self, snapshot_server: SnapshotServer) -> SimKeeper | None:
+        there = self._control.around.snapshot_servers.get(snapshot_server.node)
+        return (
+            there
+            if there and there.snapshot_server == snapshot_server and not there.is_frozen
+            else None
+        )
 
     def _spread(
         self,
-        order: Protect,
+        order: StartSnapshots,
         copy: Part,
         part: Part,
-        own: Keeper,
+        own: SnapshotServer,
         mate: str,
-        keeper: Keeper,
+        snapshot_server: SnapshotServer,
         delay_s: float,
     ) -> None:
         """The worker's keeper sends a chunk to a mate's, whether or not the worker still lives;
@@ -138,7 +147,7 @@ class Snapshots:
                 self._missed += not is_taken
 
         def begin() -> None:
-            here, there = self._living(own), self._living(keeper)
+            here, there = self._living(own), self._living(snapshot_server)
             if not here or not there or not here.has(name, copy):
                 note(is_taken=False)
             elif there.parity(members, mate, generation).begin(name, step, kept_step):
@@ -147,7 +156,7 @@ class Snapshots:
                 note(is_taken=False)
 
         def end() -> None:
-            here, there = self._living(own), self._living(keeper)
+            here, there = self._living(own), self._living(snapshot_server)
             if not here or not there:
                 note(is_taken=False)
                 return
@@ -161,10 +170,12 @@ class Snapshots:
         order, name = self._taken_for, self._control.name
         assert order
         for members in order.sets:
-            keepers = {m: self._living(order.keepers[order.workers.index(m)][0]) for m in members}
-            if name not in members or not all(keepers.values()):
+            snapshot_servers = {
+                m: self._living(order.snapshot_servers[order.workers.index(m)][0]) for m in members
+            }
+            if name not in members or not all(snapshot_servers.values()):
                 continue
-            for member, keeper in keepers.items():
-                assert keeper
-                parity = keeper.parity(members, member, order.generation)
+            for member, snapshot_server in snapshot_servers.items():
+                assert snapshot_server
+                parity = snapshot_server.parity(members, member, order.generation)
                 assert step in parity.whole, f"counted as whole: {member}'s keeper lacks a parity"

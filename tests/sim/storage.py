@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 from sim.lineage import SPECS, Lineage, cut, places
 
-from elastic.commands import DropCheckpoints, PublishCheckpoint, SetAside
-from elastic.events import PartFile, Saved
-from elastic.regions import Region
+from elastic.geometry.regions import Region
+from elastic.protocol.commands import DropCheckpoints, PublishCheckpoint, SetAside
+from elastic.protocol.events import PartFile, Saved
 
 
 class Written(NamedTuple):

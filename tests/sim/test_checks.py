@@ -9,13 +9,13 @@ from sim.checks import Checks, newest_covered
 from sim.lineage import Lineage, Part, regions_under
 from sim.storage import Storage, Written
 
-from elastic.assignment import Assignment
-from elastic.commands import PublishCheckpoint, RecordStep, Resume, RolledBack
-from elastic.core import Core
-from elastic.events import StateReady, Woke
-from elastic.layout import Layout
-from elastic.state import CoreState, Seat
-from elastic.votes import StepRecord
+from elastic.controller.core import Core
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.protocol.commands import PublishCheckpoint, RecordStep, Resume, RolledBack
+from elastic.protocol.controller_state import CoreState, WorkerRecord
+from elastic.protocol.events import StateReady, Woke
+from elastic.protocol.votes import StepRecord
 
 TWO_SHARDS = Assignment(1, Layout(fsdp=2), ("w0", "w1"))
 
@@ -90,7 +90,7 @@ def test_a_checkpoint_with_a_hole_is_seen() -> None:
 )
 def test_a_wrong_command_is_seen(command: RecordStep | Resume | RolledBack, complaint: str) -> None:
     held = [(name, part_of(name, 1, 1)) for name in TWO_SHARDS.members]
-    core = Core(CoreState(seats={name: Seat(0.0) for name in TWO_SHARDS.members}))
+    core = Core(CoreState(worker_records={name: WorkerRecord(0.0) for name in TWO_SHARDS.members}))
     core.state.warm.update(TWO_SHARDS.members)
     checks = Checks(Random(0), 10.0, lambda names: held, lambda node: [])
     for name in TWO_SHARDS.members:

@@ -31,9 +31,9 @@ from sim.scenario import (
 from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
 from sim.simulation import simulate
 
-from elastic.commands import Abort, Relayout, RolledBack, StopWorker
-from elastic.events import Checkpointed
-from elastic.step_records import NUM_KEPT_RECORDS
+from elastic.protocol.commands import Abort, Reshard, RolledBack, StopWorker
+from elastic.protocol.events import Checkpointed
+from elastic.protocol.step_records import NUM_KEPT_RECORDS
 
 NUM_SEEDS = 600
 NUM_SEEDS_RELAYOUTS = 250
@@ -128,8 +128,8 @@ def test_workers_that_come_and_go_cost_no_evaluation(first: int, fresh_seeds: Fr
     """Not that of the last step either, at which the run is asked to pause now and then."""
     for seed in fresh_seeds(first, 100):
         scenario = drawn(seed)
-        leaving = [fault for fault in scenario.faults if fault.action == "leave"]
-        world = simulate(replace(scenario, eval_every=1, faults=leaving))
+        draining = [fault for fault in scenario.faults if fault.action == "leave"]
+        world = simulate(replace(scenario, eval_every=1, faults=draining))
         state = world.shell.core.state
         assert state.evaluated_step == state.job.steps, f"seed {seed}"
 
@@ -220,7 +220,7 @@ def test_controllers_are_away_longer_than_buffers_last(first: int, fresh_seeds: 
         scenario = drawn_with_long_absences(seed)
         world = simulate(scenario)
         told = [command for _, _, commands, _ in world.records.trace for command in commands]
-        is_live = all(c.source in ("live", "initial") for c in told if isinstance(c, Relayout))
+        is_live = all(c.source in ("live", "initial") for c in told if isinstance(c, Reshard))
         if is_live and scenario.num_kept_records == NUM_KEPT_RECORDS:
             missing = [line.record.step for line in world.records.metrics if line.record.missing]
             assert not missing, f"seed {seed}: {missing}"

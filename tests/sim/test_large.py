@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from time import process_time
 
-from elastic.commands import Abort, Command, Form, Relayout, Resume, StartWorkers
-from elastic.core import Core
-from elastic.events import (
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Abort, Command, Form, Reshard, Resume, StartWorkers
+from elastic.protocol.events import (
     Event,
     GroupFormed,
     Quiesced,
@@ -17,10 +19,9 @@ from elastic.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.phases import Running
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.phases import Running
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
 
 NUM_WORKERS = 10_000
 WORKERS_PER_NODE = 8
@@ -55,7 +56,7 @@ class Crowd:
             case Form():
                 people = command.plan.participants
                 return [GroupFormed(name, command.generation) for name in people]
-            case Relayout():
+            case Reshard():
                 people, generation = command.workers, command.generation
                 return [StateReady(name, generation, 0, 0, 0.0, 1, 1, 2) for name in people]
             case Abort():
@@ -74,7 +75,7 @@ def test_ten_thousand_start_and_lose_one() -> None:
     began = process_time()
     policy = Policy(NUM_WORKERS // 2, NUM_WORKERS)
     job = Job(num_microbatches=NUM_WORKERS, steps=1000)
-    crowd.tell(RunOpened(1, policy, Wish.parse("pp=4,tp=8", NUM_WORKERS), job))
+    crowd.tell(RunOpened(1, policy, TargetLayout.parse("pp=4,tp=8", NUM_WORKERS), job))
     crowd.tell(StoreReady("host", 1))
     state = crowd.core.state
     assert isinstance(state.phase, Running)

@@ -7,8 +7,8 @@ from itertools import count
 from sim.scenario import drawn_under_load
 from sim.simulation import simulate
 
-from elastic.commands import Abort, Form, StopWorker
-from pipelines.policy import policy_of
+from elastic.protocol.commands import Abort, Form, StopWorker
+from pipelines.run.options import policy_of
 from pipelines.settings import TrainSettings
 
 NUM_RECOVERIES = 500

@@ -1,4 +1,4 @@
-"""What a simulated training thread does with commands: step by step as `actors/trainer.py`."""
+"""What a simulated training thread does with commands: step by step as `actors/worker/trainer.py`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from math import nan
 
 from sim.control import Control, Raised
 from sim.lineage import SPECS, Part, regions_under
-from sim.moving import Moving, from_checkpoint
 from sim.snapshots import Snapshots
+from sim.state_transfer import Moving, from_checkpoint
 from sim.storage import Written
 from sim.timeline import Body, GroupBroken
 from sim.writer import PartWriter
 
-from elastic.auditing import compare
-from elastic.commands import (
+from elastic.controller.audit import compare
+from elastic.geometry.sample_order import batch_ids, deal
+from elastic.protocol.commands import (
     Abort,
     Form,
-    Relayout,
+    Reshard,
     Resume,
+    RollForward,
     SaveCheckpoint,
     SendRecords,
-    Settle,
 )
-from elastic.events import (
+from elastic.protocol.events import (
     Audited,
     CheckpointDamaged,
     ComputeTimed,
@@ -31,14 +32,13 @@ from elastic.events import (
     GroupFormed,
     Paused,
     Quiesced,
-    Settled,
+    RolledForward,
     StateReady,
     StepCommitted,
 )
-from elastic.parts import my_share
-from elastic.samples import batch_ids, deal
-from elastic.step_records import NUM_REPORTED_RECORDS, RecordRing, RecordsSent
-from elastic.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
+from elastic.protocol.step_records import NUM_REPORTED_RECORDS, RecordRing, RecordsSent
+from elastic.protocol.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
+from elastic.reshard.checkpoint_shards import my_share
 
 NOTHING_HELD = -1
 SAMPLES_PER_MICROBATCH = 2
@@ -94,7 +94,7 @@ class Trainer:
         yield from control.at("formed")
         control.report(GroupFormed(control.name, order.generation))
 
-    def relayout(self, command: Relayout) -> Body:
+    def reshard(self, command: Reshard) -> Body:
         control, plan, assignment = self._control, self._order.plan, self._order.assignment
         yield from control.at("relaying")
         if command.source in ("live", "snapshot"):
@@ -108,7 +108,7 @@ class Trainer:
             assert command.source == "initial" or checkpoint, f"nothing is at {command.path!r}"
             yield self._around.draw(0.01, 0.05)
             part = from_checkpoint(checkpoint, assignment, control.name)
-        yield from control.at("relaid")
+        yield from control.at("resharded")
         if control.name in assignment.members:
             assert part.lineage.step == plan.step, "invariant 3: of another step than chosen"
             assert part.is_whole(), "invariant 3: an element is not what it should be"
@@ -124,7 +124,7 @@ class Trainer:
         assert self.stepper
         stepper = self.stepper
         assert stepper.committed_step == resume.step, "invariant 8: resumed from another step"
-        self._left_out = resume.left_out
+        self._left_out = resume.skipped_batches
         evaluated_step = resume.evaluated_step
         self._writer.begun_step = min(self._writer.begun_step, resume.step)
         while True:
@@ -150,7 +150,7 @@ class Trainer:
                 break
             if vote.saves(job.checkpoint_every):
                 self._save(generation, record.step, self.holdings[generation], None)
-            if vote.num_pause_wishes and record.step < job.steps:
+            if vote.num_pause_requests and record.step < job.steps:
                 break
         yield from self.snapshots.wait()
         control.report(Paused(control.name, generation, stepper.committed_step))
@@ -163,17 +163,17 @@ class Trainer:
         while self._writer.is_busy:
             yield from self._control.work(0.01)
 
-    def settle(self, command: Settle) -> Body:
+    def roll_forward(self, command: RollForward) -> Body:
         control = self._control
         assert self.stepper
         try:
-            yield from control.at("settling")
+            yield from control.at("rolling_forward")
             record = yield from self._apply(self.stepper, command.vote)
         except Raised:
             self.stepper.torn = True
             yield from self._report_quiesced(command.generation)
             raise
-        control.report(Settled(control.name, command.generation, record))
+        control.report(RolledForward(control.name, command.generation, record))
         yield from control.at("settled")
 
     def save(self, command: SaveCheckpoint) -> Body:
@@ -221,7 +221,7 @@ class Trainer:
         plan = self._order.plan
         assert plan.old
         held = self.holdings.get(plan.old.generation)
-        moving = Moving.of(plan, self._control.name, held, self._around.keepers)
+        moving = Moving.of(plan, self._control.name, held, self._around.snapshot_servers)
         brought = yield from self._control.meet(
             "move", self._order, 0, moving.outgoing(), moving.sources
         )
@@ -245,9 +245,9 @@ class Trainer:
             step,
             rank,
             (nan if is_bad else loss, 1.0, 1.0),
-            control.pause_is_wished,
+            control.is_pause_requested,
             self.snapshots.ballot,
-            control.save_is_wished(self._writer.begun_step),
+            control.is_save_requested_by_vote(self._writer.begun_step),
             self._writer.is_busy,
             tuple(times) if is_told else (),
         )

@@ -1,4 +1,4 @@
-"""A simulated worker: it takes commands as `actors/worker.py` does."""
+"""A simulated worker: it takes commands as `actors/worker/worker.py` does."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from sim.timeline import Block, Body, GroupBroken, Thread
 from sim.trainer import Trainer
 from sim.writer import PartWriter
 
-from elastic.commands import (
+from elastic.protocol.commands import (
     Abort,
     Form,
     Order,
     Pause,
-    Protect,
-    Relayout,
+    RequestCheckpoint,
+    Reshard,
     Resume,
+    RollForward,
     SaveCheckpoint,
     SendRecords,
-    Settle,
-    WishCheckpoint,
+    StartSnapshots,
 )
-from elastic.events import WorkerRaised, WorkerReady
-from elastic.reattaching import Intake
+from elastic.protocol.events import WorkerRaised, WorkerReady
+from elastic.protocol.reattachment import Intake
 
 
 class SimWorker:
@@ -61,12 +61,12 @@ class SimWorker:
         if not self._intake.takes(incarnation, order):
             return
         if isinstance(order, Pause):
-            control.pause_wished_generation = order.generation
+            control.pause_requested_generation = order.generation
             return
-        if isinstance(order, WishCheckpoint):
-            control.save_wish = (order.generation, order.step)
+        if isinstance(order, RequestCheckpoint):
+            control.save_request = (order.generation, order.step)
             return
-        if isinstance(order, Protect):
+        if isinstance(order, StartSnapshots):
             self._trainer.snapshots.obey(order)
             return
         if isinstance(order, SendRecords):
@@ -128,24 +128,24 @@ class SimWorker:
                 continue  # the abort that asked for it stands in the queue
             except (GroupBroken, Raised) as error:
                 control.around.meetings.leave(self.name)
-                if isinstance(order, Settle) or order.generation > control.aborted_generation:
+                if isinstance(order, RollForward) or order.generation > control.aborted_generation:
                     kind = error.kind if isinstance(error, Raised) else "peer"
                     control.report(WorkerRaised(self.name, order.generation, kind, str(error)))
 
     def _obey(self, order: Order) -> Body:
         control, trainer = self.control, self._trainer
-        if isinstance(order, Form | Relayout | Resume):
+        if isinstance(order, Form | Reshard | Resume):
             control.running_generation = order.generation
             control.check()
         match order:
             case Form():
                 yield from trainer.form(order)
-            case Relayout():
-                yield from trainer.relayout(order)
+            case Reshard():
+                yield from trainer.reshard(order)
             case Resume():
                 yield from trainer.train(order)
-            case Settle():
-                yield from trainer.settle(order)
+            case RollForward():
+                yield from trainer.roll_forward(order)
             case SaveCheckpoint():
                 yield from trainer.save(order)
             case Abort():

@@ -10,59 +10,59 @@ from random import Random
 from sim.checks import Checks
 from sim.control import Surroundings
 from sim.faults import HARMFUL, STANDSTILLS
-from sim.keeper import SimKeeper
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.nodes import Nodes
 from sim.scenario import Scenario, bound_s
 from sim.shell import Records, SimShell, replay_whole
+from sim.snapshot_server import SimKeeper
 from sim.storage import Storage
 from sim.timeline import Channel, Timeline
 from sim.worker import SimWorker
 
-from elastic.commands import (
+from elastic.controller.core import Core
+from elastic.protocol.commands import (
     Abort,
-    AskKeepers,
     Command,
     DropCheckpoints,
     ForgetSnapshots,
     Form,
     Order,
     Pause,
-    Protect,
     PublishCheckpoint,
-    Relayout,
+    QuerySnapshotServers,
+    RequestCheckpoint,
+    Reshard,
     Resume,
+    RollForward,
     SaveCheckpoint,
     SendRecords,
     SetAside,
-    Settle,
-    StartKeeper,
+    StartSnapshots,
+    StartSnapshotServer,
     StartStore,
     StartWorkers,
-    StopKeeper,
     Stopped,
+    StopSnapshotServer,
     StopWorker,
-    WishCheckpoint,
 )
-from elastic.controller_events import CheckpointsRemoved
-from elastic.core import Core
-from elastic.events import (
+from elastic.protocol.controller_events import CheckpointsRemoved
+from elastic.protocol.events import (
     Checkpointed,
     Event,
-    KeeperLost,
-    KeeperReady,
-    KeeperTold,
     PartFailed,
     RunOpened,
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
     StoreReady,
     WorkerLost,
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.keeping import Keeper
-from elastic.policy import Policy
-from elastic.replaying import Replay
+from elastic.protocol.policy import Policy
+from elastic.replay.replay import Replay
+from elastic.reshard.snapshot_placement import SnapshotServer
 
 Inflict = Callable[["World", str, SimWorker], None]
 """Lets a fault, by its name, befall a worker."""
@@ -92,7 +92,7 @@ class World:
         self.timeline = Timeline()
         self.storage = Storage()
         self.workers: dict[str, SimWorker] = {}
-        self.links: dict[str, Link] = {}
+        self.bandwidths: dict[str, Link] = {}
         self.faults = [replace(fault) for fault in scenario.faults]
         self.happened: list[tuple[float, str, str]] = []
         self.num_flaps = 0
@@ -155,14 +155,14 @@ class World:
         self.checks.note_restart(core.state.committed_step)
         self.shell = self.shell_of(core)
         saved = self.storage.whole()
-        wish = replace(scenario.wish, max_workers=policy.max_workers)
-        self.shell.post(RunOpened(self.incarnation, policy, wish, scenario.job, saved))
+        target_layout = replace(scenario.target_layout, max_workers=policy.max_workers)
+        self.shell.post(RunOpened(self.incarnation, policy, target_layout, scenario.job, saved))
 
     def restart(self, policy: Policy) -> None:
         """Everything but the storage dies, and the run is begun anew from its journal."""
         self.shell.close()
         for worker in self.workers.values():
-            self.links[worker.name].cut = True
+            self.bandwidths[worker.name].cut = True
             worker.die()
         self.workers.clear()
         self.nodes.waiting.clear()
@@ -182,7 +182,7 @@ class World:
             return
         worker.die()
         self.around.meetings.break_connections(worker.name)
-        self.links[worker.name].cut = self.random.random() < 0.3
+        self.bandwidths[worker.name].cut = self.random.random() < 0.3
         told_after_s = told_after_s or self.random.uniform(0.0005, 0.06)
         lost = WorkerLost(worker.name, cause, worker.node)
         self.timeline.after(told_after_s, partial(self.shell.post, lost))
@@ -200,12 +200,14 @@ class World:
         living = (worker for name, worker in self.workers.items() if name in names)
         return [(worker.name, part) for worker in living for part in worker.holdings()]
 
-    def _snapshots_of(self, told: KeeperTold) -> list[Part]:
+    def _snapshots_of(self, told: SnapshotServerReported) -> list[Part]:
         """What a keeper has of what it told of."""
-        keeper = self.around.keepers.get(told.node)
-        there = keeper.told() if keeper else ()
-        slots = [slot for slot in told.slots if keeper and slot in there]
-        return [keeper.read(s.worker, s.generation, s.step) for s in slots if keeper]
+        snapshot_server = self.around.snapshot_servers.get(told.node)
+        there = snapshot_server.told() if snapshot_server else ()
+        slots = [slot for slot in told.slots if snapshot_server and slot in there]
+        return [
+            snapshot_server.read(s.worker, s.generation, s.step) for s in slots if snapshot_server
+        ]
 
     def _pass_moment(self, name: str, moment: str) -> None:
         worker = self.workers.get(name)
@@ -220,7 +222,7 @@ class World:
 
     def _report(self, name: str, incarnation: int, event: Event) -> None:
         """A worker's words are under way; they arrive in order, or are lost with it."""
-        link = self.links[name]
+        link = self.bandwidths[name]
         if link.lose_next and getattr(event, "generation", 0):  # one who starts is never unheard
             link.lose_next = False
             return
@@ -243,7 +245,7 @@ class World:
                 listens = partial(self._store_listens, self.shell)
                 self.timeline.after(self.random.uniform(0.02, 0.2), listens)
             case StartWorkers():
-                self._start(command.workers, command.avoided)
+                self._start(command.workers, command.quarantined)
             case StopWorker():
                 self._stop_worker(command.worker)
             case Form():
@@ -252,21 +254,21 @@ class World:
                 self._send((*command.workers, *command.released), command)
             case (
                 Abort()
-                | Settle()
-                | Relayout()
+                | RollForward()
+                | Reshard()
                 | Pause()
-                | Protect()
-                | WishCheckpoint()
+                | StartSnapshots()
+                | RequestCheckpoint()
                 | SaveCheckpoint()
                 | SendRecords()
             ):
                 self._send(command.workers, command)
-            case StartKeeper():
+            case StartSnapshotServer():
                 start = partial(self._keep, self.shell, command.node)
                 self.timeline.after(self.random.uniform(0.02, 0.5), start)
-            case StopKeeper():
+            case StopSnapshotServer():
                 self.timeline.after(self.latency_s(), partial(self.lose_keeper, command.node))
-            case AskKeepers() | ForgetSnapshots():
+            case QuerySnapshotServers() | ForgetSnapshots():
                 for node in command.nodes:
                     reach = partial(self._reach_keeper, node, command)
                     self.timeline.after(self.latency_s(), reach)
@@ -275,7 +277,7 @@ class World:
 
     def _send(self, names: tuple[str, ...], order: Order) -> None:
         for name in names:
-            worker, link = self.workers.get(name), self.links.get(name)
+            worker, link = self.workers.get(name), self.bandwidths.get(name)
             if worker and link:
                 extra_s, link.next_order_delay_s = link.next_order_delay_s, 0.0
                 hand = partial(self._hand, worker, self.incarnation, order)
@@ -283,7 +285,9 @@ class World:
 
     def _hand(self, worker: SimWorker, incarnation: int, order: Order) -> None:
         is_lost = self.shell.is_closed or incarnation < self.incarnation
-        if worker.name in self.workers and not (is_lost and self.links[worker.name].loses_older):
+        if worker.name in self.workers and not (
+            is_lost and self.bandwidths[worker.name].loses_older
+        ):
             worker.take(incarnation, order)
 
     def _store(self, command: PublishCheckpoint | DropCheckpoints | SetAside) -> None:
@@ -321,33 +325,33 @@ class World:
         if starter is not self.shell:
             return
         if all(worker.node != node for worker in self.workers.values()):
-            self.shell.post(KeeperLost(node, "there is no such node any more"))
+            self.shell.post(SnapshotServerLost(node, "there is no such node any more"))
             return
         self._num_keepers += 1
-        keeper = Keeper(node, "", f"keeper-{self._num_keepers}", "host", 1)
-        self.around.keepers[node] = SimKeeper(keeper)
-        self.shell.post(KeeperReady(keeper))
+        snapshot_server = SnapshotServer(node, "", f"keeper-{self._num_keepers}", "host", 1)
+        self.around.snapshot_servers[node] = SimKeeper(snapshot_server)
+        self.shell.post(SnapshotServerReady(snapshot_server))
 
-    def _reach_keeper(self, node: str, command: AskKeepers | ForgetSnapshots) -> None:
-        keeper = self.around.keepers.get(node)
-        if keeper is None or keeper.is_frozen:
+    def _reach_keeper(self, node: str, command: QuerySnapshotServers | ForgetSnapshots) -> None:
+        snapshot_server = self.around.snapshot_servers.get(node)
+        if snapshot_server is None or snapshot_server.is_frozen:
             return
         if isinstance(command, ForgetSnapshots):
-            keeper.forget(command.generation)
+            snapshot_server.forget(command.generation)
         else:
-            slots, parities = keeper.told(), keeper.told_parities()
-            told = KeeperTold(node, command.generation, slots, parities=parities)
+            slots, parities = snapshot_server.told(), snapshot_server.told_parities()
+            told = SnapshotServerReported(node, command.generation, slots, parities=parities)
             self.post_soon(told, within_s=0.005)
 
     def lose_keeper(self, node: str) -> None:
         """Its process is gone, and all that it kept."""
-        if self.around.keepers.pop(node, None):
-            self.post_soon(KeeperLost(node, "killed"))
+        if self.around.snapshot_servers.pop(node, None):
+            self.post_soon(SnapshotServerLost(node, "killed"))
 
-    def start_worker(self, name: str, avoided: tuple[str, ...] = ()) -> None:
-        node = self.nodes.place([worker.node for worker in self.workers.values()], avoided)
+    def start_worker(self, name: str, quarantined: tuple[str, ...] = ()) -> None:
+        node = self.nodes.place([worker.node for worker in self.workers.values()], quarantined)
         if node is None:
-            self.nodes.waiting[name] = avoided
+            self.nodes.waiting[name] = quarantined
             return
         warm_up_s = self.random.uniform(0.4, 1.5)
         if self._num_slow_starters:
@@ -356,16 +360,16 @@ class World:
         ready = WorkerReady(name, node, 1, memory_bytes=self.scenario.memory_bytes)
         worker = SimWorker(ready, warm_up_s, self.around)
         self.workers[name] = worker
-        self.links[name] = Link(Channel(self.timeline), Channel(self.timeline))
+        self.bandwidths[name] = Link(Channel(self.timeline), Channel(self.timeline))
         if self.num_flaps:
             self.num_flaps -= 1
             self._die_at_start(worker, warm_up_s / 2)
         elif node in self.nodes.spoilt:
             self._die_at_start(worker, warm_up_s * self.random.choice((0.5, 1.5, 3.0)))
 
-    def _start(self, names: Iterable[str], avoided: tuple[str, ...]) -> None:
+    def _start(self, names: Iterable[str], quarantined: tuple[str, ...]) -> None:
         for name in names:
-            self.start_worker(name, avoided)
+            self.start_worker(name, quarantined)
 
     def _stop_worker(self, name: str) -> None:
         worker = self.workers.get(name)
@@ -381,8 +385,8 @@ class World:
     def _find_places(self) -> None:
         """For those that wait: there is room again."""
         waiting, self.nodes.waiting = self.nodes.waiting, {}
-        for name, avoided in waiting.items():
-            self.start_worker(name, avoided)
+        for name, quarantined in waiting.items():
+            self.start_worker(name, quarantined)
 
     def latency_s(self) -> float:
         return self.random.uniform(0.0005, 0.005)

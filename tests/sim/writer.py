@@ -8,7 +8,7 @@ from sim.control import Control
 from sim.storage import Written
 from sim.timeline import Block, Body, Thread
 
-from elastic.events import PartFailed, PartWritten
+from elastic.protocol.events import PartFailed, PartWritten
 
 
 class PartWriter:

@@ -10,43 +10,42 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from actors.checkpoints import find_checkpoints, folder_of
-from actors.lease import claim
-from actors.shell import Shell
-from actors.storage import DiskStorage
-from elastic import commands as all_commands
-from elastic.commands import (
+from actors.controller.shell import Shell
+from actors.storage.checkpoint_files import find_checkpoints, folder_of
+from actors.storage.lease import claim
+from actors.storage.storage import DiskStorage
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol import commands as all_commands
+from elastic.protocol.commands import (
     Abort,
     Command,
     Form,
     Order,
     Pause,
-    Relayout,
+    RequestCheckpoint,
+    Reshard,
     Resume,
+    RollForward,
     SaveCheckpoint,
-    Settle,
     Stopped,
-    WishCheckpoint,
 )
-from elastic.controller_events import (
+from elastic.protocol.controller_events import (
     CheckpointsRemoved,
     ControllerRecovered,
     ControllerRestarted,
     WorkerAnswered,
-    WorkersStandStill,
+    WorkersStalled,
 )
-from elastic.core import Core
-from elastic.events import (
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import (
     Audited,
     CheckpointDamaged,
     ComputeTimed,
     Evaluated,
     Event,
     GroupFormed,
-    KeeperLost,
-    KeeperReady,
-    KeeperSuspected,
-    KeeperTold,
     LayoutRequested,
     NodeAtRisk,
     NodeDraining,
@@ -56,26 +55,28 @@ from elastic.events import (
     Paused,
     Progressed,
     Quiesced,
+    RolledForward,
     RunOpened,
-    Settled,
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
+    SnapshotServerSuspected,
     StateReady,
     StepCommitted,
     StopRequested,
     StoreLost,
     StoreReady,
     Woke,
-    WorkerLeaving,
+    WorkerDraining,
     WorkerLost,
     WorkerRaised,
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.keeping import Keeper
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.state import CoreState
-from elastic.step_records import RecordsSent
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.policy import Policy
+from elastic.protocol.step_records import RecordsSent
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.reshard.snapshot_placement import SnapshotServer
 
 NUM_STEPS = 60
 STEP_S = 0.01
@@ -87,7 +88,7 @@ POLICY = Policy(
     collective_timeout_s=1.0,
     hang_timeout_s=1.0,
     form_timeout_s=1.0,
-    relayout_timeout_s=1.0,
+    reshard_timeout_s=1.0,
     growth_settle_s=0.01,
     restart_backoff_s=0.01,
 )
@@ -100,27 +101,27 @@ SAMPLES: list[Event] = [
     StoreLost("it died"),
     WorkerLost("w9", "killed"),
     WorkerSuspected("w9", "silent"),
-    WorkerLeaving("w9", "asked to"),
+    WorkerDraining("w9", "asked to"),
     NodeDraining("node9", 1e12),
     NodeAtRisk("node9", "a notice"),
-    KeeperReady(Keeper("node9", "", "socket", "host", 1)),
-    KeeperSuspected("node9", "silent"),
-    KeeperLost("node9", "killed"),
-    KeeperTold("node9", 1, ()),
+    SnapshotServerReady(SnapshotServer("node9", "", "socket", "host", 1)),
+    SnapshotServerSuspected("node9", "silent"),
+    SnapshotServerLost("node9", "killed"),
+    SnapshotServerReported("node9", 1, ()),
     ComputeTimed(1, 1, (1.0, 1.0)),
     Evaluated(1, 10, 1.0),
     Audited(1, 10, 2),
     Quiesced("w9", 1, 1),
-    Settled("w9", 1, RECORD),
+    RolledForward("w9", 1, RECORD),
     RecordsSent("w9", 1, ()),
     WorkerRaised("w9", 1, "program", "an error"),
     CheckpointsRemoved(((99, 1),)),
     WorkerAnswered("w9"),
-    WorkersStandStill(1, ("w9",)),
+    WorkersStalled(1, ("w9",)),
     StopRequested("enough"),
     PartFailed("w9", 1, 1, "no space left"),
     CheckpointDamaged("w9", 1, "nowhere", "a flipped bit"),
-    LayoutRequested("request", Wish.parse("dp=2")),
+    LayoutRequested("request", TargetLayout.parse("dp=2")),
     Progressed(1),
     Woke(),
 ]
@@ -143,7 +144,7 @@ class BrokenCore(Core):
         if type(event).__name__ == self.kind and self.num_left:
             self.num_left -= 1
             self.state.committed_step += 1000
-            self.state.seats.clear()
+            self.state.worker_records.clear()
             raise Broken(f"at {self.kind}")
         return commands
 
@@ -212,7 +213,7 @@ class Crew:
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
 
-    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
         for worker in workers:
             self.shell.post(WorkerReady(worker, "node", 1))
 
@@ -237,14 +238,14 @@ class Crew:
         match order:
             case Form():
                 self._post(GroupFormed(worker, order.generation) for worker in workers)
-            case Relayout():
+            case Reshard():
                 self._post(StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers)
             case Resume():
                 if order.generation > self._generation:  # else it is told once more
                     self._begin(workers, order.generation, order.step)
             case Pause():
                 self._is_pause_wished = True
-            case WishCheckpoint():
+            case RequestCheckpoint():
                 self._is_save_wished = True
             case Abort():
                 self._halt()
@@ -252,9 +253,9 @@ class Crew:
                 records = tuple(record_of(step + 1, self._generation) for step in range(self._step))
                 told = (order.generation, self._step, vote, False, False, records)
                 self._post(Quiesced(worker, *told) for worker in workers)
-            case Settle():
+            case RollForward():
                 record = RECORD
-                self._post(Settled(worker, order.generation, record) for worker in workers)
+                self._post(RolledForward(worker, order.generation, record) for worker in workers)
             case SaveCheckpoint():
                 self._save(workers, order.generation, order.step)
 
@@ -275,7 +276,7 @@ class Crew:
             saves, self._is_save_wished = self._is_save_wished, False
             pauses = self._is_pause_wished
             record = record_of(step, generation)
-            vote = Vote(step, 1.0, 1, 1.0, 2, num_pause_wishes=pauses, num_save_wishes=saves)
+            vote = Vote(step, 1.0, 1, 1.0, 2, num_pause_requests=pauses, num_save_requests=saves)
             self.shell.post(StepCommitted(generation, record, vote))
             if saves:
                 self._save(workers, generation, step)
@@ -300,13 +301,13 @@ class Crew:
         for event in events:
             self.shell.post(event)
 
-    def start_keeper(self, node: str) -> None:
+    def start_snapshot_server(self, node: str) -> None:
         pass
 
-    def stop_keeper(self, node: str) -> None:
+    def stop_snapshot_server(self, node: str) -> None:
         pass
 
-    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+    def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         pass
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
@@ -317,7 +318,7 @@ class Crew:
         answer.set_result(self._step)
         return answer
 
-    def probe_keeper(self, node: str) -> Future[None]:
+    def probe_snapshot_server(self, node: str) -> Future[None]:
         return Future()
 
     def close(self) -> None:
@@ -357,7 +358,7 @@ def drive(
     guard = threading.Timer(30.0, lambda: shell.post(None))  # type: ignore[arg-type]
     guard.start()
     try:
-        opening = RunOpened(0, POLICY, Wish.parse("dp=2", 2), job)
+        opening = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), job)
         return shell.run(crew, opening, crew if may_survive else None)
     finally:
         guard.cancel()
@@ -377,21 +378,21 @@ def extra_commands() -> list[Command]:
     """One of each kind that a run without trouble has none of, to no effect."""
     make = all_commands
     return [
-        make.StartKeeper("node9"),
-        make.StopKeeper("node9", "unused"),
-        make.Protect(1, (), ()),
-        make.AskKeepers(1, ()),
+        make.StartSnapshotServer("node9"),
+        make.StopSnapshotServer("node9", "unused"),
+        make.StartSnapshots(1, (), ()),
+        make.QuerySnapshotServers(1, ()),
         make.ForgetSnapshots(1, ()),
-        make.Settle(1, (), VOTE),
+        make.RollForward(1, (), VOTE),
         make.SetAside(1, 99),
         make.SendRecords(1, (), 0),
         make.RolledBack(1, 1, 1, "live"),
         make.Warned(1, 1, "notice", "text"),
         make.Replaced("w9", "slow"),
-        make.NodeAvoided("node9", 0.0, "crashes"),
-        make.NodeUsedAgain("node9", "its time is over"),
+        make.NodeQuarantined("node9", 0.0, "crashes"),
+        make.NodeReleased("node9", "its time is over"),
         make.LayoutAnswered(1, "request", "dp=2", "dp=2"),
         make.DropCheckpoints(()),
-        make.WishCheckpoint(1, ("w0", "w1"), EVENTFUL_STEP),
+        make.RequestCheckpoint(1, ("w0", "w1"), EVENTFUL_STEP),
         make.StopWorker("w9", "unused"),
     ]

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from actors.errors import Interrupted
-from actors.interruption import Interruption
-from actors.trainer import Trainer, WorkerOptions
-from elastic.regions import Region
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from actors.runtime.interruption import Interruption
+from actors.storage.errors import Interrupted
+from actors.worker.trainer import Trainer
+from actors.worker.worker_options import WorkerOptions
+from elastic.geometry.regions import Region
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny
 
 VOCAB_SIZE = 20_000_000
 """An embedding of 640 M values: 8 s of drawing."""

@@ -11,17 +11,17 @@ from ray import train, tune
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from written_runs import WrittenRun
 
-from actors.checkpoints import publish
-from actors.ray_controller import Progress
-from elastic.commands import Stopped
+from actors.ray_backend.controller import DriverReport
+from actors.storage.checkpoint_files import publish
+from elastic.protocol.commands import Stopped
 from pipelines.api import ElasticTrainer, UserError
-from pipelines.api.configs import Running, Scaling, changes_of
+from pipelines.api.configs import RunOptions, Scaling, changes_of
 from pipelines.api.result import ended, renamed, result_of
 from pipelines.api.tables import Tables
-from pipelines.overrides import override
-from pipelines.plan import Asked, make_plan, store_recipe
-from pipelines.recipes import byte_lm, load, name_of, tiny
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
+from pipelines.run.recipes import byte_lm, load, name_of, tiny
 from pipelines.settings import TrainSettings
+from pipelines.settings.overrides import override
 
 
 def test_what_a_scaling_config_says() -> None:
@@ -39,10 +39,10 @@ def test_what_a_scaling_config_says() -> None:
 
 def test_what_a_run_config_says(tmp_path: Path) -> None:
     kept = CheckpointConfig(num_to_keep=2)
-    told = Running.of(RunConfig(name="mine", storage_path=tmp_path, checkpoint_config=kept))
+    told = RunOptions.of(RunConfig(name="mine", storage_path=tmp_path, checkpoint_config=kept))
     assert (told.name, told.storage) == ("mine", str(tmp_path))
     assert told.changes == ("keep_last=2", "keep_best=0")
-    assert Running.of(RunConfig(failure_config=FailureConfig(max_failures=-1))).changes == ()
+    assert RunOptions.of(RunConfig(failure_config=FailureConfig(max_failures=-1))).changes == ()
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_values_become_those_of_the_command_line() -> None:
 
 def test_a_recipe_may_be_a_function_or_what_it_returns() -> None:
     assert load(tiny) == load(tiny()) == load("tiny")
-    assert name_of(byte_lm) == "pipelines.recipes:byte_lm"
+    assert name_of(byte_lm) == "pipelines.run.recipes:byte_lm"
     assert name_of(byte_lm()) == "transformer"
     with pytest.raises(UserError, match="recipe int: is int, not TrainSettings or a Recipe"):
         ElasticTrainer(3).as_trainable()
@@ -150,7 +150,7 @@ def test_a_recipes_function_gets_its_arguments(tmp_path: Path) -> None:
         load(net, {"widht": 3})
     with pytest.raises(UserError, match="only a function has arguments"):
         ElasticTrainer(tiny(), recipe_config={"width": 3}).as_trainable()
-    asked = Asked(net, "run", str(tmp_path), data="random", arguments={"width": 3})
+    asked = TrainRequest(net, "run", str(tmp_path), data="random", arguments={"width": 3})
     store_recipe(make_plan(asked, num_gpus=0))
     with pytest.raises(UserError, match=r"arguments: {'width': '3'} -> {'width': '4'}"):
         make_plan(replace(asked, arguments={"width": 4}), num_gpus=0)
@@ -173,7 +173,7 @@ def test_a_table_has_one_row_a_step_that_stands(tmp_path: Path) -> None:
     events = tables.events()
     assert {"lost", "rolled back"} <= set(events["kind"])
     assert events["text"].str.contains("killed by signal 9").any()
-    assert tables.standing().as_json()["step"] == 2
+    assert tables.run_status().as_json()["step"] == 2
 
 
 def test_how_a_run_ended_in_terms_of_ray(tmp_path: Path) -> None:
@@ -189,10 +189,10 @@ def test_how_a_run_ended_in_terms_of_ray(tmp_path: Path) -> None:
     with result.checkpoint.as_directory() as folder:
         assert (Path(folder) / "manifest.json").exists()
     assert result.get_best_checkpoint("loss", "min").path == result.checkpoint.path
-    assert ended(run.folder, Progress(Stopped("interrupted", 2))).metrics == result.metrics
+    assert ended(run.folder, DriverReport(Stopped("interrupted", 2))).metrics == result.metrics
     with pytest.raises(TrainingFailedError, match=r"(?s)'run' has failed at step 2: no.*Traceback"):
-        ended(run.folder, Progress(Stopped("failed", 2, "no", "Traceback: theirs")))
+        ended(run.folder, DriverReport(Stopped("failed", 2, "no", "Traceback: theirs")))
     with pytest.raises(UserError, match="RunConfig"):
-        ended(run.folder, Progress(Stopped("user_error", 0, "choose another --run-name")))
+        ended(run.folder, DriverReport(Stopped("user_error", 0, "choose another --run-name")))
     with pytest.warns(UserWarning, match="MLflow is away"):
-        ended(run.folder, Progress(Stopped("completed", 2), ("MLflow is away",)))
+        ended(run.folder, DriverReport(Stopped("completed", 2), ("MLflow is away",)))

@@ -14,17 +14,17 @@ import pyarrow as pa
 import pytest
 import ray
 
-from actors.ray_at_hand import own_node_address
-from actors.reach import ENDPOINTS, PROXIES, REGIONS, endpoint_of, refuse_unreachable
+from actors.ray_backend.cluster.connection import own_node_address
+from actors.storage.reachability import ENDPOINTS, PROXIES, REGIONS, endpoint_of, refuse_unreachable
 from pipelines.cli import main
-from pipelines.plan import Asked, make_plan, store_recipe
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 
 ROOT = Path(__file__).parents[2]
 
 CASES = {
     "unknown recipe": (["tyni"], "tiny"),
     "recipe file is missing": (["nowhere.py:recipe"], "nowhere.py"),
-    "recipe function is missing": (["pipelines.recipes:tinny"], "tinny"),
+    "recipe function is missing": (["pipelines.run.recipes:tinny"], "tinny"),
     "unknown key": (["tiny", "--set", "optimizer.lrr=1"], "optimizer.lr"),
     "value of another type": (["tiny", "--set", "optimizer.lr=fast"], "number"),
     "no value": (["tiny", "--set", "optimizer.lr"], "key=value"),
@@ -248,7 +248,7 @@ def test_a_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) 
 
 
 def test_an_empty_layout_is_refused_by_relayout(storage: Path, capsys) -> None:
-    line = refused(capsys, "relayout", "run", "--layout", "", "--storage", str(storage))
+    line = refused(capsys, "reshard", "run", "--layout", "", "--storage", str(storage))
     assert "--layout: it is empty" in line
 
 
@@ -273,7 +273,7 @@ def test_in_a_process_of_its_own_it_is_the_same(tmp_path: Path) -> None:
 
 
 def test_other_maths_than_the_stored_runs(storage: Path, capsys) -> None:
-    asked = Asked("tiny", "run", str(storage), data="random")
+    asked = TrainRequest("tiny", "run", str(storage), data="random")
     store_recipe(make_plan(asked, num_gpus=0))
     before = (storage / "run" / "recipe.json").read_text()
     arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
@@ -284,7 +284,7 @@ def test_other_maths_than_the_stored_runs(storage: Path, capsys) -> None:
 
 def test_a_stored_recipe_with_values_out_of_bounds(storage: Path, capsys) -> None:
     """As a version without these bounds wrote it."""
-    asked = Asked("tiny", "run", str(storage), data="random")
+    asked = TrainRequest("tiny", "run", str(storage), data="random")
     store_recipe(make_plan(asked, num_gpus=0))
     file = storage / "run" / "recipe.json"
     stored = json.loads(file.read_text())
@@ -306,7 +306,7 @@ def test_a_stored_recipe_with_values_out_of_bounds(storage: Path, capsys) -> Non
 def test_a_stored_recipe_that_cannot_be_used_says_how_to_go_on(
     storage: Path, capsys, settings: object, problem: str
 ) -> None:
-    store_recipe(make_plan(Asked("tiny", "run", str(storage), data="random"), num_gpus=0))
+    store_recipe(make_plan(TrainRequest("tiny", "run", str(storage), data="random"), num_gpus=0))
     file = storage / "run" / "recipe.json"
     stored = json.loads(file.read_text())
     is_object = isinstance(settings, dict)

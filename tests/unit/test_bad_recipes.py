@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 from test_bad_input import MAX_REFUSAL_S, refused
 
-from pipelines import user_code
 from pipelines.cli import main
+from pipelines.settings import user_code
 
 PREAMBLE = """
 import threading
 import torch
 from torch import nn
-from pipelines.recipe import Recipe
+from pipelines.settings.recipe import Recipe
 
 
 class NoLength:
@@ -57,7 +57,7 @@ FILES = {
     "a syntax error": ("def own(:\n    pass\n", "line 1: SyntaxError: invalid syntax"),
     "no Python at all": ("\0\0", "SyntaxError"),
     "a missing import": ("\nimport nosuch\n", "line 2: ModuleNotFoundError: No module named"),
-    "a missing name": ("from pipelines.recipes import nosuch\n", "line 1: ImportError"),
+    "a missing name": ("from pipelines.run.recipes import nosuch\n", "line 1: ImportError"),
     "an end of the process": ("raise SystemExit(0)\n", "line 1: SystemExit: 0"),
     "nothing": ("", "no function 'own'; there is none"),
     "another function": ("def mine():\n    pass\n", "no function 'own'; there are: mine"),

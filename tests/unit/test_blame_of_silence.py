@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.core import Core
-from elastic.events import (
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.events import (
     Event,
     GroupFormed,
     Quiesced,
@@ -17,10 +19,9 @@ from elastic.events import (
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.phases import Running
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.phases import Running
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
 
 WORKERS = ("w0", "w1", "w2")
 
@@ -30,7 +31,7 @@ def running() -> Core:
     core = Core()
     record = StepRecord(0.0, 1, 1, 3, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
     events: list[Event] = [
-        RunOpened(1, Policy(1, 3), Wish.parse("dp=3", 3), Job(6, microbatch=1, steps=100)),
+        RunOpened(1, Policy(1, 3), TargetLayout.parse("dp=3", 3), Job(6, microbatch=1, steps=100)),
         StoreReady("host", 1),
         *(WorkerReady(worker, "node", 1) for worker in WORKERS),
         *(GroupFormed(worker, 1) for worker in WORKERS),

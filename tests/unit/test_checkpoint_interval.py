@@ -7,23 +7,25 @@ from math import sqrt
 
 import pytest
 
-from elastic.checkpoint_interval import (
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.planner.checkpoint_interval import (
     FIRST_COST_S,
     PRIOR_S,
     CheckpointCosts,
     best_interval_s,
 )
-from elastic.commands import (
+from elastic.protocol.commands import (
     Command,
     Pause,
     PublishCheckpoint,
+    RequestCheckpoint,
     StartWorkers,
     Warned,
-    WishCheckpoint,
 )
-from elastic.controller_events import ControllerRestarted
-from elastic.core import Core
-from elastic.events import (
+from elastic.protocol.controller_events import ControllerRestarted
+from elastic.protocol.events import (
     Checkpointed,
     Event,
     GroupFormed,
@@ -39,9 +41,8 @@ from elastic.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
 
 WORKERS = ("w0", "w1")
 LEAST_S, MOST_S = 60.0, 900.0
@@ -112,10 +113,10 @@ def step(core: Core, now: float, *events: Event) -> list[Command]:
     return [command for event in events for command in core.step(now, event)]
 
 
-def committed(step: int, generation: int = 1, num_save_wishes: int = 0) -> StepCommitted:
+def committed(step: int, generation: int = 1, num_save_requests: int = 0) -> StepCommitted:
     record = StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 1.0, skipped=False)
     return StepCommitted(
-        generation, record, Vote(step, 1.0, 1, 1.0, 2, num_save_wishes=num_save_wishes)
+        generation, record, Vote(step, 1.0, 1, 1.0, 2, num_save_requests=num_save_requests)
     )
 
 
@@ -124,8 +125,8 @@ def training(policy: Policy = AUTO, core: Core | None = None) -> Core:
     core = core or Core()
     job = Job(8, steps=10**6)
     generation = core.state.generation + 1
-    step(core, 0.0, RunOpened(1, policy, Wish.parse("dp=2", 2), job), StoreReady("host", 1))
-    names = sorted(core.state.seats)
+    step(core, 0.0, RunOpened(1, policy, TargetLayout.parse("dp=2", 2), job), StoreReady("host", 1))
+    names = sorted(core.state.worker_records)
     step(core, 0.0, *(WorkerReady(name, f"node-{name}", 1) for name in names))
     step(core, 0.0, *(GroupFormed(name, generation) for name in names))
     step(core, 0.0, *(StateReady(n, generation, 0, 0, 0.0, 1, 1, 2) for n in names))
@@ -133,8 +134,8 @@ def training(policy: Policy = AUTO, core: Core | None = None) -> Core:
     return core
 
 
-def wishes(commands: list[Command]) -> list[WishCheckpoint]:
-    return [command for command in commands if isinstance(command, WishCheckpoint)]
+def wishes(commands: list[Command]) -> list[RequestCheckpoint]:
+    return [command for command in commands if isinstance(command, RequestCheckpoint)]
 
 
 def test_a_run_saves_by_itself_after_the_first_interval() -> None:
@@ -143,7 +144,7 @@ def test_a_run_saves_by_itself_after_the_first_interval() -> None:
     assert first is not None and 400.0 < first < 420.0
     assert not wishes(step(core, first - 1.0, committed(2)))
     assert wishes(step(core, first, Woke()))
-    step(core, first + 1.0, committed(3, num_save_wishes=2))
+    step(core, first + 1.0, committed(3, num_save_requests=2))
     file = PartFile("part", 1, 0)
     step(core, first + 2.0, *(PartWritten(w, 1, 3, file) for w in WORKERS))
     assert core.state.save_at == pytest.approx(2 * first + 1.0, abs=2.0)
@@ -169,7 +170,7 @@ def test_a_checkpoint_that_breaks_with_a_worker_is_made_again_at_once() -> None:
     assert first is not None
     step(core, first - 1.0, committed(2))
     assert wishes(step(core, first, Woke()))
-    step(core, first + 1.0, committed(3, num_save_wishes=2))
+    step(core, first + 1.0, committed(3, num_save_requests=2))
     step(core, first + 2.0, WorkerLost("w1", "killed"))
     assert core.state.save_at == first + 2.0
 
@@ -199,7 +200,7 @@ def with_one_part_missing(policy: Policy = AUTO) -> tuple[Core, float]:
     core = training(policy)
     core.state.save_at = 10.0
     assert wishes(step(core, 10.0, Woke()))
-    step(core, 20.0, committed(2, num_save_wishes=2))
+    step(core, 20.0, committed(2, num_save_requests=2))
     step(core, 22.0, PartWritten("w0", 1, 2, PartFile("part-w0", 1, 0)))
     return core, 20.0
 
@@ -214,7 +215,7 @@ def test_a_lost_report_of_a_part_does_not_end_all_checkpoints() -> None:
     [warned] = warnings(commands)
     assert warned.kind == "checkpoint" and "w1 on node-w1" in warned.text
     assert wishes(commands) and not core.state.uploads
-    assert core.state.leaving == set(), "it is healthy"
+    assert core.state.draining == set(), "it is healthy"
 
 
 def test_a_worker_whose_write_hangs_leaves_by_plan() -> None:
@@ -223,7 +224,7 @@ def test_a_worker_whose_write_hangs_leaves_by_plan() -> None:
     vote_with(core, deadline - 0.1, 3, num_writing=1)
     commands = step(core, deadline, Woke())
     assert [type(command) for command in commands] == [Warned, Pause]
-    assert core.state.leaving == {"w1"}
+    assert core.state.draining == {"w1"}
 
 
 def test_a_run_that_cannot_do_without_it_trains_on_until_another_has_come() -> None:
@@ -241,10 +242,10 @@ def test_a_write_that_comes_to_an_end_after_all_costs_nothing() -> None:
     core, began = with_one_part_missing(replace(AUTO, min_workers=2))
     deadline = began + core.state.policy.save_timeout_s
     vote_with(core, deadline, 3, num_writing=1)
-    assert core.state.leaving == {"w1"}
+    assert core.state.draining == {"w1"}
     written = PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0))
     commands = step(core, deadline + 1.0, written)
-    assert core.state.leaving == set() and core.state.late_writers == set()
+    assert core.state.draining == set() and core.state.late_writers == set()
     assert any(isinstance(command, PublishCheckpoint) for command in commands)
 
 
@@ -252,12 +253,12 @@ def test_storage_that_answers_nobody_costs_no_worker() -> None:
     core = training()
     core.state.save_at = 10.0
     step(core, 10.0, Woke())
-    step(core, 20.0, committed(2, num_save_wishes=2))
+    step(core, 20.0, committed(2, num_save_requests=2))
     for number in range(3):
         now = 330.0 + 310.0 * number
         [warned] = warnings(vote_with(core, now, 3 + number, num_writing=2))
         assert "storage does not answer" in warned.text
-    assert core.state.leaving == set()
+    assert core.state.draining == set()
 
 
 def test_parts_are_late_after_four_times_the_longest_recent_write() -> None:
@@ -267,7 +268,7 @@ def test_parts_are_late_after_four_times_the_longest_recent_write() -> None:
     step(core, began + 201.0, Checkpointed(2, 1, "path"))
     core.state.want_save(began + 202.0)
     step(core, began + 202.0, Woke())
-    step(core, began + 203.0, committed(4, num_save_wishes=2))
+    step(core, began + 203.0, committed(4, num_save_requests=2))
     [upload] = core.state.uploads.values()
     assert upload.deadline - upload.since == 4 * 200.0
 

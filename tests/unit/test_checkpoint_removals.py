@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from memory_storage import MemoryStorage
 
-from actors.checkpoints import MANIFEST, Publisher, folder_of
-from actors.lease import claim
-from elastic.commands import DropCheckpoints
-from elastic.controller_events import CheckpointsRemoved, ControllerRaised
-from elastic.events import Event
+from actors.controller.publisher import Publisher
+from actors.storage.checkpoint_files import MANIFEST, folder_of
+from actors.storage.lease import claim
+from elastic.protocol.commands import DropCheckpoints
+from elastic.protocol.controller_events import CheckpointsRemoved, ControllerRaised
+from elastic.protocol.events import Event
 
 LATE_S = 30.0
 

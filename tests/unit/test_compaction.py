@@ -12,23 +12,23 @@ import pytest
 from long_runs import Every, LongRun, opening, step_of
 from memory_storage import MemoryStorage
 
-from actors.compaction import (
+from actors.controller.compaction import (
     NUM_JOINED,
     NUM_LEFT,
     Compactor,
     compact_oldest,
     shrink_journal,
 )
-from actors.errors import LeaseLost
-from actors.journal import replay
-from actors.lines import LineLog
-from actors.segments import segment_name
-from elastic.core import Core
-from elastic.events import Woke
-from elastic.state import CoreState
-from elastic.step_records import RecordsSent
-from elastic.wire import encode, event_line
-from pipelines.view.history import History
+from actors.controller.journal import replay
+from actors.storage.errors import LeaseLost
+from actors.storage.line_logs import LineLog
+from actors.storage.segments import segment_name
+from elastic.controller.core import Core
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import Woke
+from elastic.protocol.step_records import RecordsSent
+from elastic.protocol.wire import encode, event_line
+from pipelines.observe.history.history import History
 
 SEGMENT_BYTES = 20_000
 
@@ -85,7 +85,7 @@ def test_a_compacted_journal_tells_and_replays_the_same(written: Path) -> None:
     assert (after.now, after.again()) == (before.now, before.again())
     compacted = History()
     compacted.take(log.lines(), ())
-    assert compacted.membership.happenings == whole.membership.happenings
+    assert compacted.membership.run_events == whole.membership.run_events
     assert compacted.membership.stretches == whole.membership.stretches
     ours, theirs = compacted.account.split(), whole.account.split()
     assert encode(ours) == {**encode(theirs), **{

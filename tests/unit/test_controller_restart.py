@@ -15,22 +15,25 @@ from typing import Any
 
 import pytest
 
-from actors.errors import LeaseLost, RunTaken
-from actors.fleet import answered
-from actors.lease import Lease, claim, owner_of
-from actors.shell import Shell
-from actors.storage import DiskStorage
-from elastic.commands import (
+from actors.controller.fleet import answered
+from actors.controller.shell import Shell
+from actors.storage.errors import LeaseLost, RunTaken
+from actors.storage.lease import Lease, claim, owner_of
+from actors.storage.storage import DiskStorage
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import (
     Form,
     Order,
     Pause,
     RecordStep,
-    Relayout,
+    Reshard,
     Resume,
     SaveCheckpoint,
     Stopped,
 )
-from elastic.events import (
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import (
     Event,
     GroupFormed,
     PartFailed,
@@ -42,13 +45,13 @@ from elastic.events import (
     StoreReady,
     WorkerReady,
 )
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.state import CoreState
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
 
 WORKERS = ("w0", "w1")
-OPENING = RunOpened(0, Policy(2, 2, save_timeout_s=0.1), Wish.parse("dp=2", 2), Job(8, steps=1000))
+OPENING = RunOpened(
+    0, Policy(2, 2, save_timeout_s=0.1), TargetLayout.parse("dp=2", 2), Job(8, steps=1000)
+)
 
 
 class Died(BaseException):
@@ -72,7 +75,7 @@ class Crew:
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
 
-    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
         for worker in workers:
             self.shell.post(WorkerReady(worker, "node", 1))
 
@@ -84,7 +87,7 @@ class Crew:
         match order:
             case Form():
                 answers = [GroupFormed(worker, order.generation) for worker in workers]
-            case Relayout():
+            case Reshard():
                 answers = [StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers]
             case Resume():
                 steps = range(1, self._num_steps + 1)
@@ -109,10 +112,10 @@ class Crew:
     def stop_worker(self, worker: str) -> None:
         pass
 
-    def start_keeper(self, node: str) -> None:
+    def start_snapshot_server(self, node: str) -> None:
         pass
 
-    def ask_keepers(self, nodes: Sequence[str], generation: int) -> None:
+    def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         pass
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
@@ -188,11 +191,11 @@ def test_a_dead_controller_is_waited_for_while_its_cluster_may_restart_it(tmp_pa
 
 def test_it_goes_on_with_the_order_that_was_not_sent(tmp_path: Path) -> None:
     with pytest.raises(Died):
-        drive(tmp_path, Crew(dies_at=Relayout))
+        drive(tmp_path, Crew(dies_at=Reshard))
     crew = Crew()
     stopped = drive(tmp_path, crew)
     assert stopped.step == 3
-    assert [type(order).__name__ for order in crew.sent[:3]] == ["Form", "Relayout", "Resume"]
+    assert [type(order).__name__ for order in crew.sent[:3]] == ["Form", "Reshard", "Resume"]
     assert {order.generation for order in crew.sent[:3]} == {1}
     assert events(tmp_path).count("RunOpened") == events(tmp_path).count("ControllerRestarted") == 1
     assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
@@ -287,7 +290,7 @@ def test_what_the_journal_does_not_know_is_cleared_away(
 ) -> None:
     """Another actor's workers, or a generation of which an object store's journal lacks lines."""
     with pytest.raises(Died):
-        drive(tmp_path, Crew(dies_at=Relayout))
+        drive(tmp_path, Crew(dies_at=Reshard))
     [held] = (tmp_path / "lease").iterdir()
     told = json.loads(held.read_text())
     held.write_text(json.dumps({**told, "released": True}))

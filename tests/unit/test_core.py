@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
-from elastic.commands import (
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import (
     Abort,
     Command,
     Form,
@@ -14,8 +17,7 @@ from elastic.commands import (
     StopWorker,
     Warned,
 )
-from elastic.core import Core
-from elastic.events import (
+from elastic.protocol.events import (
     Event,
     GroupFormed,
     NodeDraining,
@@ -27,23 +29,22 @@ from elastic.events import (
     StopRequested,
     StoreReady,
     Woke,
-    WorkerLeaving,
+    WorkerDraining,
     WorkerLost,
     WorkerRaised,
     WorkerReady,
 )
-from elastic.phases import Forming, Pausing, Running
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
-from elastic.wire import command_line
+from elastic.protocol.phases import Forming, Pausing, Running
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.protocol.wire import command_line
 
 
 def opened(min_workers: int = 2, max_workers: int = 2, **policy: float) -> Core:
     """A run whose store is up and whose workers are starting."""
     core = Core()
     rules = Policy(min_workers, max_workers, **policy)  # type: ignore[arg-type]
-    core.step(0.0, RunOpened(1, rules, Wish(max_workers=max_workers), Job(8, steps=10)))
+    core.step(0.0, RunOpened(1, rules, TargetLayout(max_workers=max_workers), Job(8, steps=10)))
     core.step(0.0, StoreReady("host", 1))
     return core
 
@@ -57,7 +58,7 @@ def ready(worker: str, digest: str = "same") -> WorkerReady:
 
 
 def test_opening_starts_the_store_and_all_workers() -> None:
-    opening = RunOpened(1, Policy(1, 2), Wish(), Job(8, steps=10))
+    opening = RunOpened(1, Policy(1, 2), TargetLayout(), Job(8, steps=10))
     commands = Core().step(0.0, opening)
     assert StartStore() in commands
     assert StartWorkers(("w0", "w1")) in commands
@@ -67,7 +68,7 @@ def test_begun_again_with_fewer_steps_than_are_saved_there_is_nothing_to_do() ->
     core = Core()
     core.state.committed_step = 25
     saved = Saved(20, 1, "step-20-g1")
-    commands = core.step(0.0, RunOpened(2, Policy(), Wish(), Job(8, steps=15), (saved,)))
+    commands = core.step(0.0, RunOpened(2, Policy(), TargetLayout(), Job(8, steps=15), (saved,)))
     assert commands == [Stopped("completed", 20, "step 20 is saved: nothing to do")]
 
 
@@ -83,7 +84,7 @@ def test_a_worker_whose_loss_was_told_first_is_not_welcome() -> None:
     core = opened()
     told(core, WorkerLost("w0", "killed"), ready("w0"))
     assert core.state.warm == set()
-    assert "w0" not in core.state.seats
+    assert "w0" not in core.state.worker_records
 
 
 def test_a_worker_that_keeps_dying_is_started_ever_more_slowly_but_for_ever() -> None:
@@ -116,7 +117,7 @@ def test_other_sources_are_turned_away() -> None:
 def test_the_drivers_sources_count_from_the_first_worker_on() -> None:
     core = Core()
     job = Job(steps=100, digest="driver")
-    told(core, RunOpened(1, Policy(max_workers=2), Wish(), job), StoreReady("host", 1))
+    told(core, RunOpened(1, Policy(max_workers=2), TargetLayout(), job), StoreReady("host", 1))
     commands = told(core, ready("w0", digest="other"))
     assert isinstance(commands[-1], Stopped)
     assert "w0 on node runs other sources than the driver" in commands[-1].reason
@@ -174,7 +175,7 @@ def test_an_exception_of_one_who_is_gone_means_nothing() -> None:
 
 def test_one_who_leaves_while_it_starts_is_no_failed_start() -> None:
     core = opened()
-    assert told(core, WorkerLeaving("w0", "asked to")) == [
+    assert told(core, WorkerDraining("w0", "asked to")) == [
         StopWorker("w0", "it leaves by plan"),
         StartWorkers(("w2",)),
     ]
@@ -186,7 +187,7 @@ def test_a_draining_node_takes_only_its_own_workers() -> None:
     core = opened(1, 3)
     told(core, ready("w0"), WorkerReady("w1", "spot", 2, digest="same"))
     told(core, NodeDraining("spot", 100.0))
-    assert core.state.leaving == {"w1"}
+    assert core.state.draining == {"w1"}
 
 
 def formed(core: Core) -> Form:
@@ -204,9 +205,11 @@ def finish_forming(core: Core) -> None:
     assert isinstance(core.state.phase, Running)
 
 
-def opened_with(wish: str, job: Job, num_workers: int) -> Core:
+def opened_with(target_layout: str, job: Job, num_workers: int) -> Core:
     core = Core()
-    opening = RunOpened(1, Policy(1, num_workers), Wish.parse(wish, num_workers), job)
+    opening = RunOpened(
+        1, Policy(1, num_workers), TargetLayout.parse(target_layout, num_workers), job
+    )
     told(core, opening, StoreReady("host", 1))
     return core
 

@@ -6,11 +6,13 @@ from random import Random
 
 import pytest
 from sim.faults import LAYOUTS
-from sim.telling import command_in_words, phase_in_words
+from sim.reporting import command_in_words, phase_in_words
 
-from elastic.controller_events import WorkerAnswered, WorkersStandStill
-from elastic.core import Core
-from elastic.events import (
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
+from elastic.protocol.events import (
     Audited,
     CheckpointDamaged,
     Checkpointed,
@@ -26,26 +28,25 @@ from elastic.events import (
     Paused,
     Progressed,
     Quiesced,
+    RolledForward,
     RunOpened,
     Saved,
-    Settled,
     StateReady,
     StepCommitted,
     StopRequested,
     StoreLost,
     StoreReady,
     Woke,
-    WorkerLeaving,
+    WorkerDraining,
     WorkerLost,
     WorkerRaised,
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.phases import Aborting, Forming, Pausing, Relaying, Running, Saving, Stopped
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
-from elastic.wire import encode
+from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Saving
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.protocol.wire import encode
 
 NUM_EVENTS = 300
 
@@ -60,20 +61,22 @@ def helpful_event(random: Random, core: Core) -> Event:
     """What would bring the run on from where it is."""
     state, phase = core.state, core.state.phase
     generation, step = state.generation, state.committed_step
-    starting = sorted(state.seats.keys() - state.warm)
+    starting = sorted(state.worker_records.keys() - state.warm)
     match phase:
         case Forming():
             return GroupFormed(random.choice(sorted(phase.pending)), generation)
-        case Relaying():
+        case Resharding():
             worker = random.choice(sorted(phase.pending))
             return StateReady(worker, generation, 0, 0, 0.0, 1, 1, 2)
         case Pausing():
             return Paused(random.choice(sorted(phase.pending)), generation, step)
         case Running():
             return StepCommitted(generation, *step_of(step + 1, generation))
-        case Aborting() if phase.settling:
+        case Aborting() if phase.rolling_forward:
             worker = random.choice(sorted(phase.pending))
-            return Settled(worker, generation, step_of(phase.settling.step, generation)[0])
+            return RolledForward(
+                worker, generation, step_of(phase.rolling_forward.step, generation)[0]
+            )
         case Aborting():
             record, vote = step_of(step, generation)
             worker = random.choice(sorted(phase.pending))
@@ -100,7 +103,7 @@ def splits_of(random: Random, members: tuple[str, ...]) -> tuple[tuple[tuple[str
 def any_event(random: Random, core: Core) -> Event:
     """Mostly about who and what there is now, sometimes about nobody and long ago."""
     state = core.state
-    worker = random.choice([*sorted(state.seats), "stranger"])
+    worker = random.choice([*sorted(state.worker_records), "stranger"])
     generation = state.generation - (random.random() < 0.2)
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
     record, vote = step_of(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
@@ -113,14 +116,14 @@ def any_event(random: Random, core: Core) -> Event:
         StepCommitted(generation, record, vote),
         Paused(worker, generation, step),
         Quiesced(worker, generation, step, vote, complete, torn, (record,)),
-        Settled(worker, generation, record),
+        RolledForward(worker, generation, record),
         PartWritten(worker, generation, step, PartFile(f"part-{worker}", 1, 1)),
         WorkerLost(worker, "killed"),
         WorkerLost(worker, "killed"),
         WorkerSuspected(worker, "silent"),
         WorkerAnswered(worker),
-        WorkersStandStill(generation, (worker,)),
-        WorkerLeaving(worker, "asked to"),
+        WorkersStalled(generation, (worker,)),
+        WorkerDraining(worker, "asked to"),
         NodeDraining(f"node{random.randrange(3)}", random.uniform(0.0, 100.0)),
         NodeAtRisk(f"node{random.randrange(3)}", "a notice"),
         WorkerRaised(worker, generation, kind, "trouble"),
@@ -131,7 +134,7 @@ def any_event(random: Random, core: Core) -> Event:
         Evaluated(generation, step, 1.0),
         Audited(generation, step, 2),
         Audited(generation, step, 2, splits_of(random, state.members())),
-        LayoutRequested("request", Wish.parse(random.choice(LAYOUTS))),
+        LayoutRequested("request", TargetLayout.parse(random.choice(LAYOUTS))),
         StoreLost("it died"),
         StopRequested("SIGTERM"),
         Woke(),
@@ -151,19 +154,19 @@ def opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOp
         spike_factor=random.choice((0.0, 2.0)),
         spike_window=4,
         audit_every=random.choice((0, 1)),
-        audit_rewind=random.choice((False, True)),
+        audit_rollback=random.choice((False, True)),
     )
     job = Job(8, steps=random.choice((5, 1000)), checkpoint_every=random.choice((0, 2)))
-    return RunOpened(incarnation, policy, Wish.parse(layout, max_workers), job, saved)
+    return RunOpened(incarnation, policy, TargetLayout.parse(layout, max_workers), job, saved)
 
 
 def check(core: Core) -> None:
     """What holds in every state."""
     state, phase = core.state, core.state.phase
-    assert state.warm <= state.seats.keys()
-    assert state.leaving <= state.seats.keys()
+    assert state.warm <= state.worker_records.keys()
+    assert state.draining <= state.worker_records.keys()
     assert all(held.holders <= state.warm for held in state.holdings())
-    if isinstance(phase, Forming | Relaying | Pausing | Aborting):
+    if isinstance(phase, Forming | Resharding | Pausing | Aborting):
         assert phase.pending, "a phase that waits for nobody"
         assert phase.pending <= state.warm, "a phase that waits for the dead"
         assert core.next_deadline() is not None, "a phase that waits for ever"
@@ -182,7 +185,7 @@ def test_nothing_that_is_told_breaks_it(first: int) -> None:
             deadline = core.next_deadline()
             if isinstance(event, Woke) and deadline is not None:
                 now = max(now, deadline)
-            if isinstance(core.state.phase, Stopped):
+            if isinstance(core.state.phase, Ended):
                 event = opening(random, core.state.incarnation + 1, tuple(core.state.saved))
             before, generation = phase_in_words(core.state.phase), core.state.generation
             commands = core.step(now, event)

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from elastic.commands import Command, Form, LayoutAnswered, Pause, Resume
-from elastic.core import Core
-from elastic.events import (
+from elastic.controller.core import Core
+from elastic.geometry.model_limits import Limits
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Command, Form, LayoutAnswered, Pause, Resume
+from elastic.protocol.events import (
     Event,
     GroupFormed,
     LayoutRequested,
@@ -22,11 +25,18 @@ from elastic.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.limits import Limits
-from elastic.phases import Aborting, Forming, Pausing, Phase, Relaying, Running, Saving, Waiting
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.phases import (
+    Aborting,
+    Forming,
+    Pausing,
+    Phase,
+    Resharding,
+    Running,
+    Saving,
+    Waiting,
+)
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
 
 FOUR = ("w0", "w1", "w2", "w3")
 JOB = Job(8, steps=10, limits=Limits(tp_divides=8, one_stage="this schedule knows one"))
@@ -37,13 +47,13 @@ def told(core: Core, *events: Event, now: float = 1.0) -> list[Command]:
 
 
 def asked(core: Core, layout: str) -> list[Command]:
-    return told(core, LayoutRequested("r", Wish.parse(layout)))
+    return told(core, LayoutRequested("r", TargetLayout.parse(layout)))
 
 
 def waiting() -> Core:
     core = Core()
-    wish = Wish.parse("dp=4", max_workers=4)
-    told(core, RunOpened(1, Policy(2, 4), wish, JOB), StoreReady("host", 1))
+    target_layout = TargetLayout.parse("dp=4", max_workers=4)
+    told(core, RunOpened(1, Policy(2, 4), target_layout, JOB), StoreReady("host", 1))
     return core
 
 
@@ -92,7 +102,7 @@ def form_all(core: Core) -> list[Command]:
 
 
 def move_all(core: Core) -> list[Command]:
-    assert isinstance(core.state.phase, Relaying)
+    assert isinstance(core.state.phase, Resharding)
     workers, generation = sorted(core.state.phase.pending), core.state.generation
     return told(core, *(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in workers))
 
@@ -111,7 +121,7 @@ def brought_to_the_next_forming(core: Core) -> list[Command]:
         return commands
     if isinstance(core.state.phase, Forming):
         commands += form_all(core)
-    if isinstance(core.state.phase, Relaying):
+    if isinstance(core.state.phase, Resharding):
         commands += move_all(core)
     if isinstance(core.state.phase, Pausing):
         step, generation = core.state.committed_step, core.state.generation
@@ -126,7 +136,7 @@ def brought_to_the_next_forming(core: Core) -> list[Command]:
 PHASES: dict[type[Phase], tuple[Callable[[], Core], str]] = {
     Waiting: (waiting, ""),
     Forming: (forming, "dp=4"),
-    Relaying: (relaying, "dp=4"),
+    Resharding: (relaying, "dp=4"),
     Running: (running, "dp=4"),
     Pausing: (pausing, "dp=4"),
     Aborting: (aborting, "dp=4"),
@@ -141,12 +151,12 @@ def test_it_is_accepted_and_formed_next(kind: type[Phase]) -> None:
     generation = core.state.generation
     commands = asked(core, "fsdp=3")
     assert commands[0] == LayoutAnswered(generation, "r", "fsdp=3", present)
-    assert core.state.wish == Wish.parse("fsdp=3", max_workers=4)
+    assert core.state.target_layout == TargetLayout.parse("fsdp=3", max_workers=4)
     commands = brought_to_the_next_forming(core)
     form = next(command for command in commands if isinstance(command, Form))
     assert str(form.assignment.layout) == "fsdp=3"
     assert form.generation > generation
-    assert core.state.former_wish is None
+    assert core.state.former_target is None
 
 
 @pytest.mark.parametrize("kind", PHASES, ids=lambda kind: kind.__name__)
@@ -161,11 +171,11 @@ def test_it_is_accepted_and_formed_next(kind: type[Phase]) -> None:
 )
 def test_it_is_refused_and_nothing_changes(kind: type[Phase], layout: str, reason: str) -> None:
     core = PHASES[kind][0]()
-    before = core.state.wish
+    before = core.state.target_layout
     [answer] = asked(core, layout)
     assert isinstance(answer, LayoutAnswered)
     assert reason in answer.refusal and not answer.planned
-    assert core.state.wish == before
+    assert core.state.target_layout == before
     assert isinstance(core.state.phase, kind)
 
 
@@ -195,8 +205,8 @@ def test_two_wishes_before_the_boundary_make_one_pause() -> None:
 
 def test_the_wish_before_both_comes_back_if_neither_can_be_had() -> None:
     core = Core()
-    wish = Wish.parse("pp=2", max_workers=2)
-    opening = RunOpened(1, Policy(1, 2), wish, Job(1, state_bytes=1000, steps=10))
+    target_layout = TargetLayout.parse("pp=2", max_workers=2)
+    opening = RunOpened(1, Policy(1, 2), target_layout, Job(1, state_bytes=1000, steps=10))
     told(core, opening, StoreReady("host", 1))
     asked(core, "fsdp=1")
     asked(core, "dp=1")
@@ -204,7 +214,7 @@ def test_the_wish_before_both_comes_back_if_neither_can_be_had() -> None:
     commands = told(core, *ready)
     refusals = [command.refusal for command in commands if isinstance(command, LayoutAnswered)]
     assert len(refusals) == 1 and "1000 bytes" in refusals[0]
-    assert core.state.wish == wish
+    assert core.state.target_layout == target_layout
     assert any(isinstance(command, Form) for command in commands)
 
 
@@ -227,8 +237,8 @@ def test_a_wish_for_full_strength_waits_for_it() -> None:
 def test_what_its_own_pause_makes_impossible_is_taken_back() -> None:
     """While all stop for it, a worker is lost, and another comes that has too little memory."""
     core = Core()
-    wish = Wish.parse("pp=2", max_workers=2)
-    opening = RunOpened(1, Policy(2, 2), wish, Job(1, state_bytes=1000, steps=10))
+    target_layout = TargetLayout.parse("pp=2", max_workers=2)
+    opening = RunOpened(1, Policy(2, 2), target_layout, Job(1, state_bytes=1000, steps=10))
     told(core, opening, StoreReady("host", 1))
     told(core, *(WorkerReady(worker, "node", 1) for worker in ("w0", "w1")))
     form_all(core)
@@ -239,5 +249,5 @@ def test_what_its_own_pause_makes_impossible_is_taken_back() -> None:
     commands = told(core, WorkerReady("w2", "node", 1, memory_bytes=700))
     [answer] = [command for command in commands if isinstance(command, LayoutAnswered)]
     assert "1000 bytes" in answer.refusal
-    assert core.state.wish == wish and core.state.ending is None
+    assert core.state.target_layout == target_layout and core.state.ending is None
     assert [str(c.assignment.layout) for c in commands if isinstance(c, Form)] == ["pp=2"]

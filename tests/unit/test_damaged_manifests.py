@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from actors.checkpoints import MANIFEST, find_checkpoints, folder_of, publish, read_manifest
-from actors.errors import DamagedCheckpoint
-from actors.storage import DiskStorage
+from actors.storage.checkpoint_files import (
+    MANIFEST,
+    find_checkpoints,
+    folder_of,
+    publish,
+    read_manifest,
+)
+from actors.storage.errors import DamagedCheckpoint
+from actors.storage.storage import DiskStorage
 
 WHOLE = {"format_version": 4, "step": 8, "generation": 1, "layout": {}, "members": [], "files": {}}
 

@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 import pytest
 
-from pipelines.data.cache import DRAFT, ROOM, Held, ShardCache, Wanted
+from pipelines.data.cache import DRAFT, ROOM, HeldFile, ShardCache, Wanted
 
 SIZE = 1000
 
@@ -44,7 +44,7 @@ def kept(cache: ShardCache) -> set[int]:
     return {known[name] for name in files}
 
 
-def use(cache: ShardCache, number: int) -> Held:
+def use(cache: ShardCache, number: int) -> HeldFile:
     held = cache.hold(wanted(number))
     assert held is not None and held.path.read_bytes() == content(number)
     return held

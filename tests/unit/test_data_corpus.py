@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from pipelines.data.corpus import find_corpus
-from pipelines.data.index import LOCK
-from pipelines.errors import UserError
+from pipelines.data.shards import LOCK
+from pipelines.settings.errors import UserError
 
 
 @pytest.fixture

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pipelines.data import Windows, find_corpus, find_tokenizer, prepare, verify
-from pipelines.data.index import INDEX
-from pipelines.errors import UserError
+from pipelines.data import prepare
+from pipelines.data.corpus import find_corpus
+from pipelines.data.shards import INDEX
+from pipelines.data.tokens import find_tokenizer
+from pipelines.data.windows import Windows, verify
+from pipelines.settings.errors import UserError
 
 SHARD = "train-tokens-00001.arrow"
 

@@ -8,14 +8,17 @@ from shutil import rmtree
 
 import pytest
 
-from actors.storage import DiskStorage
-from pipelines.data import Windows, find_corpus, find_tokenizer, prepare, read_index
+from actors.storage.storage import DiskStorage
+from pipelines.data import prepare
 from pipelines.data.cache import ROOM
+from pipelines.data.corpus import find_corpus
 from pipelines.data.fetching import FetchedShards, Queue
-from pipelines.data.index import INDEX
 from pipelines.data.prepared import Prepared
-from pipelines.errors import DataUnreachable, UserError
+from pipelines.data.shards import INDEX, read_index
+from pipelines.data.tokens import find_tokenizer
+from pipelines.data.windows import Windows
 from pipelines.settings import CacheSettings
+from pipelines.settings.errors import DataUnreachable, UserError
 
 
 class Store(DiskStorage):

@@ -7,8 +7,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.data.formats import WHOLE_TEXT_BYTES, documents_in
-from pipelines.errors import UserError
+from pipelines.data.corpus import WHOLE_TEXT_BYTES, documents_in
+from pipelines.settings.errors import UserError
 
 TEXTS = ["first\n", "zweites: äöü", "", "three 漢字 \U0001f600\n\n"] + [
     f"no {i}" for i in range(600)

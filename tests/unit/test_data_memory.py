@@ -11,7 +11,9 @@ import pyarrow.parquet as pq
 PROGRAM = """
 import sys
 from pathlib import Path
-from pipelines.data import find_corpus, find_tokenizer, prepare
+from pipelines.data.corpus import find_corpus
+from pipelines.data.tokens import find_tokenizer
+from pipelines.data import prepare
 
 def peak_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -13,12 +13,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.data import find_corpus, find_tokenizer, prepare, prepared_folder, verify
+from pipelines.data import prepare
 from pipelines.data.columns import Column
-from pipelines.data.corpus import Corpus
-from pipelines.data.index import INDEX, Index, read_index
-from pipelines.data.shards import FolderShards
-from pipelines.errors import UserError
+from pipelines.data.corpus import Corpus, find_corpus
+from pipelines.data.opening import prepared_folder
+from pipelines.data.shards import INDEX, FolderShards, Index, read_index
+from pipelines.data.tokens import find_tokenizer
+from pipelines.data.windows import verify
+from pipelines.settings.errors import UserError
 
 TEXTS = [f"document {i}: " + "ä word " * (i % 7) for i in range(200)] + ["long " * 1000]
 

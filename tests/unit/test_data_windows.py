@@ -6,8 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.data import RandomWindows, Windows, find_corpus, find_tokenizer, prepare
-from pipelines.errors import UserError
+from pipelines.data import prepare
+from pipelines.data.corpus import find_corpus
+from pipelines.data.synthetic import RandomWindows
+from pipelines.data.tokens import find_tokenizer
+from pipelines.data.windows import Windows
+from pipelines.settings.errors import UserError
 
 TEXTS = ["a" * 3, "b" * 50, "c", "d" * 17, "e" * 100, "f" * 2]
 SEPARATOR = 256

@@ -90,7 +90,7 @@ def test_the_hook_ends_before_the_grace_period(cluster: dict[str, Any]) -> None:
     for group in cluster["workerGroupSpecs"]:
         pod = group["template"]["spec"]
         hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert hook[:3] == ["python", "-m", "actors.drain"]
+        assert hook[:3] == ["python", "-m", "actors.notices.drain"]
         assert 0 < float(hook[3]) < pod["terminationGracePeriodSeconds"]
     assert (ROOT / "actors" / "drain.py").exists()
 

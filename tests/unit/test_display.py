@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 from written_runs import MIDNIGHT, WrittenRun
 
-from elastic.commands import LayoutAnswered, RolledBack, Waited, Warned
-from elastic.events import Audited
-from pipelines.run_folder import Tail
-from pipelines.view.display import Display, sparkline
+from elastic.protocol.commands import LayoutAnswered, RolledBack, Waited, Warned
+from elastic.protocol.events import Audited
+from pipelines.observe.history.run_folder import Tail
+from pipelines.observe.view.display import Display, sparkline
 
 
 def console(is_terminal: bool) -> Console:
@@ -191,5 +191,5 @@ def test_bad_numbers_are_told(tmp_path: Path) -> None:
         "no audit under dp=2: no worker is a copy of another",
         "w1 holds other bits than 2 replicas: it is replaced",
     ]
-    skipped = display.history.membership.happenings[-4]
+    skipped = display.history.membership.run_events[-4]
     assert (skipped.kind, skipped.step) == ("skipped", 1)

@@ -22,23 +22,23 @@ import typer
 import yaml
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from actors.accelerators import PREFIX
-from actors.checkpoints import publish
-from actors.launch import exit_code
-from actors.statistics_log import StatisticsLog
-from actors.storage import DiskStorage
-from actors.system import sample
-from elastic.commands import Command, Stopped
-from elastic.events import Event
-from elastic.phases import TRANSITIONS
-from elastic.votes import StepRecord
+from actors.ray_backend.cluster.resources import PREFIX
+from actors.ray_backend.driver import exit_code
+from actors.runtime.machine import sample
+from actors.storage.checkpoint_files import publish
+from actors.storage.storage import DiskStorage
+from actors.worker.statistics_log import StatisticsLog
+from elastic.protocol.commands import Command, Stopped
+from elastic.protocol.events import Event
+from elastic.protocol.phases import TRANSITIONS
+from elastic.protocol.votes import StepRecord
 from pipelines.cli import app
-from pipelines.inject import parse_faults
-from pipelines.overrides import override
-from pipelines.plan import Asked, make_plan, store_recipe
-from pipelines.recipes import RECIPES, load
-from pipelines.view.history import History
-from pipelines.view.standing import Standing
+from pipelines.observe.history.history import History
+from pipelines.observe.view.status_report import RunStatus
+from pipelines.run.fault_sentences import parse_faults
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
+from pipelines.run.recipes import RECIPES, load
+from pipelines.settings.overrides import override
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -49,7 +49,7 @@ NUM_OPTIONS = {
     "status": 4,
     "logs": 2,
     "sweep": 6,
-    "relayout": 2,
+    "reshard": 2,
     "export": 5,
     "prepare": 3,
     "plan": 2,
@@ -216,8 +216,10 @@ def test_the_faults_are_understood() -> None:
     told = section(README, "Command line").partition("Faults are sentences:")[2]
     sentences = [" ".join(s.split()) for s in re.findall(r"`([^`]+ at step \d+)`", told)]
     assert len(sentences) >= 5
-    faults, leavers = parse_faults(sentences)
-    assert len(faults) + len(leavers) == len(sentences) + 1, "one sentence names two workers"
+    faults, draining_workers = parse_faults(sentences)
+    assert len(faults) + len(draining_workers) == len(sentences) + 1, (
+        "one sentence names two workers"
+    )
 
 
 def test_the_exit_codes_are_those_of_the_command() -> None:
@@ -264,10 +266,10 @@ def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
         "manifest",
         list(yaml.safe_load((Path(published) / "manifest.json").read_text())),
     )
-    plan = make_plan(Asked("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
+    plan = make_plan(TrainRequest("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
     store_recipe(plan)
     yield "recipe", list(plan.folder.recipe() or {})
-    yield "status", list(Standing("run", str(tmp_path), 0.0, History()).as_json())
+    yield "status", list(RunStatus("run", str(tmp_path), 0.0, History()).as_json())
 
 
 def test_files_have_the_fields_that_are_told(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from actors.listening import Network, listen
+from actors.runtime.network import Network, listen
 from pipelines.cli import main
 from pipelines.doctor import machine, places, software
 from pipelines.doctor.cluster import node_software

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from actors.controller.run_clock import RunClock
 from actors.notices import Notice, SeenNotice, see
-from actors.ray_drains import NO_DEADLINE_S, Drains
-from actors.run_clock import RunClock
-from elastic.events import Event, NodeAtRisk, NodeDraining
+from actors.ray_backend.cluster.node_drains import NO_DEADLINE_S, Drains
+from elastic.protocol.events import Event, NodeAtRisk, NodeDraining
 
 SPOT = Notice("AWS spot interruption: terminate", 500.0)
 RISK = Notice("AWS rebalance recommendation")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli import main
-from pipelines.plan import Asked, make_plan, store_recipe
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def test_conversations_that_have_yet_to_be_packed(tmp_path: Path, told) -> None:
 def test_layouts_and_memory_at_the_most_and_the_fewest_workers(tmp_path: Path, told) -> None:
     out = told("--data", "random", "--workers", "2:4", "--layout", "fsdp=4", "--storage", "x")
     assert "4 workers fsdp=4" in out and "2 workers dp=2" in out
-    job = make_plan(Asked("tiny", data="random"), num_gpus=0).run.opening.job
+    job = make_plan(TrainRequest("tiny", data="random"), num_gpus=0).run.opening.job
     whole = (job.state_bytes + job.param_bytes) / 1e6
     assert f"{whole:.2f}MB of parameters, gradients and optimizer a worker; " in out
     assert f"{1000 * whole / 4:.3g}kB of parameters, gradients and optimizer a worker, of" in out
 
 
 def test_a_run_that_would_be_resumed(tmp_path: Path, told) -> None:
-    plan = make_plan(Asked("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
+    plan = make_plan(TrainRequest("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
     store_recipe(plan)
     out = told("--data", "random", "--storage", str(tmp_path), "--run-name", "run")
     assert "'run' from step 0: it has no whole checkpoint" in out

@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.device_check import DeviceCheck, kernel_on, prove
-from actors.error_kinds import kind_of
-from actors.errors import BrokenDevice, TornApply, UnfitMachine
-from elastic.votes import BrokenVote
+from actors.distributed.device_check import DeviceCheck, kernel_on, prove
+from actors.storage.errors import BrokenDevice, TornApply, UnfitMachine
+from actors.worker.error_kinds import kind_of
+from elastic.protocol.votes import BrokenVote
 
 NCCL = "NCCL error in: /pytorch/torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3699, "
 UNHANDLED = (
@@ -161,7 +161,11 @@ def test_an_os_error_of_user_code_is_the_programs_and_a_broken_connection_the_pe
         ("import socket; socket.create_connection(('127.0.0.1', 1), 1.0)", "own", "program"),
         ("raise TimeoutError('timed out')", "torch.distributed.rendezvous", "peer"),
         ("raise RuntimeError('Timed out waiting 1000ms')", "torch.distributed.c10d", "peer"),
-        ("import socket; socket.create_connection(('127.0.0.1', 1), 1.0)", "actors.moving", "peer"),
+        (
+            "import socket; socket.create_connection(('127.0.0.1', 1), 1.0)",
+            "actors.distributed.state_transfer",
+            "peer",
+        ),
     ],
 )
 def test_a_connection_of_user_code_is_no_peer(code: str, module: str, kind: str) -> None:

@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from elastic.footprint import FOOTPRINTS
-from pipelines.errors import UserError
-from pipelines.view.footprint_table import footprint_tables, parse_counts
+from elastic.planner.memory_model import FOOTPRINTS
+from pipelines.observe.view.footprint_table import footprint_tables, parse_counts
+from pipelines.settings.errors import UserError
 
 
 def test_the_figures_of_the_zero_paper() -> None:

@@ -25,14 +25,14 @@ from hypothesis import strategies as st
 from sim.fresh_seeds import base
 
 from pipelines.cli import main
-from pipelines.drive import plan_here
-from pipelines.early_refusals import BUILT_IN
-from pipelines.errors import UserError
-from pipelines.overrides import WHERE_AND_HOW
-from pipelines.plan import Asked
-from pipelines.recipes import RECIPES as NAMED
-from pipelines.recipes import mlp, tiny
-from pipelines.sweep import SweepAsked, trials_of
+from pipelines.run.drive import plan_here
+from pipelines.run.plan import TrainRequest
+from pipelines.run.recipes import RECIPES as NAMED
+from pipelines.run.recipes import mlp, tiny
+from pipelines.run.refusals import BUILT_IN
+from pipelines.run.sweep import SweepRequest, trials_of
+from pipelines.settings.errors import UserError
+from pipelines.settings.overrides import WHERE_AND_HOW
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 MAX_S = 3.0
@@ -148,7 +148,7 @@ def test_any_settings(recipe: str, changes: list[str]) -> None:
     assert_taken_or_refused(["train", recipe, *options, "--data", "random", "--dry-run"])
 
 
-COMMANDS = ["status", "logs", "relayout", "export", "plan", "prepare", "nosuch"]
+COMMANDS = ["status", "logs", "reshard", "export", "plan", "prepare", "nosuch"]
 FLAGS = st.lists(st.sampled_from(["--json", "--repair"]), max_size=1)
 
 
@@ -242,7 +242,7 @@ def test_what_is_done_before_ray_starts(
     recipe: str, options: dict[str, Any], changes: list[str]
 ) -> None:
     """With its data prepared, which a dry run leaves out."""
-    asked = Asked(recipe, **{"data": "text.txt", **options}, changes=tuple(changes))
+    asked = TrainRequest(recipe, **{"data": "text.txt", **options}, changes=tuple(changes))
     note(f"{asked}; ELASTIC_SIM_BASE={base()} repeats all examples")
     assert_planned_or_refused(lambda: plan_here(asked))
 
@@ -259,7 +259,7 @@ def test_what_is_done_before_ray_starts(
 def test_any_sweep(
     recipe: str, layouts: str, storage: str, steps: int, changes: list[str], start_timeout_s: float
 ) -> None:
-    asked = SweepAsked(recipe, layouts, storage, steps, "random", tuple(changes), start_timeout_s)
+    asked = SweepRequest(recipe, layouts, storage, steps, "random", tuple(changes), start_timeout_s)
     note(f"{asked}; ELASTIC_SIM_BASE={base()} repeats all examples")
     assert_planned_or_refused(lambda: trials_of(asked, Path(storage) / "sweeps" / "now", 0))
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from written_runs import WrittenRun
 
-from elastic.commands import Abort, Pause, Waited
-from elastic.events import NodeDraining, Paused, Quiesced, Settled, WorkerReady
-from elastic.votes import StepRecord
-from pipelines.view.goodput import Split
-from pipelines.view.history import read_history
+from elastic.protocol.commands import Abort, Pause, Waited
+from elastic.protocol.events import NodeDraining, Paused, Quiesced, RolledForward, WorkerReady
+from elastic.protocol.votes import StepRecord
+from pipelines.observe.history.goodput import TimeSplit
+from pipelines.observe.history.history import read_history
 
 
-def split_of(run: WrittenRun, now: float | None = None) -> Split:
+def split_of(run: WrittenRun, now: float | None = None) -> TimeSplit:
     return read_history(run.folder).account.split(now)
 
 
@@ -89,7 +89,7 @@ def test_steps_that_are_told_of_late_were_compute(tmp_path: Path) -> None:
     quiesced = {"gradients_complete": True, "torn": False}
     for worker in ("w0", "w1"):
         run.hear(Quiesced(worker, 1, 11, records=(record(run, 11, 1.0),), **quiesced))
-        run.hear(Settled(worker, 1, record(run, 12, 0.75)))
+        run.hear(RolledForward(worker, 1, record(run, 12, 0.75)))
     run.step = 12
     run.resume("w0", "w1", "w2")
     run.commit(step_s=1.0)

@@ -9,17 +9,17 @@ import pytest
 from long_runs import LongRun, opening, step_of
 from written_runs import WrittenRun
 
-from actors.storage import DiskStorage
-from elastic.commands import Resume, RolledBack
-from elastic.events import Checkpointed, Evaluated
-from elastic.state import CoreState
-from elastic.wire import command_line, encode, event_line
-from pipelines.history_file import NAME, load_history
-from pipelines.run_folder import RunFolder
-from pipelines.status import Looking
-from pipelines.view.goodput import MAX_READINGS, MAX_SPANS
-from pipelines.view.history import History
-from pipelines.view.membership import MAX_KEPT
+from actors.storage.storage import DiskStorage
+from elastic.protocol.commands import Resume, RolledBack
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import Checkpointed, Evaluated
+from elastic.protocol.wire import command_line, encode, event_line
+from pipelines.observe.history.goodput import MAX_READINGS, MAX_SPANS
+from pipelines.observe.history.history import History
+from pipelines.observe.history.history_file import NAME, load_history
+from pipelines.observe.history.membership import MAX_KEPT
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.observe.view.status import Looking
 
 
 @pytest.fixture
@@ -73,10 +73,10 @@ def test_only_what_came_after_it_is_read(run: WrittenRun) -> None:
     damage_the_past(run)
     assert followed(run.folder) == before
     run.hear(Checkpointed(201, 2, "checkpoints/step-00000201-g2"))
-    standing = Looking(run.folder, {}).look()
-    checkpoint = standing.checkpoint()
+    run_status = Looking(run.folder, {}).look()
+    checkpoint = run_status.checkpoint()
     assert checkpoint and checkpoint.step == 201
-    assert standing.as_json()["step"] == 201
+    assert run_status.as_json()["step"] == 201
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 0}'])
@@ -97,7 +97,7 @@ def test_one_of_other_logs_is_ignored(run: WrittenRun) -> None:
     whole.take(run.folder.journal.lines(), run.folder.metrics.lines())
     assert followed(run.folder) == whole
     journal.write_text("\n".join(shorter[:3]) + "\n")
-    assert len(followed(run.folder).membership.happenings) <= 3
+    assert len(followed(run.folder).membership.run_events) <= 3
 
 
 def test_without_it_status_reads_only_the_end_of_the_metrics(tmp_path: Path) -> None:
@@ -123,8 +123,8 @@ def test_a_history_is_bounded() -> None:
         committed, evaluated = step_of(step, 1, now), Evaluated(1, step, 1.0)
         history.take([event_line(now, event, state) for event in (committed, evaluated)], ())
     membership, account = history.membership, history.account
-    assert len(membership.happenings) == MAX_KEPT
-    assert membership.num_happenings == 6_001, "with the one that training began"
+    assert len(membership.run_events) == MAX_KEPT
+    assert membership.num_run_events == 6_001, "with the one that training began"
     assert [len(account.readings), account.num_readings] == [MAX_READINGS, 6_000]
     assert account.readings_from(5_990) == account.readings[-10:]
     assert len(account._spans) <= MAX_SPANS

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from elastic.holdings import Choice, Holding, Tier, any_state, choose, uncovered
-from elastic.infeasible import Infeasible
-from elastic.layout import Coordinates, Layout
-from elastic.specs import TensorSpec
+from elastic.geometry.errors import Infeasible
+from elastic.geometry.layout import Coordinates, Layout
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.reshard.holdings import Holding, SourceChoice, Tier, any_state, choose, uncovered
 
 SPECS = (
     TensorSpec("weight", (8, 4), fsdp_dim=0),
@@ -23,9 +23,9 @@ def held(
     ]
 
 
-def chosen(*holdings: list[Holding]) -> Choice:
+def chosen(*holdings: list[Holding]) -> SourceChoice:
     choice = choose(SPECS, [holding for group in holdings for holding in group])
-    assert isinstance(choice, Choice)
+    assert isinstance(choice, SourceChoice)
     return choice
 
 

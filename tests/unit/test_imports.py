@@ -102,7 +102,12 @@ def test_no_import_cycles() -> None:
 
 
 @pytest.mark.parametrize(
-    "start", ["actors.ray_controller", "actors.ray_worker", "pipelines.sidecar"]
+    "start",
+    [
+        "actors.ray_backend.controller",
+        "actors.ray_backend.worker",
+        "pipelines.observe.sidecar.sidecar",
+    ],
 )
 def test_controller_agent_and_observer_import_no_torch(start: str) -> None:
     """It costs each of these processes 3 s at its start, and 200 MB."""
@@ -123,7 +128,7 @@ def test_the_command_line_imports_its_heavy_libraries_late() -> None:
     """`elastic --help`, `status` and `logs` answer at once."""
     heavy = "{'torch', 'ray', 'mlflow', 'transformers', 'matplotlib'}"
     program = (
-        "import sys, pipelines.cli, pipelines.status, pipelines.logs\n"
+        "import sys, pipelines.cli, pipelines.observe.view.status, pipelines.observe.view.logs\n"
         f"print(sorted({heavy} & set(sys.modules)))"
     )
     ended = subprocess.run(

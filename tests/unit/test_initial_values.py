@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from elastic.regions import Region
+from elastic.geometry.regions import Region
 from pipelines.hugging_face.building import build, draw_tensor
 from pipelines.hugging_face.initial_distribution import distribution
-from pipelines.training.initial_values import Constant, Normal, Uniform, draw, slices_of
+from pipelines.training.workload.initial_values import Constant, Normal, Uniform, draw, slices_of
 
 LLAMA = {
     "model_type": "llama",

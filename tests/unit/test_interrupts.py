@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from pipelines import drive
-from pipelines.drive import Interrupts
+from pipelines.run import drive
+from pipelines.run.drive import Interrupts
 
 SHOWING = """
 import sys, time
-from pipelines.drive import Interrupts
+from pipelines.run.drive import Interrupts
 
 interrupts = Interrupts()
 print("ready", flush=True)

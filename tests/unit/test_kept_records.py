@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from actors.stepping import KeptRecords, quiesced
-from elastic.step_records import NUM_REPORTED_RECORDS
-from elastic.votes import StepRecord
+from actors.worker.step_protocol import KeptRecords, quiesced
+from elastic.protocol.step_records import NUM_REPORTED_RECORDS
+from elastic.protocol.votes import StepRecord
 
 NEWEST_STEP = 200
 

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import ray
 
-from actors.launch import (
+from actors.ray_backend.cluster.ray_private import recorded_address
+from actors.ray_backend.driver import (
     is_private,
     join_cluster,
     join_cluster_at_hand,
     join_or_start_cluster,
 )
-from actors.ray_private import recorded_address
 from pipelines.cli import main
 
 
@@ -104,7 +104,7 @@ def test_private_cluster_of_another_command_is_not_joined(
 
 
 def test_commands_that_start_at_once_share_one_token(tmp_path: Path) -> None:
-    code = "from actors.ray_private import make_token; make_token()"
+    code = "from actors.ray_backend.cluster.ray_private import make_token; make_token()"
     kept = {k: v for k, v in os.environ.items() if not k.startswith("RAY_AUTH")}
     environment = {**kept, "HOME": str(tmp_path)}
     started = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.errors import InvalidLayout
-from elastic.layout import Coordinates, Layout
+from elastic.geometry.errors import InvalidLayout
+from elastic.geometry.layout import Coordinates, Layout
 
 
 def test_the_innermost_axis_changes_fastest() -> None:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from memory_storage import MemoryStorage
 
-from actors.errors import LeaseLost, RunTaken
-from actors.lease import STALE_S, claim, owner_of
-from actors.storage import DiskStorage
+from actors.storage.errors import LeaseLost, RunTaken
+from actors.storage.lease import STALE_S, claim, owner_of
+from actors.storage.storage import DiskStorage
 
 ELSEWHERE = {"host": "elsewhere", "pid": 1, "started": 0.0, "cluster": "", "actor": "", "since": 5}
 

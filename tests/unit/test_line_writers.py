@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from memory_storage import MemoryStorage
 
-from actors.errors import LeaseLost
-from actors.lease import claim
-from actors.line_writers import LineFile, open_lines
-from actors.lines import LineLog
-from actors.storage import DiskStorage
+from actors.storage.errors import LeaseLost
+from actors.storage.lease import claim
+from actors.storage.line_logs import LineLog
+from actors.storage.line_writers import LineFile, open_lines
+from actors.storage.storage import DiskStorage
 
 LIMIT_BYTES = 1 << 16
 LINE = {"filler": "x" * 1000}

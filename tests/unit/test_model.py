@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
-from elastic.regions import Region
+from elastic.geometry.regions import Region
 from pipelines.data.synthetic import RandomWindows
-from pipelines.errors import UserError
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
-from pipelines.training.language_model import LanguageModelWorkload
-from pipelines.training.mlp import MlpWorkload
-from pipelines.training.model import Transformer, document_mask, rotary, rotate
-from pipelines.training.next_token import IGNORED
-from pipelines.training.spread import ALONE
-from pipelines.training.state import initial_value, state_specs
-from pipelines.training.workload import PADDING, forward_loss
+from pipelines.settings.errors import UserError
+from pipelines.training.models.language_model import LanguageModelWorkload
+from pipelines.training.models.mlp import MlpWorkload
+from pipelines.training.models.next_token import IGNORED
+from pipelines.training.models.transformer import Transformer, document_mask, rotary, rotate
+from pipelines.training.workload.spread import ALONE
+from pipelines.training.workload.state import initial_value, state_specs
+from pipelines.training.workload.workload import PADDING, forward_loss
 
 CPU = torch.device("cpu")
 SMALL = TransformerSettings(

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from math import inf, isinf, nan
 
-from elastic.core import Core
-from elastic.events import Evaluated, RunOpened, StoreReady
-from elastic.phases import Aborting
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.wire import decode, encode, event_line, replayed
-from pipelines.view.history import History
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.events import Evaluated, RunOpened, StoreReady
+from elastic.protocol.phases import Aborting
+from elastic.protocol.policy import Policy
+from elastic.protocol.wire import decode, encode, event_line, replayed
+from pipelines.observe.history.history import History
 
 
 def test_an_evaluation_that_is_not_finite_is_a_journal_line_that_can_be_replayed() -> None:
@@ -33,7 +34,7 @@ def test_every_number_that_is_not_finite_is_null_and_a_deadline_stays_infinite()
 
 def test_a_checkpoint_without_a_finite_held_out_loss_is_never_among_the_best() -> None:
     core = Core()
-    core.step(0.0, RunOpened(1, Policy(1, 1), Wish(), Job(8, steps=10)))
+    core.step(0.0, RunOpened(1, Policy(1, 1), TargetLayout(), Job(8, steps=10)))
     core.step(0.0, StoreReady("host", 1))
     core.state.committed_step = 1
     generation = core.state.generation
@@ -51,7 +52,7 @@ def test_the_history_shows_which_numbers_are_not_finite() -> None:
     line = {"time": 1.0, "event": "Evaluated", "generation": 1, "step": 3, "loss": None}
     metrics = [["accuracy", None], ["error", 0.25]]
     history.take([{**line, "metrics": metrics, "not_finite": ["loss"]}], [])
-    [happening] = history.membership.happenings
-    assert happening.text == (
+    [run_event] = history.membership.run_events
+    assert run_event.text == (
         "held-out loss not finite, accuracy nothing counted, error 0.25 at step 3"
     )

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from written_runs import WrittenRun
 
-from elastic.commands import Waited
-from pipelines.errors import UserError
-from pipelines.notify import MAX_TRIES, Notifier, check_url
-from pipelines.plan import Asked, make_plan, store_recipe
-from pipelines.sidecar import Sidecar
-from pipelines.view.history import read_history
+from elastic.protocol.commands import Waited
+from pipelines.observe.history.history import read_history
+from pipelines.observe.sidecar.notify import MAX_TRIES, Notifier, check_url
+from pipelines.observe.sidecar.sidecar import Sidecar
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
+from pipelines.settings.errors import UserError
 
 SECRET = "T0P-s3cret"
 
@@ -163,7 +163,7 @@ def test_a_url_that_cannot_be_is_refused_and_not_shown(url: str) -> None:
 def test_the_url_is_in_none_of_the_run_s_files_nor_in_what_is_shown(
     webhook: Webhook, tmp_path: Path
 ) -> None:
-    asked = Asked("tiny", "run", str(tmp_path), data="random", notify=webhook.url)
+    asked = TrainRequest("tiny", "run", str(tmp_path), data="random", notify=webhook.url)
     plan = make_plan(asked, num_gpus=0)
     store_recipe(plan)
     assert SECRET not in repr(asked) and SECRET not in repr(plan)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pyarrow import fs
 
-from actors.storage import ObjectStorage
+from actors.storage.storage import ObjectStorage
 
 
 class Store:

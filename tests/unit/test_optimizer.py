@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.settings import OptimizerSettings
-from pipelines.training.optimizer import (
+from pipelines.training.workload.optimizer import (
     AdamWBySettings,
     LocalOptimizer,
     learning_rate,

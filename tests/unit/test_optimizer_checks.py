@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipelines.errors import UserError
-from pipelines.training.optimizer import state_templates
-from pipelines.training.optimizer_checks import refuse_unfit
+from pipelines.settings.errors import UserError
+from pipelines.training.custom.optimizer_checks import refuse_unfit
+from pipelines.training.workload.optimizer import state_templates
 
 NUM_DIMS = {"layer.weight": 2, "layer.bias": 1, "convolution": 4, "scalar": 0}
 
 
 class Of:
-    """A function of named parameters as `Optimising`."""
+    """A function of named parameters as `Optimizing`."""
 
     max_grad_norm = None
 

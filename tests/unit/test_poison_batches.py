@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from test_hanging import Driven
+from test_hangs import Driven
 
-from elastic.commands import Command, Resume
-from elastic.events import (
+from elastic.geometry.sample_order import batch_ids, sample_of
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Command, Resume
+from elastic.protocol.events import (
     Checkpointed,
     Evaluated,
     GroupFormed,
@@ -18,10 +20,8 @@ from elastic.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.job import Job
-from elastic.phases import Aborting, Forming, Relaying, Running, Waiting
-from elastic.samples import batch_ids, sample_of
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.phases import Aborting, Forming, Resharding, Running, Waiting
+from elastic.protocol.votes import StepRecord, Vote
 
 JOB = Job(
     num_microbatches=4,
@@ -46,13 +46,13 @@ class Fleet(Driven):
         for _ in range(40):
             state, phase = self.core.state, self.core.state.phase
             generation, step = state.generation, state.committed_step
-            starting = sorted(state.seats.keys() - state.warm)
+            starting = sorted(state.worker_records.keys() - state.warm)
             match phase:
                 case Running():
                     return
                 case Forming():
                     self.hear(*(GroupFormed(w, generation) for w in sorted(phase.pending)))
-                case Relaying():
+                case Resharding():
                     workers = sorted(phase.pending)
                     self.hear(*(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in workers))
                 case Aborting():

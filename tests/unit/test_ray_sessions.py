@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from actors.ray_sessions import OWNER, Guard, remove_dead_sessions
+from actors.ray_backend.cluster.sessions import OWNER, Guard, remove_dead_sessions
 
 OWNING = """
 import subprocess, sys, time
 from pathlib import Path
-from actors.ray_sessions import Guard
+from actors.ray_backend.cluster.sessions import Guard
 
 session = Path(sys.argv[1], f"session_x_{__import__('os').getpid()}")
 session.mkdir()

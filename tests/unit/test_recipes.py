@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.errors import UserCodeFailed, UserError
-from pipelines.program import make_workload
-from pipelines.recipes import RECIPES, byte_lm, load, mlp, tiny, tiny_moe
+from pipelines.run.program import make_workload
+from pipelines.run.recipes import RECIPES, byte_lm, load, mlp, tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
-from pipelines.training.state import state_specs
+from pipelines.settings.errors import UserCodeFailed, UserError
+from pipelines.training.workload.state import state_specs
 
 OWN = """
-from pipelines.recipes import tiny
+from pipelines.run.recipes import tiny
 
 def own():
     return tiny().model_copy(update={"seed": 7})

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from elastic.regions import Region
-from pipelines.training.initial_values import (
+from elastic.geometry.regions import Region
+from pipelines.training.custom.custom_module import InitialValues, build_for_real, shapes_alone
+from pipelines.training.workload.initial_values import (
     Constant,
     Distribution,
     Normal,
@@ -20,8 +21,7 @@ from pipelines.training.initial_values import (
     Uniform,
     slices_of,
 )
-from pipelines.training.own_module import InitialValues, build_for_real, shapes_alone
-from pipelines.training.recorded_init import Recorder
+from pipelines.training.workload.recorded_init import Recorder
 
 SHAPE = (512, 256)
 init = nn.init

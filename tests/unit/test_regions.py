@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.regions import Region, chunk_interval
+from elastic.geometry.regions import Region, chunk_interval
 
 
 @pytest.mark.parametrize(

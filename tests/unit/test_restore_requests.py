@@ -12,19 +12,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.checkpoints import MANIFEST, folder_of, part_name, publish
-from actors.storage import DiskStorage
-from elastic.assignment import Assignment
-from elastic.events import PartFile
-from elastic.layout import Layout
-from elastic.parts import MAX_WRITERS, Writers, my_share
-from elastic.regions import Region
-from elastic.shards import region_of
-from elastic.specs import TensorSpec
-from pipelines.training import part_file
-from pipelines.training.checkpoint import Checkpoint, read_regions
-from pipelines.training.initial_values import Normal, draw, slices_of
-from pipelines.training.part_file import write_part
+from actors.storage.checkpoint_files import MANIFEST, folder_of, part_name, publish
+from actors.storage.storage import DiskStorage
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.geometry.shard_map import region_of
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.protocol.events import PartFile
+from elastic.reshard.checkpoint_shards import MAX_WRITERS, Writers, my_share
+from pipelines.training.checkpoint import part_file
+from pipelines.training.checkpoint.part_file import write_part
+from pipelines.training.checkpoint.reader import Checkpoint, read_regions
+from pipelines.training.workload.initial_values import Normal, draw, slices_of
 
 NUM_LAYERS = 4
 SPECS = (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli import main
-from pipelines.plan import Asked, make_plan, store_recipe
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 
 FLOAT64 = ("dtype=float64",)
 
@@ -16,7 +16,7 @@ FLOAT64 = ("dtype=float64",)
 def test_other_training_settings_are_refused_in_one_line_and_the_recipe_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = Asked("tiny", "run", str(tmp_path), "1", None, 5, None, "random", FLOAT64)
+    asked = TrainRequest("tiny", "run", str(tmp_path), "1", None, 5, None, "random", FLOAT64)
     store_recipe(make_plan(asked, num_gpus=0))
     before = (tmp_path / "run" / "recipe.json").read_text()
     train = ["elastic", "train", "tiny", "--storage", str(tmp_path), "--run-name", "run"]

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 
-from actors.lease import claim
-from actors.run_clock import RunClock
-from actors.shell import Shell
-from actors.storage import DiskStorage
-from elastic.commands import Order, Stopped
-from elastic.events import (
+from actors.controller.run_clock import RunClock
+from actors.controller.shell import Shell
+from actors.storage.lease import claim
+from actors.storage.storage import DiskStorage
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import Order, Stopped
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import (
     NodeDraining,
     RunOpened,
     StopRequested,
@@ -24,16 +27,14 @@ from elastic.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.state import CoreState
+from elastic.protocol.policy import Policy
 
 BEHIND_S = 600.0
 FORM_TIMEOUT_S = 0.4
 PROMPT_S = 60.0
 """On a machine under load; deadlines that wait for the wall clock take ten times as long."""
 POLICY = Policy(2, 2, form_timeout_s=FORM_TIMEOUT_S, collective_timeout_s=0.4, max_attempts=2)
-OPENING = RunOpened(0, POLICY, Wish.parse("dp=2", 2), Job(8, steps=10))
+OPENING = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), Job(8, steps=10))
 
 
 class Hands:
@@ -87,7 +88,7 @@ class Silent:
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
 
-    def start_workers(self, workers: Sequence[str], avoided: Sequence[str] = ()) -> None:
+    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
         for worker in workers:
             self.shell.post(WorkerReady(worker, "node", 1))
 

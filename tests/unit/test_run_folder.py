@@ -12,14 +12,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from written_runs import WrittenRun, append
 
-from actors.lines import LineLog
-from actors.storage import DiskStorage
-from elastic.commands import NodeAvoided, NodeUsedAgain, Replaced, StopWorker
-from elastic.events import Checkpointed, ComputeTimed, Evaluated, NodeDraining, WorkerLeaving
-from pipelines.run_folder import Tail
-from pipelines.view.history import History, read_history
-from pipelines.view.progress import Curve
-from pipelines.view.wording import duration, quantity, shortened
+from actors.storage.line_logs import LineLog
+from actors.storage.storage import DiskStorage
+from elastic.protocol.commands import NodeQuarantined, NodeReleased, Replaced, StopWorker
+from elastic.protocol.events import (
+    Checkpointed,
+    ComputeTimed,
+    Evaluated,
+    NodeDraining,
+    WorkerDraining,
+)
+from pipelines.observe.history.formatting import duration, quantity, shortened
+from pipelines.observe.history.history import History, read_history
+from pipelines.observe.history.progress import Curve
+from pipelines.observe.history.run_folder import Tail
 
 ROWS = st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_size=3), max_size=12)
 
@@ -85,14 +91,14 @@ def test_losses_joins_and_redone_steps_are_counted(tmp_path: Path) -> None:
     assert membership.total_steps == 20
     assert history.account.split().compute_s == pytest.approx(15 * 0.1)
     assert history.goodput() == pytest.approx(1.5 / (0.5 + 1.9 + 0.2))
-    lost = next(h for h in membership.happenings if h.kind == "lost")
+    lost = next(h for h in membership.run_events if h.kind == "lost")
     assert (lost.worker, lost.node, lost.cause, lost.step) == (
         "w3",
         "node-0",
         "connection reset",
         10,
     )
-    resumed = [h for h in membership.happenings if h.kind == "resumed"]
+    resumed = [h for h in membership.run_events if h.kind == "resumed"]
     assert resumed[1].value == pytest.approx(0.2)
     assert resumed[2].value is None
 
@@ -102,7 +108,7 @@ def test_a_planned_departure_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -
     run.start(4)
     run.ready("w4", "node-9")
     run.hear(NodeDraining("node-9", run.now + 120))
-    run.hear(WorkerLeaving("w3", "asked to"))
+    run.hear(WorkerDraining("w3", "asked to"))
     run.resume("w0", "w1", "w2")
     for worker in ("w3", "w4"):
         run.tell(StopWorker(worker, "it leaves by plan"))
@@ -110,10 +116,10 @@ def test_a_planned_departure_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -
     run.tell(StopWorker("w2", "it did not unwind in time"))
     run.lose("w2", "killed by signal 9")
     membership = read_history(run.folder).membership
-    left = [(h.worker, h.cause) for h in membership.happenings if h.kind == "left"]
+    left = [(h.worker, h.cause) for h in membership.run_events if h.kind == "left"]
     assert left == [("w3", "asked to"), ("w4", "node node-9 is draining")]
     assert membership.num_lost == 1
-    assert membership.happenings[-1].cause == "it did not unwind in time"
+    assert membership.run_events[-1].cause == "it did not unwind in time"
     assert membership.members == ("w0", "w1")
 
 
@@ -127,12 +133,12 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     run.tell(Replaced("w1", "it is slow"))
     run.resume("w0", "w2")
     run.tell(StopWorker("w1", "it leaves by plan"))
-    run.tell(NodeAvoided("node-1", run.now + 60, "3 crashes"))
+    run.tell(NodeQuarantined("node-1", run.now + 60, "3 crashes"))
     run.tell(StopWorker("w3", "its node is avoided"))
     membership = read_history(run.folder).membership
     assert membership.compute_s == {"w0": 0.1, "w1": 0.3}
-    assert membership.avoided == {"node-1": run.now + 60}
-    told = [h.text for h in membership.happenings if h.kind in ("straggler", "avoided", "left")]
+    assert membership.quarantined == {"node-1": run.now + 60}
+    told = [h.text for h in membership.run_events if h.kind in ("straggler", "quarantined", "left")]
     assert told == [
         "w1 will be replaced: it is slow",
         "w1 left: it is slow",
@@ -141,9 +147,11 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     ]
     assert (membership.num_lost, membership.members) == (0, ("w0", "w2"))
     run.lose("w2")
-    run.tell(NodeUsedAgain("node-1", "its time is over"))
+    run.tell(NodeReleased("node-1", "its time is over"))
     membership = read_history(run.folder).membership
-    assert (membership.num_lost, membership.avoided) == (1, {}), "a member there that dies is lost"
+    assert (membership.num_lost, membership.quarantined) == (1, {}), (
+        "a member there that dies is lost"
+    )
 
 
 def test_the_time_between_two_sessions_is_not_driven(tmp_path: Path) -> None:
@@ -178,7 +186,7 @@ def test_checkpoints_and_evaluations_stand_at_their_own_step(tmp_path: Path) -> 
         run.commit()
     run.hear(Checkpointed(3, 1, "checkpoints/3"))
     run.hear(Evaluated(1, 4, 1.25))
-    *_, checkpoint, evaluation = read_history(run.folder).membership.happenings
+    *_, checkpoint, evaluation = read_history(run.folder).membership.run_events
     assert (checkpoint.kind, checkpoint.step) == ("checkpoint", 3)
     assert (evaluation.step, evaluation.value) == (4, 1.25)
 

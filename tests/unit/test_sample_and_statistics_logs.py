@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from memory_storage import MemoryStorage
 
-from actors.file_names import STATISTICS
-from actors.lines import LineLog
-from actors.statistics_log import StatisticsLog
-from actors.storage import DiskStorage
-from elastic.votes import StepRecord
-from pipelines.training.sample_log import SampleLog, append_samples
+from actors.storage.file_names import STATISTICS
+from actors.storage.line_logs import LineLog
+from actors.storage.storage import DiskStorage
+from actors.worker.statistics_log import StatisticsLog
+from elastic.protocol.votes import StepRecord
+from pipelines.training.replica.sample_log import SampleLog, append_samples
 
 
 class Told:

@@ -13,17 +13,17 @@ import pytest
 from test_bad_input import refused
 from torch.distributed import TCPStore
 
-from actors.credentials import has_credentials, without_credentials
-from actors.handshake import new_secret
-from actors.keeper import KeeperServer
-from actors.store import open_store
+from actors.distributed.store import open_store
+from actors.runtime.handshake import new_secret
+from actors.snapshots.server import SnapshotHost
+from actors.storage.credentials import has_credentials, without_credentials
 from pipelines.cli import main
-from pipelines.errors import UserError
-from pipelines.plan import Asked, make_plan, store_recipe
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
+from pipelines.settings.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("elastic", "actors", "pipelines")
-UNPICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "runpy"}
+UNPICKLERS = {"pickle", "cloudpickle", "dill", "retire_snapshot_set", "marshal", "joblib", "runpy"}
 RUNNERS = {"eval", "exec", "os.system", "os.popen"}
 SECRET = "hunter2"
 
@@ -70,8 +70,8 @@ def test_store_and_keeper_listen_on_one_address_only() -> None:
     """Of this machine's two, the one that is not theirs has nobody at the port."""
     host, other = "127.0.0.2", "127.0.0.1"
     store = open_store(host)
-    keeper = KeeperServer("node", "", host, new_secret()).keeper
-    for port in (store.port, keeper.port):
+    snapshot_server = SnapshotHost("node", "", host, new_secret()).snapshot_server
+    for port in (store.port, snapshot_server.port):
         socket.create_connection((host, port), 5.0).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((other, port), 5.0)
@@ -94,7 +94,7 @@ def test_a_pickle_in_the_place_of_a_recipe_is_not_loaded(tmp_path: Path) -> None
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.exists(), "the bomb is a dud"
     mark.unlink()
-    asked = Asked("tiny", "run", str(tmp_path), data="random")
+    asked = TrainRequest("tiny", "run", str(tmp_path), data="random")
     store_recipe(make_plan(asked, num_gpus=0))
     (tmp_path / "run" / "recipe.json").write_bytes(pickle.dumps(Bomb(mark)))
     with pytest.raises((UserError, ValueError)):
@@ -153,8 +153,8 @@ def test_credentials_in_options_are_refused_and_not_repeated(
     assert not list(tmp_path.rglob("recipe.json"))
 
 
-@pytest.mark.parametrize("command", ["status", "logs", "export", "relayout"])
+@pytest.mark.parametrize("command", ["status", "logs", "export", "reshard"])
 def test_no_command_leaves_the_storage(command: str, tmp_path: Path, capsys) -> None:
-    more = {"logs": ["--worker", "w0"], "relayout": ["--layout", "dp=1"]}.get(command, [])
+    more = {"logs": ["--worker", "w0"], "reshard": ["--layout", "dp=1"]}.get(command, [])
     told = refused(capsys, command, "../elsewhere", *more, "--storage", str(tmp_path))
     assert "'../elsewhere'" in told and "letters, digits" in told

@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from pipelines.drive import warn_unsaved
-from pipelines.errors import UserError
-from pipelines.overrides import WHERE_AND_HOW, differing_maths, override, settings_from
-from pipelines.plan import Asked, make_plan
-from pipelines.recipes import byte_lm, mlp, tiny_moe
+from pipelines.run.drive import warn_unsaved
+from pipelines.run.plan import TrainRequest, make_plan
+from pipelines.run.recipes import byte_lm, mlp, tiny_moe
 from pipelines.settings import TrainSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.overrides import (
+    WHERE_AND_HOW,
+    differing_training_settings,
+    override,
+    settings_from,
+)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +66,7 @@ def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
         ("batch=none", "valid integer"),
         ("straggler_factor=1", "who takes as long as the others is no straggler"),
         ("straggler_reports=0", "greater than 0"),
-        ("avoid_after=-1", "greater than or equal to 0"),
+        ("quarantine_after=-1", "greater than or equal to 0"),
         ("model.kind=mlp", "'transformer'"),
         ("schedule=zero_bubble", "set schedule=interleaved_1f1b or dtype=float32"),
         ("batch=25", "batch=25 is no multiple of microbatch=2: set batch to 24 or 26"),
@@ -103,9 +108,12 @@ def test_settings_survive_json(settings) -> None:
 
 def test_only_what_defines_the_maths_is_compared() -> None:
     old = byte_lm()
-    assert differing_maths(old, override(old, ["steps=7", "eval_every=3", "compile=true"])) == []
+    assert (
+        differing_training_settings(old, override(old, ["steps=7", "eval_every=3", "compile=true"]))
+        == []
+    )
     new = override(old, ["steps=7", "optimizer.lr=0.5", "seed=9", "data.seq_len=64"])
-    assert differing_maths(old, new) == [
+    assert differing_training_settings(old, new) == [
         "data.seq_len: 128 -> 64",
         f"optimizer.lr: {old.optimizer.lr} -> 0.5",
         "seed: 0 -> 9",
@@ -113,7 +121,7 @@ def test_only_what_defines_the_maths_is_compared() -> None:
 
 
 def test_another_kind_of_model_differs_in_its_fields() -> None:
-    told = differing_maths(byte_lm(), mlp())
+    told = differing_training_settings(byte_lm(), mlp())
     assert "model.kind: transformer -> mlp" in told
     assert any(line.startswith("model.dims: None -> ") for line in told)
 
@@ -178,7 +186,7 @@ def test_a_time_between_checkpoints_under_a_second_is_refused(text: str) -> None
 def test_the_controller_is_given_the_way_of_saving(
     changes: tuple[str, ...], is_auto: bool, every_s: float, tmp_path: Path
 ) -> None:
-    asked = Asked("tiny", changes=changes, storage=str(tmp_path), data="random", workers="2")
+    asked = TrainRequest("tiny", changes=changes, storage=str(tmp_path), data="random", workers="2")
     policy = make_plan(asked, num_gpus=0).run.opening.policy
     assert (policy.checkpoint_auto, policy.checkpoint_every_s) == (is_auto, every_s)
     assert policy.silence_timeout_s == TrainSettings().silence_timeout_s == 5.0

@@ -23,9 +23,9 @@ from broken_shell import (
     saved_steps,
 )
 
-from elastic.commands import Command, Stopped
-from elastic.events import Event, LayoutRequested, Paused, WorkerRaised
-from elastic.planning import Wish
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.commands import Command, Stopped
+from elastic.protocol.events import Event, LayoutRequested, Paused, WorkerRaised
 
 KINDS = sorted({kind.__name__ for kind in get_args(Event)} - {"ControllerRaised"})
 COMMANDS = sorted(kind.__name__ for kind in get_args(Command))
@@ -47,7 +47,7 @@ def breaks_shell(kind: str, num: int) -> Callable[[BrokenShell, BrokenCore], Non
 
 def samples_of(kind: str) -> list[Event]:
     if kind == "Pause":
-        return [LayoutRequested("request", Wish.parse("dp=1", 2))]
+        return [LayoutRequested("request", TargetLayout.parse("dp=1", 2))]
     if kind == "Abort":
         return [WorkerRaised("w0", 1, "peer", "a broken connection")]
     return [sample for sample in SAMPLES if type(sample).__name__ == kind]
@@ -89,7 +89,7 @@ def test_an_exception_in_the_shell_itself_ends_no_run(kind: str, tmp_path: Path)
 UNSAVABLE = {
     # Nothing has been trained when it is given up.
     *("RunOpened", "CheckpointsRemoved", "StoreReady", "WorkerReady", "GroupFormed", "StateReady"),
-    *("StartStore", "StartWorkers", "Form", "Relayout", "Resume", "Waited", "Relaid"),
+    *("StartStore", "StartWorkers", "Form", "Reshard", "Resume", "Waited", "Resharded"),
     "next event",
     # Workers that cannot be told to unwind are ended.
     "Abort",

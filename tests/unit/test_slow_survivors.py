@@ -5,24 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from test_hanging import Driven, committed
+from test_hangs import Driven, committed
 
-from elastic.commands import Abort, Settle
-from elastic.controller_events import ControllerRestarted, WorkerAnswered, WorkersStandStill
-from elastic.events import (
+from elastic.protocol.commands import Abort, RollForward
+from elastic.protocol.controller_events import ControllerRestarted, WorkerAnswered, WorkersStalled
+from elastic.protocol.events import (
     GroupFormed,
     Quiesced,
+    RolledForward,
     Saved,
-    Settled,
     StateReady,
     StopRequested,
     WorkerLost,
     WorkerSuspected,
 )
-from elastic.phases import Forming, Relaying, Stopped
-from elastic.policy import Policy
-from elastic.votes import StepRecord, Vote
-from pipelines.policy import policy_of
+from elastic.protocol.phases import Ended, Forming, Resharding
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
+from pipelines.run.options import policy_of
 from pipelines.settings import TrainSettings
 
 SAVED = (Saved(1, 1, "checkpoint"),)
@@ -57,8 +57,8 @@ def test_a_thousand_that_take_half_a_minute_to_unwind_outlive_a_hang() -> None:
 
 def test_of_several_the_one_that_came_to_a_standstill_first_is_ended() -> None:
     driven = committed(Driven(8), 1, 2)
-    driven.tell(WorkersStandStill(driven.core.state.generation - 1, ("w1",)))
-    driven.tell(WorkersStandStill(driven.core.state.generation, ("w5", "w1", "w2")))
+    driven.tell(WorkersStalled(driven.core.state.generation - 1, ("w1",)))
+    driven.tell(WorkersStalled(driven.core.state.generation, ("w5", "w1", "w2")))
     began = hanging(driven)
     others = [w for w in driven.workers if w != "w5"]
     reports = [driven.unwind("w0", 0.2), *(driven.unwind(w, 100.0) for w in others[1:])]
@@ -111,19 +111,19 @@ def test_a_suspect_that_unwinds_is_not_ended_while_it_rolls_forward() -> None:
     driven.tell(Quiesced("w0", generation, 3, vote, records=(record,)))
     behind = [Quiesced(w, generation, 2, gradients_complete=True) for w in ("w1", "w2", "w3")]
     commands = driven.tell(*behind)
-    assert any(isinstance(command, Settle) for command in commands)
-    settled = [(now + 20.0, Settled(w, generation, record)) for w in ("w1", "w2")]
+    assert any(isinstance(command, RollForward) for command in commands)
+    settled = [(now + 20.0, RolledForward(w, generation, record)) for w in ("w1", "w2")]
     assert not driven.play([(now + 5.0, WorkerLost("w3", "killed")), *settled])
 
 
 def test_a_stop_after_a_hang_ends_one_worker_and_lets_the_others_save() -> None:
     driven = committed(Driven(8), 1, 2)
     hanging(driven)
-    driven.tell(WorkersStandStill(driven.core.state.generation, ("w7",)))
+    driven.tell(WorkersStalled(driven.core.state.generation, ("w7",)))
     reports = [driven.unwind("w0", 0.5), *(driven.unwind(f"w{i}", 20.0 + i) for i in range(1, 7))]
     ended = driven.play([*reports, (driven.now + 0.6, StopRequested("SIGINT"))])
     assert list(ended) == ["w7"]
-    assert driven.core.state.ending and not isinstance(driven.core.state.phase, Stopped)
+    assert driven.core.state.ending and not isinstance(driven.core.state.phase, Ended)
 
 
 def test_all_that_stay_blocked_are_ended_after_the_time_limit_of_collectives() -> None:
@@ -157,7 +157,7 @@ def form_in(driven: Driven, took_s: float) -> None:
     generation = driven.core.state.generation
     members = driven.core.state.phase.attempt.plan.participants
     driven.tell(*(GroupFormed(worker, generation) for worker in members))
-    assert isinstance(driven.core.state.phase, Relaying)
+    assert isinstance(driven.core.state.phase, Resharding)
     driven.tell(*(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in members))
 
 
@@ -212,12 +212,12 @@ def test_every_deadline_of_failure_detection_is_a_setting() -> None:
         "form_timeout_s": 31.0,
         "form_timeout_per_worker_s": 0.2,
         "form_factor": 4.0,
-        "relayout_timeout_s": 601.0,
+        "reshard_timeout_s": 601.0,
         "first_step_timeout_s": 602.0,
         "hang_factor": 11.0,
         "hang_share": 0.5,
         "max_attempts": 9,
-        "keeper_timeout_s": 12.0,
+        "snapshot_server_timeout_s": 12.0,
         "save_timeout_s": 301.0,
         "save_backoff_s": 6.0,
     }

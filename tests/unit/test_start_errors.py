@@ -20,11 +20,11 @@ from broken_shell import (
     saved_steps,
 )
 
-from actors.errors import LeaseLost, RunRefused
-from actors.start_guard import StartGuard
-from elastic.commands import Command, Stopped
-from elastic.controller_events import ControllerRaised, ControllerRecovered
-from elastic.events import Event, StepCommitted
+from actors.controller.start_guard import StartGuard
+from actors.storage.errors import LeaseLost, RunRefused
+from elastic.protocol.commands import Command, Stopped
+from elastic.protocol.controller_events import ControllerRaised, ControllerRecovered
+from elastic.protocol.events import Event, StepCommitted
 
 Break = Callable[[BrokenShell, BrokenCore], None]
 STEPS = {

@@ -14,14 +14,14 @@ import psutil
 import pytest
 from written_runs import MIDNIGHT, WrittenRun
 
-from actors.storage import DiskStorage
-from elastic.commands import NodeAvoided, StartWorkers, Waited
-from elastic.events import Checkpointed, ComputeTimed, WorkerRaised
+from actors.storage.storage import DiskStorage
+from elastic.protocol.commands import NodeQuarantined, StartWorkers, Waited
+from elastic.protocol.events import Checkpointed, ComputeTimed, WorkerRaised
 from pipelines.cli import main
-from pipelines.errors import UserError
-from pipelines.status import parse_prices
-from pipelines.view.history import read_history
-from pipelines.view.standing import Standing
+from pipelines.observe.history.history import read_history
+from pipelines.observe.view.status import parse_prices
+from pipelines.observe.view.status_report import RunStatus
+from pipelines.settings.errors import UserError
 
 
 @pytest.fixture
@@ -118,10 +118,10 @@ def test_json_tells_the_same(run: WrittenRun, capsys) -> None:
 def test_slow_workers_and_avoided_nodes_are_shown(run: WrittenRun, capsys) -> None:
     drive(run)
     run.hear(ComputeTimed(2, 61, (0.25, 0.75)))
-    run.tell(NodeAvoided("node-1", time.time() + 3600, "workers have crashed there 3 times"))
+    run.tell(NodeQuarantined("node-1", time.time() + 3600, "workers have crashed there 3 times"))
     told = object_of(capsys, run)
     assert [w["compute_s"] for w in told["workers"]] == [0.25, 0.75, None, None]
-    assert [row["node"] for row in told["avoided_nodes"]] == ["node-1"]
+    assert [row["node"] for row in told["quarantined_nodes"]] == ["node-1"]
     page = page_of(capsys, run)
     assert "node node-1, for " in page and "0.75 s" in page
     assert "node node-1 is avoided: workers have crashed there 3 times" in page
@@ -230,7 +230,7 @@ def test_a_standing_needs_no_clock_of_its_own(run: WrittenRun) -> None:
     """`now` comes in: a page of the past is as it was then."""
     written = WrittenRun(run.folder.path.parent / "second")
     written.start(2)
-    from_then = Standing(
+    from_then = RunStatus(
         "second", "x", MIDNIGHT + 10, read_history(written.folder), {"pid": 1, "host": "a"}
     )
     assert from_then.split.wall_s == pytest.approx(10.0)

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from elastic.step_records import NUM_KEPT_RECORDS, RecordRing
-from elastic.votes import StepRecord
+from elastic.protocol.step_records import NUM_KEPT_RECORDS, RecordRing
+from elastic.protocol.votes import StepRecord
 
 
 def record(step: int, generation: int = 3) -> StepRecord:

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from test_bad_input import refused
 
-from actors.errors import RunTaken
-from actors.lease import claim
-from actors.ray_controller import Run
-from actors.storage import open_storage
-from pipelines import drive
-from pipelines.plan import Asked, make_plan, store_recipe
+from actors.controller.run import RunSpec
+from actors.storage.errors import RunTaken
+from actors.storage.lease import claim
+from actors.storage.storage import open_storage
+from pipelines.run import drive
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def driven(run: Path) -> Iterator[Path]:
     """A run that another process drives."""
     code = (
-        "import sys; from actors.lease import claim; from actors.storage import open_storage\n"
+        "import sys; from actors.storage.lease import claim; from actors.storage.storage import open_storage\n"
         "claim(open_storage(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(
@@ -47,8 +47,8 @@ def driven(run: Path) -> Iterator[Path]:
     other.communicate()
 
 
-def asked(storage: Path, steps: int) -> Asked:
-    return Asked("tiny", "run", str(storage), "1", None, steps, None, "random")
+def asked(storage: Path, steps: int) -> TrainRequest:
+    return TrainRequest("tiny", "run", str(storage), "1", None, steps, None, "random")
 
 
 def stored_steps(run: Path) -> int:
@@ -67,7 +67,7 @@ class Controller:
 
     seen: int
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunSpec) -> None:
         self.seen = stored_steps(Path(run.folder))
         claim(open_storage(run.folder)).release()
 
@@ -95,7 +95,7 @@ def test_recipe_is_stored_once_the_controller_has_the_run(
     """The process that drove it may end between the look and the claim."""
 
     class Patient(Controller):
-        def __init__(self, run: Run) -> None:
+        def __init__(self, run: RunSpec) -> None:
             for file in (driven / "lease").iterdir():
                 file.unlink()
             super().__init__(run)

@@ -12,11 +12,19 @@ import pytest
 from rich.console import Console
 from written_runs import append
 
-from elastic.layout import Layout
-from pipelines.errors import UserError
-from pipelines.run_folder import RunFolder
-from pipelines.sweep import SweepAsked, parse_layouts, sweep
-from pipelines.view.sweep_table import ON_DEVICE, ON_HOST, Row, measure, refused, show, write
+from elastic.geometry.layout import Layout
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.observe.view.sweep_table import (
+    ON_DEVICE,
+    ON_HOST,
+    Row,
+    measure,
+    refused,
+    show,
+    write,
+)
+from pipelines.run.sweep import SweepRequest, parse_layouts, sweep
+from pipelines.settings.errors import UserError
 
 TP2 = Layout(tp=2)
 
@@ -63,12 +71,12 @@ def test_a_malformed_list_is_refused_in_one_line(text: str) -> None:
 
 def test_one_step_is_not_enough(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--steps 1"):
-        sweep(SweepAsked("tiny", "tp=1", str(tmp_path), steps=1), Console(file=io.StringIO()))
+        sweep(SweepRequest("tiny", "tp=1", str(tmp_path), steps=1), Console(file=io.StringIO()))
 
 
 def test_a_sweep_without_a_feasible_layout_starts_nothing(tmp_path: Path) -> None:
     told = io.StringIO()
-    asked = SweepAsked("tiny", "tp=8; dp=99", str(tmp_path), data="random")
+    asked = SweepRequest("tiny", "tp=8; dp=99", str(tmp_path), data="random")
     assert sweep(asked, Console(file=told, width=110)) == 1
     assert "tp=8: not feasible: tp=8 does not divide 2" in told.getvalue()
     assert "dp=99: not feasible" in told.getvalue()

@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from written_runs import WrittenRun
 
-from elastic.events import Checkpointed
-from pipelines.run_folder import RunFolder
-from pipelines.view.event_lanes import draw_lanes, used_lanes
-from pipelines.view.history import read_history
-from pipelines.view.time_axis import TimeAxis
-from pipelines.view.timeline import draw
+from elastic.protocol.events import Checkpointed
+from pipelines.observe.history.history import read_history
+from pipelines.observe.history.run_folder import RunFolder
+from pipelines.observe.view.event_lanes import draw_lanes, used_lanes
+from pipelines.observe.view.time_axis import TimeAxis
+from pipelines.observe.view.timeline import draw
 
 
 def weeks_with_many_events(path: Path) -> RunFolder:

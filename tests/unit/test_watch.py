@@ -9,21 +9,21 @@ from concurrent.futures import Future
 
 import pytest
 
-from actors import watch
-from actors.fleet import answered, missing
-from actors.watch import NODE_S, PROBE_S, Watch
-from elastic.controller_events import WorkerAnswered, WorkersStandStill
-from elastic.events import (
+from actors.controller import watch
+from actors.controller.fleet import answered, missing
+from actors.controller.watch import NODE_S, PROBE_S, Watch
+from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
+from elastic.protocol.events import (
     Event,
-    KeeperReady,
     Progressed,
+    SnapshotServerReady,
     StateReady,
     StepCommitted,
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.keeping import Keeper
-from elastic.votes import StepRecord, Vote
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.reshard.snapshot_placement import SnapshotServer
 
 TIMEOUT_S = 2.5
 FASTEST_S, SLOWEST_S = PROBE_S, PROBE_S + 1.5
@@ -42,7 +42,7 @@ class SilentFleet:
     def process_state(self, worker: str) -> Future[str]:
         return self._state
 
-    def probe_keeper(self, node: str) -> Future[None]:
+    def probe_snapshot_server(self, node: str) -> Future[None]:
         return Future()
 
 
@@ -146,7 +146,10 @@ def test_a_node_whose_agent_is_gone_says_nothing_of_a_worker(
 
 @pytest.mark.parametrize(
     "other",
-    [WorkerReady("w1", "node", 1), KeeperReady(Keeper("node", "", "socket", "host", 1))],
+    [
+        WorkerReady("w1", "node", 1),
+        SnapshotServerReady(SnapshotServer("node", "", "socket", "host", 1)),
+    ],
     ids=["another worker", "the snapshot server"],
 )
 def test_a_node_whose_agent_and_others_are_silent_is_lost_at_once(
@@ -278,7 +281,7 @@ def test_the_worker_that_came_to_a_standstill_first_is_named_first_and_once(
     try:
         for worker in ("w0", "w1"):
             watching.note(WorkerReady(worker, "node", 1))
-        while posted.get(timeout=8.0) != WorkersStandStill(7, ("w1", "w0")):
+        while posted.get(timeout=8.0) != WorkersStalled(7, ("w1", "w0")):
             pass  # on a busy machine the probes may be late at first
         with pytest.raises(queue.Empty):
             posted.get(timeout=0.6)

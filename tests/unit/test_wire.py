@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from elastic.assignment import Assignment
-from elastic.commands import Command, Resume
-from elastic.events import Event, StepCommitted, Woke, WorkerReady
-from elastic.layout import Layout
-from elastic.phases import Phase, Stopped
-from elastic.state import CoreState
-from elastic.transfers import Relayout
-from elastic.wire import (
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.protocol.commands import Command, Resume
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import Event, StepCommitted, Woke, WorkerReady
+from elastic.protocol.phases import Ended, Phase
+from elastic.protocol.wire import (
     FORMAT,
     UnreadableJournal,
     command_line,
@@ -28,6 +27,7 @@ from elastic.wire import (
     replayed,
     state_line,
 )
+from elastic.reshard.reshard_plan import ReshardPlan
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=8)
 workers = st.lists(names, unique=True, min_size=1, max_size=4)
@@ -41,15 +41,15 @@ def assignments(draw: st.DrawFn) -> Assignment:
 
 
 @st.composite
-def relayouts(draw: st.DrawFn) -> Relayout:
+def relayouts(draw: st.DrawFn) -> ReshardPlan:
     old = draw(st.none() | assignments())
     holders = draw(st.lists(st.sampled_from(old.members), unique=True)) if old else []
-    return Relayout(draw(st.integers(0, 9)), 5, old, draw(assignments()), tuple(holders))
+    return ReshardPlan(draw(st.integers(0, 9)), 5, old, draw(assignments()), tuple(holders))
 
 
 MADE = {
     Assignment: assignments(),
-    Relayout: relayouts(),
+    ReshardPlan: relayouts(),
     int: st.integers(-(2**53), 2**53),
     float: st.floats(allow_nan=False, allow_infinity=False),
     str: names,
@@ -151,7 +151,7 @@ def test_fields_of_a_newer_writer_are_passed_over() -> None:
 
 def test_classes_that_share_a_name_are_told_apart() -> None:
     """`Stopped` is a phase and a command; a union knows which of them it means."""
-    assert decode(Phase, {"is": "Stopped", "outcome": "completed"}) == Stopped("completed")
+    assert decode(Phase, {"is": "Stopped", "outcome": "completed"}) == Ended("completed")
     with pytest.raises(UnreadableJournal, match="Resume"):
         decode(Phase, encode(Resume(1, 0, "dp=1", ("w0",), (), 0)))
 

@@ -7,25 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from actors.errors import WrongHolding
-from actors.holding import Holding
-from actors.interruption import Interruption
-from actors.own_time import own_times
-from actors.stepping import Stepper
-from actors.trainer import Trainer, WorkerOptions
-from actors.worker import kind_of
-from elastic.assignment import Assignment
-from elastic.commands import (
+from actors.runtime.compute_time import compute_times
+from actors.runtime.interruption import Interruption
+from actors.storage.errors import WrongHolding
+from actors.worker.error_kinds import kind_of
+from actors.worker.holding import WorkerHolding
+from actors.worker.step_protocol import Stepper
+from actors.worker.trainer import Trainer
+from actors.worker.worker_options import WorkerOptions
+from elastic.controller.core import Core
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.commands import (
     Abort,
     Command,
     Form,
+    RollForward,
     SaveCheckpoint,
-    Settle,
     Stopped,
     StopWorker,
 )
-from elastic.core import Core
-from elastic.events import (
+from elastic.protocol.events import (
     Event,
     GroupFormed,
     Paused,
@@ -39,14 +43,12 @@ from elastic.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic.layout import Layout
-from elastic.phases import Saving
-from elastic.planning import Job, Wish
-from elastic.policy import Policy
-from elastic.transfers import Relayout
-from elastic.votes import StepRecord, Vote
-from pipelines.program import TrainingProgram
-from pipelines.recipes import tiny
+from elastic.protocol.phases import Saving
+from elastic.protocol.policy import Policy
+from elastic.protocol.votes import StepRecord, Vote
+from elastic.reshard.reshard_plan import ReshardPlan
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import tiny
 
 OLD = Assignment(1, Layout(), ("w0",))
 NEW = Assignment(2, Layout(), ("w0",))
@@ -59,7 +61,7 @@ def trainer(tmp_path: Path) -> Trainer:
     program = TrainingProgram(settings=settings, data_folder=None, device="cpu")
     options = WorkerOptions(str(tmp_path))
     made = Trainer("w0", "n0", program, options, lambda event: None, Interruption())
-    made.holdings = {1: Holding(OLD, {})}
+    made.holdings = {1: WorkerHolding(OLD, {})}
     made.held_step = 110
     return made
 
@@ -72,7 +74,7 @@ def trainer(tmp_path: Path) -> Trainer:
 def test_a_worker_refuses_a_plan_that_relabels_its_state(
     trainer: Trainer, step: int, old: Assignment
 ) -> None:
-    plan = Relayout(0, step, old, NEW, ("w0",))
+    plan = ReshardPlan(0, step, old, NEW, ("w0",))
     with pytest.raises(WrongHolding, match=f"step {step} under generation .* at step 110") as told:
         trainer.form(Form(2, NEW, plan, "127.0.0.1", 1))
     assert kind_of(told.value) == "holding"
@@ -99,11 +101,11 @@ def test_a_worker_applies_no_vote_but_the_next_steps(trainer: Trainer, step: int
         trainer.faults,
         trainer.snapshots,
         trainer.writer,
-        own_times(0, trainer.program.device),
+        compute_times(0, trainer.program.device),
         trainer.records,
     )
     with pytest.raises(WrongHolding, match=f"step {step}: this worker stands at step 110"):
-        trainer.settle(Settle(1, ("w0",), Vote(step, 1.0, 1, 1.0, 1)))
+        trainer.roll_forward(RollForward(1, ("w0",), Vote(step, 1.0, 1, 1.0, 1)))
     assert trainer.stepper.committed_step == 110 and not trainer.stepper.torn
     with pytest.raises(WrongHolding, match="step 111 under"):
         trainer.save(SaveCheckpoint(4, ("w0",), 111, 1))
@@ -114,8 +116,8 @@ def running(num_workers: int, step: int) -> Core:
     core = Core()
     workers = [f"w{number}" for number in range(num_workers)]
     policy = Policy(1, num_workers, gang_timeout_s=0.0, growth_settle_s=0.0)
-    wish, job = Wish.parse(f"dp={num_workers}", num_workers), Job(8, steps=1000)
-    told(core, RunOpened(1, policy, wish, job), StoreReady("host", 1))
+    target_layout, job = TargetLayout.parse(f"dp={num_workers}", num_workers), Job(8, steps=1000)
+    told(core, RunOpened(1, policy, target_layout, job), StoreReady("host", 1))
     told(core, *(WorkerReady(worker, "node", 1) for worker in workers))
     told(core, *(GroupFormed(worker, 1) for worker in workers))
     told(core, *(StateReady(worker, 1, 0, 0, 0.0, 1, 1, 2) for worker in workers))
@@ -148,8 +150,8 @@ def test_a_worker_that_cannot_settle_a_step_serves_none() -> None:
     [abort] = [each for each in told(core, WorkerLost("w2", "killed")) if isinstance(each, Abort)]
     record = StepRecord(0.0, 6, 1, 3, 1.0, 1, 0.1, 1.0, 0.1, skipped=False)
     told(core, Quiesced("w0", abort.generation, 6, vote, records=(record,)))
-    settle = told(core, Quiesced("w1", abort.generation, 5, None, gradients_complete=True))
-    assert Settle(1, ("w1",), vote) in settle
+    roll_forward = told(core, Quiesced("w1", abort.generation, 5, None, gradients_complete=True))
+    assert RollForward(1, ("w1",), vote) in roll_forward
     commands = told(core, WorkerRaised("w1", 1, "holding", "it stands at step 4"))
     [form] = [each for each in commands if isinstance(each, Form)]
     assert (form.plan.step, form.plan.holders) == (6, ("w0",))

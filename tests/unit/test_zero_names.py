@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.errors import InvalidLayout
-from elastic.layout import Layout
-from elastic.planning import Wish
-from elastic.zero import PARTS, STAGES, divides
+from elastic.geometry.errors import InvalidLayout
+from elastic.geometry.layout import Layout
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.zero import PARTS, STAGES, divides
 
 
 def test_each_stage_divides_one_part_more() -> None:
@@ -33,7 +33,7 @@ def test_each_stage_divides_one_part_more() -> None:
     ],
 )
 def test_names_of_fsdp_are_stages(text: str, zero: int) -> None:
-    assert Layout.parse(text).zero == Wish.parse(text).zero == zero
+    assert Layout.parse(text).zero == TargetLayout.parse(text).zero == zero
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The controller's shell around the core: inbox, journal, watch, fleet protocol."""

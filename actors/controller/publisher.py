@@ -1,0 +1,107 @@
+"""Where checkpoints lie, when one is whole, and how it is made visible and removed."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from actors.controller.guard import ThreadGuard
+from actors.storage.checkpoint_files import MANIFEST, folder_of, publish, set_aside
+from actors.storage.errors import LeaseLost
+from actors.storage.lease import Lease
+from actors.storage.storage import Storage
+from elastic.protocol.commands import DropCheckpoints, PublishCheckpoint, SetAside
+from elastic.protocol.controller_events import CheckpointsRemoved
+from elastic.protocol.events import Checkpointed, Event, PartFailed
+
+StorageOrder = PublishCheckpoint | DropCheckpoints | SetAside
+
+
+class Publisher:
+    """Publishes and removes in a thread of its own: the controller never waits for storage."""
+
+    def __init__(self, run: Storage, lease: Lease, post: Callable[[Event], None]) -> None:
+        self._run = run
+        self._lease = lease
+        self._post = post
+        self._guard = ThreadGuard("publisher", post)
+        self._orders: queue.SimpleQueue[StorageOrder | None]
+        self._orders = queue.SimpleQueue()
+        self._to_remove: deque[tuple[int, int]] = deque()
+        """Step and generation of checkpoints that are to be removed, and may have been refused."""
+        self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
+        self._thread.start()
+
+    def order(self, command: StorageOrder) -> None:
+        self._orders.put(command)
+
+    def close(self) -> None:
+        """What has been ordered is still done."""
+        self._orders.put(None)
+        self._thread.join()
+
+    def _serve(self) -> None:
+        is_open = True
+        while is_open:
+            order = self._orders.get()
+            is_open = order is not None
+            if isinstance(order, DropCheckpoints):
+                self._to_remove += [k for k in order.dropped if k not in self._to_remove]
+            try:
+                if self._to_remove:
+                    self._attempt(self._remove)
+                if isinstance(order, PublishCheckpoint):
+                    self._attempt(partial(self._publish, order), partial(self._fail, order))
+                elif isinstance(order, SetAside):
+                    self._attempt(partial(self._set_aside, order))
+            except LeaseLost:
+                return  # the shell sees the same, and ends
+
+    def _attempt(
+        self, act: Callable[[], None], fail: Callable[[Exception], None] = lambda error: None
+    ) -> None:
+        """Raises `LeaseLost`."""
+        try:
+            self._lease.look()
+            act()
+        except LeaseLost:
+            raise
+        except OSError as error:
+            fail(error)
+        except Exception as error:
+            self._guard.note_error(error)
+            fail(error)
+        else:
+            self._guard.note_success()
+
+    def _publish(self, order: PublishCheckpoint) -> None:
+        url = publish(
+            self._run, order.step, order.generation, order.files, order.layout, order.members
+        )
+        self._post(Checkpointed(order.step, order.generation, url))
+
+    def _remove(self) -> None:
+        """First the manifest: what is removed half is invisible. What storage refuses to remove is
+        tried again before the next order, after the others."""
+        removed: list[tuple[int, int]] = []
+        try:
+            while self._to_remove:
+                key = self._to_remove[0]
+                self._to_remove.rotate(-1)
+                self._run.remove(f"{folder_of(*key)}/{MANIFEST}")
+                self._run.remove(folder_of(*key))
+                removed.append(self._to_remove.pop())
+        finally:
+            if removed:
+                self._post(CheckpointsRemoved(tuple(removed)))
+
+    def _set_aside(self, order: SetAside) -> None:
+        """If storage refuses, its damage is found again when the run is opened again."""
+        set_aside(self._run.at(folder_of(order.step, order.generation)))
+        self._post(CheckpointsRemoved(((order.step, order.generation),)))
+
+    def _fail(self, order: PublishCheckpoint, error: Exception) -> None:
+        self._post(PartFailed("", order.generation, order.step, str(error)))

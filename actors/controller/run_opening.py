@@ -1,0 +1,84 @@
+"""Opening a run: its lease and its journal, or one line that says why it cannot be opened."""
+
+from __future__ import annotations
+
+import shlex
+import traceback
+from pathlib import PurePosixPath
+from urllib.parse import urlsplit
+
+from actors.controller.shell import Shell
+from actors.storage.errors import DamagedLog, LeaseLost, LostLease, RunRefused
+from actors.storage.file_names import JOURNAL
+from actors.storage.lease import Lease, claim
+from actors.storage.storage import Storage, is_remote
+from elastic.protocol.commands import Stopped
+from elastic.protocol.events import Event
+from elastic.protocol.wire import UnreadableJournal
+
+
+def open_run(
+    run: Storage, cluster: str = "", actor: str = "", due: tuple[tuple[int, Event], ...] = ()
+) -> tuple[Lease, Shell]:
+    """Claim a run and replay its journal; `cluster` and `actor` as for `claim`.
+
+    Raises `RunTaken` if somebody drives it, `RunRefused` if it cannot be opened, `OSError` if the
+    storage refuses.
+    """
+    lease = claim(run, cluster, actor)
+    try:
+        return lease, Shell(run, lease, due)
+    except UnreadableJournal as error:
+        lease.release()
+        raise RunRefused(
+            f"{run.at(JOURNAL).url}: {error}; choose another --run-name, or resume it with the "
+            "version that wrote it"
+        ) from None
+    except (DamagedLog, LostLease) as error:
+        lease.release()
+        raise RunRefused(f"{error}; {way_on(run)}") from None
+
+
+def way_on(run: Storage) -> str:
+    """How a run with damaged files is continued."""
+    return (
+        f"`{repair_command(run)}` sets the damaged part aside, and the run continues from its "
+        "newest whole checkpoint"
+    )
+
+
+def repair_command(run: Storage) -> str:
+    """The command that repairs a run."""
+    if is_remote(run.url):
+        parts = urlsplit(run.url)
+        path = PurePosixPath(parts.path)
+        storage = parts._replace(path=str(path.parent)).geturl()
+    else:
+        path = PurePosixPath(run.url)
+        storage = str(path.parent)
+    return f"elastic doctor {path.name} --storage {shlex.quote(storage)} --repair"
+
+
+def told_in_one_line(error: Exception, url: str, step: int) -> Stopped | None:
+    """The end of a run at `url` for a reason that is no bug; None for any other exception."""
+    match error:
+        case LeaseLost():
+            reason = (
+                f"another process drives this run now ({error}), and this one has written nothing "
+                f"since: leave it to that process, or end that process and repeat this command"
+            )
+        case RunRefused():
+            reason = str(error)
+        case OSError():
+            cause = " ".join(str(error).split()) or type(error).__name__
+            reason = f"{url}: storage does not answer ({cause}); the same command resumes the run"
+        case _:
+            return None
+    return Stopped("failed", step, reason)
+
+
+def outcome_of(error: Exception, url: str, step: int) -> Stopped:
+    """The end of a run at `url` whose shell has raised this."""
+    text = "".join(traceback.format_exception(error))
+    reason = f"the controller broke: {type(error).__name__}: {error}"
+    return told_in_one_line(error, url, step) or Stopped("failed", step, reason, text)

@@ -1,0 +1,1 @@
+"""Distributed: process groups, meshes, abort, moving bytes, the store."""

@@ -1,0 +1,78 @@
+"""Proof that a worker's device still computes, within a time limit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from actors.storage.errors import BrokenDevice
+
+LIMIT_S = 10.0
+"""A kernel on a stream of its own takes under a millisecond beside any other work."""
+NUM_ELEMENTS = 1024
+
+
+def kernel_on(device: torch.device) -> Callable[[], None]:
+    """A small computation on a CUDA device; on a CPU, nothing.
+
+    It has a stream and memory of its own, made here: a collective that never ends does not block
+    it, and it works when no memory is free.
+    """
+    if device.type != "cuda":
+        return lambda: None
+    ones = torch.ones(NUM_ELEMENTS, device=device)
+    doubled = torch.empty_like(ones)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+
+    def compute() -> None:
+        with torch.cuda.stream(stream):
+            torch.add(ones, ones, out=doubled)
+            if doubled.tolist() != [2.0] * NUM_ELEMENTS:
+                raise ValueError("1 + 1 is not 2 on it")
+
+    return compute
+
+
+class DeviceCheck:
+    """`failure` runs the computation on a thread that may block for ever without harm."""
+
+    def __init__(self, compute: Callable[[], None], limit_s: float = LIMIT_S) -> None:
+        self._compute = compute
+        self._limit_s = limit_s
+
+    def failure(self) -> BrokenDevice | None:
+        """What is wrong with the device, or None if it computes."""
+        raised: list[Exception] = []
+
+        def run() -> None:
+            try:
+                self._compute()
+            except Exception as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=run, name="device-check", daemon=True)
+        thread.start()
+        thread.join(self._limit_s)
+        if thread.is_alive():
+            return BrokenDevice(f"the device did not finish a small kernel in {self._limit_s:g} s")
+        if raised:
+            return BrokenDevice(f"the device fails on a small kernel: {raised[0]}")
+        return None
+
+
+def prove(make: Callable[[], Callable[[], None]], limit_s: float = LIMIT_S) -> DeviceCheck:
+    """The check of the device for which `make` gives a computation, passed once: what `make` does
+    there may block as well. Raises `BrokenDevice`."""
+    made: list[Callable[[], None]] = []
+
+    def make_and_compute() -> None:
+        made.append(make())
+        made[0]()
+
+    failure = DeviceCheck(make_and_compute, limit_s).failure()
+    if failure is not None:
+        raise failure
+    return DeviceCheck(made[0], limit_s)

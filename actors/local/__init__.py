@@ -1,0 +1,1 @@
+"""Local backends: plain child processes, and a single worker in this process."""

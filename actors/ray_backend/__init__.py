@@ -1,0 +1,1 @@
+"""Ray backend: everything that imports Ray."""

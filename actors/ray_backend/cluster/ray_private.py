@@ -1,0 +1,170 @@
+"""The only file that touches Ray's private names; each use says why there is no public way."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+from typing import Any
+
+import ray._private.worker as driver
+from ray._private import services, state
+from ray._private.authentication.authentication_token_setup import (
+    AuthenticationTokenLoader,
+    _get_default_token_path,
+    maybe_enable_token_auth_if_token_available,
+)
+from ray._private.utils import get_ray_address_file
+from ray.core.generated import autoscaler_pb2
+
+from actors.ray_backend.cluster.sessions import Guard
+
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""The resources of what belongs on the head: it is not taken back, and its end is the cluster's.
+Ray puts an actor without resources on any machine; a soft affinity to a node is not always kept
+(seen), and a hard one would not survive a new head. There is no public name for the head."""
+
+
+def silence_driver_logs() -> None:
+    """Keep Ray from printing a paragraph for each worker that dies.
+
+    Such deaths are this project's daily bread and stand in its own display; the switch for
+    workers' logs (`log_to_driver`) leaves these messages on.
+    """
+    driver._worker_logs_enabled = False
+
+
+def recorded_address() -> str | None:
+    """The address of the cluster that the last `ray start` on this machine recorded, or None.
+
+    `ray.init(address="auto")` also joins any cluster whose processes it finds on this machine, for
+    example the private cluster of another command; no public option restricts it to this file.
+
+    Every user may replace files in Ray's folder, so a file of another user, who is not root either,
+    does not count: a process exchanges pickles with the cluster that it joins.
+    """
+    with suppress(OSError):  # there is none, or it is a link
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+        with open(os.open(get_ray_address_file(None), flags)) as file:
+            if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
+                return file.read().strip() or None
+    return None
+
+
+def make_token() -> None:
+    """Create this user's token file if there is none.
+
+    `ray.init` creates it, too, but two commands that start at once overwrite each other's token,
+    and other users may read the file.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token" or AuthenticationTokenLoader.instance().has_token(
+        ignore_auth_mode=True
+    ):
+        return
+    path = _get_default_token_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}-{token_hex(8)}")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token_hex(32))
+    with suppress(FileExistsError):  # another command was faster
+        path.hardlink_to(draft)
+    draft.unlink()
+    AuthenticationTokenLoader.instance().reset_cache()
+
+
+SYSTEM_CONFIG = {"gcs_rpc_server_reconnect_timeout_s": 300}
+"""By default Ray ends every process that has not reached the GCS for 60 s, also while it saves."""
+
+
+@contextmanager
+def private_processes(guard: Guard) -> Iterator[None]:
+    """Ray's processes that start inside the block are private to this process.
+
+    Each leads a session of its own and blocks SIGTERM and SIGHUP, and so do its children: whoever
+    signals this process's group or its whole control group stops this process, which then saves
+    the run and ends them. If this process is killed, the kernel kills them (PR_SET_PDEATHSIG, by
+    Ray) and the guard their children. Ray has no option for any of this.
+    """
+    is_noted = False
+    before = services.ConsolePopen
+
+    class PrivateProcess(before):  # type: ignore[misc, valid-type]
+        def __init__(
+            self, command: list[str], preexec_fn: Callable[[], None] | None = None, **options: Any
+        ) -> None:
+            def prepare() -> None:
+                if preexec_fn is not None:
+                    preexec_fn()
+                signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGHUP))
+
+            nonlocal is_noted
+            folder = re.search(rf"/[^=]*?/session_[0-9_-]+_{os.getpid()}(?=/|$)", " ".join(command))
+            if folder and not is_noted:
+                is_noted = True
+                guard.note_session(Path(folder[0]))
+            super().__init__(command, preexec_fn=prepare, start_new_session=True, **options)
+            guard.note_process(self.pid)
+
+        def terminate(self) -> None:
+            """SIGTERM is blocked there."""
+            self.kill()
+
+    services.ConsolePopen = PrivateProcess
+    try:
+        yield
+    finally:
+        services.ConsolePopen = before
+
+
+def take_token() -> None:
+    """Show this machine's token, if there is one, to a cluster that is joined by its address.
+
+    A new local cluster wants one, but `ray.init` shows it only where it has found the cluster by
+    itself; RAY_AUTH_MODE would have to be set before Ray is imported.
+    """
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell how to do without
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def end_log_monitor() -> None:
+    """End the process that forwards workers' output to a driver, in a cluster of our own.
+
+    With `log_to_driver` off nobody reads what it forwards, but it goes on looking for new files
+    ten times a second, a hundredth of a core; only `ray start` has a public switch for it.
+    """
+    driver._global_node.kill_log_monitor(check_alive=False)
+
+
+def draining_nodes() -> dict[str, float]:
+    """By node the announced end, in seconds since the epoch, or 0 for none; the public state API
+    tells only of the dead. Raises RayError."""
+    told = state.state.get_draining_nodes()
+    return {node: deadline_ms / 1000 for node, deadline_ms in told.items()}
+
+
+def node_of_actor(actor: Any) -> str:
+    """The id of the node where it runs or last ran; empty if it never did. The public state API
+    needs the dashboard, which a local cluster has not. Raises RayError."""
+    told = state.state.actor_table(actor._actor_id.hex())
+    return str(told.get("Address", {}).get("NodeID", "") or "")
+
+
+def drain_node(node: str, cause: str, deadline: float) -> None:
+    """Have Ray place nothing on a node any more, and the autoscaler replace it; whatever runs there
+    runs on. The command `ray drain-node` does the same, and nothing public does. Raises RayError.
+    """
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    driver.global_worker.gcs_client.drain_node(node, reason, cause, int(deadline * 1000))
+
+
+def job_folder() -> Path | None:
+    """The folder into which Ray has unpacked the working directory of the submitted job that this
+    process runs in, or None. Ray deletes it with the job, and tells nobody."""
+    here = Path.cwd()
+    return here if "working_dir_files" in here.parts else None

@@ -1,0 +1,224 @@
+"""The controller as a named Ray actor: the shell in a thread, and doors for workers and driver."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+
+from actors.controller.layout_requests import LayoutReply, ask_for_layout
+from actors.controller.run import RunSpec
+from actors.controller.run_opening import open_run, outcome_of
+from actors.controller.start_guard import STORAGE_PATIENCE_S
+from actors.ray_backend.actor_names import Greeter
+from actors.ray_backend.cluster.head_watch import HeadWatch
+from actors.ray_backend.cluster.node_labels import head_host
+from actors.ray_backend.fleet import RayFleet
+from actors.ray_backend.observers import keep_observers
+from actors.runtime.network import Network, listen, own_address
+from actors.runtime.orphan_guard import OrphanGuard, end_process
+from actors.runtime.sources import digest_of_sources
+from actors.storage.errors import RunRefused, UnfitMachine
+from actors.storage.file_names import SYSTEM
+from actors.storage.line_logs import LineLog
+from actors.storage.line_writers import open_lines
+from actors.storage.storage import Storage, open_storage
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.commands import Stopped
+from elastic.protocol.events import Event, StopRequested
+
+CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2, "layouts": 1}
+
+ATTEND_EVERY_S = 1.0
+
+POLL_EVERY_S = 5.0
+
+END_PATIENCE_S = 5.0
+
+SAMPLES_PATIENCE_S = 5.0
+
+HEAD_GONE = "Ray's head process (the GCS at {}) is gone"
+
+OTHER_SOURCES = (
+    "the controller on {} runs other sources than this command: install one working tree "
+    "everywhere, or send it along with `ray job submit --working-dir .`"
+)
+
+
+def _refuse_network(network: Network) -> None:
+    """The store will listen on this machine. Raises `RunRefused` if it cannot."""
+    try:
+        listen(own_address(network, head_host()), network).close()
+    except UnfitMachine as error:
+        raise RunRefused(f"{socket.gethostname()}: {error}") from None
+
+
+@dataclass(frozen=True)
+class DriverReport:
+    """What the driver is told when it asks."""
+
+    outcome: Stopped | None = None
+    undelivered: tuple[str, ...] = ()
+    """One line an observer about what it could not deliver."""
+    is_stopping: bool = False
+    """Somebody has asked for the end, which comes when the last checkpoint is saved."""
+    is_detached: bool = False
+    driver_silence_s: float = 0.0
+    """Falls whenever the driver asks; who is not detached and hears nobody will stop."""
+    trouble: str = ""
+    """Why storage does not take the run's lines at present."""
+    is_head_gone: bool = False
+    """Ray's GCS is; the run ends for that reason."""
+
+
+class RayController:
+    """Drives one run from begin to end; it lives as long as somebody asks or it is detached."""
+
+    def __init__(self, run: RunSpec) -> None:
+        if run.sources not in ("", digest_of_sources()):
+            raise RunRefused(OTHER_SOURCES.format(ray.util.get_node_ip_address()))
+        _refuse_network(run.options.network)
+        self._run = run
+        self._driver_silence_s = 0.0
+        self._is_stopping = False
+        self._me = ray.get_runtime_context()
+        self._orphan_guard = OrphanGuard(run.orphan_timeout_s, self._end)
+        self._progress = DriverReport()
+        self._ended = threading.Event()
+        with warnings.catch_warnings(action="ignore"):  # Ray asks itself in a way that is to go
+            has_been_here = self._me.was_current_actor_reconstructed
+        self._greeter = Greeter(run.name) if has_been_here else None
+        self._take_run(open_storage(run.folder), has_been_here)
+        self._fleet = RayFleet(
+            run.name,
+            run.program,
+            run.options,
+            run.resources,
+            run.orphan_timeout_s,
+            self._shell.post,
+            self._lease.epoch,
+        )
+        self._head = HeadWatch(self._me.gcs_address, run.head_patience_s, self._note_head_gone)
+        epoch, is_heir = self._lease.epoch, self._lease.since < self._lease.epoch
+        self._observers = keep_observers(
+            run.name, run.observers, run.orphan_timeout_s, epoch, is_heir
+        )
+        threading.Thread(target=self._drive, name="controller", daemon=True).start()
+        threading.Thread(target=self._attend, name="attendance", daemon=True).start()
+
+    def _take_run(self, storage: Storage, has_been_here: bool) -> None:
+        """Whoever comes back has a run to go on with, and insists where storage does not answer."""
+        deadline = time.monotonic()
+        if has_been_here:
+            deadline += STORAGE_PATIENCE_S
+        while True:
+            try:
+                self._lease, self._shell = open_run(
+                    storage,
+                    self._me.gcs_address,
+                    self._me.get_actor_id(),
+                    self._run.draining_workers,
+                )
+                self._samples = open_lines(
+                    LineLog(storage, SYSTEM), self._lease.epoch, self._lease.look
+                )
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise RunRefused(f"{storage.url}: it cannot be opened ({error})") from None
+                time.sleep(1.0)
+
+    @ray.method(concurrency_group="reports")
+    def report(self, incarnation: int, event: Event) -> None:
+        """A worker's events, in its order. Those that were meant for a controller that has died
+        come again."""
+        if incarnation == self._lease.epoch:
+            self._shell.post(event)
+
+    @ray.method(concurrency_group="samples")
+    def report_sample(self, line: dict[str, Any]) -> None:
+        self._samples.write(line)
+
+    @ray.method(concurrency_group="driver")
+    def progress(self, patience_s: float) -> DriverReport:
+        """Waits so long for the run's end; who does so is the driver, and shows that it lives."""
+        if patience_s:
+            self._driver_silence_s = 0.0
+        self._ended.wait(patience_s)
+        return replace(
+            self._progress,
+            is_stopping=self._is_stopping,
+            is_detached=self._run.detached,
+            driver_silence_s=self._driver_silence_s,
+            trouble=self._shell.trouble,
+            is_head_gone=self._head.is_gone,
+        )
+
+    @ray.method(concurrency_group="driver")
+    def request_stop(self, cause: str) -> None:
+        self._is_stopping = True
+        self._shell.post(StopRequested(cause))
+
+    @ray.method(concurrency_group="layouts")
+    def ask_for_layout(self, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
+        """Another process asks; one such request at a time."""
+        return ask_for_layout(self._shell, target_layout, patience_s)
+
+    def _note_head_gone(self) -> None:
+        self._fleet.is_head_gone = True
+        self.request_stop(HEAD_GONE.format(self._me.gcs_address))
+
+    def _drive(self) -> None:
+        try:
+            outcome = self._shell.run(self._fleet, self._run.opening, self._fleet)
+            self._samples.close(SAMPLES_PATIENCE_S)
+            with suppress(OSError):  # a lease that cannot be given back runs out
+                self._lease.release()
+        except Exception as error:
+            outcome = outcome_of(error, self._run.folder, self._shell.committed_step)
+        undelivered: tuple[str, ...] = ()
+        try:
+            finished = [observer.finish(self._head.is_gone) for observer in self._observers]
+            undelivered = tuple(told for told in finished if told)
+        finally:
+            self._progress = DriverReport(outcome, undelivered)
+            self._ended.set()
+
+    def _attend(self) -> None:
+        """Poll the observers; ask for a stop when the driver has gone silent, and leave after it.
+
+        Whatever ends this thread ends the process: then the orphanage hears nothing.
+        """
+        asked, polled = False, 0.0
+        while True:
+            time.sleep(ATTEND_EVERY_S)
+            if self._greeter and self._shell.opened.is_set():
+                self._greeter.close()
+            if time.monotonic() - polled >= POLL_EVERY_S:
+                polled = time.monotonic()
+                for observer in self._observers:
+                    observer.poll()
+            self._driver_silence_s += ATTEND_EVERY_S
+            is_alone = self._driver_silence_s >= self._run.driver_timeout_s
+            if self._progress.outcome is None:
+                if is_alone and not self._run.detached and not asked:
+                    asked = True
+                    self.request_stop("the driver is gone")
+            elif is_alone:
+                self._end()
+            self._orphan_guard.hear()
+
+    def _end(self) -> None:
+        """For good: who ends himself by a signal is restarted."""
+        if self._head.is_gone:  # nobody restarts it, and `ray.kill` would wait
+            end_process()
+        with suppress(ray.exceptions.RayError, ValueError):  # then by the signal
+            ray.kill(self._me.current_actor)
+            time.sleep(END_PATIENCE_S)
+        end_process()

@@ -1,0 +1,385 @@
+"""A fleet of detached Ray actors in the run's namespace."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.controller.fleet import missing
+from actors.notices import SeenNotice, see, watch_this_machine
+from actors.ray_backend.actor_losses import (
+    ask_state,
+    cause_of,
+    end_unreachable,
+    end_without_agent,
+    tell_loss,
+)
+from actors.ray_backend.actor_names import (
+    NAMESPACE,
+    end_and_wait,
+    find_actors,
+    newest_by_node,
+    newest_last,
+)
+from actors.ray_backend.cluster.node_drains import Drains
+from actors.ray_backend.cluster.node_labels import away_from
+from actors.ray_backend.cluster.ray_private import ON_HEAD
+from actors.ray_backend.snapshot_servers import RaySnapshotServer, SnapshotServers
+from actors.ray_backend.worker import RayAgent, RayStore, RayWorker
+from actors.runtime.factory import Factory
+from actors.worker.worker_options import Envelope, WorkerOptions
+from elastic.protocol.commands import Order
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import Event, StoreLost, StoreReady, WorkerLost
+
+HEARTBEAT_S = 2.0
+CLOSE_TIMEOUT_S = 10.0
+ANSWER_S = 1.0
+GONE = "it was gone when the controller came back"
+AGENT_DELAY_S = 10.0
+"""A node's agent comes after its first workers have joined: a process that starts meanwhile makes
+that pause 0.25 s longer on two cores. Until then `ray.kill` ends a stopped worker there, in 5 s."""
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """One worker's actor and, once it has started, where its process is."""
+
+    actor: Any
+    node: str = ""
+    pid: int = 0
+    started: float = float("inf")
+    is_ending: bool = False
+    """Told to end, it is asked for nothing more: whatever becomes of the order, an orphan ends."""
+
+
+class RayFleet:
+    """One actor a worker with plain resources: those that find no place stay pending, and that
+    is the demand which the Ray autoscaler sees."""
+
+    def __init__(
+        self,
+        run_name: str,
+        program: Factory,
+        options: WorkerOptions,
+        resources: dict[str, Any],
+        orphan_timeout_s: float,
+        post: Callable[[Event], None],
+        incarnation: int,
+    ) -> None:
+        self._run_name = run_name
+        self._program = program
+        self._options = options
+        self._resources = resources
+        self._orphan_timeout_s = orphan_timeout_s
+        self._post = post
+        self._incarnation = incarnation
+        self._node = ray.get_runtime_context().get_node_id()
+        self._controller = ray.get_runtime_context().current_actor
+        self._seats: dict[str, _Seat] = {}
+        self._probed: set[str] = set()
+        self._agents: dict[str, Any] = {}
+        self._heard: set[str] = set()
+        self._servers = SnapshotServers(
+            run_name, self._start_server, post, are_wanted=options.snapshot_every > 0
+        )
+        self._store: Any = None
+        self._drains = Drains(post)
+        self._watcher = watch_this_machine()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._has_come = threading.Event()
+        """A worker's process has."""
+        self.is_head_gone = False
+        """Ray's GCS is: no actor can be started or ended through Ray, and no death is reported."""
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._exchange_notices, name="notices", daemon=True).start()
+
+    def start_store(self) -> None:
+        name = f"store-{self._incarnation}-{time.monotonic_ns()}"
+        kind = self._detached(RayStore, name, num_cpus=0, resources=ON_HEAD)
+        self._take_store(kind.remote(self._options.network, self._orphan_timeout_s))
+
+    def _take_store(self, store: Any) -> None:
+        self._store = store
+        self._when_done(store.address.remote(), self._store_ready)
+        self._when_done(store.live.remote(), self._store_lost)
+
+    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
+        options = self._resources | away_from(quarantined)
+        for worker in workers:
+            actor = self._detached(RayWorker, worker, **options).remote(
+                worker,
+                self._program,
+                self._options,
+                self._controller,
+                self._incarnation,
+                self._orphan_timeout_s,
+            )
+            self._seat(worker, _Seat(actor))
+
+    def _seat(self, worker: str, seat: _Seat) -> None:
+        with self._lock:
+            self._seats[worker] = seat
+        actor, life = seat.actor, seat.actor.live.remote()
+        self._when_done(actor.start.remote(), partial(self._worker_started, worker))
+        self._when_done(life, partial(self._worker_lost, worker))
+
+    def start_snapshot_server(self, node: str) -> None:
+        self._servers.start(node)
+
+    def _start_server(self, node: str) -> Any:
+        name = f"keeper-{self._incarnation}-{node}-{time.monotonic_ns()}"
+        options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        kind = self._detached(RaySnapshotServer, name, num_cpus=0, **options)
+        told = self._options
+        return kind.remote(
+            told.network, told.secret, told.max_snapshot_bytes, self._orphan_timeout_s
+        )
+
+    def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
+        self._servers.ask(nodes, generation)
+
+    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+        self._servers.forget(nodes, generation)
+
+    def stop_worker(self, worker: str) -> None:
+        with self._lock:
+            seat = self._seats.get(worker)
+            if seat is None:
+                return
+            self._seats[worker] = replace(seat, is_ending=True)
+            agent = self._agents.get(seat.node)
+        if seat.pid and seat.node == self._node:
+            with suppress(ProcessLookupError):  # gone already: as wanted
+                os.kill(seat.pid, signal.SIGKILL)
+        elif agent is not None:
+            self._when_done(agent.kill.remote(seat.pid), partial(end_without_agent, seat.actor))
+        elif self.is_head_gone:
+            _end_directly(seat.actor)
+        else:
+            ray.kill(seat.actor)
+
+    def send(self, workers: Iterable[str], order: Order) -> None:
+        shared = ray.put(Envelope(self._incarnation, order))
+        for worker in workers:
+            with self._lock:
+                seat = self._seats.get(worker)
+            if seat is not None:
+                seat.actor.take.remote(shared)
+
+    def probe(self, worker: str) -> Future[int]:
+        with self._lock:
+            seat = self._seats.get(worker)
+        if seat is None or seat.is_ending:
+            return missing(worker)
+        self._probed.add(worker)
+        answer: Future[int] = seat.actor.signs_of_life.remote().future()
+        return answer
+
+    def process_state(self, worker: str) -> Future[str]:
+        with self._lock:
+            seat = self._seats.get(worker, _Seat(None))
+            agent = self._agents.get(seat.node) if seat.node in self._heard else None
+        return ask_state(seat.pid, seat.node == self._node, agent)
+
+    def probe_snapshot_server(self, node: str) -> Future[None]:
+        return self._servers.probe(node) or missing(node)
+
+    def stop_snapshot_server(self, node: str) -> None:
+        self._servers.stop(node)
+
+    def newest_generation(self) -> int:
+        """See `Survivors`; who has only begun to start may not answer in time."""
+        asked = [a.newest_generation.remote() for a in find_actors(self._run_name).values()]
+        if not asked:
+            return 0
+        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+        generations = [0]
+        for answer in answered:
+            with suppress(ray.exceptions.RayError):  # it has just died
+                generations.append(ray.get(answer))
+        return max(generations)
+
+    def attach(self, state: CoreState) -> None:
+        """See `Survivors`."""
+        self._attach_store(state)
+        self._servers.attach(state)
+        with self._lock:
+            self._agents.update(newest_by_node(find_actors(self._run_name, "agent")))
+        workers = find_actors(self._run_name)
+        end_and_wait(self._run_name, workers.keys() - state.worker_records.keys())
+        for worker in sorted(state.worker_records):
+            if worker in workers:
+                workers[worker].meet.remote(self._incarnation, state.committed_step)
+                seat = state.worker_records[worker]  # one that stands still cannot say where it is
+                self._seat(worker, _Seat(workers[worker], seat.node, seat.pid, time.monotonic()))
+            elif worker in state.warm:
+                self._post(WorkerLost(worker, GONE))
+            else:
+                self.start_workers([worker], state.worker_records[worker].quarantined)
+
+    def clear_away(self) -> None:
+        """See `Survivors`."""
+        kinds = ("", "store", "snapshot_server", "agent")
+        end_and_wait(self._run_name, (n for k in kinds for n in find_actors(self._run_name, k)))
+
+    def _attach_store(self, state: CoreState) -> None:
+        stores = newest_last(find_actors(self._run_name, "store"))
+        for store in stores[:-1]:
+            ray.kill(store)
+        if stores:
+            self._take_store(stores[-1])
+        elif state.store_port:
+            self._post(StoreLost(GONE))
+        else:
+            self.start_store()
+
+    def close(self) -> None:
+        """End all actors of the run and wait until Ray has seen the last of them gone."""
+        self._closed.set()
+        self._has_come.set()
+        self._watcher.close()
+        with self._lock:
+            workers = list(self._seats)
+        for worker in workers:
+            self.stop_worker(worker)
+        end = _end_directly if self.is_head_gone else ray.kill
+        self._servers.close(end)
+        if self._store is not None:
+            end(self._store)
+        if self.is_head_gone:
+            return  # the agents end with the orphans
+        deadline = time.monotonic() + CLOSE_TIMEOUT_S
+        while (self._seats or len(self._servers)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._end_agents()  # not before they have done what they were asked to
+
+    def _end_agents(self) -> None:
+        with self._lock:
+            agents = list(self._agents.values())
+        for agent in agents:
+            ray.kill(agent)
+
+    def _detached(self, kind: type, name: str, **options: Any) -> Any:
+        groups = getattr(kind, "GROUPS", {})
+        return ray.remote(concurrency_groups=groups)(kind).options(
+            name=f"{self._run_name}:{name}",
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=0,
+            enable_task_events=False,  # nobody looks at each call, and telling takes time
+            **options,
+        )
+
+    def _when_done(self, answer: Any, then: Callable[[Future[Any]], None]) -> None:
+        answer.future().add_done_callback(then)
+
+    def _store_ready(self, answer: Future[Any]) -> None:
+        if answer.exception() is None:
+            self._post(StoreReady(*answer.result()))
+
+    def _store_lost(self, answer: Future[Any]) -> None:
+        if not self._closed.is_set():
+            self._post(StoreLost(cause_of(answer.exception())))
+
+    def _worker_started(self, worker: str, answer: Future[tuple[str, int]]) -> None:
+        """Where a worker runs, so that it can be ended by signal."""
+        if answer.exception() is not None:
+            return  # it died, which `live` tells
+        with self._lock:
+            if worker in self._seats:
+                node, pid = answer.result()
+                self._seats[worker] = replace(
+                    self._seats[worker], node=node, pid=pid, started=time.monotonic()
+                )
+        self._has_come.set()
+
+    def _worker_lost(self, worker: str, life: Future[Any]) -> None:
+        with self._lock:
+            seat = self._seats.pop(worker, None)
+        if not self._closed.is_set() and seat is not None:
+            end_unreachable(seat.actor, life.exception())
+            tell_loss(self._post, worker, seat.actor, seat.node, cause_of(life.exception()))
+
+    def _beat(self) -> None:
+        """Keep the actors that get no probes from thinking themselves orphans."""
+        while not self._closed.wait(HEARTBEAT_S):
+            with self._lock:
+                worker_records = list(self._seats.items())
+                agents = list(self._agents.items())
+            for worker, seat in worker_records:
+                if seat.pid and not seat.is_ending and worker not in self._probed:
+                    seat.actor.signs_of_life.remote()
+            self._servers.beat()
+            if self._store is not None:
+                self._store.hear.remote()
+            for node, agent in agents:
+                self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
+
+    def _agent_heard(self, node: str, answer: Future[SeenNotice | None]) -> None:
+        """Without an agent `ray.kill` does its work, until the next beat sends another."""
+        if answer.exception() is None:
+            self._heard.add(node)
+            self._drains.take(node, answer.result())
+            return
+        with self._lock:
+            self._heard.discard(node)
+            self._agents.pop(node, None)
+
+    def _exchange_notices(self) -> None:
+        """This machine has no agent; what Ray says matters of nodes where something of ours is.
+
+        Ray's answer may take long while its GCS is away, and so may a new agent: the heartbeat must
+        not wait for either. (Ray's callbacks may not create actors.)
+        """
+        while not self._closed.is_set():
+            self._has_come.wait(HEARTBEAT_S)
+            self._has_come.clear()
+            if self._closed.is_set() or self.is_head_gone:
+                return
+            with self._lock:
+                peopled = {seat.node for seat in self._seats.values()} - {""}
+            with suppress(ray.exceptions.RayError, ValueError):  # the next time tries again
+                self._servers.keep_standbys(peopled)
+                self._send_agents()
+            nodes = peopled | self._servers.nodes
+            if self._node in nodes:
+                self._drains.take(self._node, see(self._watcher.notice))
+            with suppress(ray.exceptions.RayError):  # the next time tries again
+                self._drains.exchange(nodes)
+
+    def _send_agents(self) -> None:
+        with self._lock:
+            old = time.monotonic() - AGENT_DELAY_S
+            nodes = {seat.node for seat in self._seats.values() if seat.started < old}
+            lacking = sorted(nodes - self._agents.keys() - {self._node})
+            deserted = self._agents.keys() - {seat.node for seat in self._seats.values()}
+            self._heard -= deserted
+            idle = [self._agents.pop(node) for node in deserted]
+        for agent in idle:
+            ray.kill(agent)  # it would keep its machine from being given back
+        for node in lacking:
+            options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+            name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"
+            kind = self._detached(RayAgent, name, num_cpus=0, **options)
+            agent = kind.remote(self._orphan_timeout_s)
+            with self._lock:
+                self._agents[node] = agent
+        if self._closed.is_set():
+            self._end_agents()
+
+
+def _end_directly(actor: Any) -> None:
+    actor.end.remote()

@@ -1,0 +1,188 @@
+"""The observers of a run: one Ray actor each, replaced when it dies."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+import ray
+
+from actors.ray_backend.actor_names import NAMESPACE, find_actors
+from actors.ray_backend.cluster.ray_private import ON_HEAD
+from actors.ray_backend.metrics import Gauges, Metric
+from actors.runtime.factory import Factory
+from actors.runtime.orphan_guard import OrphanGuard, end_process
+from elastic.protocol.policy import backoff_s
+
+PATIENCE_S = 30.0
+HEADLESS_PATIENCE_S = 5.0
+"""Without Ray's GCS, one that had not quite started never answers."""
+FIRST_BACKOFF_S = 1.0
+MAX_BACKOFF_S = 60.0
+SILENCE_S = 60.0
+"""An observer that answers nothing for so long is replaced. Its work has a thread of its own."""
+NUM_LAST_TRIES = 4
+NICENESS = 10
+
+
+class Observer(Protocol):
+    """Follows a run's files beside the training, in a process of its own."""
+
+    def poll(self) -> None:
+        """Look for what is new; called every few seconds."""
+
+    def figures(self) -> Iterable[Metric]:
+        """What there is to be measured of the run now."""
+
+    def finish(self, patience_s: float) -> str | None:
+        """Deliver the rest; return one line about what could not be delivered, or None."""
+
+
+class RayObserver:
+    """An observer's process; that it is alive to somebody is heard beside its work."""
+
+    GROUPS: ClassVar = {"life": 1}
+
+    def __init__(self, factory: Factory, run_name: str, orphan_timeout_s: float) -> None:
+        os.nice(NICENESS)  # training comes first
+        self._orphan_guard = OrphanGuard(orphan_timeout_s)
+        self._gauges = Gauges(run_name)
+        self._observer: Observer = factory.make()
+
+    @ray.method(concurrency_group="life")
+    def hear(self) -> None:
+        self._orphan_guard.hear()
+
+    @ray.method(concurrency_group="life")
+    def end(self) -> None:
+        end_process()
+
+    def poll(self) -> None:
+        self._observer.poll()
+        self._gauges.show(self._observer.figures())
+
+    def finish(self, patience_s: float) -> str | None:
+        return self._observer.finish(patience_s)
+
+
+class SupervisedObserver:
+    """One observer, replaced when its process dies or answers no more.
+
+    A new process delivers what the one before it did not: the run's files are the spool.
+    """
+
+    def __init__(self, start: Callable[[], Any], there: Any = None) -> None:
+        """`there` is the actor of an earlier controller, or None."""
+        self._start = start
+        self._actor = there or start()
+        self._num_losses = 0
+        self._lock = threading.Lock()
+        self._is_lost = self._is_finishing = False
+        self._lost_at = 0.0
+        self._heard_at = time.monotonic()
+
+    def poll(self) -> None:
+        """Have it look for what is new; replace it if it is lost."""
+        with self._lock:
+            self._poll()
+
+    def _poll(self) -> None:
+        if self._is_finishing:
+            self._actor.hear.remote()
+            return
+        if self._is_lost:
+            pause_s = backoff_s(FIRST_BACKOFF_S, self._num_losses, MAX_BACKOFF_S)
+            if time.monotonic() - self._lost_at < pause_s:
+                return
+            self._replace()
+        elif time.monotonic() - self._heard_at > SILENCE_S:
+            self._note_loss()
+            return
+        actor = self._actor
+        actor.hear.remote().future().add_done_callback(partial(self._note_answer, actor))
+        actor.poll.remote()
+
+    def finish(self, ends_directly: bool) -> str | None:
+        """Deliver the rest and end the process; return one line about what is undelivered.
+
+        `ends_directly`: Ray's GCS, which ends actors, is gone.
+        """
+        with self._lock:
+            self._is_finishing = True
+        patience_s = HEADLESS_PATIENCE_S if ends_directly else PATIENCE_S
+        told: str | None = None
+        for _ in range(NUM_LAST_TRIES):
+            if self._is_lost and not ends_directly:
+                self._replace()
+            try:
+                told = ray.get(self._actor.finish.remote(patience_s), timeout=2 * patience_s)
+                break
+            except ray.exceptions.GetTimeoutError:
+                told = (
+                    f"the run's observer did not answer for {2 * patience_s:g} s: what it delivers "
+                    "may lack the end of the run until the run is resumed"
+                )
+                break
+            except ray.exceptions.RayError as error:
+                last_line = str(error).strip().split("\n")[-1]
+                told = f"the observer failed {self._num_losses + 1} times: {last_line}"
+                is_loss = isinstance(error, ray.exceptions.RayActorError)
+                if not is_loss or ends_directly:
+                    break
+                self._note_loss()
+        end = self._actor.end.remote if ends_directly else partial(ray.kill, self._actor)
+        with suppress(ray.exceptions.RayError):
+            end()
+        return told
+
+    def _note_answer(self, actor: Any, answer: Future[None]) -> None:
+        """On a thread of Ray's."""
+        if actor is not self._actor:
+            return
+        if answer.exception() is None:
+            self._heard_at = time.monotonic()
+        elif not self._is_lost:
+            self._note_loss()
+
+    def _note_loss(self) -> None:
+        self._num_losses += 1
+        self._is_lost, self._lost_at = True, time.monotonic()
+
+    def _replace(self) -> None:
+        with suppress(ray.exceptions.RayError):
+            ray.kill(self._actor)  # it may stand still
+        self._actor = self._start()
+        self._is_lost, self._heard_at = False, time.monotonic()
+
+
+def keep_observers(
+    run_name: str, factories: Sequence[Factory], orphan_timeout_s: float, epoch: int, is_heir: bool
+) -> list[SupervisedObserver]:
+    """Start the run's observers; an heir takes over those of the controller before it."""
+    there = find_actors(run_name, "observer") if is_heir else {}
+
+    def start(number: int) -> Any:
+        return (
+            ray.remote(concurrency_groups=RayObserver.GROUPS)(RayObserver)
+            .options(
+                name=f"{run_name}:observer-{number}-{epoch}-{time.monotonic_ns()}",
+                namespace=NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                enable_task_events=False,
+                resources=ON_HEAD,
+            )
+            .remote(factories[number], run_name, orphan_timeout_s)
+        )
+
+    def newest(number: int) -> Any:
+        names = [name for name in there if name.split("-")[1] == str(number)]
+        return there[max(names, key=lambda name: int(name.rpartition("-")[2]))] if names else None
+
+    return [SupervisedObserver(partial(start, n), newest(n)) for n in range(len(factories))]

@@ -1,0 +1,213 @@
+"""A node's snapshot server as a Ray actor. It imports no torch, to start fast and stay small."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, ClassVar
+
+import ray
+
+from actors.ray_backend.actor_losses import cause_of
+from actors.ray_backend.actor_names import find_actors, newest_by_node
+from actors.ray_backend.cluster.node_labels import head_host, place_here
+from actors.runtime.network import Network, own_address
+from actors.runtime.orphan_guard import OrphanGuard, end_process
+from actors.snapshots.server import SnapshotHost
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import (
+    Event,
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
+)
+from elastic.reshard.snapshot_placement import SnapshotServer
+
+
+class RaySnapshotServer:
+    """Listens from its start on, and keeps nothing until workers send snapshots."""
+
+    GROUPS: ClassVar = {"life": 1}
+
+    def __init__(
+        self,
+        network: Network,
+        secret: bytes,
+        max_snapshot_bytes: int | None,
+        orphan_timeout_s: float,
+    ) -> None:
+        self._orphan_guard = OrphanGuard(orphan_timeout_s)
+        place, host = place_here(), own_address(network, head_host())
+        self._server = SnapshotHost(
+            place.node, place.rack, host, secret, network, max_snapshot_bytes
+        )
+
+    def snapshot_server(self) -> SnapshotServer:
+        return self._server.snapshot_server
+
+    def told(self, generation: int) -> SnapshotServerReported:
+        return self._server.told(generation)
+
+    def forget(self, generation: int) -> None:
+        self._server.forget(generation)
+
+    def hear(self) -> None:
+        self._orphan_guard.hear()
+
+    def end(self) -> None:
+        """What `ray.kill` does, also without Ray's GCS."""
+        end_process()
+
+    @ray.method(concurrency_group="life")
+    def live(self) -> None:
+        threading.Event().wait()
+
+
+RESTART_PAUSE_S = 30.0
+"""After the death of a standby on a node."""
+
+
+class SnapshotServers:
+    """Answers the controller's orders about them; may be called from any thread."""
+
+    def __init__(
+        self,
+        run_name: str,
+        start: Callable[[str], Any],
+        post: Callable[[Event], None],
+        are_wanted: bool,
+    ) -> None:
+        """`start` starts one on a node; without `are_wanted` there are no standbys."""
+        self._run_name = run_name
+        self._start = start
+        self._post = post
+        self._are_wanted = are_wanted
+        self._active: dict[str, Any] = {}
+        self._standby: dict[str, Any] = {}
+        self._not_before: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def __len__(self) -> int:
+        return len(self._active)
+
+    @property
+    def nodes(self) -> set[str]:
+        """Where one keeps something for the run."""
+        with self._lock:
+            return set(self._active)
+
+    def start(self, node: str) -> None:
+        """See `Fleet.start_keeper`: the node's standby, or a new one."""
+        with self._lock:
+            there = self._standby.pop(node, None)
+        self._take(node, there or self._start(node))
+
+    def ask(self, nodes: Sequence[str], generation: int) -> None:
+        for server in self._on(nodes):
+            _when_done(server.told.remote(generation), self._told)
+
+    def forget(self, nodes: Sequence[str], generation: int) -> None:
+        for server in self._on(nodes):
+            server.forget.remote(generation)
+
+    def probe(self, node: str) -> Future[None] | None:
+        """None if there is no server."""
+        servers = self._on([node])
+        if not servers:
+            return None
+        answer: Future[None] = servers[0].hear.remote().future()
+        return answer
+
+    def stop(self, node: str) -> None:
+        for server in self._on([node]):
+            ray.kill(server)
+
+    def attach(self, state: CoreState) -> None:
+        """See `Survivors`; those of which the controller's journal knows nothing are standbys."""
+        wanted = state.snapshot_servers.keys() | state.starting_snapshot_servers
+        there = newest_by_node(find_actors(self._run_name, "snapshot_server"))
+        for node, server in sorted(there.items()):
+            if node in wanted:
+                self._take(node, server)
+            else:
+                self._note_standby(node, server)
+        for node in sorted(state.snapshot_servers.keys() - there.keys()):
+            self._post(SnapshotServerLost(node, "it was gone when the controller came back"))
+        for node in sorted(state.starting_snapshot_servers - there.keys()):
+            self.start(node)
+
+    def keep_standbys(self, nodes: Collection[str]) -> None:
+        """Have one on each of these nodes, where workers are, and on no others."""
+        if not self._are_wanted:
+            return
+        with self._lock:
+            now = time.monotonic()
+            busy = self._active.keys() | self._standby.keys()
+            missing = [n for n in nodes if n not in busy and now >= self._not_before.get(n, 0.0)]
+            deserted = [self._standby.pop(n) for n in self._standby.keys() - set(nodes)]
+        for server in deserted:
+            ray.kill(server)  # it would keep its machine from being given back
+        for node in sorted(missing):
+            server = self._start(node)
+            self._note_standby(node, server)
+            if self._is_closed:
+                ray.kill(server)
+
+    def beat(self) -> None:
+        """Keep the standbys, which get no probes, from thinking themselves orphans."""
+        with self._lock:
+            standbys = list(self._standby.values())
+        for server in standbys:
+            server.hear.remote()
+
+    def close(self, kill: Callable[[Any], None]) -> None:
+        """End all."""
+        self._is_closed = True
+        with self._lock:
+            servers = [*self._active.values(), *self._standby.values()]
+            self._standby.clear()
+        for server in servers:
+            kill(server)
+
+    def _take(self, node: str, server: Any) -> None:
+        with self._lock:
+            self._active[node] = server
+        _when_done(server.snapshot_server.remote(), self._ready)
+        _when_done(server.live.remote(), partial(self._lost, node))
+
+    def _note_standby(self, node: str, server: Any) -> None:
+        with self._lock:
+            self._standby[node] = server
+        _when_done(server.live.remote(), partial(self._standby_lost, node, server))
+
+    def _on(self, nodes: Sequence[str]) -> list[Any]:
+        with self._lock:
+            return [self._active[node] for node in nodes if node in self._active]
+
+    def _ready(self, answer: Future[SnapshotServer]) -> None:
+        if answer.exception() is None:
+            self._post(SnapshotServerReady(answer.result()))
+
+    def _told(self, answer: Future[SnapshotServerReported]) -> None:
+        if answer.exception() is None:
+            self._post(answer.result())
+
+    def _lost(self, node: str, life: Future[Any]) -> None:
+        with self._lock:
+            self._active.pop(node, None)
+        if not self._is_closed:
+            self._post(SnapshotServerLost(node, cause_of(life.exception())))
+
+    def _standby_lost(self, node: str, server: Any, life: Future[Any]) -> None:
+        with self._lock:
+            if self._standby.get(node) is server:
+                del self._standby[node]
+                self._not_before[node] = time.monotonic() + RESTART_PAUSE_S
+
+
+def _when_done(answer: Any, then: Callable[[Future[Any]], None]) -> None:
+    answer.future().add_done_callback(then)

@@ -1,0 +1,1 @@
+"""Runtime of a process: the `Program` protocol, faults, threads, sockets, clocks."""

@@ -1,0 +1,101 @@
+"""Faults on purpose: a worker does itself harm at a stated moment, as a sentence asked for."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from actors.runtime.compute_time import NUM_PRODUCTS, Product
+from actors.runtime.fault_spec import Fault, Moment
+from actors.runtime.substitute_thread import computed_s
+from elastic.protocol.votes import BrokenVote
+
+IN_VAIN = 64
+"""The width of the matrices that a slow worker multiplies."""
+
+
+class FaultInjector:
+    """One worker's share of the run's faults."""
+
+    def __init__(self, worker: str, faults: tuple[Fault, ...] = ()) -> None:
+        self._due = [fault for fault in faults if fault.worker == worker]
+        self._computed_s = 0.0
+
+    def at(self, moment: Moment, step: int) -> None:
+        """Do what is due now. `hang` blocks without ever asking for interruptions."""
+        for fault in self._take(("kill", "stop", "hang", "raise"), moment, step):
+            match fault.action:
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "stop":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                case "hang":
+                    time.sleep(3600)
+                case "raise":
+                    # No code of the user's runs there: what breaks is the collective.
+                    kind = BrokenVote if moment == "reading" else RuntimeError
+                    raise kind(f"{fault.worker} was told to raise at step {step}")
+
+    def flip_a_bit(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
+        """As a cosmic ray or a broken device does: nobody is told. It is a high bit of the mantissa
+        of the first parameter's first element."""
+        for _ in self._take(("flip",), "compute", step):
+            tensor = next(tensor for tensor in tensors().values() if tensor.numel())
+            element = tensor[(0,) * tensor.ndim].reshape(1)
+            element.view(torch.uint8)[-2].bitwise_xor_(0b1000)
+
+    def poison(self, step: int, sums: Tensor) -> None:
+        """Its loss, and what it tells of its gradients, are no numbers."""
+        for _ in self._take(("nan",), "compute", step):
+            sums[0] = sums[2] = math.nan
+
+    def slow_down(self, step: int, device: torch.device, interrupt: Callable[[], None]) -> None:
+        """Compute in vain beside the work: on a CPU by so much longer than since the last time, on
+        a GPU as if others used it as well."""
+        slow = [fault for fault in self._due if fault.action == "slow" and fault.step <= step]
+        if slow and device.type == "cuda":
+            self._due = [fault for fault in self._due if fault not in slow]
+            for _ in range(max(1, round(slow[-1].factor) - 1)):
+                threading.Thread(target=_occupy, args=(device,), daemon=True).start()
+        elif slow:
+            self._compute_in_vain(slow[-1].factor, interrupt)
+
+    def _compute_in_vain(self, factor: float, interrupt: Callable[[], None]) -> None:
+        begun_s, self._computed_s = self._computed_s, computed_s()
+        if not begun_s:
+            return
+        surplus_s = (factor - 1.0) * (self._computed_s - begun_s)
+        numbers = torch.ones(IN_VAIN, IN_VAIN)
+        while computed_s() < self._computed_s + surplus_s:
+            numbers.mm(numbers)
+            interrupt()
+        self._computed_s = computed_s()
+
+    def _take(self, actions: tuple[str, ...], moment: Moment, step: int) -> list[Fault]:
+        """What of this is due now; it happens once."""
+        due = [
+            fault
+            for fault in self._due
+            if fault.action in actions and fault.moment == moment and fault.step in (0, step)
+        ]
+        for fault in due:
+            self._due.remove(fault)
+        return due
+
+
+def _occupy(device: torch.device) -> None:
+    """Keep a GPU busy, for ever."""
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        product = Product(device)
+        while True:
+            for _ in range(NUM_PRODUCTS):
+                product.compute()
+            stream.synchronize()

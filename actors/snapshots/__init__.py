@@ -1,0 +1,1 @@
+"""Snapshots: the snapshot server, its buffers, and the way there."""

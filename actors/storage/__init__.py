@@ -1,0 +1,1 @@
+"""Storage: files by URL, line logs, the lease, checkpoint files."""

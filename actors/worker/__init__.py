@@ -1,0 +1,1 @@
+"""Worker: the training thread, the step protocol, the part writer."""

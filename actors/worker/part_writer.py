@@ -1,0 +1,118 @@
+"""A worker's part of a checkpoint: copied to host memory while the next step computes, and written
+while training goes on."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from actors.runtime.faults import FaultInjector
+from actors.runtime.program import Program
+from actors.snapshots.side_stream import SideStream
+from actors.storage.checkpoint_files import folder_of, part_name
+from actors.storage.storage import Storage
+from elastic.geometry.regions import Region
+from elastic.protocol.events import Event, PartFailed, PartFile, PartWritten
+
+LOOK_EVERY_S = 0.005
+
+
+@dataclass
+class CheckpointPart:
+    """One worker's share of one checkpoint; the tensors are the trained ones until copied."""
+
+    step: int
+    generation: int
+    tensors: dict[str, tuple[Region, Tensor]]
+    copied: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self._stream = SideStream(tensor for _, tensor in self.tensors.values())
+
+    def copy(self) -> None:
+        """Have host memory of its own."""
+        try:
+            with self._stream.copying():
+                self.tensors = {
+                    name: (region, tensor.detach().to("cpu", copy=True))
+                    for name, (region, tensor) in self.tensors.items()
+                }
+        finally:
+            self.copied.set()
+
+
+class PartWriter:
+    """Writes parts in the background, one after the other; runs without Ray."""
+
+    def __init__(
+        self,
+        worker: str,
+        run: Storage,
+        program: Program,
+        faults: FaultInjector,
+        report: Callable[[Event], None],
+    ) -> None:
+        self._faults = faults
+        self._worker = worker
+        self._run = run
+        self._program = program
+        self._report = report
+        self._newest: CheckpointPart | None = None
+        self.begun_step = 0
+        self.begun_generation = 0
+        """Of the newest part."""
+        self._parts: queue.Queue[CheckpointPart] = queue.Queue()
+        threading.Thread(target=self._serve, name="part-writer", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a part is still to be written."""
+        return self._parts.unfinished_tasks > 0
+
+    def begin(self, part: CheckpointPart) -> None:
+        """From the training thread: until `await_copied` the tensors may not change."""
+        self._newest, self.begun_step = part, part.step
+        self.begun_generation = part.generation
+        self._parts.put(part)
+
+    def await_written(self, check: Callable[[], None]) -> None:
+        """Until all parts are durable, or have failed; `check` may raise meanwhile."""
+        while self.is_busy:
+            check()
+            time.sleep(LOOK_EVERY_S)
+
+    def await_copied(self, check: Callable[[], None] = lambda: None) -> None:
+        """Before anything changes the tensors; `check` may raise meanwhile."""
+        if self._newest is not None:
+            while not self._newest.copied.wait(LOOK_EVERY_S):
+                check()
+            self._newest = None
+
+    def _serve(self) -> None:
+        while True:
+            part = self._parts.get()
+            told = (part.generation, part.step)
+            try:
+                part.copy()
+                self._faults.at("writing", part.step)
+                file = self._write(part)
+            except Exception as error:  # training goes on, and the controller tells of it
+                cause = str(error) if isinstance(error, OSError) else repr(error)
+                self._report(PartFailed(self._worker, *told, cause))
+            else:
+                self._faults.at("written", part.step)
+                self._report(PartWritten(self._worker, *told, file))
+            finally:
+                self._parts.task_done()
+            del part  # and with it the host memory
+
+    def _write(self, part: CheckpointPart) -> PartFile:
+        name = part_name(self._worker)
+        checkpoint = self._run.at(folder_of(part.step, part.generation))
+        written = self._program.write_part(checkpoint, name, part.tensors)
+        return PartFile(name, written.num_bytes, written.checksum, written.header_bytes)

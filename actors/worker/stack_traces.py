@@ -1,0 +1,34 @@
+"""Where each thread of a worker stands, kept in the run's folder when some worker hangs."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+import traceback
+from contextlib import suppress
+
+from actors.storage.storage import Storage
+
+FOLDER = "traces"
+
+
+def stacks() -> str:
+    """Of each thread of this process, the newest call last."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    told = []
+    for ident, frame in sys._current_frames().items():
+        told.append(f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
+    return "\n".join(told)
+
+
+def keep_stacks(run: Storage, worker: str, generation: int, cause: str) -> None:
+    """Look now, and write in the background to `traces/g<generation>-<worker>.txt`."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
+    text = f"{worker} in generation {generation}, {when} UTC: {cause}\n\n{stacks()}"
+
+    def write() -> None:
+        with suppress(OSError):  # whoever looks for it sees that it is not there
+            run.write(f"{FOLDER}/g{generation}-{worker}.txt", text.encode())
+
+    threading.Thread(target=write, name="traces").start()

@@ -1,0 +1,192 @@
+"""A step commits everywhere or nowhere: compute, vote, apply."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+from actors.distributed.stall import wait_for
+from actors.runtime.compute_time import ComputeTimes
+from actors.runtime.faults import FaultInjector
+from actors.runtime.interruption import Interruption
+from actors.runtime.program import Groups, Replica
+from actors.snapshots.worker_snapshots import Snapshots
+from actors.storage.errors import TornApply, WrongHolding
+from actors.worker.part_writer import PartWriter
+from elastic.protocol.events import Quiesced
+from elastic.protocol.step_records import NUM_REPORTED_RECORDS, NUM_SENT_RECORDS, RecordRing
+from elastic.protocol.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
+from elastic.protocol.wire import finite
+
+
+class KeptRecords:
+    """A worker's step records: the training thread appends, any thread reads."""
+
+    def __init__(self) -> None:
+        self._ring = RecordRing()
+        self._lock = threading.Lock()
+
+    def append(self, record: StepRecord) -> None:
+        with self._lock:
+            self._ring.append(record)
+
+    def after(self, step: int, limit: int = NUM_SENT_RECORDS) -> tuple[StepRecord, ...]:
+        with self._lock:
+            return self._ring.after(step, limit)
+
+    def for_report(self, known_step: int) -> tuple[StepRecord, ...]:
+        """What the controller lacks; nothing if that is more than a report may carry."""
+        records = self.after(known_step, NUM_REPORTED_RECORDS + 1)
+        return records if len(records) <= NUM_REPORTED_RECORDS else ()
+
+    def go_on_from(self, step: int, is_holder: bool) -> None:
+        """The next generation begins after `step`. A worker that holds the state of that step has
+        its records; the records of any other worker may be of steps that were given up."""
+        with self._lock:
+            self._ring.truncate(step if is_holder else 0)
+
+
+class Stepper:
+    """One rank's steps in one generation.
+
+    What an abort needs to know stands here: `committed_step`, the latest `vote` read,
+    whether `gradients_complete` for the step after, whether `torn`.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        replica: Replica,
+        committed_step: int,
+        interruption: Interruption,
+        faults: FaultInjector,
+        snapshots: Snapshots,
+        writer: PartWriter,
+        compute_times: ComputeTimes,
+        records: KeptRecords,
+    ) -> None:
+        self.skipped_batches: tuple[int, ...] = ()
+        """The numbers of the batches that no step reads."""
+        self._snapshots = snapshots
+        self._writer = writer
+        self._compute_times = compute_times
+        self.compute_s: tuple[float, ...] = ()
+        """Of all ranks, as the latest step's vote told, if it did."""
+        self._groups = groups
+        self._replica = replica
+        self._interruption = interruption
+        self._faults = faults
+        self._began = time.perf_counter()
+        self.committed_step = committed_step
+        self.vote: Vote | None = None
+        self.gradients_complete = False
+        self.torn = False
+        self._records = records
+
+    def step(self) -> tuple[StepRecord, Vote]:
+        """Train one step; raises if the generation is aborted or a peer is gone."""
+        self._began = time.perf_counter()
+        step = self.committed_step + 1
+        self._compute_times.begin()
+        with self._interruption.leavable():
+            self._faults.flip_a_bit(step, self._replica.tensors)
+            self._faults.at("compute", step)
+            sums = self._replica.compute(step, self._interruption.check, self.skipped_batches)
+            self._faults.poison(step, sums)
+            self._faults.slow_down(step, sums.device, self._interruption.check)
+            self._snapshots.await_whole(self._interruption.check)
+            self._faults.at("vote", step)
+            vote = self._cast(step, sums)
+        self.vote = vote
+        self._writer.await_copied(self._interruption.check)
+        self._faults.at("apply", step)
+        record = self.apply(vote)
+        self._compute_times.end(step)
+        return record, vote
+
+    def apply(self, vote: Vote) -> StepRecord:
+        """Take the decided step. Raises `WrongHolding` if it is not the next one, `TornApply` if it
+        breaks half-way."""
+        if vote.step != self.committed_step + 1:
+            raise WrongHolding(
+                f"the vote decides step {vote.step}: this worker stands at step "
+                f"{self.committed_step}"
+            )
+        self._snapshots.await_copied()
+        self._writer.await_copied()
+        try:
+            applied = self._replica.apply(vote.step, vote)
+        except BaseException as error:
+            self.torn = True
+            raise TornApply(f"the apply of step {vote.step} broke: {error}") from error
+        self.committed_step = vote.step
+        self.gradients_complete = False
+        tokens = int(vote.num_tokens)
+        record = StepRecord(
+            time=time.time(),
+            step=vote.step,
+            generation=self._groups.assignment.generation,
+            world_size=self._groups.assignment.layout.num_workers,
+            loss=None if applied.skipped else finite(vote.loss_sum / tokens),
+            tokens=tokens,
+            lr=finite(applied.lr),
+            grad_norm=finite(applied.grad_norm),
+            step_s=time.perf_counter() - self._began,
+            skipped=applied.skipped,
+        )
+        self._records.append(record)
+        return record
+
+    def drop_gradients(self) -> None:
+        self.gradients_complete = False
+        self._replica.drop_gradients()
+
+    def _cast(self, step: int, sums: torch.Tensor) -> Vote:
+        """The one collective of a step that decides it; read on the host before any apply.
+
+        An aborted collective completes too, with garbage: raises `BrokenVote`.
+        """
+        loss_sum, num_tokens, sq_grad_norm = sums.tolist()
+        world_rank = self._groups.world_rank
+        num_workers = self._groups.assignment.layout.num_workers
+        ballot = Ballot(
+            step,
+            world_rank,
+            (loss_sum, num_tokens, sq_grad_norm),
+            wants_pause=self._interruption.is_pause_requested,
+            snapshots=self._snapshots.ballot,
+            wants_save=self._interruption.is_save_requested_by_vote(self._writer.begun_step),
+            is_writing=self._writer.is_busy,
+            compute_s=tuple(self._compute_times.ballot(step, world_rank, num_workers)),
+        )
+        numbers = torch.tensor(pack_vote(ballot), dtype=torch.float64, device=sums.device)
+        self.gradients_complete = True
+        wait_for(self._groups.world.allreduce([numbers]))
+        self._faults.at("reading", step)
+        tally = unpack_vote(numbers.tolist(), step, num_workers)
+        self.compute_s = tally.compute_s
+        self._snapshots.note_vote(tally.vote.num_snapshots, tally.vote.num_contributions)
+        return tally.vote
+
+
+def quiesced(
+    worker: str,
+    generation: int,
+    stepper: Stepper | None,
+    held_step: int,
+    records: tuple[StepRecord, ...],
+) -> Quiesced:
+    """Where a worker stands that has unwound; `held_step` counts where nothing trained."""
+    if stepper is None:
+        return Quiesced(worker, generation, held_step, records=records)
+    return Quiesced(
+        worker,
+        generation,
+        stepper.committed_step,
+        stepper.vote,
+        stepper.gradients_complete,
+        stepper.torn,
+        records,
+    )

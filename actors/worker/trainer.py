@@ -1,0 +1,404 @@
+"""What the training thread does with the controller's commands; runs without Ray."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from torch import Tensor
+
+from actors.distributed.bandwidth import measure_bandwidths
+from actors.distributed.groups import Formation
+from actors.distributed.state_transfer import Moved, TensorPieces, move, stage
+from actors.runtime.compute_time import compute_times
+from actors.runtime.faults import FaultInjector
+from actors.runtime.interruption import Interruption
+from actors.runtime.program import Program, Replica, StateBytes
+from actors.runtime.sources import digest_of_program
+from actors.snapshots.memory_layout import read_snapshot
+from actors.snapshots.side_stream import held_still
+from actors.snapshots.worker_snapshots import Snapshots
+from actors.storage.errors import WrongHolding
+from actors.storage.storage import open_storage
+from actors.worker.audit import Audit
+from actors.worker.evaluation import evaluated
+from actors.worker.holding import NOTHING_HELD, WorkerHolding, holding_of
+from actors.worker.part_writer import CheckpointPart, PartWriter
+from actors.worker.profiling import Profiling
+from actors.worker.statistics_log import StatisticsLog
+from actors.worker.step_protocol import KeptRecords, Stepper, quiesced
+from actors.worker.worker_options import WorkerOptions
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.regions import Region
+from elastic.geometry.shard_map import region_of
+from elastic.protocol.commands import (
+    Abort,
+    Form,
+    Reshard,
+    Resume,
+    RollForward,
+    SaveCheckpoint,
+    SendRecords,
+)
+from elastic.protocol.events import (
+    ComputeTimed,
+    Event,
+    GroupFormed,
+    Paused,
+    RolledForward,
+    StateReady,
+    StepCommitted,
+)
+from elastic.protocol.step_records import RecordsSent
+from elastic.reshard.checkpoint_shards import my_share
+from elastic.reshard.reshard_plan import ReshardPlan
+from elastic.reshard.transfers import Transfers, derive
+
+READ_AGAIN_S = 1.0
+"""The pause after storage has refused."""
+
+
+@dataclass
+class Trainer:
+    """State and actions of the one thread that touches torch.distributed and the model.
+
+    `holdings` has the newest assignment's part, by generation, and until the first commit under
+    it also the one before: a failure in between starts over from that.
+    """
+
+    worker: str
+    node: str
+    program: Program
+    options: WorkerOptions
+    report: Callable[[Event], None]
+    interruption: Interruption
+    formation: Formation | None = None
+    replica: Replica | None = None
+    stepper: Stepper | None = None
+    holdings: dict[int, WorkerHolding] = field(default_factory=dict)
+    held_step: int = NOTHING_HELD
+    records: KeptRecords = field(default_factory=KeptRecords)
+    known_step: int = 0
+    """The newest step whose record the controller had at the latest abort."""
+
+    def __post_init__(self) -> None:
+        self.faults = FaultInjector(self.worker, self.options.faults)
+        self.specs = self.program.specs()
+        every = self.options.snapshot_every
+        secret = self.options.secret
+        self.snapshots = Snapshots(
+            self.worker, self.node, self.specs, every, self.faults, secret=secret
+        )
+        run = open_storage(self.options.run_folder)
+        self.statistics = StatisticsLog(run)
+        self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
+        self.profiling = Profiling(run, self.worker, self.options.profiled)
+        self._share = lru_cache(maxsize=1)(self._compute_share)
+        self.digest = digest_of_program(self.specs)
+
+    def form(self, order: Form) -> None:
+        """Leave the old generation, meet the new one, build the program without values.
+
+        Raises `WrongHolding` if the plan counts on a state that this worker does not hold.
+        """
+        self.order = order
+        self.leave_generation()
+        is_holder = self.worker in order.plan.holders
+        held = order.plan.old if is_holder else None
+        if held:
+            holding_of(self.holdings, self.held_step, held.generation, order.plan.step)
+        self.records.go_on_from(order.plan.step, is_holder)
+        old = held.generation if held else 0
+        self.holdings = {g: part for g, part in self.holdings.items() if g == old}
+        self.formation = Formation(
+            self.worker,
+            order,
+            self.program.device,
+            self.options.collective_timeout_s,
+            has_experts=any(spec.ep_dim is not None for spec in self.specs),
+            secret=self.options.secret,
+        )
+        self.interruption.check()
+        self.faults.at("forming", order.plan.step + 1)
+        self.formation.form()
+        self.interruption.check()
+        if self.formation.groups is not None:
+            self.replica = self.program.build(self.formation.groups)
+        self.report(GroupFormed(self.worker, order.generation))
+
+    def reshard(self, command: Reshard) -> None:
+        """Bring this worker's part of the state into place; acknowledged by `StateReady`."""
+        began = time.perf_counter()
+        plan, assignment = self.order.plan, self.order.assignment
+        self.faults.at("relaying", plan.step + 1)
+        with self.interruption.leavable():
+            tensors, moved, needed = self._fetch(command)
+        held = StateBytes(0, 0, 0)
+        if self.replica is not None and self.formation and self.formation.groups:
+            self.replica.adopt(tensors)
+            self.holdings[assignment.generation] = WorkerHolding(assignment, self.replica.tensors())
+            self.stepper = Stepper(
+                self.formation.groups,
+                self.replica,
+                plan.step,
+                self.interruption,
+                self.faults,
+                self.snapshots,
+                self.writer,
+                compute_times(self.options.straggler_every, self.program.device),
+                self.records,
+            )
+            held = self.replica.state_bytes()
+        self.report(
+            StateReady(
+                self.worker,
+                command.generation,
+                moved.bytes_received,
+                needed,
+                time.perf_counter() - began,
+                held.param_bytes,
+                held.grad_bytes,
+                held.optimizer_bytes,
+                self._bandwidths(command),
+            )
+        )
+
+    def train(self, resume: Resume) -> None:
+        """Step until the run is complete, a pause is agreed on, or the generation is aborted."""
+        if self.worker in resume.released:
+            self.forget_state()
+            return
+        with self.profiling.generation(resume.generation):
+            self._train(resume)
+
+    def _train(self, resume: Resume) -> None:
+        assert self.stepper and self.replica and self.formation and self.formation.groups
+        stepper, world_rank = self.stepper, self.formation.groups.world_rank
+        stepper.skipped_batches = resume.skipped_batches
+        audit = Audit(self.formation.groups, self.specs, self.options.audit_every)
+        evaluated_step = resume.evaluated_step
+        self.writer.begun_step = min(self.writer.begun_step, resume.step)
+        while True:
+            if self._evaluation_is_due(stepper.committed_step, evaluated_step):
+                evaluated_step = stepper.committed_step
+                self._evaluate(resume.generation, evaluated_step, world_rank)
+            if stepper.committed_step >= self.program.steps:
+                break
+            if stepper.committed_step + 1 == resume.guarded_step:
+                self._guard(resume.generation, stepper.committed_step)
+            with self.profiling.step(stepper.committed_step + 1):
+                record, vote = stepper.step()
+            self._keep_only(resume.generation)
+            held = self.holdings[resume.generation]
+            self.snapshots.take(record.step, held.assignment, held.tensors)
+            if world_rank == 0:
+                self.report(StepCommitted(resume.generation, record, vote))
+                if stepper.compute_s:
+                    told = (resume.generation, record.step, stepper.compute_s)
+                    self.report(ComputeTimed(*told))
+            with self.interruption.leavable():
+                self.statistics.tell(self.replica, record, world_rank)
+            if not self._audit(audit, record.step, held.tensors):
+                break  # nobody trains on, or saves, what is in doubt
+            if vote.saves(self.options.checkpoint_every):
+                self._save(resume.generation, record.step, self.holdings[resume.generation], None)
+            if vote.num_pause_requests and record.step < self.program.steps:
+                break  # the last step's evaluation has nobody to come after it
+        with self.interruption.leavable():
+            self.snapshots.await_whole(self.interruption.check)
+        self.report(Paused(self.worker, resume.generation, stepper.committed_step))
+
+    def roll_forward(self, command: RollForward) -> None:
+        """Roll forward to the step that a seen vote has decided.
+
+        If that breaks, the controller, which waits for this worker, is told so before the error.
+        Raises `WrongHolding` if the vote is not of the step after this worker's.
+        """
+        assert self.stepper is not None
+        try:
+            self.faults.at("rolling_forward", command.vote.step)
+            record = self.stepper.apply(command.vote)
+        except WrongHolding:  # nothing is applied: the state is what it was
+            raise
+        except BaseException:
+            self.stepper.torn = True
+            self._report_quiesced(command.generation)
+            raise
+        self._keep_only(max(self.holdings))
+        self.report(RolledForward(self.worker, command.generation, record))
+
+    def save(self, command: SaveCheckpoint) -> None:
+        """Write this worker's part of what the controller takes it to hold, or raise
+        `WrongHolding`."""
+        held_step = self.stepper.committed_step if self.stepper else self.held_step
+        holding = holding_of(self.holdings, held_step, command.held_generation, command.step)
+        self._save(command.generation, command.step, holding, command.workers)
+
+    def quiesce(self, command: Abort) -> None:
+        """Report the step that this worker stands at, and what the controller lacks of it."""
+        self.known_step = command.committed_step
+        self._report_quiesced(command.generation)
+
+    def _report_quiesced(self, generation: int) -> None:
+        records = self.records.for_report(self.known_step)
+        self.report(quiesced(self.worker, generation, self.stepper, self.held_step, records))
+
+    def send_records(self, command: SendRecords) -> None:
+        """Answer at once, on the control side's thread, while the training thread trains on."""
+        records = self.records.after(command.committed_step)
+        # Read after the records: no record is of a step whose vote is not known then.
+        vote = stepper.vote if (stepper := self.stepper) else None
+        self.report(RecordsSent(self.worker, command.generation, records, vote))
+
+    def leave_generation(self) -> None:
+        """Drop model, optimizer and groups; the tensors of the holdings stay."""
+        self.snapshots.end_generation()
+        self.statistics.close()
+        if self.stepper is not None:
+            self.held_step = self.stepper.committed_step
+        self.replica = self.stepper = None
+        if self.formation is not None:
+            self.formation.dissolve()
+            self.formation = None
+
+    def forget_state(self) -> None:
+        self.leave_generation()
+        self.holdings.clear()
+        self.held_step = NOTHING_HELD
+
+    def _fetch(self, command: Reshard) -> tuple[dict[str, Tensor], Moved, int]:
+        """The new local tensors, what moved for them, and how many bytes were not in place."""
+        plan, assignment = self.order.plan, self.order.assignment
+        if command.source in ("live", "snapshot"):
+            assert plan.old is not None and self.formation is not None
+            transfers = derive(self.specs, plan, self.worker)
+            tensors, moved = move(
+                self.specs,
+                transfers,
+                self._parts(plan, plan.old, transfers),
+                self.formation.transfer,
+                self.program.device,
+                self.interruption.check,
+            )
+            return tensors, moved, moved.bytes_received
+        regions = self._regions(assignment)
+        if command.source == "initial":
+            return self._draw(regions), Moved(), 0
+        read = self._read(command.path, regions)
+        placed = {name: tensor.to(self.program.device) for name, tensor in read.items()}
+        num_bytes = sum(tensor.nbytes for tensor in placed.values())
+        return placed, Moved(bytes_received=num_bytes), num_bytes
+
+    def _draw(self, regions: dict[str, Region]) -> dict[str, Tensor]:
+        by_name, check, drawn = {s.name: s for s in self.specs}, self.interruption.check, {}
+        for name, region in regions.items():
+            check()
+            drawn[name] = self.program.initial(by_name[name], region, check)
+        return drawn
+
+    def _read(self, path: str, regions: dict[str, Region]) -> dict[str, Tensor]:
+        """From a checkpoint, as often as its storage needs to let it be read; whoever waits for
+        this worker knows for how long. Raises `DamagedCheckpoint`."""
+        while True:
+            try:
+                return self.program.read_regions(open_storage(path), regions)
+            except OSError:
+                time.sleep(READ_AGAIN_S)
+            self.interruption.check()
+
+    def _bandwidths(self, command: Reshard) -> tuple[tuple[str, float], ...]:
+        """How fast others reach this worker: measured where no state is on its way."""
+        is_moving = command.source in ("live", "snapshot")
+        if is_moving or self.formation is None or self.formation.transfer is None:
+            return ()
+        participants = self.order.plan.participants
+        with self.interruption.leavable():
+            speeds = measure_bandwidths(
+                self.formation.transfer, self.program.device, self.interruption.check
+            )
+        return tuple((participants[peer], speed) for peer, speed in speeds)
+
+    def _parts(self, plan: ReshardPlan, old: Assignment, transfers: Transfers) -> TensorPieces:
+        """What this worker has of the old assignment, where the transfers can read it."""
+        parts: dict[int, Mapping[str, Tensor]] = {}
+        if transfers.own_part is not None:
+            held = self.holdings[old.generation]
+            if self.program.device.type == "cuda":
+                held.tensors = stage(self.specs, transfers, held.tensors)
+            parts[transfers.own_part] = held.tensors
+        snapshot_servers = {
+            snapshot_server.node: snapshot_server for snapshot_server in self.order.snapshot_servers
+        }
+        for part in plan.carried:
+            if part.carrier == self.worker:
+                parts[old.world_rank(part.member)] = read_snapshot(
+                    part,
+                    snapshot_servers,
+                    self.node,
+                    self.specs,
+                    old,
+                    plan.step,
+                    self.options.secret,
+                )
+        return parts
+
+    def _regions(self, assignment: Assignment) -> dict[str, Region]:
+        if self.worker not in assignment.members:
+            return {}
+        coordinates = assignment.coordinates(self.worker)
+        regions = ((s.name, region_of(s, assignment.layout, coordinates)) for s in self.specs)
+        return {name: region for name, region in regions if region is not None}
+
+    def _evaluation_is_due(self, step: int, evaluated_step: int) -> bool:
+        every = self.program.eval_every
+        return bool(every) and step > evaluated_step and step % every == 0
+
+    def _evaluate(self, generation: int, step: int, world_rank: int) -> None:
+        assert self.replica is not None
+        self.faults.at("evaluation", step)
+        with self.interruption.leavable():
+            found = self.replica.evaluate(step, self.interruption.check)
+        if world_rank == 0:
+            self.report(evaluated(generation, step, found))
+
+    def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether all replicas are equal, which all ranks find alike; if not, all tell of it, since
+        one that is broken may not live to do so."""
+        if not audit.is_due(step):
+            return True
+        with self.interruption.leavable():
+            audited = audit.compare(step, tensors)
+        if audited.splits or audit.groups.world_rank == 0:
+            self.report(audited)
+        return not audited.splits
+
+    def _save(
+        self, generation: int, step: int, holding: WorkerHolding, writers: tuple[str, ...] | None
+    ) -> None:
+        """Hand this worker's share to the writer, which copies it before the next apply."""
+        assignment = holding.assignment
+        share = self._share(assignment, writers or assignment.members)
+        still = held_still(self.specs, {name: holding.tensors[name] for name in share})
+        self.writer.begin(
+            CheckpointPart(step, generation, {n: (share[n], t) for n, t in still.items()})
+        )
+
+    def _guard(self, generation: int, step: int) -> None:
+        """The next step has ended workers before: what is committed outlives this one."""
+        if (self.writer.begun_step, self.writer.begun_generation) != (step, generation):
+            self._save(generation, step, self.holdings[generation], None)
+        with self.interruption.leavable():
+            self.writer.await_written(self.interruption.check)
+
+    def _compute_share(self, assignment: Assignment, writers: tuple[str, ...]) -> dict[str, Region]:
+        """What this worker writes of a checkpoint."""
+        regions = self._regions(assignment)
+        share = my_share(self.specs, assignment, writers, self.worker)
+        return {name: regions[name] for name in (self.specs[index].name for index in share)}
+
+    def _keep_only(self, generation: int) -> None:
+        """The first commit under a generation makes the older holdings stale."""
+        if len(self.holdings) > 1:
+            self.holdings = {generation: self.holdings[generation]}

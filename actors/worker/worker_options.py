@@ -1,0 +1,39 @@
+"""What a worker is told at its start and keeps for life."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from actors.runtime.fault_spec import Fault
+from actors.runtime.handshake import new_secret
+from actors.runtime.network import ANYWHERE, Network
+from elastic.protocol.commands import Order
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """A command with the incarnation of the controller that sends it."""
+
+    incarnation: int
+    order: Order
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of one worker process."""
+
+    run_folder: str
+    """Its URL, or its path."""
+    collective_timeout_s: float = 30.0
+    checkpoint_every: int = 0
+    faults: tuple[Fault, ...] = ()
+    snapshot_every: int = 1
+    audit_every: int = 0
+    network: Network = ANYWHERE
+    straggler_every: int = 0
+    profiled: tuple[int, int] | None = None
+    """The first and the last step of which a trace is kept; see `actors.worker.profiling`."""
+    secret: bytes = field(default_factory=new_secret, repr=False)
+    """Known to the processes of this run alone; a restarted controller has the same."""
+    max_snapshot_bytes: int | None = None
+    """What the whole state takes in a snapshot; a snapshot server gives nobody more."""

@@ -1,0 +1,1 @@
+"""Controller: the core and what moves it from phase to phase."""

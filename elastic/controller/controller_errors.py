@@ -1,0 +1,84 @@
+"""Unexpected exceptions in the controller: the run is saved and goes on; three in a row end it.
+
+The count for each place is a part of the state, so it survives a restart of the controller and a
+resume of the run.
+"""
+
+from __future__ import annotations
+
+from elastic.controller.aborting import abort
+from elastic.controller.forming import go_on
+from elastic.controller.restart import on_restarted
+from elastic.controller.running import stop_at_boundary
+from elastic.duties.checkpoints import is_saved
+from elastic.protocol.commands import Command
+from elastic.protocol.controller_events import (
+    ControllerRaised,
+    ControllerRecovered,
+    ControllerRestarted,
+)
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.phases import Ended, Ending, Forming, Resharding, Running, Waiting
+
+MAX_IN_A_ROW = 3
+
+
+def count_error(state: CoreState, event: ControllerRaised) -> None:
+    """Count an exception; the third in a row at its place decides how the run ends."""
+    count = state.controller_errors.get(event.place, 0) + 1
+    state.controller_errors[event.place] = count
+    if count >= MAX_IN_A_ROW:
+        reason = f"the controller failed {count} times in a row at {event.place}: {event.message}"
+        former = state.ending or Ending("failed")
+        outcome = "failed" if former.outcome == "completed" else former.outcome
+        reasons = [text for text in (former.reason, reason) if text]
+        state.has_controller_failed = True
+        if not former.traceback:
+            state.ending = Ending(outcome, "; ".join(reasons), event.traceback)
+
+
+def on_controller(
+    state: CoreState,
+    now: float,
+    event: ControllerRestarted | ControllerRaised | ControllerRecovered,
+) -> list[Command]:
+    """What the controller reports of itself."""
+    match event:
+        case ControllerRestarted():
+            return on_restarted(state, now, event)
+        case ControllerRaised():
+            return _on_raised(state, now, event)
+        case ControllerRecovered():
+            state.controller_errors.pop(event.place, None)
+    return []
+
+
+def _on_raised(state: CoreState, now: float, event: ControllerRaised) -> list[Command]:
+    """Have a checkpoint written at the next step boundary: the next exception may be worse. A
+    generation that does not train yet is broken off once the run ends."""
+    count_error(state, event)
+    if is_failing(state) and isinstance(state.phase, Forming | Resharding):
+        return abort(state, now, f"the controller failed at {event.place}")
+    if not (state.ending or isinstance(state.phase, Ended) or is_saved(state)):
+        state.want_save(now)
+    return []
+
+
+def is_given_up(state: CoreState, place: str) -> bool:
+    """Whether nothing is tried again at this place."""
+    return state.controller_errors.get(place, 0) >= MAX_IN_A_ROW
+
+
+def go_to_the_end(state: CoreState, now: float) -> list[Command]:
+    """Of all that a core does by itself, only what ends the run and saves it."""
+    match state.phase:
+        case Waiting():
+            return go_on(state, now)
+        case Running():
+            return stop_at_boundary(state, now)
+    return []
+
+
+def is_failing(state: CoreState) -> bool:
+    """Whether the controller's own exceptions end the run: then only what saves it is done."""
+    return state.has_controller_failed

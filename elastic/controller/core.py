@@ -1,0 +1,355 @@
+"""The core: a synchronous state machine. Events and the time come in, commands go out.
+
+It reads no clock, starts nothing and never waits: the Ray shell and the simulator drive the same
+code. Each step first takes the event in, phase by phase, and then does what the new state calls
+for by itself: form, pause, start workers.
+"""
+
+from __future__ import annotations
+
+from math import inf, isfinite
+from typing import assert_never
+
+from elastic.controller import (
+    aborting,
+    audit,
+    controller_errors,
+    drain,
+    forming,
+    growth,
+    running,
+    stragglers,
+)
+from elastic.duties import (
+    catch_up,
+    checkpoints,
+    gang_backoff,
+    layout_requests,
+    membership,
+    quarantine,
+    snapshots,
+    uploads,
+)
+from elastic.duties.recovery import INITIAL_STEP, living
+from elastic.protocol.commands import Command, StartStore, StopWorker
+from elastic.protocol.controller_events import (
+    CheckpointsRemoved,
+    ControllerRaised,
+    ControllerRecovered,
+    ControllerRestarted,
+    WorkerAnswered,
+    WorkersStalled,
+)
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import (
+    Audited,
+    CheckpointDamaged,
+    Checkpointed,
+    ComputeTimed,
+    Evaluated,
+    Event,
+    GroupFormed,
+    LayoutRequested,
+    NodeAtRisk,
+    NodeDraining,
+    PartFailed,
+    PartWritten,
+    Paused,
+    Progressed,
+    Quiesced,
+    RolledForward,
+    RunOpened,
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
+    SnapshotServerSuspected,
+    StateReady,
+    StepCommitted,
+    StopRequested,
+    StoreLost,
+    StoreReady,
+    Woke,
+    WorkerDraining,
+    WorkerLost,
+    WorkerRaised,
+    WorkerReady,
+    WorkerSuspected,
+)
+from elastic.protocol.phases import (
+    Aborting,
+    Breakable,
+    Ended,
+    Ending,
+    Forming,
+    Pausing,
+    Resharding,
+    Running,
+    Saving,
+    Waiting,
+)
+from elastic.protocol.step_records import RecordsSent
+
+
+class Core:
+    """The controller's decisions; `state` is all that they are made from."""
+
+    def __init__(self, state: CoreState | None = None) -> None:
+        self.state = state or CoreState()
+
+    def step(self, now: float, event: Event) -> list[Command]:
+        """Take one event in; return what is to be done, in order. `now` is in seconds."""
+        kept_up = RunOpened | ControllerRaised
+        if isinstance(self.state.phase, Ended) and not isinstance(event, kept_up):
+            return []
+        commands = self._take(now, event)
+        if isinstance(event, ControllerRaised):
+            return commands  # what raised in a follow-up shall not raise again here
+        return commands + self._follow_up(now)
+
+    def next_deadline(self) -> float | None:
+        """When the core wants to be woken, in seconds, if nothing happens before."""
+        state, phase = self.state, self.state.phase
+        times = [membership.start_deadline(state), drain.drain_deadline(state)]
+        times += [drain.drain_end(state), quarantine.quarantine_deadline(state)]
+        times += [state.catch_up.deadline] if state.catch_up else []
+        match phase:
+            case Waiting():
+                times += [inf if phase.until is None else phase.until]
+                times += [snapshots.query_deadline(state)]
+                times += [gang_backoff.return_deadline(state)]
+            case Running():
+                times += [running.hang_deadline(state, phase), growth.growth_deadline(state)]
+                times += [growth.idle_deadline(state)]
+                times += [
+                    snapshots.placement_deadline(state),
+                    checkpoints.save_request_deadline(state),
+                ]
+                times += [uploads.upload_deadline(state)]
+            case Pausing():
+                times += [running.hang_deadline(state, phase)]
+            case Aborting() if state.catch_up:
+                pass  # only for the one that sends records
+            case Forming() | Resharding() | Aborting():
+                times += [phase.deadline]
+            case Saving():
+                times += [phase.deadline if phase.retry_at is None else phase.retry_at]
+            case Ended():
+                return None
+            case _:
+                assert_never(phase)
+        soonest = min(times)
+        return soonest if isfinite(soonest) else None
+
+    def _take(self, now: float, event: Event) -> list[Command]:
+        state = self.state
+        match event:
+            case RunOpened():
+                return self._open(now, event)
+            case ControllerRestarted() | ControllerRaised() | ControllerRecovered():
+                return controller_errors.on_controller(state, now, event)
+            case StoreReady():
+                state.store_host, state.store_port = event.host, event.port
+            case StoreLost():
+                state.store_host, state.store_port = "", 0
+                return [StartStore()]
+            case (
+                SnapshotServerReady()
+                | SnapshotServerSuspected()
+                | SnapshotServerLost()
+                | SnapshotServerReported()
+            ):
+                return snapshots.on_snapshot_server(state, now, event)
+            case WorkerReady():
+                told = membership.welcome(state, now, event)
+                return told + quarantine.release_standbys(state)
+            case WorkerLost():
+                return self._lose(now, event) + quarantine.release_standbys(state)
+            case WorkerSuspected() | WorkerAnswered() | WorkersStalled():
+                return self._take_watch(now, event)
+            case WorkerDraining() | NodeDraining() | NodeAtRisk():
+                return drain.on_notice(state, now, event)
+            case WorkerRaised():
+                return aborting.on_raised(state, now, event)
+            case LayoutRequested():
+                return layout_requests.on_layout_requested(state, event)
+            case StopRequested():
+                return aborting.on_stop_requested(state, now, event)
+            case Woke():
+                return self._wake(now)
+            case _:
+                return self._take_report(now, event)
+        return []
+
+    def _take_report(
+        self,
+        now: float,
+        event: GroupFormed
+        | StateReady
+        | StepCommitted
+        | Progressed
+        | ComputeTimed
+        | Evaluated
+        | Audited
+        | Paused
+        | Quiesced
+        | RolledForward
+        | RecordsSent
+        | PartWritten
+        | PartFailed
+        | Checkpointed
+        | CheckpointsRemoved
+        | CheckpointDamaged,
+    ) -> list[Command]:
+        """What workers tell of the generation's work; stale tellings change nothing."""
+        state = self.state
+        match event:
+            case GroupFormed():
+                return forming.on_group_formed(state, now, event)
+            case StateReady():
+                return forming.on_state_ready(state, now, event)
+            case StepCommitted() | RecordsSent():
+                return running.on_steps_reported(state, now, event)
+            case Progressed() | Evaluated():
+                return running.on_progressed(state, now, event)
+            case ComputeTimed():
+                return stragglers.on_timed(state, now, event)
+            case Audited():
+                return audit.on_audited(state, now, event)
+            case Paused():
+                return running.on_paused(state, now, event)
+            case Quiesced():
+                return aborting.on_quiesced(state, now, event)
+            case RolledForward():
+                return aborting.on_rolled_forward(state, now, event)
+            case PartWritten():
+                checkpoints.on_part_written(state, now, event)
+            case PartFailed():
+                return checkpoints.on_part_failed(state, now, event)
+            case Checkpointed() | CheckpointsRemoved():
+                return checkpoints.on_stored(state, event)
+            case CheckpointDamaged():
+                return aborting.on_damaged(state, now, event)
+            case _:
+                assert_never(event)
+        return []
+
+    def _open(self, now: float, event: RunOpened) -> list[Command]:
+        """Begin, or begin again: nothing of an earlier incarnation lives."""
+        old = self.state
+        if old.incarnation and not isinstance(old.phase, Ended):
+            old.checkpoint_costs.note_failure(old.generation)  # all of that session was lost
+        standing = [one for one in event.saved if old.stands(one.step, one.generation)]
+        step = standing[-1].step if standing else INITIAL_STEP
+        generation = max(old.generation, event.newest_generation)
+        is_done = step >= event.job.steps
+        self.state = CoreState(
+            policy=event.policy,
+            target_layout=event.target_layout,
+            job=event.job,
+            digest=event.job.digest or None,
+            incarnation=event.incarnation,
+            generation=generation,
+            lineage=generation,
+            phase=Waiting("starting", now),
+            committed_step=step if is_done else max(old.committed_step, step),
+            evaluated_step=old.evaluated_step,
+            next_worker=old.next_worker,
+            saved=standing,
+            stale_checkpoints=[
+                (one.step, one.generation) for one in event.saved if one not in standing
+            ],
+            skipped_since=None if isinstance(old.phase, Ended) else old.skipped_since,
+            recent_losses=[(at, loss) for at, loss in old.recent_losses if at <= step],
+            audited_step=step,
+            rollback=old.rollback,
+            rolled_back_from=old.rolled_back_from,
+            num_rollbacks=old.num_rollbacks,
+            voided=old.voided,
+            skipped_batches=old.skipped_batches,
+            controller_errors=old.controller_errors,
+            checkpoint_costs=old.checkpoint_costs,
+        )
+        if is_done:
+            self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")
+            return []
+        return [StartStore()]
+
+    def _lose(self, now: float, event: WorkerLost) -> list[Command]:
+        state = self.state
+        concerned = event.worker in membership.participants(state)
+        told = quarantine.on_crash(state, now, event)
+        membership.forget(state, now, event.worker, event.cause)
+        match state.phase:
+            case Aborting():
+                return told + aborting.on_lost(state, now, event.worker)
+            case Saving() if concerned:
+                return told + forming.save_anew(state, now)
+            case Forming() | Resharding() | Running() | Pausing() if concerned:
+                cause = f"{event.worker}: {event.cause}"
+                return told + aborting.abort(state, now, cause, num_lost=1)
+        return told
+
+    def _take_watch(
+        self, now: float, event: WorkerSuspected | WorkerAnswered | WorkersStalled
+    ) -> list[Command]:
+        """What probes have shown."""
+        state = self.state
+        if not isinstance(event, WorkerSuspected):
+            return aborting.on_watched(state, event)
+        if event.worker not in state.warm:
+            return []
+        state.worker_records[event.worker].silent_in = state.generation
+        if event.worker not in membership.participants(state):
+            return [StopWorker(event.worker, event.cause)]
+        if isinstance(state.phase, Breakable):
+            cause = f"{event.worker}: {event.cause}"
+            return aborting.abort(state, now, cause, suspects={event.worker})
+        if isinstance(state.phase, Aborting):
+            return aborting.on_suspected(state, now, event.worker)
+        if isinstance(state.phase, Saving) and living(state, without={event.worker}):
+            return [StopWorker(event.worker, event.cause)]
+        return []
+
+    def _wake(self, now: float) -> list[Command]:
+        """Something took too long."""
+        state, phase = self.state, self.state.phase
+        snapshots.stop_querying(state, now)
+        drain.end_drains(state, now)
+        if state.catch_up and now >= state.catch_up.deadline:
+            return catch_up.on_deadline(state, now)
+        if now >= drain.drain_deadline(state):
+            return drain.drain_at_once(state, now)
+        match phase:
+            case Forming() | Resharding() if now >= phase.deadline:
+                late = ", ".join(sorted(phase.pending)[:4])
+                cause = f"{type(phase).__name__} is late: {late}"
+                if isinstance(phase, Forming):
+                    forming.note_time(state, now, phase)
+                return aborting.abort(state, now, cause)
+            case Running() | Pausing() if now >= running.hang_deadline(state, phase):
+                return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
+            case Aborting() if now >= phase.deadline and not state.catch_up:
+                return aborting.on_deadline(state, now)
+            case Saving() if now >= phase.deadline or phase.retry_at is not None:
+                return checkpoints.on_deadline(state, now)
+        return []
+
+    def _follow_up(self, now: float) -> list[Command]:
+        state, commands = self.state, checkpoints.publish_whole(self.state)
+        if catch_up.is_over(state):
+            commands += self._go_on_after_catch_up(now)
+        if controller_errors.is_failing(state):
+            return commands + controller_errors.go_to_the_end(state, now)
+        commands += quarantine.follow_up(state, now)
+        if isinstance(state.phase, Waiting):
+            commands += gang_backoff.return_workers(state, now) + forming.go_on(state, now)
+        elif isinstance(state.phase, Running):
+            commands += uploads.let_go(state, now) + running.stop_at_boundary(state, now)
+            commands += snapshots.update_placement(state, now)
+            commands += checkpoints.request_save(state, now) + growth.give_back(state, now)
+        return commands + membership.start_missing(state, now)
+
+    def _go_on_after_catch_up(self, now: float) -> list[Command]:
+        if isinstance(self.state.phase, Aborting):
+            return aborting.on_caught_up(self.state, now)
+        return running.on_caught_up(self.state, now)

@@ -1,0 +1,88 @@
+"""A controller that died alone is back: the run goes on where it stands, in the same generation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from elastic.duties import catch_up
+from elastic.duties.checkpoints import drop_broken
+from elastic.protocol.commands import Command
+from elastic.protocol.controller_events import ControllerRestarted
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.phases import (
+    Aborting,
+    Ended,
+    Forming,
+    Pausing,
+    Resharding,
+    Running,
+    Saving,
+    Waiting,
+)
+
+
+def on_restarted(state: CoreState, now: float, event: ControllerRestarted) -> list[Command]:
+    """Nobody is late for what nobody could hear, and what was to be published is so once more.
+
+    Of a checkpoint that was given up while it was being published nobody will tell any more.
+    """
+    state.incarnation = event.incarnation
+    absence_s = max(0.0, now - event.stopped_at)
+    _shift(state, absence_s)
+    _shift_phase(state, absence_s)
+    for upload in state.uploads.values():
+        upload.is_published = False
+    return drop_broken(state) + catch_up.repeat_request(state, now)
+
+
+def _shift(state: CoreState, by_s: float) -> None:
+    state.no_start_before += by_s
+    state.no_snapshot_server_before += by_s
+    state.queried_until += by_s
+    state.no_growth_before += by_s
+    state.not_again_before += by_s
+    state.changes_at = [at + by_s for at in state.changes_at]
+    if state.idle_since is not None:
+        state.idle_since += by_s
+    if state.paused_at is not None:
+        state.paused_at += by_s
+    if state.standby_since is not None:
+        state.standby_since += by_s
+    if state.short_since is not None:
+        state.short_since += by_s
+    if state.placement_at is not None:
+        state.placement_at += by_s
+    if state.save_at is not None:
+        state.save_at += by_s
+    for upload in state.uploads.values():
+        upload.since += by_s
+        upload.deadline += by_s
+
+
+def _shift_phase(state: CoreState, by_s: float) -> None:
+    phase = state.phase
+    match phase:
+        case Waiting():
+            phase.since += by_s
+            phase.until = None if phase.until is None else phase.until + by_s
+        case Forming():
+            phase.deadline += by_s
+            phase.attempt = replace(phase.attempt, started=phase.attempt.started + by_s)
+        case Resharding():
+            phase.deadline += by_s
+        case Running():
+            phase.since += by_s
+            phase.last_progress += by_s
+        case Pausing():
+            phase.last_progress += by_s
+        case Aborting():
+            phase.deadline += by_s
+            phase.patience += by_s
+            phase.began += by_s
+            phase.suspected_at += by_s
+            phase.changed_at += by_s
+        case Saving():
+            phase.deadline += by_s
+            phase.retry_at = None if phase.retry_at is None else phase.retry_at + by_s
+        case Ended():
+            pass

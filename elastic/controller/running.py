@@ -1,0 +1,167 @@
+"""Running and pausing: count the commits, notice hangs, and stop at a boundary for a reason."""
+
+from __future__ import annotations
+
+from elastic.controller.drain import drain_at_once, is_too_late_to_pause, members_drain
+from elastic.controller.forming import go_on
+from elastic.controller.growth import note_pause, shall_grow
+from elastic.duties import catch_up
+from elastic.duties.checkpoints import expect_parts, note_loss
+from elastic.duties.hang_timeouts import hang_patience_s
+from elastic.duties.layout_requests import changes_layout
+from elastic.duties.loss_monitor import commit, warn_of_evaluation
+from elastic.duties.membership import note_change
+from elastic.duties.snapshots import drop_older
+from elastic.protocol.commands import Command, Pause
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import Evaluated, Paused, Progressed, StepCommitted
+from elastic.protocol.phases import Aborting, Ending, Pausing, Running
+from elastic.protocol.step_records import RecordsSent
+
+NUM_RECENT_STEPS = 32
+
+
+def on_steps_reported(
+    state: CoreState, now: float, event: StepCommitted | RecordsSent
+) -> list[Command]:
+    """Steps have committed: world rank 0 reports one, or a worker has been asked for older ones."""
+    if isinstance(event, RecordsSent):
+        return _on_records_sent(state, now, event)
+    return _on_step_committed(state, now, event)
+
+
+def _on_step_committed(state: CoreState, now: float, event: StepCommitted) -> list[Command]:
+    record = event.record
+    if event.generation != state.generation or record.step <= state.committed_step:
+        return []
+    if not isinstance(state.phase, Running | Pausing | Aborting):
+        expect_parts(state, now, event.vote)
+        return []  # the survivors do without this step: none of them has seen its vote
+    catch_up.note_vote(state, event.vote)
+    _progress(state, now)
+    state.boundary_at = now
+    if record.step > state.committed_step + 1:
+        expect_parts(state, now, event.vote)
+        return _close_gap(state, now, record.step)
+    commands = commit(state, record)
+    if record.step_s is not None:
+        costs, is_writing = state.checkpoint_costs, bool(state.uploads)
+        costs.note_step(record.step_s, state.median_step_s() or record.step_s, is_writing)
+        _time(state, record.step_s)
+        note_pause(state, now, record.step_s)
+    if isinstance(state.phase, Running):
+        state.phase.num_commits += 1
+    expect_parts(state, now, event.vote)
+    return commands + drop_older(state)
+
+
+def _on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[Command]:
+    """Steps committed while the controller could not hear of them."""
+    if state.catch_up is None or event.generation != state.generation:
+        return []
+    first = state.committed_step + 1
+    commands = catch_up.on_records_sent(state, now, event)
+    if state.committed_step >= first:
+        is_next = state.unheard[1] == first - 1
+        state.unheard = (state.unheard[0] if is_next else first, state.committed_step)
+    for record in event.records[-NUM_RECENT_STEPS:]:
+        if record.step_s is not None:
+            _time(state, record.step_s)
+    _progress(state, now)
+    return commands + drop_older(state)
+
+
+def on_caught_up(state: CoreState, now: float) -> list[Command]:
+    """The controller has the records of all steps before the boundary where all stand, if all
+    stand there: members may still be on their way to it."""
+    phase = state.phase
+    if not isinstance(phase, Pausing) or not phase.is_whole:
+        return []
+    phase.pending = set()
+    return _end_pause(state, now)
+
+
+def on_progressed(state: CoreState, now: float, event: Progressed | Evaluated) -> list[Command]:
+    if event.generation != state.generation:
+        return []
+    _progress(state, now)
+    if not isinstance(event, Evaluated):
+        return []
+    state.evaluated_step = max(state.evaluated_step, event.step)
+    note_loss(state, event)
+    return warn_of_evaluation(event)
+
+
+def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
+    if event.generation != state.generation:
+        return []
+    if isinstance(state.phase, Running):
+        # The last step needs no wish: every worker stops there by itself.
+        state.enter(Pausing("completed", set(state.members()), now))
+    phase = state.phase
+    if not isinstance(phase, Pausing) or phase.is_whole:
+        return []
+    phase.pending.discard(event.worker)
+    if phase.pending:
+        return []
+    phase.is_whole = True
+    if state.committed_step < event.step:
+        return _close_gap(state, now, event.step)
+    return _end_pause(state, now)
+
+
+def _end_pause(state: CoreState, now: float) -> list[Command]:
+    if state.committed_step >= state.job.steps and not state.rollback:
+        state.ending = state.ending or Ending("completed")
+    return go_on(state, now)
+
+
+def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
+    """Ask for a pause if the run shall end, change its layout, or its members."""
+    assert isinstance(state.phase, Running)
+    cause = ""
+    if state.ending:
+        cause = state.ending.reason or state.ending.outcome
+    elif state.rollback:
+        cause = state.rollback.cause
+    elif members_drain(state):
+        if is_too_late_to_pause(state, now):
+            return drain_at_once(state, now)
+        cause = "members leave"
+        note_change(state, now)
+    elif state.former_target:
+        cause = "another layout" if changes_layout(state) else ""
+        if not cause:
+            state.former_target = None  # the next forming would clear it
+    elif shall_grow(state, now):
+        cause = "growth"
+    if not cause:
+        return []
+    members = state.members()
+    state.paused_at = state.phase.last_progress
+    state.enter(Pausing(cause, set(members), state.phase.last_progress))
+    return [Pause(state.generation, members, cause)]
+
+
+def hang_deadline(state: CoreState, phase: Running | Pausing) -> float:
+    return phase.last_progress + hang_patience_s(state)
+
+
+def _time(state: CoreState, step_s: float) -> None:
+    """Times under another layout say nothing any more once there is one under this."""
+    layout = state.held.assignment.layout if state.held else None
+    if layout != state.timed_layout:
+        state.timed_layout, state.recent_step_s = layout, []
+    state.recent_step_s = [*state.recent_step_s[1 - NUM_RECENT_STEPS :], step_s]
+
+
+def _close_gap(state: CoreState, now: float, target: int) -> list[Command]:
+    """Reports were lost; the workers have the records. A generation that trains goes on."""
+    if not isinstance(state.phase, Running | Pausing):
+        return []  # the workers' reports say how far they have come
+    return catch_up.begin(state, now, target)
+
+
+def _progress(state: CoreState, now: float) -> None:
+    if isinstance(state.phase, Running | Pausing):
+        state.phase.last_progress = now

@@ -1,0 +1,131 @@
+"""Poison-batch detection: a fault that follows the samples ends every worker that runs them.
+
+Whenever a member is lost amid a step, or amid the evaluation after one, the microbatches that it
+ran are noted. What all losses of one step have in common, if it is not the whole batch, is suspect.
+"""
+
+from __future__ import annotations
+
+from elastic.duties.recovery import living
+from elastic.duties.uploads import break_uploads
+from elastic.geometry.sample_order import batch_ids, deal, sample_of
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.phases import Aborting, Pausing, Running
+
+NUM_TIMES = 4
+"""After so many generations that the same microbatch has ended the run stops: that chance did it is
+less likely than one in the third power of the number of data ranks."""
+
+
+def note_loss(state: CoreState, worker: str) -> None:
+    """Note what a lost member ran: training data, or held-out data where an evaluation is due. The
+    silence of a worker says nothing of that: a slow sample is not a fatal one."""
+    if state.worker_records[worker].silent_in == state.generation:
+        return
+    held, step = state.held, state.committed_step + 1
+    if held is None or not isinstance(state.phase, Running | Pausing | Aborting):
+        return
+    is_evaluation = is_evaluating(state)
+    if (step, is_evaluation) != (state.fatal_step, state.is_fatal_evaluation):
+        state.fatal_step, state.is_fatal_evaluation, state.fatal = step, is_evaluation, []
+    layout = held.assignment.layout
+    data_rank = layout.data_rank(held.assignment.world_rank(worker))
+    num_microbatches = _num_microbatches(state)
+    ran = deal(num_microbatches, layout.num_data_ranks)[data_rank] if num_microbatches else ()
+    state.fatal = [*state.fatal, (state.generation, ran)]
+
+
+def is_evaluating(state: CoreState) -> bool:
+    """Whether the members evaluate the committed step: its evaluation is due, and not reported."""
+    every, step = state.job.eval_every, state.committed_step
+    return bool(every) and step > state.evaluated_step and step % every == 0
+
+
+def verdict(state: CoreState) -> str:
+    """The reason to end the run if samples are to blame; empty if they are not."""
+    suspects = _suspects(state)
+    if len(suspects) < NUM_TIMES:
+        return ""
+    common = sorted(set.intersection(*suspects))
+    if not common or len(common) == _num_microbatches(state):
+        return ""
+    where = f"step {state.fatal_step}"
+    if state.is_fatal_evaluation:
+        where = f"the evaluation after step {state.fatal_step - 1}"
+    return (
+        f"{where} has ended every worker that ran microbatch {_spans(common)} of it, "
+        f"{len(suspects)} times: look at {_samples(state, common)}"
+    )
+
+
+def guarded_step(state: CoreState) -> int:
+    """The step before which the state is to be saved, and waited for; 0: none.
+
+    A step that has ended a member may end the next one that runs it. So it does not begin unsaved
+    in a worker that has the whole state alone; once it has ended members of two generations, in
+    any worker without which the state would be lost.
+    """
+    held, step = state.held, state.fatal_step
+    if held is None or state.is_fatal_evaluation or not state.fatal or state.ending:
+        return 0
+    if step == state.unguarded_step:
+        return 0
+    if not state.committed_step < step <= state.job.steps or state.saved_step >= step - 1:
+        return 0
+    members = held.assignment.members
+    num_generations = len({generation for generation, _ in state.fatal})
+    if len(members) > 1 and num_generations < 2:
+        return 0
+    is_redundant = all(living(state, without={member}) for member in members)
+    return 0 if is_redundant else step
+
+
+def break_guard(state: CoreState) -> None:
+    """The generation that was to save the state before a step is over, and the living have it: what
+    they had not begun to write never comes."""
+    about = (state.guarded_step - 1, state.generation)
+    broken = break_uploads(state, lambda u: bool(u.pending) and (u.step, u.generation) == about)
+    if broken and isinstance(state.phase, Aborting) and state.phase.is_hang:
+        state.unguarded_step = state.guarded_step
+
+
+def _num_microbatches(state: CoreState) -> int:
+    """Of the step, or the evaluation, that has ended members."""
+    job = state.job
+    if not state.is_fatal_evaluation:
+        return job.num_microbatches
+    return -(-job.num_eval_samples // job.microbatch) if job.microbatch else 0
+
+
+def _suspects(state: CoreState) -> list[set[int]]:
+    """The microbatches of those lost in each generation that was in that step."""
+    if state.fatal_step != state.committed_step + 1:
+        return []
+    by_generation: dict[int, set[int]] = {}
+    for generation, ran in state.fatal:
+        by_generation.setdefault(generation, set()).update(ran)
+    return list(by_generation.values())
+
+
+def _samples(state: CoreState, microbatches: list[int]) -> str:
+    """The samples of these microbatches, by their indices in the data if those are known."""
+    job = state.job
+    size = job.microbatch
+    if not size:
+        return "its samples"
+    places = [place for m in microbatches for place in range(m * size, (m + 1) * size)]
+    if state.is_fatal_evaluation:
+        return f"held-out samples {_spans([p for p in places if p < job.num_eval_samples])}"
+    ids = batch_ids(state.fatal_step, job.num_microbatches * size, state.skipped_batches)
+    if not job.num_samples:
+        return f"the samples at positions {_spans([ids[p] for p in places])} of the sample order"
+    indices = {sample_of(job.seed, ids[place], job.num_samples) for place in places}
+    return f"training samples {_spans(sorted(indices))}"
+
+
+def _spans(numbers: list[int]) -> str:
+    """Ascending numbers, those in a row together."""
+    firsts = [n for n in numbers if n - 1 not in numbers]
+    lasts = [n for n in numbers if n + 1 not in numbers]
+    ends = zip(firsts, lasts, strict=True)
+    return ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in ends)

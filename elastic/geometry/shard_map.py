@@ -1,0 +1,205 @@
+"""The shard map: which region of which tensor a rank holds under a layout.
+
+A tensor sees the world ranks as a row-major mesh and each mesh axis does one of three things
+to it: it cuts a dim, it selects (a layer lies on one pipeline stage), or it replicates.
+
+- Dense tensors see `pp, dp, fsdp, cp, tp`: `tp` cuts `tp_dim`, then `fsdp` cuts what is left
+  of `fsdp_dim` (on the same dim: the tp chunk is cut again, a contiguous box, torch's
+  `_StridedShard`); `dp` and `cp` replicate.
+- Expert tensors see `pp, dp, rest, ep` with `rest x ep = fsdp x cp x tp`: the innermost `ep`
+  of these ranks form an expert group and cut `ep_dim`, `rest` does what `fsdp` does for dense
+  tensors; `tp_dim` is not used (as in torchtitan with an expert tensor parallelism of 1).
+- `zero` says whether `fsdp` (or `rest`) cuts at all: from 1 on both optimizer state and
+  parameters, buffers never. A worker that computes with whole parameters (zero=1 and 2) keeps
+  only its own part of them current: what it holds is that part.
+- Layers are dealt to stages in order and by cost (see `stages`); `layer=None` replicates over
+  `pp`.
+
+Cuts are made from the innermost axis outwards, so a region is named by one number: the
+first world rank that holds it. All else is arithmetic on strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from elastic.geometry.errors import InvalidSpec
+from elastic.geometry.layout import Coordinates, Layout
+from elastic.geometry.pipeline_stages import pipeline_ranks
+from elastic.geometry.regions import Region
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.geometry.zero import divides
+
+
+class Axis(NamedTuple):
+    """A mesh axis as one tensor sees it: `world_rank // stride % degree` is the index on it."""
+
+    degree: int
+    stride: int
+
+
+class AxisCut(NamedTuple):
+    """An axis that cuts a dim into `axis.degree` chunks."""
+
+    dim: int
+    axis: Axis
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How one tensor lies on the world ranks of one layout.
+
+    `cuts` stand in the order in which they are made, `copies` (the axes that replicate) from
+    the outermost in; `stage` are the world ranks among which the tensor lies.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[AxisCut, ...]
+    copies: tuple[Axis, ...]
+    stage: range
+
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each element."""
+        return prod(axis.degree for axis in self.copies)
+
+    def region(self, world_rank: int) -> Region:
+        """What a rank of the stage holds, possibly empty."""
+        region = Region.whole(self.shape)
+        for dim, (degree, stride) in self.cuts:
+            region = region.chunk(dim, degree, world_rank // stride % degree)
+        return region
+
+    def first_holder(self, world_rank: int) -> int:
+        """The lowest rank that holds the same region as this one: the region's name."""
+        for degree, stride in self.copies:
+            world_rank -= world_rank // stride % degree * stride
+        return world_rank
+
+    def copy_index(self, world_rank: int) -> int:
+        """The place of a rank among the holders of its region."""
+        index = 0
+        for degree, stride in self.copies:
+            index = index * degree + world_rank // stride % degree
+        return index
+
+    def holder(self, first_holder: int, copy_index: int) -> int:
+        """The rank with this place among a region's holders: the inverse of `copy_index`."""
+        rank = first_holder
+        for degree, stride in reversed(self.copies):
+            copy_index, index = divmod(copy_index, degree)
+            rank += index * stride
+        return rank
+
+    def holders(self, first_holder: int) -> list[int]:
+        """All ranks that hold a region, ascending."""
+        ranks = [first_holder]
+        for degree, stride in self.copies:
+            ranks = [rank + i * stride for rank in ranks for i in range(degree)]
+        return ranks
+
+    def first_holders(self) -> list[int]:
+        """The names of all regions, empty ones included, ascending."""
+        ranks = [self.stage.start]
+        for _, (degree, stride) in reversed(self.cuts):
+            ranks = [rank + i * stride for rank in ranks for i in range(degree)]
+        return ranks
+
+    def overlaps(self, wanted: Region) -> list[tuple[int, Region]]:
+        """The regions that overlap `wanted`, by first holder, and what of it each has."""
+        found = [(self.stage.start, Region.whole(self.shape))]
+        for dim, (degree, stride) in self.cuts:
+            found = [
+                (first + i * stride, region.chunk(dim, degree, i))
+                for first, region in found
+                for i in region.overlapping_chunks(dim, degree, wanted)
+            ]
+        common = [(first, region.intersection(wanted)) for first, region in found]
+        return [(first, region) for first, region in common if region is not None]
+
+
+def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
+    """How a tensor lies under a layout. Raises `InvalidSpec` where its layer lies nowhere."""
+    cuts: list[AxisCut] = []
+    copies: list[Axis] = []
+    stride = 1
+    for degree, dim in reversed(_mesh(spec, layout)):
+        if dim is not None and degree > 1:
+            cuts.append(AxisCut(dim, Axis(degree, stride)))
+        elif copies and copies[0].stride * copies[0].degree == stride:
+            copies[0] = Axis(copies[0].degree * degree, copies[0].stride)
+        elif degree > 1:
+            copies.insert(0, Axis(degree, stride))
+        stride *= degree
+    stage = range(0, stride)
+    if spec.layer is not None:
+        first = stage_of(spec, layout) * stride
+        stage = range(first, first + stride)
+    return Sharding(spec.shape, tuple(cuts), tuple(copies), stage)
+
+
+def stage_of(spec: TensorSpec, layout: Layout) -> int:
+    """The pipeline rank of a spec's layer; 0 where there is one rank or no layer."""
+    if layout.pp == 1 or spec.layer is None:
+        return 0
+    if not 0 <= spec.layer < len(spec.layer_costs):
+        raise InvalidSpec(
+            f"'{spec.name}': layer {spec.layer} of {len(spec.layer_costs)} has no stage under "
+            f"{layout}; give every spec with a layer the costs of all layers"
+        )
+    return pipeline_ranks(spec.layer_costs, layout.pp, layout.vp)[spec.layer]
+
+
+def alike(spec: TensorSpec, *layouts: Layout) -> tuple[object, ...]:
+    """Tensors with equal keys lie alike under each of these layouts."""
+    return (
+        spec.shape,
+        spec.fsdp_dim,
+        spec.tp_dim,
+        spec.ep_dim,
+        spec.kind,
+        spec.layer is None,
+        *[stage_of(spec, layout) for layout in layouts],
+    )
+
+
+def region_of(spec: TensorSpec, layout: Layout, coordinates: Coordinates) -> Region | None:
+    """The region of a tensor that a rank holds, in the logical tensor's coordinates.
+
+    Empty where a dim has fewer chunks than ranks; None where the rank's pipeline stage has no
+    such tensor. Raises `InvalidSpec`.
+    """
+    sharding = sharding_of(spec, layout)
+    world_rank = layout.world_rank(coordinates)
+    return sharding.region(world_rank) if world_rank in sharding.stage else None
+
+
+def copies_of(spec: TensorSpec, layout: Layout) -> int:
+    """How many ranks hold each element of a tensor."""
+    return sharding_of(spec, layout).num_copies
+
+
+def bytes_held(specs: Sequence[TensorSpec], layout: Layout, coordinates: Coordinates) -> int:
+    """The bytes of state that the rank at these coordinates holds."""
+    regions = ((spec, region_of(spec, layout, coordinates)) for spec in specs)
+    return sum(region.num_elements * spec.itemsize_bytes for spec, region in regions if region)
+
+
+def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None]]:
+    """The axes that a tensor sees, outermost first, and the dim that each cuts."""
+    fsdp_dim = spec.fsdp_dim if _fsdp_cuts(spec, layout) else None
+    mesh: list[tuple[int, int | None]] = [(layout.dp, None)]
+    if spec.layer is None:
+        mesh.insert(0, (layout.pp, None))
+    if spec.ep_dim is None:
+        return [*mesh, (layout.fsdp, fsdp_dim), (layout.cp, None), (layout.tp, spec.tp_dim)]
+    rest = layout.fsdp * layout.cp * layout.tp // layout.ep
+    return [*mesh, (rest, fsdp_dim), (layout.ep, spec.ep_dim)]
+
+
+def _fsdp_cuts(spec: TensorSpec, layout: Layout) -> bool:
+    # Parameters too: of whole ones each worker keeps its own part current alone.
+    return divides(layout.zero, "optimizer") and spec.kind != "buffer"

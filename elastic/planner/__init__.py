@@ -1,0 +1,1 @@
+"""Planner: candidate layouts, step cost, memory model, placement of ranks."""

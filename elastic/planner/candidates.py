@@ -1,0 +1,136 @@
+"""The layouts that can be had, tier by tier, and a reason for each refusal.
+
+For each choice of model axes every `fsdp` is a candidate with the most replicas that it leaves
+room for; fewer replicas could only lose. There are never more data ranks than microbatches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Capacity, Job
+from elastic.planner.memory_model import fits, too_big
+
+Pair = tuple[int, int]
+"""(dp, fsdp)."""
+
+
+@dataclass(slots=True)
+class Candidates:
+    """Layouts that can be had, as (dp, fsdp) by their model axes; and what was refused."""
+
+    pairs: list[tuple[TargetLayout, list[Pair]]] = field(default_factory=list)
+    refusals: list[str] = field(default_factory=list)
+
+    def weigh(self, axes: TargetLayout, job: Job, capacity: Capacity, least_ep: int) -> None:
+        """Take in all layouts with these model axes and the largest part of `ep` that leaves any,
+        down to `least_ep`."""
+        parts = [ep for ep in range(axes.ep, least_ep - 1, -1) if axes.ep % ep == 0]
+        for one in (replace(axes, ep=ep) for ep in parts):
+            pairs, refusal = pairs_of(one, job, capacity)
+            if pairs:
+                self.pairs.append((one, pairs))
+                break
+        if refusal:
+            self.refusals.append(refusal)
+
+
+def pairs_of(axes: TargetLayout, job: Job, capacity: Capacity) -> tuple[list[Pair], str]:
+    """The (dp, fsdp) with these model axes that can be had, and why others cannot, if so."""
+    most = min(capacity.num_workers // axes.num_model_ranks, job.num_microbatches)
+    refusal = unusable(axes, job, capacity, most)
+    if refusal:
+        return [], refusal
+    step = axes.least_fsdp
+    last = most - most % step
+    first = _first_fitting(axes, job, capacity, last)
+    if first == step:
+        refusal = ""
+    else:
+        refusal = f"{axes.layout(1, first - step)}: {too_big(job, axes, capacity, first - step)}"
+    return [(most // fsdp, fsdp) for fsdp in range(first, last + 1, step)], refusal
+
+
+def unusable(axes: TargetLayout, job: Job, capacity: Capacity, most: int) -> str | None:
+    """Why no layout with these model axes is possible, whatever the memory; `most` data ranks."""
+    refusal = refused_shape(axes, job)
+    if refusal:
+        return refusal
+    if capacity.num_workers < axes.num_model_ranks:
+        return (
+            f"{_named(axes)} need {axes.num_model_ranks} workers at least, "
+            f"{capacity.num_workers} are there; start more or lower a degree"
+        )
+    if most < axes.least_fsdp:
+        return f"ep={axes.ep} folds out of no fsdp x cp x tp with fsdp up to {most}"
+    return None
+
+
+def refused_shape(axes: TargetLayout, job: Job) -> str | None:
+    """Why the model's shape does not allow these model axes, or None."""
+    refusal = job.limits.refusal(axes.layout(1, axes.least_fsdp))
+    num_stages = axes.pp * axes.vp
+    if refusal is None and job.layer_costs and num_stages > len(job.layer_costs):
+        return f"pp x vp = {num_stages} stages, but {len(job.layer_costs)} layers have costs"
+    return refusal
+
+
+def lowered(target_layout: TargetLayout, job: Job) -> Iterator[TargetLayout]:
+    """All model axes with no degree above the wished one."""
+    axes = (
+        range(1, target_layout.pp + 1),
+        range(1, target_layout.cp + 1),
+        range(1, target_layout.tp + 1),
+    )
+    yield from _with_degrees(target_layout, job, product(*axes))
+
+
+def raised(target_layout: TargetLayout, job: Job, num_workers: int) -> Iterator[TargetLayout]:
+    """Model axes with some degree above the wished one, as far as the limits bound it."""
+    limits = job.limits
+    pps = max(target_layout.pp, min(limits.num_layers or 1, num_workers))
+    tps = max(target_layout.tp, min(limits.tp_divides or 1, num_workers))
+    axes = (range(1, pps + 1), range(1, target_layout.cp + 1), range(1, tps + 1))
+    yield from _with_degrees(
+        target_layout,
+        job,
+        (
+            (pp, cp, tp)
+            for pp, cp, tp in product(*axes)
+            if (pp > target_layout.pp or tp > target_layout.tp)
+            and (limits.tp_divides or tp) % tp == 0
+        ),
+    )
+
+
+def _with_degrees(
+    target_layout: TargetLayout, job: Job, degrees: Iterator[tuple[int, int, int]]
+) -> Iterator[TargetLayout]:
+    """The wish with these (pp, cp, tp); `vp` falls to what the layers can fill."""
+    for pp, cp, tp in degrees:
+        most = job.num_layers // pp if job.num_layers else target_layout.vp
+        vp = max(1, min(target_layout.vp, most)) if pp > 1 else 1
+        yield replace(target_layout, pp=pp, cp=cp, tp=tp, vp=vp)
+
+
+def _named(axes: TargetLayout) -> str:
+    return f"pp={axes.pp}, cp={axes.cp}, tp={axes.tp}"
+
+
+def _first_fitting(axes: TargetLayout, job: Job, capacity: Capacity, last: int) -> int:
+    """The smallest `fsdp` up to `last` that fits and that `ep` folds out of, or the one after.
+
+    By bisection: what a worker needs never grows with `fsdp`.
+    """
+    step = axes.least_fsdp
+    low, high = 1, last // step + 1
+    while low < high:
+        middle = (low + high) // 2
+        if fits(job, axes.layout(1, middle * step), capacity):
+            high = middle
+        else:
+            low = middle + 1
+    return low * step

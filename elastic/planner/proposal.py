@@ -1,0 +1,102 @@
+"""An assignment from who is there: a layout (`planning`), then who sits where (`placing`).
+
+It is a pure function of the previous assignment, the set of members and the topology, blind
+to the order in which workers arrived (invariant 2). A survivor keeps its coordinates where it
+can; those who get no rank are warm spares, sorted by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.errors import Infeasible
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.topology import Place, Topology
+from elastic.geometry.training_job import Bandwidths, Capacity, Job
+from elastic.planner.layout_choice import plan_layout
+from elastic.planner.placement import place_workers
+
+__all__ = ["Job", "Place", "Proposal", "TargetLayout", "Topology", "assign", "propose"]
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """An assignment, why its layout was chosen, and why others were refused."""
+
+    assignment: Assignment
+    reason: str
+    refusals: tuple[str, ...] = ()
+
+
+def propose(
+    previous: Assignment | None,
+    members: Collection[str],
+    *,
+    generation: int,
+    target_layout: TargetLayout,
+    topology: Topology,
+    job: Job,
+    memory_bytes: int | None = None,
+    snapshots_cover: bool = False,
+) -> Proposal | Infeasible:
+    """Give world ranks to the workers that are there, or say why that cannot be.
+
+    `previous` is where the state lies now, if anywhere; `memory_bytes` is what the smallest
+    member can hold (None: nobody can say, so everything fits).
+    """
+    unique = sorted(set(members))
+    choice = plan_layout(
+        previous.layout if previous else None,
+        capacity_of(unique, topology, job, memory_bytes),
+        target_layout,
+        job,
+        snapshots_cover,
+    )
+    if isinstance(choice, Infeasible):
+        return choice
+    ranks = place_workers(choice.layout, previous, unique, topology)
+    placed = set(ranks)
+    standbys = tuple(worker for worker in unique if worker not in placed)
+    assignment = Assignment(generation, choice.layout, ranks, standbys)
+    return Proposal(assignment, choice.reason, choice.refusals)
+
+
+def assign(
+    previous: Assignment | None,
+    members: Collection[str],
+    *,
+    generation: int,
+    target_layout: TargetLayout,
+    topology: Topology,
+    job: Job,
+    memory_bytes: int | None = None,
+    snapshots_cover: bool = False,
+) -> Assignment | Infeasible:
+    """What `propose` says, without its reasons."""
+    proposal = propose(
+        previous,
+        members,
+        generation=generation,
+        target_layout=target_layout,
+        topology=topology,
+        job=job,
+        memory_bytes=memory_bytes,
+        snapshots_cover=snapshots_cover,
+    )
+    return proposal if isinstance(proposal, Infeasible) else proposal.assignment
+
+
+def capacity_of(
+    workers: Sequence[str], topology: Topology, job: Job, memory_bytes: int | None
+) -> Capacity:
+    """What these workers are together; which of them share a node only matters to links."""
+    if job.bandwidths == Bandwidths():
+        return Capacity(len(workers), memory_bytes)
+    places = [topology.get(worker, Place()) for worker in workers]
+    nodes = Counter(place for place in places if place.node)
+    racks = Counter(place.rack for place in places if place.rack)
+    node_size, rack_size = max(nodes.values(), default=1), max(racks.values(), default=1)
+    return Capacity(len(workers), memory_bytes, node_size, rack_size)

@@ -1,0 +1,125 @@
+"""Step records that a worker keeps for a controller that is away, in a compact and bounded form."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from struct import Struct
+
+from elastic.protocol.votes import StepRecord, Vote
+
+NUM_KEPT_RECORDS = 1 << 17
+"""About 8 MB when full; steps of 1 s fill it in 36 hours."""
+NUM_SENT_RECORDS = 1024
+"""At most so many records answer one request."""
+NUM_REPORTED_RECORDS = 64
+"""A worker that unwinds reports the records that the controller lacks if there are no more."""
+RECORDS_PER_BLOCK = 1024
+
+_PACKED = Struct("<dqqqqddddB")
+_NULLABLE = ("loss", "tokens", "lr", "grad_norm", "step_s")
+_SKIPPED, _MISSING, _FIRST_NULL = 1, 2, 4
+
+
+@dataclass(frozen=True, slots=True)
+class RecordsSent:
+    """A worker answers `SendRecords` with the oldest records that it has of the steps asked for.
+
+    `vote` is the latest vote that it has read; it is not older than the last of the records.
+    """
+
+    worker: str
+    generation: int
+    records: tuple[StepRecord, ...]
+    vote: Vote | None = None
+
+
+class RecordRing:
+    """The records of consecutive steps, of which the oldest are dropped; not thread-safe."""
+
+    def __init__(self, capacity: int = NUM_KEPT_RECORDS) -> None:
+        """`capacity` is the number of records that are kept at least, if there were so many."""
+        self._records_per_block = min(RECORDS_PER_BLOCK, capacity)
+        self._num_blocks = -(-capacity // self._records_per_block) + 1
+        self._blocks: deque[bytearray] = deque()
+        self._first_step = 0
+        self._num_records = 0
+
+    def __len__(self) -> int:
+        return self._num_records
+
+    @property
+    def last_step(self) -> int:
+        """The newest step of which there is a record, or the one before the first to come."""
+        return self._first_step + self._num_records - 1
+
+    def append(self, record: StepRecord) -> None:
+        """Add the next step's record. A step done again replaces what followed the one before."""
+        if record.step <= self.last_step:
+            self.truncate(record.step - 1)
+        if record.step != self.last_step + 1:
+            self.clear()
+        if not self._num_records:
+            self._first_step = record.step
+        packed_block_bytes = self._records_per_block * _PACKED.size
+        if not self._blocks or len(self._blocks[-1]) == packed_block_bytes:
+            self._blocks.append(bytearray())
+        self._blocks[-1] += _pack(record)
+        self._num_records += 1
+        if len(self._blocks) > self._num_blocks:
+            self._blocks.popleft()
+            self._first_step += self._records_per_block
+            self._num_records -= self._records_per_block
+
+    def after(self, step: int, limit: int = NUM_SENT_RECORDS) -> tuple[StepRecord, ...]:
+        """The records of the steps after `step`, oldest first, at most `limit`."""
+        first = max(step + 1, self._first_step)
+        last = min(self.last_step, first + limit - 1)
+        return tuple(self._get(number - self._first_step) for number in range(first, last + 1))
+
+    def truncate(self, step: int) -> None:
+        """Drop the records of the steps after `step`."""
+        num_left = max(0, min(self._num_records, step - self._first_step + 1))
+        num_blocks = -(-num_left // self._records_per_block)
+        while len(self._blocks) > num_blocks:
+            self._blocks.pop()
+        if num_blocks:
+            in_last = num_left - (num_blocks - 1) * self._records_per_block
+            del self._blocks[-1][in_last * _PACKED.size :]
+        self._num_records = num_left
+
+    def clear(self) -> None:
+        self.truncate(self._first_step - 1)
+
+    def _get(self, index: int) -> StepRecord:
+        block, offset = divmod(index, self._records_per_block)
+        return _unpack(self._blocks[block], offset * _PACKED.size)
+
+
+def _pack(record: StepRecord) -> bytes:
+    flags = _SKIPPED * record.skipped + _MISSING * record.missing
+    for position, name in enumerate(_NULLABLE):
+        flags |= (getattr(record, name) is None) * _FIRST_NULL << position
+    return _PACKED.pack(
+        record.time,
+        record.step,
+        record.generation,
+        record.world_size,
+        record.tokens or 0,
+        record.loss or 0.0,
+        record.lr or 0.0,
+        record.grad_norm or 0.0,
+        record.step_s or 0.0,
+        flags,
+    )
+
+
+def _unpack(block: bytearray, offset: int) -> StepRecord:
+    time, step, generation, world_size, tokens, *numbers, flags = _PACKED.unpack_from(block, offset)
+    loss, lr, grad_norm, step_s = numbers
+    values = {"loss": loss, "tokens": tokens, "lr": lr, "grad_norm": grad_norm, "step_s": step_s}
+    for position, name in enumerate(_NULLABLE):
+        if flags & _FIRST_NULL << position:
+            values[name] = None
+    values |= {"skipped": bool(flags & _SKIPPED), "missing": bool(flags & _MISSING)}
+    return StepRecord(time, step, generation, world_size, **values)

@@ -1,0 +1,1 @@
+"""Replay: what the journal holds, and how a restarted controller reads it back."""

@@ -1,0 +1,1 @@
+"""Reshard: holdings, the recovery rule, transfers, parity, snapshot placement."""

@@ -1,0 +1,7 @@
+"""Data of one's own, map-style: Arrow and Parquet files, mixtures, what Ray Data has prepared."""
+
+from pipelines.custom_data.arrow import ArrowDataset
+from pipelines.custom_data.from_ray import from_ray_dataset
+from pipelines.custom_data.mixture import Mixture
+
+__all__ = ["ArrowDataset", "Mixture", "from_ray_dataset"]

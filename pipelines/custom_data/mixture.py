@@ -1,0 +1,61 @@
+"""Several datasets as one, each with its weight."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from pipelines.settings.errors import UserError
+from pipelines.settings.recipe import Dataset
+
+
+class Mixture:
+    """`num_samples` samples of datasets by their weights, each dataset's in its own order.
+
+    A dataset gets its part of the samples, within one; where that is more than it has, it begins
+    again. Which sample stands where is a function of its number alone: training reads them in an
+    order of its own anyway.
+    """
+
+    def __init__(self, parts: Sequence[tuple[Dataset, float]], num_samples: int) -> None:
+        """Raises `UserError` for weights or datasets that cannot be mixed."""
+        self.datasets = [dataset for dataset, _ in parts]
+        weights = [weight for _, weight in parts]
+        if not weights or min(weights) < 0 or not 0 < math.fsum(weights) < math.inf:
+            raise UserError(f"Mixture: weights {weights}: none may be negative, one must be over 0")
+        for number, (dataset, weight) in enumerate(parts):
+            if weight and not len(dataset):
+                raise UserError(f"Mixture: dataset {number} is empty; leave it out")
+        self.num_samples = num_samples
+        self.counts = _shared_out(num_samples, weights)
+        self._ends = list(accumulate(self.counts))
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def place_of(self, index: int) -> tuple[int, int]:
+        """The number of the dataset, and that of its sample. Raises `IndexError`."""
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        which = bisect_right(self._ends, index)
+        first = self._ends[which] - self.counts[which]
+        return which, (index - first) % len(self.datasets[which])
+
+    def __getitem__(self, index: int) -> Any:
+        which, own = self.place_of(index)
+        return self.datasets[which][own]
+
+
+def _shared_out(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers with this sum, each within one of its share: the largest remainders get what
+    rounding down has left."""
+    whole = math.fsum(weights)
+    shares = [total * weight / whole for weight in weights]
+    counts = [math.floor(share) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: (counts[i] - shares[i], i))
+    for number in by_remainder[: total - sum(counts)]:
+        counts[number] += 1
+    return counts

@@ -1,0 +1,1 @@
+"""Observing a run: its history, its display, tracking in MLflow."""

@@ -1,0 +1,1 @@
+"""The history of a run, folded from its files."""

@@ -1,0 +1,376 @@
+"""Who was in a run, when, and why no longer: its journal, folded line by line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from elastic.protocol.wire import is_progress, is_steps, steps_in
+from pipelines.observe.history.formatting import counted, duration, shortened
+from pipelines.observe.history.run_events import (
+    RunEvent,
+    Session,
+    Stretch,
+    WorkerPlace,
+    controller_text,
+    evaluation_text,
+)
+
+PHASES = {
+    "RunOpened": "starting",
+    "Form": "forming",
+    "Reshard": "re-laying out",
+    "Resume": "training",
+    "Pause": "pausing",
+    "Abort": "recovering",
+    "SaveCheckpoint": "saving",
+    "Stopped": "stopped",
+}
+"""What the run is doing after a line of each name."""
+
+
+MAX_KEPT = 4096
+QUARANTINED = "its node is avoided"
+
+OF_THEIR_OWN_STEP = (
+    "checkpoint",
+    "evaluated",
+    "skipped",
+    "not finite",
+    "nothing counted",
+    "spike",
+    "audit",
+)
+"""The kinds of which the line itself tells the step."""
+
+
+@dataclass(slots=True)
+class Membership:
+    """The journal's side of a run, as of the last line taken."""
+
+    run_events: list[RunEvent] = field(default_factory=list)
+    """The newest `MAX_KEPT`."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """How many older ones there were of each kind."""
+    stretches: list[Stretch] = field(default_factory=list)
+    sessions: list[Session] = field(default_factory=list)
+    members: tuple[str, ...] = ()
+    ranked: tuple[str, ...] = ()
+    """The members that the generation began with, by world rank."""
+    standbys: set[str] = field(default_factory=set)
+    starting: set[str] = field(default_factory=set)
+    """Asked for, but not warm yet."""
+    places: dict[str, WorkerPlace] = field(default_factory=dict)
+    """Of every worker that was ever warm."""
+    quarantined: dict[str, float] = field(default_factory=dict)
+    """Nodes on which nobody is started, and until when (seconds since the epoch)."""
+    compute_s: dict[str, float] = field(default_factory=dict)
+    """How long each member lately computed for a step, without its waits for others."""
+    layout: str = ""
+    generation: int = 0
+    step: int = 0
+    phase: str = "starting"
+    outcome: str | None = None
+    max_workers: int | None = None
+    total_steps: int | None = None
+    num_lost: int = 0
+    num_joined: int = 0
+    num_not_finite: int = 0
+    """Evaluations with a loss or metric that was not finite."""
+    waiting_since: float | None = None
+    """Since when it has been waiting, if it does."""
+    recovery_s: float | None = None
+    """How long the newest recovery took: from the first sign of trouble to `Resume`."""
+    _leaving: dict[str, str] = field(default_factory=dict)
+    _gone: set[str] = field(default_factory=set)
+    _failed_checkpoint: tuple[str, int] = ("", 0)
+    _told_alone: set[str] = field(default_factory=set)
+    """The layouts of which it has been told that no audit compares anything."""
+    _trouble_since: float | None = None
+    _has_resumed: bool = False
+
+    def take(self, line: dict[str, Any]) -> None:
+        """Fold one journal line in; one of an unknown name changes nothing but the time."""
+        name = line.get("event") or line.get("command") or ""
+        if name == "RunOpened":
+            self._open(line)
+        self._stay_awake(line["time"])
+        if name in PHASES:
+            self.phase, self.waiting_since = PHASES[name], None
+        if is_steps(line) or is_progress(line):
+            self._advance(line)
+        if "warning" in line:
+            self._note(line, "failed checkpoint", line["warning"], cause=line["warning"])
+        match name:
+            case "WorkerReady":
+                self._welcome(line)
+            case "WorkerLost" | "StopWorker":
+                self._part(line)
+            case "WorkerDraining" | "NodeDraining":
+                self._announce(line)
+            case "Abort":
+                self._break_off(line["time"])
+            case "Resume":
+                self._resume(line)
+            case "StartWorkers":
+                self.starting.update(line["workers"])
+            case "StepCommitted":
+                self.step = line["record"]["step"]
+            case "ComputeTimed":
+                times = dict(zip(self.ranked, line["compute_s"], strict=False))
+                self.compute_s = times or self.compute_s  # a short line has only stragglers
+            case "Replaced" | "NodeQuarantined" | "NodeReleased":
+                self._take_watch(name, line)
+            case _:
+                self._tell(name, line)
+
+    def _advance(self, line: dict[str, Any]) -> None:
+        """Steps that have no lines of their own."""
+        if is_steps(line):
+            *_, (_, _, self.step, _) = steps_in(line)
+            return
+        self.step = line["step"]
+        times = dict(zip(self.ranked, line.get("compute_s", ()), strict=False))
+        self.compute_s = times or self.compute_s
+
+    def wall_s(self, now: float | None = None) -> float:
+        """How long the run has been driven, in seconds, without the time it was stopped."""
+        told_s = sum(session.end - session.start for session in self.sessions)
+        if now is None or self.outcome or not self.sessions:
+            return told_s
+        return told_s + max(0.0, now - self.sessions[-1].end)
+
+    @property
+    def num_run_events(self) -> int:
+        """With those that are dropped."""
+        return sum(self.dropped.values()) + len(self.run_events)
+
+    def last(self, kind: str) -> RunEvent | None:
+        """The newest happening of a kind."""
+        return next((h for h in reversed(self.run_events) if h.kind == kind), None)
+
+    def _open(self, line: dict[str, Any]) -> None:
+        """Whatever an earlier controller drove is gone."""
+        if self.sessions and self.members:
+            self._stretch(self.sessions[-1].end, 0, training=False)
+        self.sessions.append(Session(line["time"], line["time"]))
+        self.members, self.outcome, self._has_resumed = (), None, False
+        self.standbys.clear()
+        self.starting.clear()
+        self.quarantined.clear()
+        self._leaving.clear()
+        self._trouble_since = None
+        self.max_workers = line.get("policy", {}).get("max_workers", self.max_workers)
+        self.total_steps = line.get("job", {}).get("steps", self.total_steps)
+
+    def _stay_awake(self, time: float) -> None:
+        if not self.sessions:
+            self.sessions.append(Session(time, time))
+        self.sessions[-1].end = max(self.sessions[-1].end, time)
+
+    def _welcome(self, line: dict[str, Any]) -> None:
+        worker, node = line["worker"], line["node"]
+        if worker in (*self.standbys, *self.members):
+            return  # it is told again after a controller's death
+        self.places[worker] = WorkerPlace(node, line["pid"], line["time"])
+        self.starting.discard(worker)
+        self.standbys.add(worker)
+        self._gone.discard(worker)
+        if node in self.quarantined:
+            self._leaving[worker] = QUARANTINED
+        text = f"{worker} is ready on {shortened(node, 16)} (pid {line['pid']})"
+        self._note(line, "ready", text, worker=worker)
+
+    def _part(self, line: dict[str, Any]) -> None:
+        """A worker is gone: by plan if it had been announced and no longer trains."""
+        worker, cause = line["worker"], line["cause"]
+        if worker in self._gone or self.outcome:
+            return
+        self._gone.add(worker)
+        self.standbys.discard(worker)
+        self.starting.discard(worker)
+        if worker in self._leaving and worker not in self.members:
+            cause = self._leaving.pop(worker)
+            self._note(line, "left", f"{worker} left: {cause}", worker=worker, cause=cause)
+            return
+        self.num_lost += 1
+        if worker in self.members:
+            self.members = tuple(member for member in self.members if member != worker)
+            self._break_off(line["time"])
+        self._note(line, "lost", f"{worker} lost: {cause}", worker=worker, cause=cause)
+
+    def _announce(self, line: dict[str, Any]) -> None:
+        if line.get("event") == "WorkerDraining":
+            worker, cause = line["worker"], line["cause"]
+            self._leaving[worker] = cause
+            self._note(line, "leaving", f"{worker} will leave: {cause}", worker=worker, cause=cause)
+            return
+        node = line["node"]
+        for worker in (w for w, place in self.places.items() if place.node == node):
+            self._leaving[worker] = f"node {shortened(node, 16)} is draining"
+        notice = duration(max(0.0, line.get("deadline", line["time"]) - line["time"]))
+        text = f"node {shortened(node, 16)} will be gone in {notice}"
+        self._note(line, "draining", text, shortened(node, 16), node=node)
+
+    def _take_watch(self, name: str, line: dict[str, Any]) -> None:
+        """Who is slow goes by plan, and so does whoever is idle where nobody shall be."""
+        cause = line["cause"]
+        if name == "Replaced":
+            worker = line["worker"]
+            self._leaving[worker] = cause
+            text = f"{worker} will be replaced: {cause}"
+            self._note(line, "straggler", text, worker=worker, cause=cause)
+            return
+        node, shown = line["node"], shortened(line["node"], 16)
+        if name == "NodeQuarantined":
+            self.quarantined[node] = line["until"]
+            for worker in (w for w, place in self.places.items() if place.node == node):
+                self._leaving[worker] = QUARANTINED
+            self._note(line, "quarantined", f"node {shown} is avoided: {cause}", shown, node=node)
+            return
+        self.quarantined.pop(node, None)
+        self._leaving |= dict.fromkeys(self.starting, f"node {shown} is used again")
+        self._note(line, "used again", f"node {shown} is used again: {cause}", shown, node=node)
+
+    def _break_off(self, time: float) -> None:
+        if self._trouble_since is None:
+            self._trouble_since = time
+        self._stretch(time, len(self.members), training=False)
+
+    def _resume(self, line: dict[str, Any]) -> None:
+        workers = tuple(line["workers"])
+        newcomers = [w for w in workers if w not in self.members] if self._has_resumed else []
+        self.recovery_s = None
+        if self._trouble_since is not None and self._has_resumed:
+            self.recovery_s = line["time"] - self._trouble_since
+        self._trouble_since, self._has_resumed = None, True
+        self.standbys = (self.standbys | set(self.members)) - set(workers)
+        self.members = self.ranked = workers
+        self.layout = line["layout"]
+        self.generation, self.step = line["generation"], line["step"]
+        self.num_joined += len(newcomers)
+        for worker in newcomers:
+            self._note(line, "joined", f"{worker} joined", worker=worker)
+        text = f"generation {self.generation}: {counted(len(workers), 'worker')} ({self.layout})"
+        after = f" after {duration(self.recovery_s)}" if self.recovery_s is not None else ""
+        text = f"{text} from step {self.step + 1}{after}"
+        self._note(line, "resumed", text, short=f"g{self.generation}", value=self.recovery_s)
+        self._stretch(line["time"], len(workers), training=True)
+
+    def _tell(self, name: str, line: dict[str, Any]) -> None:
+        """Lines that are told but change no membership."""
+        match name:
+            case "RolledBack":
+                self._roll_back(line)
+            case "Warned":
+                self.num_not_finite += line["kind"] == "not finite"
+                self._note(line, line["kind"], line["text"], f"{line['kind']} at {line['step']}")
+            case "Audited" if line["num_replicas"] == 1:
+                self._tell_of_no_replicas(line)
+            case "Checkpointed":
+                step = line["step"]
+                self._note(line, "checkpoint", f"checkpoint of step {step}", f"step {step}")
+            case "PartFailed":
+                self._fail_checkpoint(line, f"checkpoint of step {line['step']} failed")
+            case "CheckpointDamaged":
+                self._fail_checkpoint(line, "a damaged checkpoint is passed over")
+            case "Evaluated":
+                self._evaluate(line)
+            case "Waited":
+                self.phase = f"waiting: {line['reason']}"
+                if self.waiting_since is None:
+                    self.waiting_since = line["time"]
+                kind = "waiting" if self._has_resumed else "starting"
+                self._note(line, kind, self.phase, line["reason"])
+            case "LayoutAnswered":
+                self._answer(line)
+            case "ControllerRestarted" | "ControllerRaised" | "ControllerRecovered":
+                kind, text = controller_text(name, line)
+                self._note(line, kind, text, cause=line.get("message", ""))
+            case "StopRequested":
+                self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
+            case "Stopped":
+                self._stop(line)
+
+    def _evaluate(self, line: dict[str, Any]) -> None:
+        metrics = tuple((name, value) for name, value in line.get("metrics", ()))
+        text = evaluation_text(line)
+        self._note(line, "evaluated", text, value=line["loss"], metrics=metrics)
+
+    def _answer(self, line: dict[str, Any]) -> None:
+        """Somebody has wished for another layout; what is so already is no news."""
+        planned, present, refusal = line["planned"], line["present"], line["refusal"]
+        if refusal:
+            self._note(line, "refused layout", f"layout refused: {refusal}", cause=refusal)
+        elif planned != present:
+            text = f"layout {planned} asked for" + (f" instead of {present}" if present else "")
+            self._note(line, "layout", text, planned)
+
+    def _roll_back(self, line: dict[str, Any]) -> None:
+        """To an older step, or to the beginning, where nothing newer is covered."""
+        before, self.step = line.get("from_step", self.step), line["step"]
+        text = f"rolled back from step {before} to {self.step}"
+        cause, num_skipped_batches = line.get("cause", ""), len(line.get("skipped_batches", ()))
+        text += f": {cause}" if cause else ""
+        if num_skipped_batches:
+            text += f"; the data of {counted(num_skipped_batches, 'step')} left out"
+        self._note(line, "rolled back", text, f"{before} → {self.step}", cause=cause)
+
+    def _tell_of_no_replicas(self, line: dict[str, Any]) -> None:
+        """Once a layout: an audit that was asked for has nothing to compare."""
+        if self.layout not in self._told_alone:
+            self._told_alone.add(self.layout)
+            text = f"no audit under {self.layout}: no worker is a copy of another"
+            self._note(line, "audit", text, "no replicas")
+
+    def _stop(self, line: dict[str, Any]) -> None:
+        self.outcome = line["outcome"]
+        reason = line.get("reason") or ""
+        text = f"{self.outcome} at step {self.step}" + (f": {reason}" if reason else "")
+        self._note(line, "stopped", text, self.outcome, cause=reason)
+        self._stretch(line["time"], 0, training=False)
+        self.members = ()
+        self.starting.clear()
+
+    def _fail_checkpoint(self, line: dict[str, Any], text: str) -> None:
+        """Once, though each worker may tell of it."""
+        about = (text, line["generation"])
+        if about != self._failed_checkpoint:
+            cause = line["cause"]
+            self._note(line, "failed checkpoint", f"{text}: {cause}", cause=cause)
+        self._failed_checkpoint = about
+
+    def _note(
+        self,
+        line: dict[str, Any],
+        kind: str,
+        text: str,
+        short: str = "",
+        worker: str = "",
+        node: str = "",
+        cause: str = "",
+        value: float | None = None,
+        metrics: tuple[tuple[str, float], ...] = (),
+    ) -> None:
+        run_event = RunEvent(
+            time=line["time"],
+            kind=kind,
+            step=line["step"] if kind in OF_THEIR_OWN_STEP else self.step,
+            generation=self.generation,
+            world_size=len(self.members),
+            text=text,
+            short=short or worker or node,
+            worker=worker,
+            node=node or (self.places[worker].node if worker in self.places else ""),
+            cause=cause,
+            value=value,
+            metrics=metrics,
+        )
+        self.run_events.append(run_event)
+        if len(self.run_events) > MAX_KEPT:
+            kind = self.run_events.pop(0).kind
+            self.dropped[kind] = self.dropped.get(kind, 0) + 1
+
+    def _stretch(self, time: float, world_size: int, training: bool) -> None:
+        self.stretches.append(Stretch(time, world_size, self.generation, training))
+        del self.stretches[:-MAX_KEPT]

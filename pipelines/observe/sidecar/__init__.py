@@ -1,0 +1,1 @@
+"""The process beside a run that follows its files: tracking, metrics, notifications."""

@@ -1,0 +1,43 @@
+"""The figures of a run that Prometheus gets, through Ray; see docs/status.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from actors.ray_backend.metrics import Metric
+from pipelines.observe.history.history import History
+
+
+def figures_of(history: History, now: float) -> Iterator[Metric]:
+    """As of `now` (seconds since the epoch). Shares are of 1, all times in seconds."""
+    membership, progress = history.membership, history.progress
+    if not membership.sessions:
+        return
+    is_stopped = membership.outcome is not None
+    until = None if is_stopped else now
+    begun = membership.sessions[-1].start
+    split = history.account.split(until)
+    last_step = max(begun, progress.time)
+    checkpoint = membership.last("checkpoint")
+    waiting_since = membership.waiting_since
+    yield Metric("elastic_step", progress.step)
+    yield Metric("elastic_loss", progress.loss)
+    yield Metric("elastic_steps_per_s", progress.steps_per_s)
+    yield Metric("elastic_tokens_per_s", progress.tokens_per_s)
+    yield Metric("elastic_generation", membership.generation)
+    yield Metric("elastic_workers", len(membership.members))
+    yield Metric("elastic_workers_spare", len(membership.standbys))
+    yield Metric("elastic_workers_starting", len(membership.starting))
+    yield Metric("elastic_workers_wanted", membership.max_workers)
+    yield Metric("elastic_workers_lost", membership.num_lost)
+    yield Metric("elastic_goodput", split.goodput)
+    yield Metric("elastic_compute_s", split.compute_s)
+    yield Metric("elastic_redone_s", split.redone_s)
+    yield Metric("elastic_paused_s", split.paused_s)
+    yield Metric("elastic_waiting_s", split.waiting_s)
+    yield Metric("elastic_waits_for_s", now - waiting_since if waiting_since else 0.0)
+    yield Metric("elastic_since_step_s", 0.0 if is_stopped else now - last_step)
+    saved_at = max(begun, checkpoint.time if checkpoint else 0.0)
+    yield Metric("elastic_since_checkpoint_s", 0.0 if is_stopped else now - saved_at)
+    for place, spent_s in history.account.workers.by_place(until).items():
+        yield Metric("elastic_worker_s", spent_s, place)

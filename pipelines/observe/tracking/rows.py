@@ -1,0 +1,115 @@
+"""What the lines of a run's files are in MLflow; the same line always gives the same metrics.
+
+MLflow keys a metric by name, timestamp, step and value: a line that is sent twice is kept once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any
+
+from mlflow.entities import Metric
+from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
+
+from pipelines.observe.history.formatting import shortened
+from pipelines.observe.history.goodput import Reading
+from pipelines.observe.history.membership import Membership
+
+STEP_FIELDS = ("loss", "lr", "grad_norm", "step_s", "world_size", "generation")
+SPLIT_FIELDS = ("compute_s", "redone_s", "paused_s", "waiting_s")
+SYSTEM_FIELDS = {
+    "cpu_percent": ("cpu_utilization_percentage", 1.0),
+    "host_memory_bytes": ("host_memory_usage_megabytes", 1e-6),
+    "device_memory_bytes": ("device_memory_usage_megabytes", 1e-6),
+    "device_use_percent": ("device_utilization_percentage", 1.0),
+}
+"""Of each field of a sample: its name among MLflow's system metrics, and its scale."""
+COUNTED = {
+    "lost": "workers_lost",
+    "joined": "workers_joined",
+    "skipped": "steps_skipped",
+    "not finite": "evaluations_not_finite",
+}
+"""The metric that counts the happenings of a kind."""
+FOREIGN = re.compile(r"[^\w.\- /]")
+
+
+def step_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
+    """A committed step; what is not finite is left out."""
+    where = (row["time"], row["step"])
+    for field in STEP_FIELDS:
+        yield from _metric(field, row.get(field), *where)
+    if row["step_s"]:  # a missing record has no numbers
+        yield from _metric("tokens_per_s", row["tokens"] / row["step_s"], *where)
+
+
+def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]:
+    """A worker's sample, in MLflow's tab of system metrics; its step is in seconds of the run."""
+    worker = FOREIGN.sub("_", sample["worker"])
+    seconds = max(0, round(sample["time"] - start_ms / 1000))
+    for field, (name, scale) in SYSTEM_FIELDS.items():
+        value = sample.get(field)
+        scaled = None if value is None else value * scale
+        yield from _metric(f"system/{worker}/{name}", scaled, sample["time"], seconds)
+
+
+def statistics_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
+    """The numbers inside the model after a step: `statistics/<block>/<name>`."""
+    for group, numbers in row["groups"].items():
+        for name, value in numbers.items():
+            where = (row["time"], row["step"])
+            yield from _metric(f"statistics/{FOREIGN.sub('_', group)}/{name}", value, *where)
+
+
+def event_metrics(membership: Membership, first: int) -> Iterator[Metric]:
+    """What the journal tells from its happening number `first` on, as far as it has numbers.
+
+    Losses, joins and skipped steps are running counts, so that a chart shows when each came.
+    """
+    counts = {kind: membership.dropped.get(kind, 0) for kind in COUNTED}
+    num_dropped = sum(membership.dropped.values())
+    for index, run_event in enumerate(membership.run_events, num_dropped):
+        kind, where = run_event.kind, (run_event.time, run_event.step)
+        if kind in counts:
+            counts[kind] += 1
+        if index < first:
+            continue
+        if kind in counts:
+            yield from _metric(COUNTED[kind], counts[kind], *where)
+        elif kind == "resumed":
+            yield from _metric("world_size", run_event.world_size, *where)
+            yield from _metric("recovery_s", run_event.value, *where)
+        elif kind == "evaluated":
+            yield from _metric("eval_loss", run_event.value, *where)
+            for name, value in run_event.metrics:
+                yield from _metric(f"eval_{name}", value, *where)
+
+
+def reading_metrics(reading: Reading) -> Iterator[Metric]:
+    """Where the run's time has gone up to a line of its journal."""
+    split, where = reading.split, (reading.time, reading.step)
+    yield from _metric("goodput", split.goodput, *where)
+    for name in SPLIT_FIELDS:
+        yield from _metric(name, getattr(split, name), *where)
+    yield from _metric("worker_hours", reading.worker_s / 3600, *where)
+
+
+def params(recipe: Mapping[str, Any]) -> dict[str, str]:
+    """A nested recipe as MLflow's flat params: `model.dim` and so on."""
+    flat: dict[str, str] = {}
+    for name, value in recipe.items():
+        if isinstance(value, Mapping) and value:
+            flat |= {f"{name}.{inner}": told for inner, told in params(value).items()}
+        else:
+            flat[name] = str(value)
+    return {
+        FOREIGN.sub("_", name)[:MAX_ENTITY_KEY_LENGTH]: shortened(told, MAX_PARAM_VAL_LENGTH)
+        for name, told in flat.items()
+    }
+
+
+def _metric(name: str, value: float | None, time: float, step: int) -> Iterator[Metric]:
+    if value is not None and isfinite(value):
+        yield Metric(name, float(value), int(time * 1000), step)

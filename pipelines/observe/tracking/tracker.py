@@ -1,0 +1,138 @@
+"""The tracker: follows a run's files and brings every line of them to MLflow, once it can."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from actors.storage.credentials import without_credentials
+from pipelines.observe.history.formatting import counted
+from pipelines.observe.history.history import History
+from pipelines.observe.history.history_file import FollowedHistory, load_history
+from pipelines.observe.history.run_folder import RunFolder, default_tracking_uri
+from pipelines.observe.tracking.attempts import Attempts
+from pipelines.observe.tracking.delivery import Delivery
+from pipelines.observe.tracking.store import prepare_process
+
+POLL_S = 2.0
+"""A poll that catches up leaves the rest to the next one after so long."""
+FIRST_REPORT_S, REPORT_EVERY_S = 15.0, 60.0
+SAVE_EVERY_S = 60.0
+REPORT_SHARE = 0.01
+"""Reports, whose files grow with the run, take at most this share of the time."""
+
+
+class Tracker:
+    """Delivers one run to one MLflow store; meant to live in a process of its own.
+
+    Call `poll` every few seconds and `finish` at the end. Neither raises when the store is
+    down: the files are the spool, and what is delivered is written down in `tracking.json`.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        tracking_uri: str | None = None,
+        experiment: str = "elastic",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        prepare_process()
+        self.uri = tracking_uri or default_tracking_uri(folder.storage)
+        self._folder = folder
+        self._clock = clock
+        self._followed: FollowedHistory | None = None
+        self._delivery = Delivery(folder, self.uri, experiment, clock)
+        self._reads, self._rows, self._reports, self._saves = (Attempts(clock) for _ in range(4))
+        self._next_report = clock() + FIRST_REPORT_S
+        self._next_save = clock() + FIRST_REPORT_S
+
+    @property
+    def history(self) -> History:
+        """As far as the run's files have been read."""
+        return self._followed.history if self._followed else History()
+
+    @property
+    def trouble(self) -> str:
+        """Why the store gets nothing at present, in one line, or empty."""
+        return self._reads.failure or self._rows.failure or self._reports.failure
+
+    def poll(self) -> None:
+        """Deliver what has come since, if the store lets us; blocks for seconds at most."""
+        if self._try_rows(self._clock() + POLL_S) and self._clock() >= self._next_report:
+            self._try_report()
+
+    def finish(self, patience_s: float) -> str | None:
+        """Deliver the rest and the run's end; returns what is undelivered, in one line, or None.
+
+        `patience_s` is how long to keep trying; one more request may be under way then.
+        """
+        deadline = self._clock() + patience_s
+        for attempts in (self._reads, self._rows, self._reports):
+            attempts.forgive()
+            attempts.longest_pause_s = 1.0
+        self.follow()
+        self._save()
+        is_ended = False
+        while self.history.membership.sessions or self._reads.failure:
+            is_ended = is_ended or (self._try_rows(deadline) and self._try_end())
+            if is_ended and self._try_report():
+                return None
+            if self._clock() >= deadline:
+                return self._shortfall(is_ended)
+            time.sleep(0.1)
+        return None
+
+    def follow(self) -> bool:
+        """Take in what the run's files say now, if storage lets us; whether it did."""
+        return self._attempt(self._reads, self._follow)
+
+    def _follow(self) -> None:
+        if self._followed is None:
+            self._followed = load_history(self._folder)
+        self._followed.follow()
+        if self._clock() >= self._next_save:
+            self._save()
+
+    def _save(self) -> None:
+        """Renew what other readers begin with; if storage refuses, later."""
+        if self._followed is not None:
+            self._saves.run(self._followed.save)
+            self._next_save = self._clock() + SAVE_EVERY_S
+
+    def _try_rows(self, until: float) -> bool:
+        """Whether the store has all lines that are there; nothing is tried before the first."""
+        if not self.follow():
+            return False
+        if not self.history.membership.sessions:
+            return False
+        is_done = self._attempt(self._rows, lambda: self._delivery.rows(self.history, until))
+        return is_done and not self._delivery.num_waiting()
+
+    def _try_end(self) -> bool:
+        return self._attempt(self._rows, lambda: self._delivery.end(self.history))
+
+    def _try_report(self) -> bool:
+        begun = self._clock()
+        if not self._attempt(self._reports, lambda: self._delivery.report(self.history)):
+            return False
+        pause_s = (self._clock() - begun) / REPORT_SHARE
+        self._next_report = self._clock() + max(REPORT_EVERY_S, pause_s)
+        return True
+
+    def _attempt(self, attempts: Attempts, work: Callable[[], None]) -> bool:
+        is_done = attempts.run(work)
+        if attempts.failure:
+            self._delivery.close()
+        return is_done
+
+    def _shortfall(self, is_ended: bool) -> str:
+        missing = ["lines that cannot be read"] if self._reads.failure else []
+        num_waiting = 0 if missing else self._delivery.num_waiting()
+        missing += [counted(num_waiting, "line")] if num_waiting else []
+        missing += [] if is_ended else ["the run's end"]
+        where, folder = without_credentials(self.uri), self._folder.url
+        return (
+            f"MLflow at {where} still lacks {', '.join([*missing, 'the last report'])} of this run"
+            f" ({self.trouble or 'no time was left'}); all of it is kept in {folder}:"
+            " run the same run name again when MLflow answers"
+        )

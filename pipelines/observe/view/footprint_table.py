@@ -1,0 +1,65 @@
+"""The classic tables of memory a worker, by precision, ZeRO stage and number of shards."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from elastic.geometry.zero import PARTS, STAGES
+from elastic.planner.memory_model import FOOTPRINTS, Footprint, Precision
+from pipelines.settings.errors import UserError
+
+TITLES: dict[Precision, str] = {
+    "half": "half precision throughout",
+    "mixed": "mixed precision, Adam",
+    "full": "fp32, Adam, with activations",
+}
+
+
+def footprint_tables(num_params: float, shard_counts: Sequence[int]) -> list[tuple[str, Table]]:
+    """For each precision its formula and a table: 10^9 bytes a worker, a row a ZeRO stage."""
+    chosen = ((title, FOOTPRINTS[precision]) for precision, title in TITLES.items())
+    return [
+        (f"{title}: {_formula(footprint)}", _table(footprint, num_params, shard_counts))
+        for title, footprint in chosen
+    ]
+
+
+def parse_counts(text: str) -> list[int]:
+    """Read `1,8,64`. Raises `UserError`."""
+    counts = [part.strip() for part in text.split(",")]
+    bad = [part for part in counts if not re.fullmatch(r"0*[1-9][0-9]{0,11}", part)]
+    if bad:
+        raise UserError(f"--world-sizes {text}: '{bad[0]}' is no number of workers; e.g. 1,8,64")
+    return [int(part) for part in counts]
+
+
+def _table(footprint: Footprint, num_params: float, shard_counts: Sequence[int]) -> Table:
+    table = Table()
+    table.add_column("zero")
+    table.add_column("divided")
+    for count in shard_counts:
+        table.add_column("1 worker" if count == 1 else f"{count:,} workers", justify="right")
+    for stage, what in zip(STAGES, _told(), strict=True):
+        sizes = (footprint.divided(stage, count) * num_params / 1e9 for count in shard_counts)
+        table.add_row(str(stage), what, *(f"{size:,.4g} GB" for size in sizes))
+    return table
+
+
+def _told() -> list[str]:
+    """What each stage divides besides what the one before it does."""
+    first, *others = PARTS
+    return ["nothing", first, *(f"+ {part}" for part in others)]
+
+
+def _formula(footprint: Footprint) -> str:
+    parts = {
+        "parameters": footprint.parameters,
+        "gradients": footprint.gradients,
+        "optimizer": footprint.optimizer,
+        "activations": footprint.activations,
+    }
+    terms = " + ".join(f"{size} {name}" for name, size in parts.items() if size)
+    return f"{terms} = {footprint.total} bytes a parameter"

@@ -1,0 +1,261 @@
+"""How a run stands: what `elastic status` shows of it, as a page and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.observe.history.formatting import by_number, duration, shortened
+from pipelines.observe.history.goodput import TimeSplit
+from pipelines.observe.history.history import History
+from pipelines.observe.history.run_events import RunEvent
+from pipelines.observe.view.facts import ago, news, speed, steps, world
+
+NUM_EVENTS = 10
+MAX_WORKERS_SHOWN = 40
+NODE_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """A run as of `now` (seconds since the epoch).
+
+    `owner` is who drives it, as its lease tells, or None; `prices` are of a worker's hour by
+    place, that of the empty name for all others.
+    """
+
+    name: str
+    url: str
+    now: float
+    history: History
+    owner: Mapping[str, Any] | None = None
+    prices: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_driven(self) -> bool:
+        return self.owner is not None and self.history.membership.outcome is None
+
+    @property
+    def phase(self) -> str:
+        """In a word or two; of a run that waits, also for what."""
+        membership = self.history.membership
+        if membership.outcome:
+            return membership.outcome
+        if self.is_driven:
+            return membership.phase
+        return "not driven" if membership.sessions else "not begun"
+
+    @property
+    def split(self) -> TimeSplit:
+        return self.history.account.split(self._until)
+
+    def worker_hours(self) -> list[dict[str, Any]]:
+        """By place, most first; `cost` is None where no price is known."""
+        rows = []
+        for place, spent_s in self.history.account.workers.by_place(self._until).items():
+            hours, price = spent_s / 3600, self.prices.get(place, self.prices.get(""))
+            cost = None if price is None else hours * price
+            rows.append({"place": place, "hours": hours, "cost": cost})
+        return rows
+
+    def workers(self) -> list[dict[str, Any]]:
+        """Members in world-rank order, then spares, then those that are starting."""
+        membership = self.history.membership
+        if not self.is_driven:
+            return []
+        rows = [
+            _worker(self.history, worker, "member", world_rank)
+            for world_rank, worker in enumerate(membership.ranked)
+            if worker in membership.members
+        ]
+        for role, those in (("spare", membership.standbys), ("starting", membership.starting)):
+            rows += [_worker(self.history, worker, role) for worker in sorted(those, key=by_number)]
+        return rows
+
+    def quarantined_nodes(self) -> list[dict[str, Any]]:
+        """Where nobody is started, and until when."""
+        quarantined = self.history.membership.quarantined if self.is_driven else {}
+        return [{"node": node, "until": until} for node, until in sorted(quarantined.items())]
+
+    def checkpoint(self) -> RunEvent | None:
+        """The newest that became whole."""
+        return self.history.membership.last("checkpoint")
+
+    def as_json(self) -> dict[str, Any]:
+        """What docs/files.md lists; its keys stay."""
+        membership, progress = self.history.membership, self.history.progress
+        checkpoint, split = self.checkpoint(), self.split
+        owner = self.owner if self.is_driven else None
+        return {
+            "run": self.name,
+            "folder": self.url,
+            "time": self.now,
+            "phase": self.phase,
+            "reason": self._reason(),
+            "outcome": membership.outcome,
+            "driver": owner and {key: owner.get(key) for key in ("host", "pid", "cluster")},
+            "step": membership.step,
+            "total_steps": membership.total_steps,
+            "loss": progress.loss,
+            "num_skipped": progress.num_skipped,
+            "num_evaluations_not_finite": membership.num_not_finite,
+            "tokens_per_s": progress.tokens_per_s,
+            "steps_per_s": progress.steps_per_s,
+            "layout": membership.layout,
+            "generation": membership.generation,
+            "max_workers": membership.max_workers,
+            "workers": self.workers(),
+            "quarantined_nodes": self.quarantined_nodes(),
+            "checkpoint": checkpoint and {"step": checkpoint.step, "time": checkpoint.time},
+            "events": [
+                {"time": h.time, "kind": h.kind, "step": h.step, "text": h.text}
+                for h in membership.run_events[-NUM_EVENTS:]
+            ],
+            "goodput": {"goodput": split.goodput, "wall_s": split.wall_s, **asdict(split)},
+            "worker_hours": self.worker_hours(),
+        }
+
+    def page(self) -> RenderableType:
+        """For a terminal of any width, or a file."""
+        where = Text(f"{self.url}\n{self._driver()}", style="dim")
+        parts: list[RenderableType] = [self._headline(), where, Text()]
+        for table in (self._facts(), self._workers_table(), self._time_table()):
+            parts += [table, Text()] if table.row_count else []
+        return Group(*parts, news(self.history.membership.run_events[-NUM_EVENTS:], self.now))
+
+    @property
+    def _until(self) -> float | None:
+        """What is not driven spends nothing more."""
+        return self.now if self.is_driven else None
+
+    def _reason(self) -> str:
+        membership = self.history.membership
+        if membership.outcome:
+            end = membership.last("stopped")
+            return end.cause if end else ""
+        _, colon, reason = self.phase.partition(": ")
+        return reason if colon else ""
+
+    def _headline(self) -> Text:
+        phase = shortened(self.phase, 60)
+        style = "green" if self.phase in ("training", "completed") else "yellow"
+        line = Text(self.name, style="bold").append(" · ").append(phase, style=style)
+        reason = self._reason()
+        if self.history.membership.outcome and reason:
+            line.append(f": {shortened(reason, 200)}")
+        return line
+
+    def _driver(self) -> str:
+        sessions = self.history.membership.sessions
+        if self.is_driven and self.owner:
+            cluster = self.owner.get("cluster")
+            told = f"driven by process {self.owner.get('pid')} on {self.owner.get('host')}"
+            return told + (f", Ray cluster {cluster}" if cluster else "")
+        if not sessions:
+            return "no controller has taken it yet"
+        if self.history.membership.outcome:
+            return f"ended {ago(sessions[-1].end, self.now)}"
+        return f"last heard of {ago(sessions[-1].end, self.now)}; the same run name resumes it"
+
+    def _facts(self) -> Table:
+        history = self.history
+        table = _grid()
+        is_training = self.is_driven and history.membership.phase == "training"
+        told = steps(history)
+        table.add_row("step", told if is_training else told.partition(" · ")[0])
+        if history.progress.loss is not None:
+            table.add_row("loss", f"{history.progress.loss:.4f}")
+        if told := speed(history.progress):
+            table.add_row("speed" if is_training else "last speed", told)
+        if self.is_driven:
+            table.add_row("world", world(history.membership))
+        elif history.membership.layout:
+            table.add_row("last layout", history.membership.layout)
+        for row in self.quarantined_nodes():
+            left = duration(max(0.0, row["until"] - self.now))
+            table.add_row(
+                "quarantined", f"node {shortened(row['node'], NODE_LENGTH)}, for {left} more"
+            )
+        checkpoint = self.checkpoint()
+        told = "none yet"
+        if checkpoint:
+            told = f"step {checkpoint.step:,}, {ago(checkpoint.time, self.now)}"
+        table.add_row("checkpoint", told)
+        return table
+
+    def _workers_table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        rows = self.workers()
+        for name in ("rank", "worker", "node", "pid", "compute", "since") if rows else ():
+            is_number = name in ("rank", "pid", "compute")
+            table.add_column(justify="right" if is_number else "left", no_wrap=True)
+        if rows:
+            table.add_row("rank", "worker", "node", "pid", "compute", "warm since", style="dim")
+        for row in rows[:MAX_WORKERS_SHOWN]:
+            rank = row["role"] if row["world_rank"] is None else str(row["world_rank"])
+            where = (
+                (shortened(row["node"], NODE_LENGTH), str(row["pid"])) if row["pid"] else ("", "")
+            )
+            since = ago(row["since"], self.now) if row["since"] else ""
+            compute = duration(row["compute_s"]) if row["compute_s"] else ""
+            table.add_row(rank, row["worker"], *where, compute, since)
+        if len(rows) > MAX_WORKERS_SHOWN:
+            table.add_row("", f"and {len(rows) - MAX_WORKERS_SHOWN} more: --json tells of all")
+        return table
+
+    def _time_table(self) -> Table:
+        """Where the time has gone, and how long workers were there."""
+        table, split = _grid(), self.split
+        if not split.wall_s:
+            return table
+        goodput = "" if split.goodput is None else f", goodput {split.goodput:.1%}"
+        table.add_row("time", f"{duration(split.wall_s)}{goodput}")
+        undriven = f", {duration(split.undriven_s)} of it not driven" if split.undriven_s else ""
+        for name, spent_s, also in (
+            ("compute", split.compute_s, ""),
+            ("redone", split.redone_s, ""),
+            ("paused", split.paused_s, ""),
+            ("waiting", split.waiting_s, undriven),
+        ):
+            table.add_row(name, f"{spent_s / split.wall_s:6.1%}  {duration(spent_s)}{also}")
+        for name, told in self._worker_hours_told():
+            table.add_row(name, told)
+        return table
+
+    def _worker_hours_told(self) -> Iterator[tuple[str, str]]:
+        rows = self.worker_hours()
+        costs = [row["cost"] for row in rows if row["cost"] is not None]
+        total = f"{sum(row['hours'] for row in rows):.3g} worker-hours"
+        total += f", cost {sum(costs):.2f}" if costs else ""
+        total += " without those of no price" if 0 < len(costs) < len(rows) else ""
+        yield "workers", total
+        for row in rows[:MAX_WORKERS_SHOWN]:
+            cost = "" if row["cost"] is None else f", cost {row['cost']:.2f}"
+            yield "", f"{shortened(row['place'], NODE_LENGTH)}: {row['hours']:.3g} h{cost}"
+
+
+def _worker(
+    history: History, worker: str, role: str, world_rank: int | None = None
+) -> dict[str, Any]:
+    place = history.membership.places.get(worker)
+    return {
+        "worker": worker,
+        "role": role,
+        "world_rank": world_rank,
+        "node": place.node if place else None,
+        "pid": place.pid if place else None,
+        "since": place.since if place else None,
+        "compute_s": history.membership.compute_s.get(worker) if role == "member" else None,
+    }
+
+
+def _grid() -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column()
+    return table

@@ -1,0 +1,182 @@
+"""The table of a sweep: speed, bytes and peak memory of one layout a row, read from its run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from elastic.geometry.layout import Layout
+from pipelines.observe.history.run_folder import RunFolder, Tail
+
+SweepVerdict = Literal["ran", "not feasible", "out of memory", "failed", "interrupted"]
+SweepLine = dict[str, Any]
+
+COLUMNS = (
+    *("layout", "workers", "step s", "tokens/s", "a worker"),
+    *("param MB", "grad MB", "optim MB", "peak MB", "loss"),
+)
+ON_DEVICE = "torch's allocations on the GPU"
+ON_HOST = "resident memory above that of a warm worker before training"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One layout. Bytes are those of the worker that has most of each; `reason` says why a
+    layout did not run; `loss` is that of the last step."""
+
+    layout: str
+    workers: int
+    verdict: SweepVerdict
+    reason: str = ""
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    param_bytes: int | None = None
+    grad_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    peak_bytes: int | None = None
+    peak_is_of: str = ""
+    loss: float | None = None
+
+
+def refused(layout: Layout, reason: str) -> Row:
+    """The row of a layout that cannot be had."""
+    return Row(str(layout), layout.num_workers, "not feasible", reason)
+
+
+def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
+    """The row of a run that has ended, as its files tell it; `broken` is why it did, should its
+    controller not have got to write that."""
+    journal = list(Tail(folder.journal).drain())
+    other = _other_layout(layout, journal)
+    if other:
+        return refused(layout, other)
+    steps = {line["step"]: line for line in Tail(folder.metrics).drain()}
+    verdict, reason = _ending(journal, broken)
+    counted = [line for step, line in steps.items() if step > 1 and not line.get("missing")]
+    step_s = median(line["step_s"] for line in counted) if counted else None
+    tokens = median(line["tokens"] for line in counted) if counted else 0
+    peak_bytes, peak_is_of = _peak(journal, list(Tail(folder.system).drain()))
+    return Row(
+        layout=str(layout),
+        workers=layout.num_workers,
+        verdict=verdict,
+        reason=reason,
+        step_s=step_s,
+        tokens_per_s=tokens / step_s if step_s else None,
+        **_state_bytes(journal),
+        peak_bytes=peak_bytes,
+        peak_is_of=peak_is_of,
+        loss=steps[max(steps)]["loss"] if steps else None,
+    )
+
+
+def show(console: Console, title: str, rows: Sequence[Row]) -> None:
+    """The table, and below it the reason of each layout that did not run."""
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    for number, name in enumerate(COLUMNS):
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+    told = sorted({row.peak_is_of for row in rows if row.peak_is_of})
+    console.print(
+        "Medians without the first step; 10^6 bytes on the fullest worker"
+        + "".join(f"; peak: {what}" for what in told),
+        highlight=False,
+        soft_wrap=True,
+    )
+    for row in rows:
+        if row.verdict != "ran":
+            told_reason = f"{row.layout}: {row.verdict}: {row.reason}"
+            console.print(told_reason, highlight=False, markup=False, soft_wrap=True)
+
+
+def write(folder: Path, rows: Sequence[Row]) -> tuple[Path, Path]:
+    """Write `sweep.csv` and `sweep.json`; return where they are."""
+    as_csv, as_json = folder / "sweep.csv", folder / "sweep.json"
+    with as_csv.open("w", newline="") as file:
+        writer = csv.DictWriter(file, [field.name for field in fields(Row)])
+        writer.writeheader()
+        writer.writerows(asdict(row) for row in rows)
+    as_json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+    return as_csv, as_json
+
+
+def _cells(row: Row) -> list[str]:
+    if row.verdict != "ran":
+        return [row.layout, str(row.workers), row.verdict]
+    sizes = (row.param_bytes, row.grad_bytes, row.optimizer_bytes, row.peak_bytes)
+    a_worker = None if row.tokens_per_s is None else row.tokens_per_s / row.workers
+    return [
+        row.layout,
+        str(row.workers),
+        _told(row.step_s, ".4f"),
+        _told(row.tokens_per_s, ",.0f"),
+        _told(a_worker, ",.0f"),
+        *(_told(None if size is None else size / 1e6, ",.2f") for size in sizes),
+        _told(row.loss, ".6f"),
+    ]
+
+
+def _told(value: float | None, style: str) -> str:
+    return "" if value is None else format(value, style)
+
+
+def _ending(journal: list[SweepLine], broken: str) -> tuple[SweepVerdict, str]:
+    endings = [line for line in journal if line.get("command") == "Stopped"]
+    if not endings:
+        return "failed", broken or "it did not end"
+    outcome, reason = endings[-1]["outcome"], endings[-1]["reason"]
+    if outcome == "completed":
+        return "ran", ""
+    raised = {line["kind"] for line in journal if line.get("event") == "WorkerRaised"}
+    if outcome == "failed" and "memory" in raised:
+        return "out of memory", reason
+    verdicts: dict[str, SweepVerdict] = {"user_error": "not feasible", "interrupted": "interrupted"}
+    return verdicts.get(outcome, "failed"), reason
+
+
+def _other_layout(layout: Layout, journal: list[SweepLine]) -> str:
+    """What was trained under instead, and why; empty if it was what had been asked for."""
+    for line in journal:
+        if line.get("command") == "Resume" and line["layout"] != str(layout):
+            reasons = [form["reason"] for form in journal if form.get("command") == "Form"]
+            return f"{line['layout']} was chosen instead: {reasons[-1]}"
+    return ""
+
+
+def _state_bytes(journal: list[SweepLine]) -> dict[str, int]:
+    resumes = [line for line in journal if line.get("command") == "Resume"]
+    if not resumes:
+        return {}
+    names = ("param_bytes", "grad_bytes", "optimizer_bytes")
+    return {name: max(held[name] for held in resumes[-1]["state"]) for name in names}
+
+
+def _peak(journal: list[SweepLine], samples: list[SweepLine]) -> tuple[int | None, str]:
+    """The highest peak of any worker, and what it is a peak of.
+
+    A host's is counted from what the worker had before the first groups were formed.
+    """
+    on_device = [line["device_peak_bytes"] for line in samples if line["device_peak_bytes"]]
+    if on_device:
+        return max(on_device), ON_DEVICE
+    formed = next((line["time"] for line in journal if line.get("command") == "Form"), 0.0)
+    before = {
+        line["worker"]: line["host_memory_bytes"] for line in samples if line["time"] <= formed
+    }
+    peaks = [
+        line["host_peak_bytes"] - before[line["worker"]]
+        for line in samples
+        if line["worker"] in before and line["time"] > formed
+    ]
+    return (max(peaks), ON_HOST) if peaks else (None, "")

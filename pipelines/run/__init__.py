@@ -1,0 +1,1 @@
+"""Running: from a request to a plan, and from a plan to a finished run."""

@@ -1,0 +1,63 @@
+"""Faults as sentences: `kill worker 3 at step 60`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import cast, get_args
+
+from actors.runtime.fault_spec import MOMENTS, Fault, Moment
+from elastic.protocol.events import WorkerDraining
+from pipelines.settings.errors import UserError
+
+_SENTENCE = re.compile(
+    r"(?P<action>kill|stop|hang|raise in|remove|flip a bit in|nan in|slow) workers? "
+    r"(?P<workers>[0-9]{1,9}(?:(?:,| and|, and) [0-9]{1,9})*)"
+    r"(?: by (?P<factor>[0-9]{1,9}(?:\.[0-9]{1,9})?)x)?"
+    r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))?"
+    r" (?:at|of|in|before|after) step (?P<step>[0-9]{1,12})"
+)
+_MOMENTS = {**{moment: moment for moment in MOMENTS}, "re-laying-out": "relaying"}
+EXAMPLES = (
+    "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
+    "remove worker 2 at step 40; kill worker 1 while forming before step 61; "
+    "flip a bit in worker 1 at step 7; nan in worker 1 at step 9; slow worker 2 by 3x at step 30"
+)
+
+
+def parse_faults(
+    sentences: Iterable[str],
+) -> tuple[tuple[Fault, ...], tuple[tuple[int, WorkerDraining], ...]]:
+    """What workers do to themselves, and who is to leave by plan after which step.
+
+    Worker 3 is the one named w3; replacements get new numbers. Raises `UserError` for a sentence
+    that is not understood.
+    """
+    faults: list[Fault] = []
+    draining_workers: list[tuple[int, WorkerDraining]] = []
+    for sentence in sentences:
+        match = _SENTENCE.fullmatch(" ".join(sentence.lower().split()))
+        moment = _MOMENTS.get(match["moment"] or "compute") if match else None
+        if match is None or moment is None:
+            raise UserError(
+                f"--inject {sentence!r} is not understood; write e.g. {EXAMPLES} "
+                f"(moments: {', '.join(get_args(Moment))})"
+            )
+        step, action = int(match["step"]), match["action"].split()[0]
+        factor = float(match["factor"] or 1.0)
+        if (action == "slow") != (factor > 1.0) or (match["factor"] and factor <= 1.0):
+            raise UserError(
+                f"--inject {sentence!r}: a factor over 1 belongs to `slow`, and to nothing else: "
+                "slow worker 2 by 3x at step 30"
+            )
+        if action in ("flip", "nan", "slow") and moment != "compute":
+            raise UserError(f"--inject {sentence!r}: that happens in compute, leave the moment out")
+        for number in re.findall(r"\d+", match["workers"]):
+            if action == "remove":
+                draining_workers.append(
+                    (step, WorkerDraining(f"w{number}", "asked for by --inject"))
+                )
+            else:
+                told = (action, f"w{number}", step, cast(Moment, moment), factor)
+                faults.append(Fault(*told))  # type: ignore[arg-type]
+    return tuple(faults), tuple(draining_workers)

@@ -1,0 +1,73 @@
+"""What the controller is told of a training: sizes, limits and a digest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from actors.runtime.sources import digest_of_program
+from elastic.geometry.model_limits import Limits
+from elastic.geometry.tensor_specs import TensorSpec
+from elastic.geometry.training_job import Job
+from pipelines.run.program import TrainingProgram
+from pipelines.settings import TrainSettings
+from pipelines.settings.bounds import SEVERAL_STAGES
+from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.pipeline_trial import why_no_pipeline
+from pipelines.training.workload.spread import ALONE
+from pipelines.training.workload.workload import Workload
+
+
+def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
+    """Of what these settings make of the program."""
+    specs, shape = program.specs(), program.workload.shape()
+    experts = [spec for spec in specs if spec.ep_dim is not None]
+    limits = limits_of(program.workload)
+    has_pp = all(axis != "pp" for axis, _ in limits.refused)
+    one_stage = None
+    if settings.schedule not in SEVERAL_STAGES:
+        one_stage = (
+            f"schedule={settings.schedule} knows one stage a rank; "
+            f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
+        )
+    return Job(
+        num_microbatches=settings.num_microbatches,
+        microbatch=settings.microbatch,
+        state_bytes=_num_bytes(specs),
+        param_bytes=_num_bytes(spec for spec in specs if spec.kind == "parameter"),
+        expert_state_bytes=_num_bytes(experts),
+        expert_param_bytes=_num_bytes(spec for spec in experts if spec.kind == "parameter"),
+        steps=settings.steps,
+        checkpoint_every=settings.checkpoint_steps,
+        limits=replace(limits, one_stage=one_stage),
+        layer_costs=tuple(layer.cost for layer in shape.layers),
+        activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes
+        if has_pp
+        else 0,
+        digest=digest_of_program(specs),
+        **_samples(settings, program.workload),
+    )
+
+
+def _samples(settings: TrainSettings, workload: Workload) -> dict[str, int]:
+    """By what the controller knows which samples a microbatch has."""
+    num_eval_samples = min(settings.eval_samples, workload.num_held_out)
+    return {
+        "seed": settings.seed,
+        "num_samples": workload.num_samples,
+        "eval_every": settings.eval_every,
+        "num_eval_samples": num_eval_samples if settings.eval_every else 0,
+    }
+
+
+def limits_of(workload: Workload) -> Limits:
+    """Those of the workload's shape, and what trying a pipeline of the user's own has shown."""
+    limits = workload.shape().limits
+    if not isinstance(workload, CustomWorkload) or any(axis == "pp" for axis, _ in limits.refused):
+        return limits
+    why_not = why_no_pipeline(workload)
+    return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
+
+
+def _num_bytes(specs: Iterable[TensorSpec]) -> int:
+    return sum(spec.num_bytes for spec in specs)

@@ -1,0 +1,388 @@
+"""From what the user asks for to what a controller is given; every refusal is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from actors.controller.run import RunSpec
+from actors.runtime.factory import Factory
+from actors.runtime.sources import digest_of_sources
+from actors.snapshots.memory_layout import most_bytes
+from actors.storage.reachability import refuse_unreachable
+from elastic.geometry.errors import Infeasible
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Capacity, Job
+from elastic.planner.layout_choice import plan_layout
+from elastic.protocol.events import RunOpened
+from elastic.protocol.policy import Policy
+from pipelines.data.opening import RANDOM, prepared_folder
+from pipelines.data.packing import prepare_chats
+from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.hugging_face.recipe import with_model_of_folder
+from pipelines.loop.script import Script
+from pipelines.observe.history.run_folder import (
+    RECIPE,
+    RunFolder,
+    damaged_file,
+    default_tracking_uri,
+    named_storage,
+)
+from pipelines.observe.sidecar.notify import check_url
+from pipelines.run.custom_plan import (
+    STATE_DIGEST,
+    changed_source,
+    identity,
+    notes_on,
+    refuse_brought,
+    refuse_unfit_recipe,
+)
+from pipelines.run.fault_sentences import parse_faults
+from pipelines.run.job import job_of
+from pipelines.run.options import policy_of, worker_options
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import RecipeLike, load, name_of
+from pipelines.run.refusals import (
+    check_tracking_uri,
+    parse_layout,
+    parse_workers,
+    refuse_unreadable,
+)
+from pipelines.settings import TrainSettings
+from pipelines.settings.errors import LayoutRefused, UserError
+from pipelines.settings.home import expanded
+from pipelines.settings.overrides import Given, differing_training_settings, first_problem, override
+from pipelines.settings.recipe import Recipe
+from pipelines.settings.user_code import code_of_user
+
+RECIPE_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """What is asked for: the command line of `elastic train`, or the arguments of an API."""
+
+    recipe: RecipeLike
+    run_name: str | None = None
+    storage: str = "runs"
+    workers: str | None = None
+    layout: str | None = None
+    steps: int | None = None
+    audit_every: int | None = None
+    data: str | None = None
+    changes: tuple[str, ...] = ()
+    inject: tuple[str, ...] = ()
+    record_samples: bool = False
+    tracking_uri: str | None = None
+    experiment: str = "elastic"
+    interface: str | None = None
+    ports: str | None = None
+    notify: str | None = field(default=None, repr=False)
+    detach: bool = False
+    profile: str | None = None
+    data_cache: str | None = None
+    """Where text is prepared; by default in the storage."""
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
+    """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Of the recipe's function, by name."""
+
+    def refuse_unreadable(self) -> None:
+        """Raises `UserError` for options that are empty, or no text; an empty `--data` is text."""
+        options = {f"--{key.replace('_', '-')}": value for key, value in vars(self).items()}
+        data = {"--data": self.data or None, "--recipe": None, "--set": self.changes}
+        refuse_unreadable({**options, **data})
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run that can be started, and what to tell about it."""
+
+    run: RunSpec
+    folder: RunFolder
+    settings: TrainSettings
+    num_workers: int
+    use_gpus: bool
+    tracking_uri: str
+    recipe: dict[str, Any]
+    per_worker: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """Lines for the user, of what is not as it was."""
+
+
+def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
+    """Check everything that can be checked before anything is started or written.
+
+    Raises `UserError`.
+    """
+    request.refuse_unreadable()
+    settings, own = settings_of(request)
+    notify_url = check_url(request.notify) if request.notify else None
+    num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
+    folder = _run_folder(request)
+    policy = _policy(request.workers, num_gpus, settings, folder.name)
+    target_layout = _target_layout(request.layout, policy)
+    faults, draining_workers = parse_faults(request.inject)
+    settings = _with_places(settings, request, folder)
+    tracking_uri = _tracking_uri(request)
+    options = worker_options(folder.url, settings, policy, faults, request.profile)
+    _refuse_unusable(folder)
+    factory = _program(
+        settings, own, request.data_cache or named_storage(request.storage).at("data").url
+    )
+    with code_of_user(f"recipe {name_of(request.recipe)}") if own is not None else nullcontext():
+        program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
+        if own is not None:
+            refuse_unfit_recipe(program.workload, settings)
+        job = job_of(settings, program)
+        _refuse_impossible_layout(policy, target_layout, job)
+        recipe = _recipe(request, policy, factory, program)
+        recipe |= identity(own, program) if own is not None else {}
+    notes = _refuse_other_training_settings(folder, recipe, settings)
+    notes += notes_on(program.workload, settings) if own is not None else ()
+    run = RunSpec(
+        name=folder.name,
+        folder=folder.url,
+        opening=RunOpened(0, policy, target_layout, job),
+        program=factory,
+        options=replace(options, max_snapshot_bytes=most_bytes(program.specs())),
+        draining_workers=draining_workers,
+        observers=(
+            _sidecar(folder, tracking_uri, request.experiment, notify_url, settings.notify_after_s),
+        ),
+        driver_timeout_s=settings.driver_timeout_s,
+        orphan_timeout_s=settings.orphan_timeout_s,
+        detached=request.detach,
+        sources=digest_of_sources(),
+    )
+    return RunPlan(
+        run,
+        folder,
+        settings,
+        policy.max_workers,
+        bool(num_gpus),
+        tracking_uri,
+        recipe,
+        request.per_worker,
+        notes,
+    )
+
+
+def _tracking_uri(request: TrainRequest) -> str:
+    if request.tracking_uri is not None:
+        return check_tracking_uri(request.tracking_uri)
+    return default_tracking_uri(request.storage)
+
+
+def _with_places(
+    settings: TrainSettings, request: TrainRequest, folder: RunFolder
+) -> TrainSettings:
+    """What is read or written beside the run's files, by its full path."""
+    if request.record_samples:
+        settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
+    if settings.init_from is not None:
+        there = str(expanded(settings.init_from).resolve())
+        settings = settings.model_copy(update={"init_from": there})
+        open_pretrained(settings)  # refused here, before data are prepared
+    return settings
+
+
+def _samples_file(folder: RunFolder) -> Path:
+    if folder.path is None:
+        raise UserError(
+            f"--record-samples: workers append to one file, which {folder.storage} cannot; name a "
+            "folder as --storage"
+        )
+    return folder.path / "samples.jsonl"
+
+
+def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: str) -> Factory:
+    """How workers make the program; its data are prepared if need be."""
+    kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
+    if own is not None:
+        kwargs["recipe"] = own
+    else:
+        data = settings.data
+        options: dict[str, Any] = {
+            "tokenizer": data.tokenizer,
+            "separator": data.separator,
+            "held_out_fraction": data.held_out_fraction,
+        }
+        if data.format == "chat" and data.source != RANDOM:
+            folder = prepare_chats(data.source, data_cache, data.seq_len, **options)
+        else:
+            folder = prepared_folder(data.source, data_cache, **options)
+        kwargs["data_folder"] = folder
+    if settings.accelerator == "cpu":
+        kwargs["device"] = "cpu"  # also on a machine that has a GPU
+    return Factory("pipelines.run.program:TrainingProgram", kwargs)
+
+
+def _recipe(
+    request: TrainRequest, policy: Policy, factory: Factory, program: TrainingProgram
+) -> dict[str, Any]:
+    """What `recipe.json` says of the run."""
+    return {
+        "format": RECIPE_FORMAT,
+        "recipe": name_of(request.recipe),
+        "arguments": {name: str(value) for name, value in request.arguments.items()},
+        "steps": program.steps,
+        "num_samples": program.workload.num_samples,
+        "data_digest": program.workload.digest,
+        "data_folder": factory.kwargs["data_folder"],
+        "workers": f"{policy.min_workers}:{policy.max_workers}",
+        "layout": request.layout,
+        "settings": factory.kwargs["settings"],
+    }
+
+
+def _sidecar(
+    folder: RunFolder,
+    tracking_uri: str,
+    experiment: str,
+    notify_url: str | None,
+    notify_after_s: float,
+) -> Factory:
+    kwargs = {
+        "run_folder": folder.url,
+        "tracking_uri": tracking_uri,
+        "experiment": experiment,
+        "notify_url": notify_url,
+        "notify_after_s": notify_after_s,
+    }
+    # Importing MLflow is already an event that its telemetry would report.
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}
+    return Factory("pipelines.observe.sidecar.sidecar:sidecar", kwargs, environment)
+
+
+def settings_of(request: TrainRequest) -> tuple[TrainSettings, Recipe | Script | None]:
+    """Those of the run, and the recipe if it has a model of its own. Raises `UserError`."""
+    found = load(request.recipe, request.arguments)
+    options = {
+        "--data": ("data.source", request.data),
+        "--steps": ("steps", request.steps),
+        "--audit-every": ("audit_every", request.audit_every),
+        "--interface": ("network.interface", request.interface),
+        "--ports": ("network.ports", request.ports),
+    }
+    changes: list[str | Given] = list(request.changes)
+    for option, (key, value) in options.items():
+        if value is not None:
+            changes.append(Given(key, str(value), option))
+    if isinstance(found, TrainSettings):
+        return with_model_of_folder(override(found, changes)), None
+    refuse_brought(changes)
+    return override(found.settings, changes), found
+
+
+def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
+    at_most = num_gpus or min(4, os.cpu_count() or 1)
+    min_workers, max_workers = parse_workers(workers or str(at_most))
+    return policy_of(settings, min_workers, max_workers, run_name)
+
+
+def _target_layout(layout: str | None, policy: Policy) -> TargetLayout:
+    target_layout = parse_layout(layout or "", policy.max_workers)
+    num_requested = target_layout.num_model_ranks * prod(target_layout.data_axes or (1,))
+    if num_requested > policy.max_workers:
+        raise UserError(
+            f"--layout {layout} needs {num_requested} workers, --workers allows "
+            f"{policy.max_workers}: raise one or lower the other"
+        )
+    return target_layout
+
+
+def _refuse_impossible_layout(policy: Policy, target_layout: TargetLayout, job: Job) -> None:
+    """What cannot be formed even with all workers will never be."""
+    capacity = Capacity(policy.max_workers)
+    layout = plan_layout(None, capacity, target_layout, job, snapshots_cover=False)
+    if isinstance(layout, Infeasible):
+        raise LayoutRefused(f"--layout: {layout.reason}")
+
+
+def _run_folder(request: TrainRequest) -> RunFolder:
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    recipe = name_of(request.recipe)
+    last = (recipe.rpartition(":")[2] or recipe).rstrip("/").rpartition("/")[2]
+    plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-") or "run"
+    name = f"{plain}-{stamp}" if request.run_name is None else request.run_name
+    return RunFolder.of(request.storage, name)
+
+
+def _refuse_other_training_settings(
+    folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings
+) -> tuple[str, ...]:
+    """A stored run of that name may not compute something else. What only may is told."""
+    try:
+        stored = folder.recipe()
+    except OSError as error:
+        raise UserError(f"--storage {folder.storage}: cannot be read ({error})") from None
+    if stored is None:
+        return ()
+    old = _stored_settings(folder, stored)
+    differing = differing_training_settings(old, settings)
+    if stored.get("data_digest") == recipe["data_digest"]:  # then they may have been moved
+        differing = [told for told in differing if not told.startswith("data.source: ")]
+    differing += [
+        f"{key}: {stored.get(key)} -> {recipe.get(key)}"
+        for key in ("num_samples", "data_digest", "arguments")
+        if (stored.get(key) or {}) != (recipe.get(key) or {})
+    ]
+    if stored.get(STATE_DIGEST) != recipe.get(STATE_DIGEST):
+        differing.append("the state has other names, shapes or dtypes")
+    if differing:
+        raise UserError(
+            f"run '{folder.name}' in {folder.storage} was begun with other maths "
+            f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
+        )
+    return tuple(filter(None, [changed_source(stored, recipe)]))
+
+
+def _stored_settings(folder: RunFolder, stored: dict[str, Any]) -> TrainSettings:
+    """Those of recipe.json. Raises `UserError`, which says how to go on."""
+    try:
+        return TrainSettings.model_validate(stored["settings"])
+    except KeyError:
+        raise damaged_file(folder.files, RECIPE) from None
+    except ValidationError as error:
+        problem = f"settings: {first_problem(error)}"
+        raise damaged_file(folder.files, RECIPE, problem) from None
+
+
+def _refuse_unusable(folder: RunFolder) -> None:
+    """Raises `UserError` for storage that cannot be reached or written."""
+    path = folder.path
+    if path is None:
+        try:
+            refuse_unreachable(folder.url)
+        except OSError as error:
+            raise UserError(f"--storage {folder.storage}: cannot be reached ({error})") from None
+        return  # to try to write would cost as much as `store_recipe` does
+    nearest = next(place for place in (path, *path.parents) if place.exists())
+    if not nearest.is_dir():
+        raise _unwritable(folder, f"{nearest} is no folder")
+    if not os.access(nearest, os.W_OK):
+        raise _unwritable(folder, f"no permission to write in {nearest}")
+
+
+def store_recipe(plan: RunPlan) -> None:
+    """Make the run's folder and write `recipe.json`. Raises `UserError`."""
+    folder = plan.folder
+    try:
+        folder.files.write(RECIPE, json.dumps(plan.recipe, indent=1).encode())
+    except OSError as error:
+        raise _unwritable(folder, error.strerror or str(error)) from None
+
+
+def _unwritable(folder: RunFolder, why: str | None) -> UserError:
+    return UserError(f"--storage {folder.storage}: cannot be written ({why}); name one that can")

@@ -1,0 +1,160 @@
+"""The training program: what a worker process makes of a run's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import Any, assert_never
+
+import torch
+from torch import Tensor
+
+from actors.runtime.program import Groups, Interrupt, WrittenPart
+from actors.storage.storage import Storage
+from elastic.geometry.regions import Region
+from elastic.geometry.tensor_specs import TensorSpec
+from pipelines.data.packing import PackedChats
+from pipelines.data.prepared import open_prepared
+from pipelines.data.windows import Samples
+from pipelines.hugging_face.building import config_of_model
+from pipelines.hugging_face.causal_lm import CausalLMWorkload
+from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.loop.loop import Loop
+from pipelines.loop.replica import LoopReplica
+from pipelines.loop.script import Script, recipe_of
+from pipelines.run.recipes import load
+from pipelines.settings import (
+    CustomModelSettings,
+    HuggingFaceSettings,
+    MlpSettings,
+    TrainSettings,
+    TransformerSettings,
+)
+from pipelines.settings.errors import UserError
+from pipelines.settings.recipe import Recipe
+from pipelines.training.checkpoint.part_file import write_part
+from pipelines.training.checkpoint.reader import read_regions
+from pipelines.training.custom.custom_module import MAX_WHOLE_BYTES
+from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.models.language_model import LanguageModelWorkload
+from pipelines.training.models.mlp import MlpWorkload
+from pipelines.training.models.next_token import open_samples
+from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.replica.warm_up import Build, warm_up
+from pipelines.training.workload.state import initial_value, state_specs
+from pipelines.training.workload.workload import Workload, nothing
+
+
+class TrainingProgram:
+    """Trains what the settings name; see `actors.runtime.program.Program`.
+
+    `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, or
+    is their URL, if they are not synthetic; `device` is the GPU if there is one, unless told.
+    `recipe` is one of the user's own, or a script that owns its loop, or where either is found
+    (`path/to/file.py:function`); of its own settings nothing counts. Raises `UserError` for data,
+    or a model to begin from, that cannot be used.
+    """
+
+    def __init__(
+        self,
+        settings: dict[str, Any],
+        data_folder: str | None = None,
+        device: str | None = None,
+        recipe: Recipe | Script | str | None = None,
+    ) -> None:
+        self.settings = TrainSettings.model_validate(settings)
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.steps = self.settings.steps
+        self.eval_every = self.settings.eval_every
+        self.pretrained = open_pretrained(self.settings)
+        if isinstance(recipe, str):
+            found = load(recipe)
+            recipe = found if isinstance(found, Recipe | Script) else None
+        self.loop = None
+        if isinstance(recipe, Script):
+            self.loop = Loop(recipe.function, self.settings.seed)
+            recipe = recipe_of(self.loop.declaration, self.settings)
+        # A loop's module is there with its values: nothing is gained by drawing a part of it.
+        most_bytes = inf if self.loop else MAX_WHOLE_BYTES
+        self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Every logical tensor of the state; see `pipelines.training.state.state_specs`."""
+        return state_specs(self.workload, self.settings)
+
+    def warm_up(self) -> None:
+        """See that the data can be read here; one throw-away build and step, see
+        `pipelines.training.replica.warm_up`. Raises `UnfitMachine`."""
+        self.workload.reach()
+        warm_up(self.workload, self.settings, self.device, self._replica)
+        if self.loop is not None:
+            self.loop.begin_anew()
+
+    def build(self, groups: Groups) -> ShardedReplica:
+        """This rank's part under an assignment: shapes, no values yet."""
+        return self._replica(self.workload, self.settings, groups)
+
+    @property
+    def _replica(self) -> Build:
+        return partial(LoopReplica, loop=self.loop) if self.loop else ShardedReplica
+
+    def initial(self, spec: TensorSpec, region: Region, interrupt: Interrupt = nothing) -> Tensor:
+        """A region of a tensor at step 0, on the device."""
+        if self.pretrained and self.pretrained.has(spec):
+            return self.pretrained.read(spec, region).to(self.device)
+        value = initial_value(self.workload, self.settings, spec, region, interrupt)
+        return value.to(self.device)
+
+    def write_part(
+        self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, Tensor]]
+    ) -> WrittenPart:
+        """Write one worker's regions of a checkpoint; see `pipelines.training.checkpoint.part_file`."""
+        return write_part(checkpoint, name, parts)
+
+    def read_regions(self, checkpoint: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
+        """Read regions from a checkpoint; see `pipelines.training.checkpoint.reader`."""
+        return read_regions(checkpoint, wanted, self.specs())
+
+
+def make_workload(
+    settings: TrainSettings,
+    data_folder: str | None = None,
+    recipe: Recipe | None = None,
+    most_bytes: float = MAX_WHOLE_BYTES,
+) -> Workload:
+    """The workload that the settings name. Held-out data are opened only to be evaluated; a user's
+    module of more than `most_bytes` is never built whole."""
+    dtype: torch.dtype = getattr(torch, settings.dtype)
+    match settings.model:
+        case MlpSettings():
+            return MlpWorkload(settings.model, settings.seed, dtype)
+        case TransformerSettings():
+            splits = _splits(settings, settings.model.vocab_size, data_folder)
+            return LanguageModelWorkload(settings.model, *splits, dtype)
+        case HuggingFaceSettings():
+            vocab_size = config_of_model(settings.model.config).get_text_config().vocab_size
+            splits = _splits(settings, vocab_size, data_folder)
+            return CausalLMWorkload(settings.model, *splits, dtype, settings.lora)
+        case CustomModelSettings():
+            if recipe is None:
+                raise UserError("model.kind=own: the module comes with a `Recipe`; give one")
+            return CustomWorkload(replace(recipe, settings=settings), most_bytes)
+        case _:
+            assert_never(settings.model)
+
+
+def _splits(
+    settings: TrainSettings, vocab_size: int, data_folder: str | None
+) -> tuple[Samples, Samples | None]:
+    """The samples to train on, and those held out if they are used."""
+    chats = data_folder if settings.data.format == "chat" else None
+    prepared = open_prepared(data_folder, settings.cache) if data_folder and not chats else None
+
+    def opened(split: str) -> Samples:
+        if chats is not None:
+            return PackedChats(chats, split)
+        return open_samples(settings.data, vocab_size, settings.seed, split, prepared)
+
+    return opened("train"), opened("held_out") if settings.eval_every else None

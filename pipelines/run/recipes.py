@@ -1,0 +1,225 @@
+"""Recipes: plain functions that say what to train. `load` finds them by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import partial
+from inspect import isfunction, signature
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+
+from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
+from pipelines.loop.script import Script, is_script, script_of
+from pipelines.run.refusals import refuse_unknown_recipe
+from pipelines.settings import (
+    CustomModelSettings,
+    DataSettings,
+    ExpertsSettings,
+    MlpSettings,
+    OptimizerSettings,
+    TrainSettings,
+    TransformerSettings,
+)
+from pipelines.settings.errors import UserError
+from pipelines.settings.overrides import near
+from pipelines.settings.recipe import Recipe
+from pipelines.settings.user_code import code_of_user
+
+RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
+"""What may stand for a recipe; see `load`."""
+
+CUSTOM_MODEL = CustomModelSettings()
+SYNC_EACH = False
+"""Of models this small, whole gradients cost less than to reduce them in every backward."""
+
+
+def tiny() -> TrainSettings:
+    """Test size: 0.1 M parameters, steps of a few tens of milliseconds on a CPU."""
+    return TrainSettings(
+        model=TransformerSettings(dim=48, num_layers=2, num_heads=4, num_kv_heads=2, hidden_dim=96),
+        data=DataSettings(seq_len=32),
+        optimizer=OptimizerSettings(lr=3e-3, warmup_steps=5, decay_steps=100),
+        batch=12,
+        microbatch=1,
+        steps=60,
+        sync_each_microbatch=SYNC_EACH,
+    )
+
+
+def tiny_moe() -> TrainSettings:
+    """Test size with a mixture of experts: `tiny`, but each token uses two experts of four and a
+    shared one."""
+    settings = tiny()
+    experts = ExpertsSettings(num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32)
+    model = settings.model.model_copy(update={"experts": experts})
+    return settings.model_copy(update={"model": model})
+
+
+def byte_lm() -> TrainSettings:
+    """A byte-level language model of 3 M parameters: its loss falls within two minutes on two
+    CPU cores. A batch is 24 microbatches, which 2, 3, 4, 6 or 8 workers share evenly."""
+    return TrainSettings(
+        model=TransformerSettings(),
+        data=DataSettings(seq_len=128),
+        optimizer=OptimizerSettings(lr=2e-3, warmup_steps=20, decay_steps=400),
+        batch=24,
+        microbatch=1,
+        steps=200,
+        eval_every=100,
+        sync_each_microbatch=SYNC_EACH,
+    )
+
+
+def mlp() -> TrainSettings:
+    """A multi-layer perceptron of 2.1 M parameters on random vectors, for benchmarks."""
+    return TrainSettings(
+        model=MlpSettings(),
+        optimizer=OptimizerSettings(lr=1e-3),
+        batch=64,
+        microbatch=8,
+        steps=100,
+        sync_each_microbatch=SYNC_EACH,
+    )
+
+
+RECIPES: dict[str, Callable[[], TrainSettings]] = {
+    recipe.__name__: recipe for recipe in (tiny, tiny_moe, byte_lm, mlp, finetune)
+}
+
+
+def load(
+    recipe: RecipeLike, arguments: Mapping[str, Any] = MappingProxyType({})
+) -> TrainSettings | Recipe | Script:
+    """What a recipe gives: one of `RECIPES`, `hf:` and a folder or `config.json`,
+    `path/to/file.py:function` or `module:function`; or such a function itself, or what it would
+    return. A function gets the `arguments` by name.
+
+    Raises `UserError` if there is no such recipe, or it gives something else.
+    """
+    if isinstance(recipe, str) and recipe.startswith(PREFIX):
+        return hugging_face(recipe.removeprefix(PREFIX))
+    given: Any = _named(recipe) if isinstance(recipe, str) else recipe
+    if arguments:
+        given = _with_arguments(recipe, given, arguments)
+    verb = "is"
+    if callable(given):
+        is_named = isinstance(recipe, str)
+        with code_of_user(f"recipe {recipe}") if is_named else nullcontext():
+            if is_script(given):
+                return script_of(given)
+            _refuse_unnamed_parameters(recipe, given)
+            verb, given = "returns", given()
+    if isinstance(given, Recipe):
+        return with_custom_model(given)
+    if not isinstance(given, TrainSettings):
+        raise UserError(
+            f"recipe {name_of(recipe)}: {verb} {type(given).__name__}, not TrainSettings or a "
+            "Recipe"
+        )
+    return given
+
+
+def _refuse_unnamed_parameters(recipe: RecipeLike, function: Callable[..., Any]) -> None:
+    """Raises `UserError` for a function that needs arguments which nobody gives."""
+    try:
+        told = signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        told.bind()
+    except TypeError as error:
+        raise UserError(
+            f"recipe {name_of(recipe)}{told}: {error}; give it a default, or arguments by "
+            "ElasticTrainer(recipe_config=...)"
+        ) from None
+
+
+def _with_arguments(recipe: RecipeLike, function: Any, arguments: Mapping[str, Any]) -> Any:
+    told = f"recipe {name_of(recipe)}"
+    if not callable(function):
+        raise UserError(f"{told}: only a function has arguments ({', '.join(arguments)})")
+    try:
+        signature(function).bind_partial(**arguments)
+    except TypeError as error:
+        raise UserError(f"{told}{signature(function)}: {error}") from None
+    return partial(function, **arguments)
+
+
+def name_of(recipe: RecipeLike) -> str:
+    """How it is called in messages, files and the names of runs."""
+    if isinstance(recipe, str):
+        return recipe
+    if isinstance(recipe, TrainSettings):
+        return recipe.model.kind
+    named = recipe.model if isinstance(recipe, Recipe) else recipe
+    if not hasattr(named, "__qualname__"):
+        return type(named).__qualname__
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _named(name: str) -> Callable[..., Any]:
+    place, colon, function = name.rpartition(":")
+    if colon:
+        return _from_module(name, place, function)
+    refuse_unknown_recipe(name)
+    return RECIPES[name]
+
+
+def with_custom_model(recipe: Recipe) -> Recipe:
+    """The recipe, its settings saying that the model is its own; what means nothing then is as by
+    default."""
+    update = {"model": CUSTOM_MODEL, "data": DataSettings(), "optimizer": OptimizerSettings()}
+    return replace(recipe, settings=recipe.settings.model_copy(update=update))
+
+
+def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
+    is_file = place.endswith(".py")
+    if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
+        raise UserError(f"recipe {name}: give path/to/file.py:function or module:function")
+    with code_of_user(f"recipe {name}", is_all_theirs=True):
+        module = _from_file(name, Path(place)) if is_file else _imported(name, place)
+    recipe = getattr(module, function, None)
+    if not callable(recipe):
+        known = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
+        raise UserError(
+            f"recipe {name}: {place} has no function '{function}'; {near(function, known)}"
+        )
+    return recipe
+
+
+def _is_defined_in(module: ModuleType, value: object) -> bool:
+    return isfunction(value) and value.__module__ == module.__name__
+
+
+def _from_file(name: str, file: Path) -> ModuleType:
+    if not file.is_file():
+        raise UserError(f"recipe {name}: there is no file {file}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look themselves up there; what stays there would be pickled by its name, which
+    # workers cannot import.
+    before = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        if before is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = before
+    return module
+
+
+def _imported(name: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(f"recipe {name}: there is no module {place}") from None

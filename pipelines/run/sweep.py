@@ -1,0 +1,249 @@
+"""A sweep: the same few steps under one layout after another, on one cluster, as a table."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from actors.controller.run import RunSpec
+from actors.ray_backend.driver import Drive, close_cluster, end_actors
+from actors.storage.checkpoint_files import FOLDER as CHECKPOINTS
+from actors.storage.errors import ControllerLost
+from actors.storage.storage import is_remote
+from elastic.geometry.errors import ElasticError
+from elastic.geometry.layout import Layout
+from pipelines.observe.history.formatting import counted
+from pipelines.observe.history.run_folder import Tail, default_tracking_uri
+from pipelines.observe.view.sweep_table import Row, measure, refused, show, write
+from pipelines.run.drive import Interrupts, equipped, open_cluster
+from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
+from pipelines.run.preflight import refuse_unstartable
+from pipelines.settings.errors import LayoutRefused, UserError
+
+EXPERIMENT = "sweep"
+UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
+"""What would fall into some steps and not into others, unless it is asked for."""
+TRACKING_PATIENCE_S = 30.0
+MAX_START_TIMEOUT_S = 1e9
+
+
+@dataclass(frozen=True)
+class SweepRequest:
+    """The command line of `elastic sweep`, as typed."""
+
+    recipe: str
+    layouts: str
+    storage: str = "runs"
+    steps: int = 10
+    data: str | None = None
+    changes: tuple[str, ...] = ()
+    start_timeout_s: float = 600.0
+    """For so long a layout waits for its workers: a cluster may have to start machines."""
+
+
+@dataclass
+class Trial:
+    """One layout: its plan, or its row already, if it cannot be had."""
+
+    layout: Layout
+    plan: RunPlan | None
+    row: Row | None = None
+
+    @property
+    def workers(self) -> str:
+        return counted(self.layout.num_workers, "worker")
+
+
+def sweep(request: SweepRequest, console: Console) -> int:
+    """Train under each layout in turn, show and write the table; return the exit code.
+
+    0 if any layout ran. Raises `UserError`.
+    """
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = Path(request.storage) / "sweeps" / stamp
+    num_gpus = torch.cuda.device_count()
+    trials = trials_of(request, folder, num_gpus)
+    console.print(f"sweep {stamp}: {folder}", soft_wrap=True, highlight=False)
+    interrupts = Interrupts()
+    try:
+        _train_all(trials, stamp, num_gpus, request.start_timeout_s, console, interrupts)
+        rows = [trial.row for trial in trials if trial.row is not None]
+        folder.mkdir(parents=True, exist_ok=True)
+        files = write(folder, rows)
+        show(console, f"{request.recipe}, {request.steps} steps a layout", rows)
+        console.print(f"table: {files[0]}, {files[1]}", soft_wrap=True, highlight=False)
+        _track(trials, console, interrupts)
+    except KeyboardInterrupt:
+        return 128 + interrupts.number
+    if interrupts.number:
+        return 128 + interrupts.number
+    return 0 if any(row.verdict == "ran" for row in rows) else 1
+
+
+def trials_of(request: SweepRequest, folder: Path, num_gpus: int) -> list[Trial]:
+    """All of them, before anything is started. Raises `UserError`."""
+    if request.steps < 2:
+        raise UserError(f"--steps {request.steps}: at least 2, since the first is not counted")
+    if not 0.0 < request.start_timeout_s <= MAX_START_TIMEOUT_S:
+        raise UserError(f"--start-timeout {request.start_timeout_s:g}: give seconds, e.g. 600")
+    layouts = parse_layouts(request.layouts)
+    if is_remote(request.storage):
+        raise UserError(f"--storage {request.storage}: a sweep is kept on a disk; name a folder")
+    trials = [_trial(request, folder, layout, num_gpus) for layout in layouts]
+    for trial in trials:
+        if trial.plan is not None:
+            refuse_unstartable(trial.plan)
+    return trials
+
+
+def parse_layouts(text: str) -> list[Layout]:
+    """Read `tp=1; dp=2,tp=2`. Raises `UserError`."""
+    layouts: list[Layout] = []
+    for part in text.split(";"):
+        try:
+            layout = Layout.parse(part)
+        except ElasticError as error:
+            hint = "write layouts between semicolons, e.g. 'tp=1; dp=2,tp=2'"
+            raise UserError(f"--layouts {text!r}: {error}; {hint}") from None
+        if layout in layouts:
+            raise UserError(f"--layouts {text!r}: {layout} stands there twice")
+        layouts.append(layout)
+    return layouts
+
+
+def _trial(request: SweepRequest, folder: Path, layout: Layout, num_gpus: int) -> Trial:
+    """Everything is checked before anything is started; only layouts may be refused one by one."""
+    run = TrainRequest(
+        recipe=request.recipe,
+        run_name=str(layout).replace("=", "").replace(",", "-"),
+        storage=str(folder),
+        workers=f"{layout.num_workers}:{layout.num_workers}",
+        layout=str(layout),
+        steps=request.steps,
+        data=request.data,
+        changes=(*UNDISTURBED, *request.changes),
+        tracking_uri=default_tracking_uri(request.storage),
+        experiment=EXPERIMENT,
+        data_cache=str(Path(request.storage) / "data"),
+    )
+    try:
+        return Trial(layout, make_plan(run, num_gpus))
+    except LayoutRefused as error:
+        return Trial(layout, None, refused(layout, str(error).removeprefix("--layout: ")))
+
+
+def _train_all(
+    trials: list[Trial],
+    stamp: str,
+    num_gpus: int,
+    start_timeout_s: float,
+    console: Console,
+    interrupts: Interrupts,
+) -> None:
+    """One layout after the other, until the first signal."""
+    planned = [trial for trial in trials if trial.plan is not None]
+    if not planned:
+        return
+    most = max(trial.layout.num_workers for trial in planned)
+    use_gpus = any(trial.plan.use_gpus for trial in planned if trial.plan)
+    started = open_cluster(min(most, num_gpus) if use_gpus else most, use_gpus)
+    interrupts.listen()
+    try:
+        for trial in planned:
+            if started and use_gpus and num_gpus < trial.layout.num_workers:
+                needed = counted(trial.layout.num_workers, "GPU")
+                trial.row = refused(trial.layout, f"needs {needed}, this machine has {num_gpus}")
+            elif not interrupts.number:
+                console.print(f"{trial.layout}: {trial.workers}", highlight=False)
+                _train(
+                    trial, f"sweep-{stamp}-{trial.plan.folder.name}", start_timeout_s, interrupts
+                )
+    finally:
+        close_cluster(f"sweep-{stamp}", keep_actors=False)
+
+
+def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrupts) -> None:
+    """A run like any other; its checkpoint is not kept, and it is tracked only afterwards."""
+    plan, patience = trial.plan, Patience(trial, start_timeout_s)
+    try:
+        with _ended(name):
+            store_recipe(plan)
+            run = replace(equipped(plan), name=name, observers=())
+            broken = _follow(run, interrupts, patience)
+    except ControllerLost as error:
+        broken = f"the controller died ({error})"
+    if patience.refusal:
+        trial.row = refused(trial.layout, patience.refusal)
+    else:
+        trial.row = measure(trial.layout, plan.folder, broken)
+    plan.folder.files.remove(CHECKPOINTS)
+
+
+class Patience:
+    """Waits for a trial's first generation, but not for ever."""
+
+    def __init__(self, trial: Trial, timeout_s: float) -> None:
+        self._trial = trial
+        self._timeout_s = timeout_s
+        self._since = time.monotonic()
+        self._journal = Tail(trial.plan.folder.journal)
+        self._num_ready = 0
+        self._has_begun = False
+        self.refusal = ""
+
+    def is_over(self) -> bool:
+        """True once, when it has run out; then `refusal` says what was lacking."""
+        for line in self._journal.drain():
+            self._num_ready += line.get("event") == "WorkerReady"
+            self._has_begun |= line.get("command") == "Form"
+        waited_s = time.monotonic() - self._since
+        if self._has_begun or self.refusal or waited_s < self._timeout_s:
+            return False
+        self.refusal = (
+            f"only {self._num_ready} of {self._trial.workers} were ready within "
+            f"{self._timeout_s:g} s; add machines, or raise --start-timeout"
+        )
+        return True
+
+
+@contextmanager
+def _ended(name: str) -> Iterator[None]:
+    """Nothing of the run is left on the cluster when the block ends (invariant 12)."""
+    try:
+        yield
+    finally:
+        end_actors(name)
+
+
+def _follow(run: RunSpec, interrupts: Interrupts, patience: Patience) -> str:
+    """Train to the end; return its reason."""
+    drive = Drive(run)
+
+    def look() -> None:
+        interrupts.pass_on(drive)
+        if not interrupts.number and patience.is_over():
+            drive.request_stop(patience.refusal)
+
+    outcome = drive.follow(lambda progress: look()).outcome
+    return outcome.reason if outcome else ""
+
+
+def _track(trials: list[Trial], console: Console, interrupts: Interrupts) -> None:
+    """What has run goes to MLflow now that nothing is measured any more."""
+    told = []
+    for trial in trials:
+        plan = trial.plan
+        if plan is None or interrupts.number or not plan.folder.journal.exists():
+            continue
+        for observer in plan.run.observers:
+            shortfall = observer.make().finish(TRACKING_PATIENCE_S)
+            told.append(shortfall or f"{plan.folder.name} is in MLflow, experiment {EXPERIMENT}")
+    for line in told:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)

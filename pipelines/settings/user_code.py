@@ -1,0 +1,76 @@
+"""Exceptions of the user's own code, told in one line with the place in the user's file."""
+
+from __future__ import annotations
+
+import sysconfig
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.settings.errors import UserCodeFailed, UserError
+
+MAX_MESSAGE = 300
+_PROJECT = Path(__file__).resolve().parents[2]
+_OURS = tuple(f"{_PROJECT / package}/" for package in ("elastic", "actors", "pipelines"))
+_INSTALLED = tuple(
+    f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+"""Folders of Python and of installed packages."""
+
+
+@contextmanager
+def code_of_user(what: str, is_all_theirs: bool = False) -> Iterator[None]:
+    """Raise `UserCodeFailed` for an exception that comes out of the user's code.
+
+    `what` names the code. An exception with frames of this project only is passed on, since it is
+    a defect of ours, unless `is_all_theirs`. `SystemExit` counts as an exception of the user's.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = _frames_of_user(error)
+        if not (frames or is_all_theirs or isinstance(error, SystemExit)):
+            raise
+        raise UserCodeFailed(
+            f"{what}: {_place(error, frames)}{_in_one_line(error)}",
+            "".join(traceback.format_list(frames)) if len(frames) > 1 else "",
+        ) from error
+
+
+def printable(text: str) -> str:
+    """The text without the lone surrogates that no encoding knows."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames in files of the user's; if there are none, those of installed packages, since a
+    recipe may be one's function. Never those of this project."""
+    theirs = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith("<frozen ") and not _is_in(frame, _OURS)
+    ]
+    return [frame for frame in theirs if not _is_in(frame, _INSTALLED)] or theirs
+
+
+def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
+    return str(Path(frame.filename).resolve()).startswith(folders)
+
+
+def _place(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{error.filename}, line {error.lineno}: "
+    return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
+
+
+def _in_one_line(error: BaseException) -> str:
+    if isinstance(error, SyntaxError):
+        told = error.msg
+    else:
+        told = "".join(traceback.format_exception_only(error)).partition(": ")[2]
+    told = " ".join(printable(told).split())
+    shown = told if len(told) <= MAX_MESSAGE else told[:MAX_MESSAGE] + "..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -1,0 +1,1 @@
+"""Checkpoint files: reading any region from parts written under any layout."""

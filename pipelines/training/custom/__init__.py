@@ -1,0 +1,1 @@
+"""Custom modules: a user's module, optimizer and pipeline as a workload."""

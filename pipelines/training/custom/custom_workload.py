@@ -1,0 +1,297 @@
+"""A module and data of the user's own as a workload."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cached_property, partial
+from hashlib import sha256
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from elastic.geometry.regions import Region
+from pipelines.settings import MlpSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.recipe import Dataset, Losses, Recipe
+from pipelines.training.custom.block_flow import flow_of
+from pipelines.training.custom.custom_module import (
+    MAX_WHOLE_BYTES,
+    InitialValues,
+    find_blocks,
+    seeded,
+    shapes_alone,
+)
+from pipelines.training.custom.custom_pipeline import Chain, inputs_of
+from pipelines.training.custom.custom_shape import shape_of
+from pipelines.training.models.mlp import MlpWorkload
+from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.spread import ALONE, Spread
+from pipelines.training.workload.trees import mapped, tensors_in
+from pipelines.training.workload.workload import ModelShape, Sums, at_least_float32, nothing
+
+NUM_DIGESTED = 3
+
+
+class CustomBatch(NamedTuple):
+    """What the recipe's `collate` made of `num_held` samples. `num_samples` of them count: none,
+    if it only pads."""
+
+    value: Any
+    num_samples: int
+    num_held: int
+
+
+class CustomWorkload:
+    """Trains what a recipe gives; see `pipelines.training.workload.workload.Workload`.
+
+    Ranks that have fewer microbatches than others repeat one, with a gradient of 0: what a module
+    makes of no data at all nobody knows.
+    """
+
+    seq_len = 1
+    is_far = False
+    keeps_its_size = True
+
+    def __init__(self, recipe: Recipe, most_bytes: float = MAX_WHOLE_BYTES) -> None:
+        """A module of more than `most_bytes` of parameters is drawn by region. Raises `UserError`
+        for data without samples."""
+        self.recipe = recipe
+        self.settings = recipe.settings
+        self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
+        self.optimising = CustomOptimizing(recipe)
+        self.train = _map_style(recipe.data(), "data")
+        self.held_out = _map_style(recipe.held_out(), "held_out") if recipe.held_out else None
+        self.num_samples = len(self.train)
+        self.num_held_out = len(self.held_out) if self.held_out is not None else 0
+        if not self.num_samples:
+            raise UserError("the recipe's data have no sample: len() of them is 0")
+        self.metrics = {
+            name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())
+        }
+        self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
+        self.is_miniature = False
+        self._latest: dict[bool, CustomBatch] = {}
+        """By split."""
+
+    @cached_property
+    def _shape(self) -> ModelShape:
+        recipe, module = self.recipe, self.module()
+        shape = shape_of(
+            module, recipe.plan, recipe.tp_divides, recipe.pipeline, self._names_of_blocks
+        )
+        return replace(shape, make_stage=self._make_stage)
+
+    @cached_property
+    def _names_of_blocks(self) -> list[str]:
+        module = self.module()
+        names = {part: name for name, part in module.named_modules()}
+        return [names[block] for block in find_blocks(module, self.recipe.blocks)]
+
+    @cached_property
+    def flow(self) -> tuple[Tensor, ...]:
+        """What a microbatch brings into each block of the recipe's pipeline, then out of the last,
+        as tensors on the meta device."""
+        inputs = inputs_of(self.recipe.loss, self.example(self.settings.microbatch).value)
+        return flow_of(self.recipe, self._shape.layers, inputs)
+
+    @cached_property
+    def digest(self) -> str:
+        """Of how many samples there are, and of a few."""
+        digest = sha256(f"{self.num_samples} {self.num_held_out}".encode())
+        for number in range(NUM_DIGESTED):
+            sample = number * (self.num_samples - 1) // (NUM_DIGESTED - 1)
+            seed_host(keyed_generator("digest", sample).initial_seed())
+            batch = self.recipe.collate([self.train[sample]])
+            for tensor in tensors_in(batch):
+                told = tensor.detach().cpu().contiguous()
+                digest.update(f"{told.dtype} {tuple(told.shape)}".encode())
+                digest.update(told.view(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def module(self, spread: Spread = ALONE) -> nn.Module:
+        return shapes_alone(self.recipe.model, self.settings.seed, self.values.most_bytes)
+
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        """Those of the whole module that are there."""
+        there = dict(module.named_modules(remove_duplicate=False))
+        return [there[name] for name in self._names_of_blocks if name in there]
+
+    def shape(self) -> ModelShape:
+        return self._shape
+
+    def draw(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        region: Region,
+        seed: int,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Tensor:
+        """As the module's own constructor makes it under the run's seed; see `InitialValues`."""
+        return self.values.draw(name, shape, region, interrupt)
+
+    def reach(self) -> None:
+        """They were opened in the constructor."""
+
+    def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
+        """A dataset has no such thing."""
+
+    def read(
+        self,
+        samples: Sequence[int],
+        held_out: bool = False,
+        interrupt: Callable[[], None] = nothing,
+    ) -> CustomBatch:
+        """Where samples are changed at random, the seed is that of the microbatch."""
+        seed = torch.initial_seed()
+        if held_out:
+            seed = keyed_generator("held out", self.settings.seed, samples[0]).initial_seed()
+        seed_host(seed)
+        self._latest[held_out] = batch = self.collated(samples, held_out)
+        return batch
+
+    def empty(self, num_samples: int = 0, held_out: bool = False) -> CustomBatch:
+        """The split's latest microbatch again: it is not finite only if that was not."""
+        if held_out not in self._latest:
+            self.read(self.first(self.settings.microbatch, held_out), held_out)
+        return self._latest[held_out]._replace(num_samples=0)
+
+    def first(self, num_samples: int, held_out: bool = False) -> list[int]:
+        """So many samples, from the beginning, those that are there over and over."""
+        there = self.num_held_out if held_out else self.num_samples
+        return [number % there for number in range(num_samples)]
+
+    def collated(self, samples: Sequence[int], held_out: bool = False) -> CustomBatch:
+        """The batch of these samples, whatever the generators' seeds are."""
+        data = self._of(held_out)
+        value = self.recipe.collate([data[sample] for sample in samples])
+        return CustomBatch(value, len(samples), len(samples))
+
+    def example(self, num_samples: int, held_out: bool = False) -> CustomBatch:
+        """The first samples, fed on the host; generators go on afterwards as before."""
+        with seeded(self.settings.seed):
+            batch = self.collated(self.first(num_samples, held_out), held_out)
+        return self.feed(batch, torch.device("cpu"), ALONE, 0)
+
+    def feed(
+        self, batch: CustomBatch, device: torch.device, spread: Spread, seed: int
+    ) -> CustomBatch:
+        """On the device, and what is floating in the run's dtype."""
+
+        def fed(tensor: Tensor) -> Tensor:
+            return tensor.to(device, self.dtype if tensor.is_floating_point() else None)
+
+        return batch._replace(value=mapped(fed, batch.value))
+
+    def losses(self, module: nn.Module, fed: CustomBatch, spread: Spread) -> Sums:
+        if not self.is_miniature:
+            self.values.release()
+        return _counted(self.loss_in(module.training), module, fed, spread)
+
+    def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Losses]:
+        """The recipe's, in training or in evaluation."""
+        return self.recipe.loss if training else self.recipe.evaluation or self.recipe.loss
+
+    def kinds(self, training: bool) -> list[Callable[[nn.Module, CustomBatch, Spread], Sums]]:
+        """All that is found of a microbatch: the loss and, in evaluation, the metrics."""
+        loss = partial(_counted, self.loss_in(training))
+        return [loss, *(() if training else self.metrics.values())]
+
+    def num_tokens(self, targets: Tensor) -> Tensor:
+        raise NotImplementedError("the loss of a recipe is not cut")
+
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+        raise NotImplementedError("the loss of a recipe is not cut")
+
+    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+        return self.flow[layer] if self.recipe.pipeline else torch.empty(0, device="meta")
+
+    def miniature(self) -> CustomWorkload | MlpWorkload:
+        """Itself, since nobody knows how to make it smaller; of one that a worker cannot hold whole
+        another."""
+        if self.values.is_large:
+            return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.settings.seed, self.dtype)
+        one = copy(self)
+        one.is_miniature = True
+        return one
+
+    def _make_stage(self, module: nn.Module, kept: range) -> None:
+        parts = [name for number in kept for name in self._shape.layers[number].modules]
+        blocks = [module.get_submodule(name) for name in parts]
+        module.forward = Chain(blocks, self.flow[kept.stop])
+
+    def _of(self, held_out: bool) -> Dataset:
+        if held_out and self.held_out is None:
+            raise UserError("eval_every: the recipe has no `held_out` data; give some, or set 0")
+        return self.held_out if held_out and self.held_out is not None else self.train
+
+
+def _map_style(dataset: Any, name: str) -> Any:
+    lacking = [what for what in ("__len__", "__getitem__") if not hasattr(type(dataset), what)]
+    if lacking:
+        raise UserError(
+            f"the recipe's {name} gave {type(dataset).__name__}, which has no "
+            f"{' and no '.join(lacking)}: give a map-style dataset, so that any worker can read "
+            "any sample"
+        )
+    return dataset
+
+
+class CustomOptimizing:
+    """A recipe's optimizer; see `pipelines.training.workload.optimizer.Optimizing`."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.max_grad_norm = recipe.max_grad_norm
+
+    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
+        return self.recipe.optimizer(shards)
+
+    def rate(self, step: int) -> float:
+        return float(self.recipe.schedule(step))
+
+
+def _counted(
+    loss: Callable[[nn.Module, Any], Losses], module: nn.Module, fed: CustomBatch, spread: Spread
+) -> Sums:
+    """What a function of the recipe finds of a microbatch; nothing, if that only pads."""
+    sums = sums_of(loss(module, fed.value), fed.num_samples)
+    if fed.num_samples:
+        return sums
+    return Sums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
+
+
+def sums_of(losses: Losses, num_samples: int) -> Sums:
+    """The sum of a microbatch's losses and their number, whichever form a loss function chose.
+
+    Raises `UserError` for any other.
+    """
+    match losses:
+        case Tensor() if losses.numel() == 1:
+            loss = at_least_float32(losses if losses.dim() == 0 else losses.reshape(()))
+            return Sums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
+        case (Tensor() as total, count) if total.numel() == 1:
+            total = at_least_float32(total.reshape(()))
+            return Sums(total, torch.as_tensor(count, device=total.device).detach().reshape(()))
+    told = (
+        f"a tensor of shape {tuple(losses.shape)}"
+        if isinstance(losses, Tensor)
+        else (type(losses).__name__)
+    )
+    raise UserError(
+        f"the recipe's loss returned {told}: return a scalar, its mean over the samples of the "
+        "batch, or a pair (sum, count), e.g. over tokens"
+    )
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators that code on the host draws from."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

@@ -1,0 +1,1 @@
+"""Built-in models: the transformer, a mixture of experts, an MLP."""

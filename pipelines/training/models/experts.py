@@ -1,0 +1,211 @@
+"""What a layer computes of each token alone: SwiGLU."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor, Partial
+from torch.nn import functional
+
+from pipelines.settings import ExpertsSettings
+from pipelines.training.workload.spread import ALONE, Spread
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer, GLU variants, 2020): `w2(silu(w1 x) * w3 x)`."""
+
+    def __init__(self, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.w2(functional.silu(self.w1(hidden)) * self.w3(hidden))
+
+
+class MixtureOfExperts(nn.Module):
+    """SwiGLU experts of which each token uses `top_k`, and one more that all tokens share.
+
+    `forward(hidden, counted)` takes and returns (batch, length, dim); no token is dropped. An
+    expert's weight is a softmax over the chosen logits alone (Jiang et al., Mixtral, 2024). If
+    gradients are wanted, the output carries the balance loss with it, see `_imbalance`; `counted`
+    is False, or 0, for a microbatch that is but padding.
+
+    `spread` divides the experts over `ep`, whose i-th rank holds the i-th of equal chunks, and
+    the microbatch's tokens over `sequence`: all ranks of these groups call forward, and backward,
+    together, each with its own tokens, be they none.
+    """
+
+    def __init__(self, dim: int, settings: ExpertsSettings, spread: Spread = ALONE) -> None:
+        super().__init__()
+        self.settings = settings
+        self.spread = spread
+        self.router = nn.Linear(dim, settings.num_experts, bias=False)
+        self.experts = Experts(settings.num_experts // spread.num_ep, dim, settings.hidden_dim)
+        shared_dim = settings.shared_hidden_dim
+        self.shared = FeedForward(dim, shared_dim) if shared_dim else None
+        # How many tokens an expert gets is another number each time, and would be compiled anew.
+        # As a decorator this would import the compiler, which takes 1 s, in every command.
+        self._uncompiled = torch.compiler.disable(MixtureOfExperts._mixed)
+
+    def forward(self, hidden: Tensor, counted: bool | Tensor = True) -> Tensor:
+        return self._uncompiled(self, hidden, counted)
+
+    def _mixed(self, hidden: Tensor, counted: bool | Tensor) -> Tensor:
+        tokens = hidden.flatten(0, 1)
+        exact = torch.promote_types(tokens.dtype, torch.float32)
+        logits = functional.linear(tokens.to(exact), _own(self.router.weight).to(exact))
+        best, chosen = logits.topk(self.settings.top_k)
+        counts = chosen.flatten().bincount(minlength=self.settings.num_experts)
+        each = self._chosen_outputs(tokens, chosen, counts)
+        mixed = (each * best.softmax(-1)[..., None]).sum(1).to(hidden.dtype).view_as(hidden)
+        if self.shared is not None:
+            mixed = mixed + self.shared(hidden)
+        if torch.is_grad_enabled() and self.settings.balance_coefficient:
+            mixed = _Attach.apply(mixed, self._imbalance(logits, counts) * counted)
+        return mixed
+
+    def _imbalance(self, logits: Tensor, counts: Tensor) -> Tensor:
+        """This rank's part of the microbatch's balance loss, shape (): to be summed over the ranks.
+
+        `coefficient * num_experts * sum_e f_e P_e` (Fedus et al., Switch Transformer, 2021, eq. 4
+        to 6), times the number of tokens, as the losses of tokens are summed too: `f_e` is the
+        share of all choices that fell on expert e, `P_e` the mean probability of it.
+        """
+        counts = counts.clone()
+        if _size(self.spread.sequence) > 1:
+            dist.all_reduce(counts, group=self.spread.sequence)
+        sums = logits.softmax(-1).sum(0)
+        shares = counts.to(sums.dtype) / counts.sum().clamp(min=1)
+        factor = self.settings.balance_coefficient * self.settings.num_experts
+        return factor * (shares @ sums)
+
+    def _chosen_outputs(self, tokens: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+        """What each chosen expert (tokens, k) makes of its token: (tokens, k, dim)."""
+        order = chosen.flatten().argsort(stable=True)
+        back = order.argsort()
+        copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
+        done = self._routed(_Permute.apply(copies, order, back), counts)
+        return _Permute.apply(done, back, order).unflatten(0, chosen.shape)
+
+    def _routed(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows sorted by expert, `counts` for each of all experts, through their experts."""
+        group = self.spread.ep
+        num_ranks = _size(group)
+        if num_ranks == 1:
+            return self.experts(rows, counts.tolist())
+        asked = torch.empty_like(counts)
+        dist.all_to_all_single(asked, counts, group=group)
+        # Both at once, as the host waits for the device here: by rank, then by its experts.
+        sent, got = torch.stack((counts, asked)).view(2, num_ranks, -1).tolist()
+        to_each, from_each = [sum(part) for part in sent], [sum(part) for part in got]
+        arrived = _Exchange.apply(rows, to_each, from_each, group)
+        num_local = len(got[0])
+        experts = torch.arange(num_local, device=rows.device).repeat(num_ranks)
+        order = experts.repeat_interleave(asked, output_size=len(arrived)).argsort(stable=True)
+        back = order.argsort()
+        num_rows = [sum(part) for part in zip(*got, strict=True)]
+        done = self.experts(_Permute.apply(arrived, order, back), num_rows)
+        return _Exchange.apply(_Permute.apply(done, back, order), from_each, to_each, group)
+
+
+class Experts(nn.Module):
+    """The experts of one rank: `w1` and `w3` (experts, hidden_dim, dim), `w2` (experts, dim,
+    hidden_dim)."""
+
+    def __init__(self, num_experts: int, dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.w1 = _weights(num_experts, hidden_dim, dim)
+        self.w2 = _weights(num_experts, dim, hidden_dim)
+        self.w3 = _weights(num_experts, hidden_dim, dim)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows sorted by expert, `counts` for each, through them.
+
+        A loop: `grouped_mm` of torch 2.13 is wrong on some GPUs where an expert has no rows.
+        """
+        weights = (weight.unbind() for weight in (self.w1, self.w2, self.w3))
+        parts = [
+            (functional.silu(part @ w1.T) * (part @ w3.T)) @ w2.T
+            for part, w1, w2, w3 in zip(rows.split(counts), *weights, strict=True)
+        ]
+        return torch.cat(parts)
+
+
+class _Permute(torch.autograd.Function):
+    """Rows in another order, whose inverse is `back`. Plain indexing would add up in backward, in
+    an order that nobody fixes."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows[order]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        [back] = ctx.saved_tensors
+        return gradient[back], None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows sent to each rank of a group and received from each, in the order of ranks; the
+    gradients go the way back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup
+    ) -> Tensor:
+        ctx.route = (from_each, to_each, group)
+        return _exchanged(rows, to_each, from_each, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchanged(gradient, *ctx.route), None, None, None
+
+
+class _Attach(torch.autograd.Function):
+    """The hidden states as they are; in backward a loss at their side gets the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.one = torch.ones_like(loss)
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, ctx.one
+
+
+def _exchanged(
+    rows: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup
+) -> Tensor:
+    received = rows.new_empty(sum(from_each), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), from_each, to_each, group=group)
+    return received
+
+
+def _weights(num_experts: int, num_out: int, num_in: int) -> nn.Parameter:
+    """As many matrices (out, in) with the values that `nn.Linear` begins with."""
+    bound = 1 / math.sqrt(num_in)
+    return nn.Parameter(torch.empty(num_experts, num_out, num_in).uniform_(-bound, bound))
+
+
+def _own(weight: Tensor) -> Tensor:
+    """A weight that `tp` replicates, whose gradient is to be summed over the ranks' own tokens."""
+    if isinstance(weight, DTensor):
+        return weight.to_local(grad_placements=[Partial()])
+    return weight
+
+
+def _size(group: ProcessGroup | None) -> int:
+    return group.size() if group else 1

@@ -1,0 +1,45 @@
+"""Dropout that follows the microbatch, whatever the layout."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from elastic.geometry.regions import chunk_interval
+from elastic.geometry.sample_order import mixed
+from pipelines.training.workload.ring import positions
+from pipelines.training.workload.spread import Spread
+
+
+class KeyedDropout(nn.Module):
+    """Dropout (Srivastava et al., 2014) drawn from the microbatch's seed and its own number.
+
+    The choice is made for all tokens of the microbatch and this rank's taken, so that every
+    layout drops the same.
+    """
+
+    def __init__(self, probability: float, spread: Spread, number: int) -> None:
+        super().__init__()
+        self.probability = probability
+        self.spread = spread
+        self.number = number
+
+    def forward(self, hidden: Tensor, seed: int | None) -> Tensor:
+        """Hidden states (batch, length, dim), some of them 0; unchanged without a seed."""
+        if seed is None or not self.probability:
+            return hidden
+        generator = torch.Generator(hidden.device).manual_seed(mixed(seed ^ self.number << 48) >> 1)
+        kept, length = self._kept(hidden)
+        shape = (hidden.shape[0], length, hidden.shape[2])
+        drawn = torch.rand(shape, generator=generator, device=hidden.device)
+        mask = drawn[:, kept] if kept is not None else drawn
+        return hidden * (mask >= self.probability) / (1 - self.probability)
+
+    def _kept(self, hidden: Tensor) -> tuple[Tensor | None, int]:
+        """The positions of these hidden states in the sequence, and how long that is."""
+        spread = self.spread
+        if spread.has_whole_sequences:
+            return None, hidden.shape[1]
+        held = positions(spread.seq_len, spread.cp_rank, spread.num_cp).to(hidden.device)
+        begin, size = chunk_interval(len(held), spread.num_tp, spread.tp_rank)
+        return held[begin : begin + size], spread.seq_len

@@ -1,0 +1,106 @@
+"""Next-token prediction: samples and losses, whatever the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipelines.data.prepared import Prepared
+from pipelines.data.synthetic import RandomWindows
+from pipelines.data.windows import Batch, Samples, Windows
+from pipelines.settings import DataSettings
+from pipelines.settings.errors import UserError
+from pipelines.training.tensor.tensor_parallel import whole_vocabulary
+from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.workload import Fed, Sums, nothing, output_losses
+
+IGNORED = -100
+"""The target of a position that is not to be predicted."""
+
+
+class NextToken:
+    """What workloads of `pipelines.training.workload.workload` have in common that predict tokens.
+
+    `cuts_head` says whether `tp` leaves each rank the logits of a part of the vocabulary.
+    """
+
+    cuts_head = True
+
+    def __init__(
+        self, vocab_size: int, train: Samples, held_out: Samples | None, dtype: torch.dtype
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.dtype = dtype
+        self.train = train
+        self.held_out = held_out
+        self.digest = train.digest
+        self.num_samples = train.num_samples
+        self.seq_len = train.seq_len
+        self.is_far = train.is_far
+        self.optimising = None
+        self.metrics = {}
+        self.keeps_its_size = False
+        self.num_held_out = held_out.num_samples if held_out else 0
+
+    def reach(self) -> None:
+        for split in filter(None, (self.train, self.held_out)):
+            split.reach()
+
+    def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
+        self._split(held_out).prefetch(samples)
+
+    def read(
+        self,
+        samples: Sequence[int],
+        held_out: bool = False,
+        interrupt: Callable[[], None] = nothing,
+    ) -> Batch:
+        split = self._split(held_out)
+        split.bring(samples, interrupt)
+        return split.read(samples)
+
+    def _split(self, held_out: bool) -> Samples:
+        return self.held_out if held_out else self.train
+
+    def empty(self, num_samples: int = 0, held_out: bool = False) -> Batch:
+        shape = (num_samples, self.seq_len) if num_samples else (1, 1)
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        return Batch(tokens, torch.full_like(tokens, IGNORED), None)
+
+    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+        return output_losses(self, module, fed, spread)
+
+    def num_tokens(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).sum()
+
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+        """The cross-entropy in nats, in float32 or better, summed over the targets."""
+        logits = output.flatten(0, 1)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        tp = spread.tp if self.cuts_head else None
+        if tp is not None:
+            logits = whole_vocabulary(logits, tp, self.vocab_size)
+        total = functional.cross_entropy(
+            logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return total.to_local() if tp is not None else total
+
+
+def open_samples(
+    data: DataSettings, vocab_size: int, seed: int, split: str, prepared: Prepared | None
+) -> Samples:
+    """One split of the data that the settings name, `prepared`.
+
+    Raises `UserError` if there is nothing usable there.
+    """
+    documents = not data.attend_across_documents
+    if data.source == "random":
+        return RandomWindows(
+            split, data.seq_len, vocab_size=vocab_size, seed=seed, with_documents=documents
+        )
+    if prepared is None:
+        raise UserError(f"data.source={data.source}: is not prepared; run `elastic prepare` first")
+    return Windows(prepared, split, data.seq_len, with_documents=documents)

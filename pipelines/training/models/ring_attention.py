@@ -1,0 +1,179 @@
+"""Context parallelism: exact causal attention over a sequence of which each rank holds a part."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from pipelines.training.workload.ring import Hop, Ring
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    length: int,
+    group: ProcessGroup,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """Causal attention over a sequence of `length` of which a rank holds its `ring.positions`.
+
+    `query` is (batch, heads, local length, head_dim); `key` and `value` have as many heads or
+    fewer, each for a group of the query's. `documents`, int64 (batch, length) and the same on all
+    ranks, numbers the document of each token, and a query attends only to its own. Returns the
+    shape and dtype of `query`; the softmax is computed in float32 or better.
+
+    All ranks of the group, two or more, call it and its backward; what the group raises comes
+    through. ValueError where a shape does not fit.
+
+    Liu et al., Ring Attention, 2023; softmax and gradients by tiles: Dao et al., FlashAttention,
+    2022, algorithms 1 and 4.
+    """
+    ring = Ring(length, group, None if documents is None else documents.to(query.device))
+    held = ring.num_held(ring.cp_rank)
+    if query.shape[2] != held or key.shape[2] != held or key.shape != value.shape:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
+        raise ValueError(f"query, key, value are {shapes}, but {held} positions are held here")
+    if documents is not None and documents.shape != (query.shape[0], length):
+        raise ValueError(f"documents are {tuple(documents.shape)}, not (batch, {length})")
+    return _RingAttention.apply(query, key, value, ring)
+
+
+class _RingAttention(torch.autograd.Function):
+    """Queries stay, keys and values go around; in backward their gradients follow them home."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+        queries = grouped(query, key.shape[1])
+        softmax = OnlineSoftmax(queries)
+        for source, (keys, values) in ring.circulate(block_of(key, value, ring)):
+            for rows, columns, masked in ring.tiles(source, query.device):
+                scores = scores_of(queries[:, :, rows], keys[:, columns], masked)
+                softmax.add(rows, scores, values[:, columns])
+        attended, log_sum_exp = softmax.result()
+        output = attended.to(query.dtype).reshape(query.shape)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.ring = ring
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        queries, grads, outputs = (
+            grouped(heads, key.shape[1]) for heads in (query, grad_output, output)
+        )
+        exact = exact_dtype(query)
+        delta = (grads.to(exact) * outputs).sum(-1, keepdim=True)
+        query_grad = queries.new_zeros(queries.shape, dtype=exact)
+        hop = None
+        for source, block in ring.circulate(block_of(key, value, ring)):
+            (keys, values), block_grad = block, torch.zeros_like(block, dtype=exact)
+            for rows, columns, masked in ring.tiles(source, query.device):
+                scores = scores_of(queries[:, :, rows], keys[:, columns], masked)
+                weights = scores.sub_(log_sum_exp[:, :, rows]).exp_()
+                score_grads = per_query(grads[:, :, rows], values[:, columns].mT)
+                score_grads.sub_(delta[:, :, rows]).mul_(weights)
+                query_grad[:, :, rows] += per_query(score_grads, keys[:, columns])
+                block_grad[0, :, columns] += over_queries(score_grads, queries[:, :, rows])
+                block_grad[1, :, columns] += over_queries(weights, grads[:, :, rows])
+            if hop is not None:
+                block_grad += hop.landed()
+            hop = Hop(block_grad, ring)
+        assert hop is not None
+        key_grad, value_grad = hop.landed()[:, :, : key.shape[2]]
+        return (
+            (query_grad * scale(query)).to(query.dtype).reshape(query.shape),
+            (key_grad * scale(query)).to(key.dtype).reshape(key.shape),
+            value_grad.to(value.dtype).reshape(value.shape),
+            None,
+        )
+
+
+class OnlineSoftmax:
+    """The attention of queries (batch * kv heads, group, length, head_dim), tile by tile."""
+
+    def __init__(self, queries: Tensor) -> None:
+        exact = exact_dtype(queries)
+        each = (*queries.shape[:-1], 1)
+        # Not -inf, from which a query that is wholly masked in its first tile would get NaN.
+        self._maximum = queries.new_full(each, torch.finfo(exact).min, dtype=exact)
+        self._total = queries.new_zeros(each, dtype=exact)
+        self._weighted = queries.new_zeros(queries.shape, dtype=exact)
+
+    def add(self, rows: slice, scores: Tensor, values: Tensor) -> None:
+        """Takes in the scores of some queries, which it overwrites, with the keys' values."""
+        old, total, weighted = (
+            tensor[:, :, rows] for tensor in (self._maximum, self._total, self._weighted)
+        )
+        new = torch.maximum(old, scores.amax(-1, keepdim=True))
+        weights, decay = scores.sub_(new).exp_(), (old - new).exp_()
+        total.mul_(decay).add_(weights.sum(-1, keepdim=True))
+        weighted.mul_(decay).add_(per_query(weights, values))
+        old.copy_(new)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """The attended values, and of each query the logarithm of its sum of exponentials."""
+        return self._weighted / self._total, self._maximum + self._total.log()
+
+
+def grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
+    """(batch, heads, length, head_dim) as (batch * kv heads, group, length, head_dim)."""
+    return heads.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
+
+
+def block_of(key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+    """What travels: (2, batch * kv heads, longest local length, head_dim).
+
+    Padded to one size for all ranks: nobody waits for an empty message, or one of another size.
+    """
+    batch, num_kv_heads, held, head_dim = key.shape
+    longest = max(ring.num_held(cp_rank) for cp_rank in range(ring.size))
+    block = key.new_zeros(2, batch, num_kv_heads, longest, head_dim)
+    block[0, :, :, :held] = key
+    block[1, :, :, :held] = value
+    return block.flatten(1, 2)
+
+
+def scores_of(queries: Tensor, keys: Tensor, masked: Tensor | None) -> Tensor:
+    """Scaled products (batch * kv heads, group, queries, keys), -inf where masked."""
+    scores = per_query(queries, keys.mT).mul_(scale(queries))
+    if masked is not None:
+        by_sample = scores.view(len(masked), -1, *masked.shape[1:])
+        by_sample.masked_fill_(masked[:, None], -math.inf)
+    return scores
+
+
+def scale(queries: Tensor) -> float:
+    return 1 / math.sqrt(queries.shape[-1])
+
+
+def per_query(left: Tensor, right: Tensor) -> Tensor:
+    """(n, group, queries, k) times (n, k, m): for each query."""
+    return product(left.flatten(1, 2), right).unflatten(1, left.shape[1:3])
+
+
+def over_queries(left: Tensor, right: Tensor) -> Tensor:
+    """(n, group, queries, k) times (n, group, queries, m): summed over the group's queries."""
+    return product(left.flatten(1, 2).mT, right.flatten(1, 2))
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """A batch of matrix products in float32 or better.
+
+    What is narrow on the right is multiplied narrow on a GPU, which sums it in float32.
+    """
+    exact = exact_dtype(right)
+    if right.is_cuda and right.dtype != exact:
+        return torch.bmm(left.to(right.dtype), right, out_dtype=exact)
+    return torch.bmm(left.to(exact), right.to(exact))
+
+
+def exact_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)

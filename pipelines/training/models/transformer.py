@@ -1,0 +1,182 @@
+"""A decoder-only transformer of the Llama family."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipelines.settings import TransformerSettings
+from pipelines.training.models.experts import FeedForward, MixtureOfExperts
+from pipelines.training.models.keyed_dropout import KeyedDropout
+from pipelines.training.models.ring_attention import ring_attention
+from pipelines.training.workload.ring import positions
+from pipelines.training.workload.spread import ALONE, Spread
+
+
+class Frame(NamedTuple):
+    """What all layers share in one forward pass: the sequences' whole length, the rotary angles
+    of this rank's tokens, who may attend to whom, and by what dropout is drawn."""
+
+    length: int
+    rotation: Tensor
+    mask: Tensor | None
+    documents: Tensor | None
+    seed: int | None
+    is_padding: bool
+
+
+class Transformer(nn.Module):
+    """Tokens to next-token logits (Touvron et al., Llama, 2023), or a stage of it.
+
+    `forward(tokens, documents, seeds)` takes int64 tokens (batch, length), None or the document
+    of each token (batch, length), int, between which no token attends, and None or the
+    microbatch's random seed (batch,), negative for one that only pads. Returns logits (batch,
+    length, vocabulary). A stage without embedding takes, one without head gives hidden states
+    (batch, length, dim). Where `spread` cuts the sequence, `length` is this rank's part, but for
+    `documents`.
+    """
+
+    def __init__(self, settings: TransformerSettings, spread: Spread = ALONE) -> None:
+        super().__init__()
+        self.settings = settings
+        self.spread = spread
+        self.embedding = nn.Embedding(settings.vocab_size, settings.dim)
+        blocks = {str(i): TransformerBlock(settings, spread, i) for i in range(settings.num_layers)}
+        self.layers = nn.ModuleDict(blocks)
+        self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        self.head = nn.Linear(settings.dim, settings.vocab_size, bias=False)
+
+    def forward(
+        self, hidden: Tensor, documents: Tensor | None = None, seeds: Tensor | None = None
+    ) -> Tensor:
+        length = hidden.shape[1] if self.spread.has_whole_sequences else self.spread.seq_len
+        frame = self._frame(length, documents, seeds, hidden.device)
+        if self.embedding is not None:
+            hidden = self.embedding(hidden)
+        for layer in self.layers.values():
+            hidden = layer(hidden, frame)
+        return hidden if self.head is None else self.head(self.norm(hidden))
+
+    def _frame(
+        self, length: int, documents: Tensor | None, seeds: Tensor | None, device: torch.device
+    ) -> Frame:
+        settings, spread = self.settings, self.spread
+        held = positions(length, spread.cp_rank, spread.num_cp).to(device)
+        head_dim = settings.dim // settings.num_heads
+        seed = int(seeds[0]) if seeds is not None else None
+        mask = document_mask(documents, device) if spread.cp is None else None
+        return Frame(
+            length,
+            rotary(held, head_dim, settings.rope_theta),
+            mask,
+            documents if mask is None else None,
+            seed if settings.dropout and self.training else None,
+            is_padding=seed is not None and seed < 0,
+        )
+
+
+class TransformerBlock(nn.Module):
+    """One layer: attention and feed-forward, each normalised first and added to its input."""
+
+    def __init__(self, settings: TransformerSettings, spread: Spread, number: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        self.attention = Attention(settings, spread)
+        self.feed_forward_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
+        self.feed_forward = (
+            MixtureOfExperts(settings.dim, settings.experts, spread)
+            if settings.experts
+            else FeedForward(settings.dim, settings.hidden_dim)
+        )
+        self.attention_dropout = KeyedDropout(settings.dropout, spread, 2 * number)
+        self.feed_forward_dropout = KeyedDropout(settings.dropout, spread, 2 * number + 1)
+
+    def forward(self, hidden: Tensor, frame: Frame) -> Tensor:
+        attended = self.attention(self.attention_norm(hidden), frame=frame)
+        hidden = hidden + self.attention_dropout(attended, frame.seed)
+        normed = self.feed_forward_norm(hidden)
+        if isinstance(self.feed_forward, MixtureOfExperts):
+            fed = self.feed_forward(normed, counted=not frame.is_padding)
+        else:
+            fed = self.feed_forward(normed)
+        return hidden + self.feed_forward_dropout(fed, frame.seed)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with grouped key and value heads (Ainslie et al., GQA, 2023)."""
+
+    def __init__(self, settings: TransformerSettings, spread: Spread) -> None:
+        super().__init__()
+        self.ring = spread.cp
+        self.head_dim = settings.dim // settings.num_heads
+        kv_dim = settings.num_kv_heads * self.head_dim
+        self.wq = nn.Linear(settings.dim, settings.dim, bias=False)
+        self.wk = nn.Linear(settings.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(settings.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(settings.dim, settings.dim, bias=False)
+
+    def forward(self, hidden: Tensor, frame: Frame) -> Tensor:
+        query, key, value = (
+            linear(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for linear in (self.wq, self.wk, self.wv)
+        )
+        query, key = rotate(query, frame.rotation), rotate(key, frame.rotation)
+        if self.ring is not None:
+            attended = ring_attention(query, key, value, frame.length, self.ring, frame.documents)
+        else:
+            attended = functional.scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                attn_mask=frame.mask,
+                is_causal=frame.mask is None,
+                enable_gqa=query.shape[1] != key.shape[1],
+            )
+        return self.wo(attended.transpose(1, 2).flatten(2))
+
+
+def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
+    """Cosines and sines of the angles of positions (length,), float64, shape (2, length,
+    head_dim / 2).
+
+    Su et al., RoFormer, 2021: angle `position * theta ** (-2 i / head_dim)`.
+    """
+    device = positions.device
+    powers = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
+    angles = torch.outer(positions.double(), theta**-powers)
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
+    """Heads (batch, heads, length, head_dim), each pair (i, i + head_dim / 2) turned in float32
+    or better."""
+    exact = torch.promote_types(heads.dtype, torch.float32)
+    cosine, sine = rotation.to(exact)
+    first, second = heads.to(exact).chunk(2, dim=-1)
+    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return turned.to(heads.dtype)
+
+
+def document_mask(documents: Tensor | None, device: torch.device) -> Tensor | None:
+    """True where a query may attend to a key, (batch, 1, length, length): the same document, and
+    not later.
+
+    `documents` (batch, length), on the host, numbers the document of each token. None if no
+    sample holds more than one: then plain causal attention says the same and is faster.
+    """
+    if documents is None or bool((documents == documents[:, :1]).all()):
+        return None
+    documents = documents.to(device)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril()
+
+
+def initial_std(name: str, settings: TransformerSettings) -> float:
+    """The standard deviation of a weight at step 0 (Radford et al., GPT-2, 2019: 0.02, and
+    smaller by `sqrt(2 layers)` where a layer adds to the residual stream)."""
+    residual = name.endswith(("attention.wo.weight", ".w2.weight", "experts.w2"))
+    return 0.02 / math.sqrt(2 * settings.num_layers) if residual else 0.02

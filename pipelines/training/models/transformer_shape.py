@@ -1,0 +1,70 @@
+"""How a transformer may be spread: its layers for the pipeline, and what tp and ep cut."""
+
+from __future__ import annotations
+
+from math import gcd
+
+from elastic.geometry.model_limits import Limits
+from pipelines.settings import TransformerSettings
+from pipelines.training.workload.workload import Layer, ModelShape, Style
+
+ATTENTION: dict[str, Style] = {
+    "embedding": "vocabulary",
+    "layers.*.attention_norm": "sequence",
+    "layers.*.attention": "gather",
+    "layers.*.attention.wq": "colwise",
+    "layers.*.attention.wk": "colwise",
+    "layers.*.attention.wv": "colwise",
+    "layers.*.attention.wo": "rowwise",
+    "layers.*.feed_forward_norm": "sequence",
+    "norm": "sequence",
+    "head": "logits",
+}
+"""Shoeybi et al., Megatron-LM, 2019, with the norms spread over the sequence (Korthikanti et
+al., Reducing Activation Recomputation, 2022)."""
+
+EXPERTS = ("feed_forward.experts.w1", "feed_forward.experts.w2", "feed_forward.experts.w3")
+
+
+def transformer_shape(settings: TransformerSettings, seq_len: int) -> ModelShape:
+    """The embedding, each block, and the norm with the head are layers of the pipeline."""
+    experts = settings.experts
+    blocks = (Layer((f"layers.{i}",), _cost(settings, seq_len)) for i in range(settings.num_layers))
+    head = Layer(("norm", "head"), settings.dim * settings.vocab_size)
+    layers = (Layer(("embedding",), settings.dim), *blocks, head)
+    limits = Limits(
+        tp_divides=gcd(settings.num_heads, settings.num_kv_heads, _width(settings)),
+        num_layers=len(layers),
+        seq_len=seq_len,
+        num_experts=experts.num_experts if experts else 1,
+    )
+    feed_forward = "layers.*.feed_forward" + (".shared" if experts else "")
+    styles = ATTENTION | _feed_forward(feed_forward)
+    if experts:
+        styles["layers.*.feed_forward.router"] = "replicated"
+    return ModelShape(layers, limits, styles, EXPERTS if experts else ())
+
+
+def _width(settings: TransformerSettings) -> int:
+    """Of the feed-forward that `tp` cuts: with experts the shared one, if any."""
+    return settings.experts.shared_hidden_dim if settings.experts else settings.hidden_dim
+
+
+def _cost(settings: TransformerSettings, seq_len: int) -> int:
+    """Multiplications a token in one block."""
+    dim, head_dim, experts = settings.dim, settings.dim // settings.num_heads, settings.experts
+    attention = 2 * dim * dim + 2 * dim * settings.num_kv_heads * head_dim
+    scores = dim * seq_len  # half of the products of all queries and keys, and of the values
+    hidden_dim = settings.hidden_dim
+    if experts:
+        hidden_dim = experts.top_k * experts.hidden_dim + experts.shared_hidden_dim
+    return attention + scores + 3 * dim * hidden_dim
+
+
+def _feed_forward(name: str) -> dict[str, Style]:
+    return {
+        name: "gather",
+        f"{name}.w1": "colwise",
+        f"{name}.w3": "colwise",
+        f"{name}.w2": "rowwise",
+    }

@@ -1,0 +1,1 @@
+"""Passes: forward and backward over microbatches, and the pipeline schedules."""

@@ -1,0 +1,125 @@
+"""Microbatches through the stages of a pipeline, by one of torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.runtime.program import Groups
+from pipelines.settings import TrainSettings
+from pipelines.settings.bounds import SEVERAL_STAGES, ScheduleName
+from pipelines.training.passes.passes import evaluating, loss_over
+from pipelines.training.passes.stage_modules import Stage
+from pipelines.training.sharding.sharded import Sharded
+from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.workload import Fed, Sums, Workload, joined
+
+SCHEDULES: dict[ScheduleName, str] = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved_1f1b": "ScheduleInterleaved1F1B",
+    "zero_bubble": "ScheduleInterleavedZeroBubble",
+}
+"""Huang et al., GPipe, 2019; Narayanan et al., PipeDream-Flush and interleaved, 2021; Qi et al.,
+Zero Bubble (ZB1P), 2024. Names in `torch_pipelining()`."""
+
+
+@cache
+def torch_pipelining() -> Any:
+    """`torch.distributed.pipelining`: its import takes 1 s, since it imports the compiler. Workers
+    import it while they warm up, and the command line never does."""
+    return import_module("torch.distributed.pipelining")
+
+
+class Pipelined:
+    """Microbatches through the stages that one rank has; see `pipelines.training.passes.passes.Passes`.
+
+    Only ranks with the last stage know losses.
+    """
+
+    needs_full_size = True
+
+    def __init__(
+        self,
+        workload: Workload,
+        stages: Sequence[Stage],
+        sharded: Sharded,
+        groups: Groups,
+        spread: Spread,
+        settings: TrainSettings,
+    ) -> None:
+        self.workload = workload
+        self.stages = stages
+        self.sharded = sharded
+        self.groups = groups
+        self.spread = spread
+        self.schedule = settings.schedule
+        self.num_samples = settings.microbatch
+        self.num_stages = groups.layout.pp * groups.layout.vp
+        self.has_last = stages[-1].number == self.num_stages - 1
+        self._schedules: dict[int, Any] = {}
+
+    def num_rounds(self, least: int) -> int:
+        """1F1B wants as many microbatches as there are ranks, the interleaved schedules whole
+        rounds of as many."""
+        pp = self.groups.layout.pp
+        if self.schedule == "gpipe":
+            return least
+        return max(least, pp) if self.schedule == "1f1b" else -(-least // pp) * pp
+
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
+        with loss_over(self.spread):
+            return self._run(list(feds), self._schedule(num_rounds).step)
+
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
+        with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
+            return [[sums] for sums in self._run(list(feds), self._schedule(num_rounds).eval)]
+
+    def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
+        together = joined(feds)
+        losses: list[Tensor] = []
+        options: dict[str, Any] = dict(together.keywords)
+        if self.has_last:
+            options |= {"target": together.targets, "losses": losses}
+        run(*[together.inputs] if self.stages[0].number == 0 else [], **options)
+        return [
+            Sums(loss.detach(), self.workload.num_tokens(fed.targets))
+            for loss, fed in zip(losses, feds, strict=self.has_last)
+        ]
+
+    def _schedule(self, num_rounds: int) -> Any:
+        if num_rounds not in self._schedules:
+            make = getattr(torch_pipelining(), SCHEDULES[self.schedule])
+            stages: Any = [
+                self._stage(*pair) for pair in zip(self.stages, self.sharded.modules, strict=True)
+            ]
+            if self.schedule not in SEVERAL_STAGES:
+                [stages] = stages
+            self._schedules[num_rounds] = make(
+                stages, num_rounds, loss_fn=self._loss, scale_grads=False
+            )
+        return self._schedules[num_rounds]
+
+    def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
+        return self.workload.loss(output, targets, self.spread)
+
+    def _stage(self, stage: Stage, module: nn.Module) -> Any:
+        """With the shapes of what flows in and out, which torch would else find by a pass."""
+        first, stop = stage.layers.start, stage.layers.stop
+        inputs, output = (
+            self.workload.flowing(layer, self.num_samples, self.spread) for layer in (first, stop)
+        )
+        return torch_pipelining().PipelineStage(
+            module,
+            stage.number,
+            self.num_stages,
+            self.groups.device,
+            input_args=inputs,
+            output_args=output,
+            group=self.groups.mesh.get_group("pp"),
+        )

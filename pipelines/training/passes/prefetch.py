@@ -1,0 +1,51 @@
+"""Looking ahead: a rank knows which samples it will read in the coming steps, and says so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from elastic.geometry.sample_order import deal
+from pipelines.settings import TrainSettings
+from pipelines.training.workload.data_shard import DataShard, ids_of
+from pipelines.training.workload.sample_order import samples_of
+from pipelines.training.workload.workload import Workload
+
+
+class SamplePrefetch:
+    """Of one rank under one assignment; each step is told of once."""
+
+    def __init__(self, workload: Workload, settings: TrainSettings, share: DataShard) -> None:
+        self._workload = workload
+        self._settings = settings
+        self._share = share
+        self._last_step = 0
+
+    def tell(self, step: int, skipped_batches: Sequence[int]) -> None:
+        """Have the samples of this step and the next `cache.prefetch_steps` begin to come."""
+        if not self._workload.is_far:
+            return
+        last = min(step + self._settings.cache.prefetch_steps, self._settings.steps)
+        for coming in range(max(step, self._last_step + 1), last + 1):
+            self._workload.prefetch(self._trained(coming, skipped_batches))
+            every = self._settings.eval_every
+            if every and coming % every == 0:
+                self._workload.prefetch(self._held_out(), held_out=True)
+            self._last_step = coming
+
+    def _own(self, num_microbatches: int) -> Sequence[int]:
+        return deal(num_microbatches, self._share.num_data_ranks)[self._share.data_rank]
+
+    def _trained(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
+        settings = self._settings
+        ids = [
+            one
+            for microbatch in self._own(settings.num_microbatches)
+            for one in ids_of(settings, step, microbatch, skipped_batches)
+        ]
+        return samples_of(settings.seed, ids, self._workload.num_samples)
+
+    def _held_out(self) -> list[int]:
+        settings, size = self._settings, self._settings.microbatch
+        num_samples = min(settings.eval_samples, self._workload.num_held_out)
+        own = self._own(-(-num_samples // size)) if num_samples else ()
+        return [one for m in own for one in range(m * size, min((m + 1) * size, num_samples))]

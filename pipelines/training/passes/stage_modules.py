@@ -1,0 +1,52 @@
+"""The modules of one pipeline rank: for each of its stages the model without what others hold."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import nn
+
+from elastic.geometry.layout import Layout
+from elastic.geometry.pipeline_stages import deal_layers
+from pipelines.settings import TrainSettings
+from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.state import build_on_meta
+from pipelines.training.workload.workload import ModelShape, Workload
+
+
+class Stage(NamedTuple):
+    """One stage of the pipeline: its number of all, its layers, and its part of the model."""
+
+    number: int
+    layers: range
+    module: nn.Module
+
+
+def build_stages(
+    workload: Workload, settings: TrainSettings, layout: Layout, pp_rank: int, spread: Spread
+) -> list[Stage]:
+    """The stages that lie on a pipeline rank, on the meta device; one without a pipeline.
+
+    Each is built whole and what is not its own taken out, so that names stay as they are.
+    """
+    shape = workload.shape()
+    dealt = deal_layers(tuple(layer.cost for layer in shape.layers), layout.pp * layout.vp)
+    stages = []
+    for number in range(pp_rank, len(dealt), layout.pp):
+        module = build_on_meta(workload, settings, spread)
+        _take_out(module, shape, dealt[number])
+        if len(dealt) > 1:
+            shape.make_stage(module, dealt[number])
+        stages.append(Stage(number, dealt[number], module))
+    return stages
+
+
+def _take_out(module: nn.Module, shape: ModelShape, kept: range) -> None:
+    for number, layer in enumerate(shape.layers):
+        for name in layer.modules if number not in kept else ():
+            owner, _, child = name.rpartition(".")
+            holder = module.get_submodule(owner)
+            if isinstance(holder, nn.ModuleDict):
+                del holder[child]
+            else:
+                setattr(holder, child, shape.stand_in(holder.get_submodule(child)))

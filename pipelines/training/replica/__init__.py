@@ -1,0 +1,1 @@
+"""Replica: one rank's part of a model and its optimizer."""

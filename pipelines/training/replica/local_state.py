@@ -1,0 +1,149 @@
+"""The tensors that one rank trains: local shards, buffers, gradients, optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from actors.runtime.program import StateBytes
+from pipelines.settings import TrainSettings
+from pipelines.training.sharding.sharded import Sharded, storage_bytes
+from pipelines.training.workload.optimizer import LocalOptimizer, Optimizing, state_templates
+from pipelines.training.workload.state import buffers, optimizer_name, stored_dtype
+
+
+class LocalState:
+    """Plain tensors by logical name, sharing memory with sharded modules and their optimizer."""
+
+    def __init__(
+        self,
+        sharded: Sharded,
+        settings: TrainSettings,
+        optimising: Optimizing,
+        device: torch.device,
+    ) -> None:
+        """Take modules that have shapes, but no values yet."""
+        self.sharded = sharded
+        self.optimising = optimising
+        self.device = device
+        self._read_modules()
+        num_dims = {name: shard.ndim for name, shard in self._trained().items()}
+        templates = state_templates(optimising, num_dims, stored_dtype(settings))
+        kept = {
+            name: {key: _like(self.shards[name], value) for key, value in template.items()}
+            for name, template in templates.items()
+        }
+        self.optimizer = LocalOptimizer(optimising, self._trained(), kept)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All of the state but the gradients, as it is trained."""
+        kept = {
+            optimizer_name(name, key): value
+            for name, state in self.optimizer.state().items()
+            for key, value in state.items()
+        }
+        return self.shards | self.buffers | kept
+
+    def adopt(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make these the state, uncopied where the sharding can. A tensor without elements may be
+        left out.
+
+        Raises `ValueError` for a tensor that is missing or not of the shard's shape and dtype.
+        """
+        given = {name: _given(tensors, name, expected) for name, expected in self.tensors().items()}
+        kept = {
+            name: {key: given[optimizer_name(name, key)] for key in state}
+            for name, state in self.optimizer.state().items()
+        }
+        self.sharded.adopt(
+            {name: given[name] for name in self.shards},
+            {name: given[name] for name in self.buffers},
+        )
+        self._read_modules()
+        for name, state in kept.items():
+            device = self.shards[name].device
+            kept[name] = {key: value.to(device) for key, value in state.items()}
+        self.optimizer = LocalOptimizer(self.optimising, self._trained(), kept)
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The local shards of the reduced gradients; parameters without one are left out."""
+        return self.sharded.gradients()
+
+    def drop_gradients(self) -> None:
+        self.sharded.drop_gradients()
+
+    def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
+        """One step of the optimizer with these gradients; see `LocalOptimizer.step`."""
+        self.optimizer.step(gradients, rate)
+        self.sharded.stepped()
+
+    def lr(self, rate: float) -> float:
+        """The learning rate that such a step has."""
+        return self.optimizer.lr(rate)
+
+    def squared_norm(self) -> Tensor:
+        """The squared norm of the local gradients, each divided by how many ranks hold it: their
+        sum over the world is that of the whole gradient. Float64, shape (), on the device."""
+        squares, shares = self._squares(self.gradients())
+        return squares @ shares
+
+    def squared_norms(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """As `squared_norm`, of each of some tensors of the parameters' names and shapes."""
+        squares, shares = self._squares(tensors)
+        return squares * shares
+
+    def state_bytes(self) -> StateBytes:
+        """The sizes of the storages on the device. Gradients exist only between compute and apply;
+        at any other time it is told what they take then."""
+        kept = [value for state in self.optimizer.state().values() for value in state.values()]
+        gradients = self.gradients()
+        return StateBytes(
+            param_bytes=storage_bytes(self.sharded.kept(), self.device),
+            grad_bytes=storage_bytes(gradients.values(), self.device)
+            if gradients
+            else self.sharded.gradient_bytes(),
+            optimizer_bytes=storage_bytes(kept, self.device),
+        )
+
+    def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Squared norms, and the reciprocal of how many ranks hold each."""
+        squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        shares = [1 / self._num_copies[name] for name in tensors]
+        return squares, torch.tensor(shares, dtype=torch.float64, device=squares.device)
+
+    def _trained(self) -> dict[str, Tensor]:
+        """The shards of parameters that are not frozen."""
+        return {name: shard for name, shard in self.shards.items() if name in self._wants_gradient}
+
+    def _read_modules(self) -> None:
+        self.shards = self.sharded.shards()
+        self.buffers = {
+            name: value for module in self.sharded.modules for name, value in buffers(module)
+        }
+        self._num_copies = self.sharded.num_copies()
+        self._wants_gradient = {
+            name
+            for module in self.sharded.modules
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+
+
+def _given(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor:
+    tensor = tensors.get(name)
+    if tensor is None:
+        if expected.numel():
+            raise ValueError(f"{name}: this rank holds a part of it, but was given none")
+        return torch.empty(expected.shape, dtype=expected.dtype)
+    if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
+        raise ValueError(
+            f"{name}: this rank holds {tuple(expected.shape)} of {expected.dtype}, "
+            f"but was given {tuple(tensor.shape)} of {tensor.dtype}"
+        )
+    return tensor
+
+
+def _like(shard: Tensor, kept: Tensor) -> Tensor:
+    return torch.empty(shard.shape if kept.ndim else (), dtype=kept.dtype, device=shard.device)

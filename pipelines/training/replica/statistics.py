@@ -1,0 +1,171 @@
+"""Statistics of a step: norms of gradients, parameters and updates, and activations, by block.
+
+Each rank adds up what it holds and has seen; one small all-reduce after the step makes them those
+of the whole model and batch, the same under any layout up to rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from actors.distributed.stall import wait_for
+from actors.runtime.program import Groups
+from pipelines.settings import TrainSettings
+from pipelines.training.replica.local_state import LocalState
+from pipelines.training.sharding.sharded import local_part
+from pipelines.training.workload.state import build_on_meta
+from pipelines.training.workload.workload import Workload
+
+GRADIENT, PARAMETER, UPDATE, SUM, SQUARES, COUNT, ZEROS, NONFINITE = range(8)
+"""What is added up for each group: squared norms, then of the outputs of its block."""
+
+StatisticsReport = dict[str, dict[str, float | None]]
+"""By group the numbers that `Statistics.told` names; None for what is not there or not finite."""
+
+
+class Statistics:
+    """Of one rank's part of a module, at each multiple of `every` steps.
+
+    The groups are the workload's blocks and, for what is outside of them, the module's children.
+    """
+
+    def __init__(
+        self, workload: Workload, settings: TrainSettings, groups: Groups, state: LocalState
+    ) -> None:
+        self._every = settings.statistics_every
+        self._groups, self._state = groups, state
+        self._due = 0
+        """The step that is looked at; 0 is none."""
+        if not self._every:
+            return
+        whole = build_on_meta(workload, settings)
+        self.names = group_names(whole, workload)
+        modules = state.sharded.modules
+        for module in modules:
+            of_block = {id(block) for block in workload.blocks(module)}
+            for name, part in module.named_modules():
+                if id(part) in of_block:
+                    part.register_forward_hook(_Hook(self, self.names.index(name)))
+
+    def begin(self, step: int, rounds: Sequence[int | None]) -> None:
+        """Look at this step, if it is due; `rounds` are its microbatches, None if only padded."""
+        self._due = step if self._every and step % self._every == 0 else 0
+        if self._due:
+            shape, device = (len(self.names), NONFINITE + 1), self._groups.device
+            self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
+            self._rounds = list(rounds)
+            self._num_seen = [0] * len(self.names)
+            self._is_forward = True
+
+    def note_gradients(self) -> None:
+        """The step's passes are over, and the reduced gradients complete."""
+        if self._due:
+            self._is_forward = False
+            self._add(GRADIENT, self._state.gradients())
+
+    def before_step(self) -> None:
+        """Keep what the optimizer is about to change."""
+        if self._due:
+            self._before = {name: shard.clone() for name, shard in self._state.shards.items()}
+
+    def after_step(self, num_tokens: int) -> None:
+        """The optimizer has stepped, or the step was skipped."""
+        if not self._due:
+            return
+        self._num_tokens = num_tokens
+        shards, before = self._state.shards, self._before
+        self._add(PARAMETER, shards)
+        self._add(UPDATE, {name: shard - before[name] for name, shard in shards.items()})
+        del self._before
+
+    def told(self) -> StatisticsReport | None:
+        """The numbers of the whole model for the step just taken, the same on all ranks; None if
+        it was not due. One collective."""
+        if not self._due:
+            return None
+        self._due = 0
+        wait_for(self._groups.world.allreduce([self._sums]))
+        rows = zip(self.names, self._sums.tolist(), strict=True)
+        return {name: _told(row, self._num_tokens) for name, row in rows}
+
+    def _see(self, group: int, output: Any) -> None:
+        """A block has been run forward; a schedule takes microbatches in their order."""
+        if not self._due or not self._is_forward:
+            return
+        number = self._num_seen[group]
+        self._num_seen[group] += 1
+        first = output[0] if isinstance(output, tuple | list) else output
+        if number >= len(self._rounds) or self._rounds[number] is None:
+            return
+        if not isinstance(first, Tensor) or not first.is_floating_point():
+            return
+        values = local_part(first.detach())
+        finite = torch.isfinite(values)
+        known = torch.where(finite, values, 0)
+        squares = known.to(torch.promote_types(known.dtype, torch.float32)).square()
+        seen = [known, squares, torch.ones_like(finite), values == 0, ~finite]
+        self._sums[group, SUM:] += torch.stack([one.sum(dtype=torch.float64) for one in seen])
+
+    def _add(self, column: int, tensors: Mapping[str, Tensor]) -> None:
+        if tensors:
+            names = list(tensors)
+            groups = torch.tensor([group_of(self.names, name) for name in names])
+            squares = self._state.squared_norms(tensors).to(self._sums.device)
+            self._sums[:, column].index_add_(0, groups.to(squares.device), squares)
+
+
+class _Hook:
+    """Told of a block's output."""
+
+    def __init__(self, statistics: Statistics, group: int) -> None:
+        self._statistics, self._group = statistics, group
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._statistics._see(self._group, output)
+
+
+def group_names(module: nn.Module, workload: Workload) -> list[str]:
+    """The names of the blocks, then of the children that hold other parameters."""
+    blocks = {id(block) for block in workload.blocks(module)}
+    names = [name for name, part in module.named_modules() if id(part) in blocks]
+    owners = (name for name, _ in module.named_parameters())
+    others = (name.partition(".")[0] for name in owners if group_of(names, name) is None)
+    return list(dict.fromkeys([*names, *others]))
+
+
+def group_of(names: Sequence[str], parameter: str) -> int | None:
+    """The group of a parameter: that of the longest name which it begins with."""
+    found = [name for name in names if parameter == name or parameter.startswith(f"{name}.")]
+    return names.index(max(found, key=len)) if found else None
+
+
+def _told(row: Sequence[float], num_tokens: int) -> dict[str, float | None]:
+    count = row[COUNT]
+    parameter, update = _root(row[PARAMETER]), _root(row[UPDATE])
+    told = {
+        "grad_norm": _root(row[GRADIENT], num_tokens),
+        "param_norm": parameter,
+        "update_norm": update,
+        "update_ratio": update / parameter if parameter and update is not None else None,
+    }
+    if count:
+        told |= {
+            "activation_mean": _finite(row[SUM] / count),
+            "activation_rms": _root(row[SQUARES] / count),
+            "activation_zeros": row[ZEROS] / count,
+            "activation_nonfinite": row[NONFINITE] / count,
+        }
+    return told
+
+
+def _root(square: float, divisor: int = 1) -> float | None:
+    return _finite(math.sqrt(square) / divisor) if divisor and square >= 0 else None
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,80 @@
+"""A throw-away build and step in a group of one, so that the first real ones are quick."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from actors.distributed.meshes import form_groups
+from actors.distributed.torch_private import reset_group_tables
+from actors.runtime.program import Groups
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.layout import Layout
+from elastic.geometry.regions import Region
+from elastic.protocol.votes import Vote
+from pipelines.settings import TrainSettings
+from pipelines.training.passes.pipeline import torch_pipelining
+from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.workload.state import initial_value, state_specs
+from pipelines.training.workload.workload import Workload
+
+FORMING_TIMEOUT = timedelta(seconds=60)
+
+
+Build = Callable[[Workload, TrainSettings, Groups], ShardedReplica]
+"""Makes a rank's replica."""
+
+
+def warm_up(
+    workload: Workload,
+    settings: TrainSettings,
+    device: torch.device,
+    build: Build = ShardedReplica,
+) -> None:
+    """Build, adopt, compute, apply and evaluate once, in small, and leave nothing behind.
+
+    It pays for torch's lazy imports and first-call caches. For a process without groups, on the
+    thread that will train: some of those caches are the thread's own.
+    """
+    torch_pipelining()
+    small_one = workload.miniature()
+    microbatch = settings.microbatch if small_one.keeps_its_size else 1
+    changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
+    small = settings.model_copy(update=changes | {"record_samples": None, "compile": False})
+    with group_of_one(device) as groups:
+        _one_step(build(small_one, small, groups), small_one, small, groups)
+
+
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[Groups]:
+    """The groups of a world of one worker, over a store in this process's memory."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield form_groups(Assignment(0, Layout(), ("alone",)), 0, device, FORMING_TIMEOUT)
+    finally:
+        reset_group_tables()
+        gc.collect()
+
+
+def _one_step(
+    replica: ShardedReplica, workload: Workload, settings: TrainSettings, groups: Groups
+) -> None:
+    tensors = {}
+    for spec in state_specs(workload, settings):
+        value = initial_value(workload, settings, spec, Region.whole(spec.shape))
+        tensors[spec.name] = value.to(groups.device)
+    replica.adopt(tensors)
+    loss_sum, num_tokens, sq_grad_norm = replica.compute(1, _never).tolist()
+    replica.apply(1, Vote(1, loss_sum, int(num_tokens), sq_grad_norm, num_contributions=1))
+    if workload.num_held_out:
+        replica.evaluate(1, _never)
+
+
+def _never() -> None:
+    """Nobody interrupts a warm-up."""

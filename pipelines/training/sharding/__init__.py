@@ -1,0 +1,1 @@
+"""Sharding: ZeRO stages, FSDP2, replicas."""

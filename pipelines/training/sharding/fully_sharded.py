@@ -1,0 +1,181 @@
+"""ZeRO's stage 3 where there is something to divide: torch's FSDP2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from actors.runtime.program import Groups, Interrupt
+from pipelines.settings import TrainSettings
+from pipelines.training.models.experts import Experts
+from pipelines.training.sharding.sharded import (
+    as_part,
+    assign,
+    local_part,
+    num_replicas,
+    storage_bytes,
+)
+from pipelines.training.workload.workload import Workload
+
+
+class FullySharded:
+    """Modules whose parameters FSDP gathers block by block; see `pipelines.training.sharding.sharded`.
+
+    Each block and the rest of it are sharded over `fsdp`, with replicas over `dp` and `cp`.
+    No collective is ever left to the optimizer's step (Zhao et al., PyTorch FSDP, 2023).
+    Gradients are summed, never averaged: apply divides by the number of tokens of the whole batch.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        workload: Workload,
+        groups: Groups,
+        settings: TrainSettings,
+    ) -> None:
+        """Take modules on the meta device: they have shapes, but no values."""
+        self.device = groups.device
+        self.offload = settings.offload
+        self.reshards = _reshards_after_forward(groups, settings)
+        self.reduces_each = settings.sync_each_microbatch and groups.mesh["fsdp"].size() > 1
+        self.modules = [self._shard(module, workload, groups, settings) for module in modules]
+        self._read()
+
+    def shards(self) -> dict[str, Tensor]:
+        return {name: local_part(value) for name, value in self.parameters.items()}
+
+    def num_copies(self) -> dict[str, int]:
+        return {name: num_replicas(value) for name, value in self.parameters.items()}
+
+    def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Uncopied but for parameters that do not divide evenly, which FSDP pads, and for shards
+        that are parts of wholes, as those of stages 1 and 2 are: nobody needs the wholes here."""
+        parts = {
+            name: as_part(_alone(shard), self.parameters[name]) for name, shard in shards.items()
+        }
+        if self.offload:
+            parts = {name: part.cpu() for name, part in parts.items()}
+        assign(self.modules, parts | dict(buffers))
+        self._read()
+
+    def gather(self, interrupt: Interrupt) -> None:
+        """FSDP gathers each block in its forward."""
+
+    def accumulate(self, last: bool) -> None:
+        """Reduce gradients in the next backward over the shards, and over the replicas only if it
+        is the last; without `sync_each_microbatch` only in the last at all.
+
+        Where shards are not let go of in between (with one, what is gathered is a mere copy),
+        they are kept until then.
+        """
+        for module in self.modules:
+            module.set_requires_gradient_sync(last or self.reduces_each)
+            module.set_requires_all_reduce(last)
+            module.set_is_last_backward(last)
+            module.set_reshard_after_backward(last or self.reshards)
+
+    def reduce(self, interrupt: Interrupt) -> None:
+        """FSDP has done it in the last backward."""
+
+    @torch.no_grad()
+    def gradients(self) -> dict[str, Tensor]:
+        return {
+            name: local_part(parameter.grad)
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None
+        }
+
+    def drop_gradients(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def stepped(self) -> None:
+        """FSDP gathers anew."""
+
+    def release(self) -> None:
+        for module in self._parts():
+            module.reshard()
+
+    def kept(self) -> Iterable[Tensor]:
+        return self.shards().values()
+
+    def gradient_bytes(self) -> int:
+        return storage_bytes(self.kept(), self.device)
+
+    def _shard(
+        self, module: nn.Module, workload: Workload, groups: Groups, settings: TrainSettings
+    ) -> FSDPModule:
+        options = {"mp_policy": _precision(settings), "offload_policy": self._offload_policy()}
+        inner = options | {"reshard_after_forward": self.reshards}
+        mesh, expert_mesh = _data_mesh(groups.mesh), _data_mesh(groups.experts or groups.mesh)
+        for block in workload.blocks(module):
+            for experts in (part for part in block.modules() if isinstance(part, Experts)):
+                _sum_gradients(fully_shard(experts, mesh=expert_mesh, **inner))
+            _sum_gradients(fully_shard(block, mesh=mesh, **inner))
+        return _sum_gradients(fully_shard(module, mesh=mesh, **options))
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.offload:
+            return OffloadPolicy()
+        return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
+
+    def _read(self) -> None:
+        """Find the parameters anew: adopting replaces some."""
+        names = {name for module in self.modules for name, _ in module.named_parameters()}
+        self.parameters = {
+            name: value
+            for module in self.modules
+            for name, value in module.state_dict(keep_vars=True).items()
+            if name in names
+        }
+
+    def _parts(self) -> Iterator[FSDPModule]:
+        every = (part for module in self.modules for part in module.modules())
+        return (part for part in every if isinstance(part, FSDPModule))
+
+
+def _alone(shard: Tensor) -> Tensor:
+    """The shard, copied if it keeps more in memory than itself."""
+    return shard.clone() if shard.untyped_storage().nbytes() > shard.nbytes else shard
+
+
+def _reshards_after_forward(groups: Groups, settings: TrainSettings) -> bool:
+    """Whether a block's gathered parameters are let go of after its forward.
+
+    In a pipeline they stay: each microbatch would gather them anew.
+    """
+    several = groups.mesh["fsdp"].size() > 1
+    return settings.reshard_after_forward and several and groups.layout.pp == 1
+
+
+def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Without replicas the shards alone: an all-reduce among one takes its time as well."""
+    alone = mesh["replica"].size() == 1
+    return mesh["fsdp"] if alone else mesh["replica", "fsdp"]
+
+
+def _sum_gradients(module: FSDPModule) -> FSDPModule:
+    # Each holds for the module's own parameters only, not for those of modules inside it.
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def _precision(settings: TrainSettings) -> MixedPrecisionPolicy:
+    if settings.dtype != "bfloat16":
+        return MixedPrecisionPolicy()
+    # Without casting of inputs: the embedding already gives bfloat16, and the angles of the
+    # rotary embedding must stay exact.
+    return MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )

@@ -1,0 +1,106 @@
+"""Modules made parallel over the mesh: cut, sharded, checkpointed, compiled, interruptible."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from actors.runtime.program import Groups, Interrupt
+from pipelines.settings import TrainSettings
+from pipelines.training.sharding.fully_sharded import FullySharded
+from pipelines.training.sharding.sharded import Sharded, bring_constants
+from pipelines.training.sharding.zero import PartlySharded
+from pipelines.training.tensor.tensor_parallel import cut_modules
+from pipelines.training.tensor.unsharded_hidden import cut_parameters
+from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.trees import tensors_in
+from pipelines.training.workload.workload import Workload
+
+
+def parallelise(
+    modules: Sequence[nn.Module],
+    workload: Workload,
+    groups: Groups,
+    spread: Spread,
+    settings: TrainSettings,
+) -> Sharded:
+    """Cut the modules of a rank's stages over `tp`, then shard them over `fsdp` as the layout's
+    ZeRO stage says. Parameters of which each data rank has the whole need none of what FSDP does
+    at each forward and backward."""
+    for module in modules:
+        bring_constants(module, groups.device)
+        if spread.tp is not None:
+            shape = workload.shape()
+            if shape.sequence_parallel:
+                cut_modules(module, shape, spread.tp, spread.num_held)
+            else:
+                cut_parameters(module, shape, spread.tp)
+        for block in workload.blocks(module):
+            _wrap_forward(block, settings)
+    fully = groups.layout.zero == 3 and not _has_wholes(groups)
+    shards = FullySharded if fully else PartlySharded
+    return shards(modules, workload, groups, settings)
+
+
+def _has_wholes(groups: Groups) -> bool:
+    """Whether nothing of this rank's parameters is divided among data ranks."""
+    return all(mesh["fsdp"].size() == 1 for mesh in (groups.mesh, groups.experts or groups.mesh))
+
+
+NOTICED_S = 0.001
+"""An abort is noticed in time if looked for as often. A hook in backward is dear: as a small
+operation, for each block of each microbatch."""
+
+
+class Interruptible:
+    """Hooks that let an abort be noticed within one block, in forward and in backward.
+
+    `interrupt` is the callable of the computation under way; it raises if the generation is
+    being aborted. The hooks run before a block's own collectives. Where the host computes itself,
+    blocks of which several take no longer than `NOTICED_S` in forward have one in backward.
+    """
+
+    def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
+        self.interrupt: Interrupt = _go_on
+        self._on_host = device.type == "cpu"
+        self._hooked = -inf
+        for block in blocks:
+            block.register_forward_pre_hook(self._before_forward, prepend=True)
+            block.register_forward_hook(self._after_forward, prepend=True)
+
+    def _before_forward(self, block: nn.Module, inputs: Any) -> None:
+        self.interrupt()
+
+    def _after_forward(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        now = time.perf_counter()
+        if self._on_host and now - self._hooked < NOTICED_S:
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._before_backward)
+                self._hooked = now
+
+    def _before_backward(self, gradient: Tensor) -> None:
+        self.interrupt()
+
+
+def _go_on() -> None:
+    """Nobody has asked to stop."""
+
+
+def _wrap_forward(block: nn.Module, settings: TrainSettings) -> None:
+    # Replacing `forward` keeps the names of the parameters, which wrapping the module would
+    # change, and leaves FSDP's hooks outside of what is compiled and recomputed.
+    forward: Callable[..., Any] = block.forward
+    if settings.compile:
+        forward = torch.compile(forward)
+    if settings.activation_checkpointing:
+        forward = partial(checkpoint, forward, use_reentrant=False)
+    block.forward = forward

@@ -1,0 +1,1 @@
+"""Tensor parallelism: collectives on tensors and the modules that `tp` cuts."""

@@ -1,0 +1,1 @@
+"""Workload: what is trained, independent of how it is distributed."""

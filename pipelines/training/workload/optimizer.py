@@ -1,0 +1,158 @@
+"""The optimizer over local shards: stepping it is local and cheap, and runs no collective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+
+from pipelines.settings import OptimizerSettings
+from pipelines.settings.errors import UserError
+
+
+class Optimizing(Protocol):
+    """How parameters are stepped: the same for every shard of every layout."""
+
+    max_grad_norm: float | None
+    """The global norm to which gradients are clipped; None: they are not."""
+
+    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
+        """An optimizer over these tensors, the shards of the parameters of these names. What it
+        does to an element may depend on that element alone, and on the parameter's name and
+        number of dims."""
+
+    def rate(self, step: int) -> float:
+        """What each group's learning rate is multiplied by at a step, counted from 1."""
+
+
+class AdamWBySettings:
+    """AdamW as a run's settings say; only matrices decay. See `Optimizing`."""
+
+    def __init__(self, settings: OptimizerSettings) -> None:
+        self.settings = settings
+        self.max_grad_norm = settings.max_grad_norm
+
+    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
+        settings = self.settings
+        groups = [
+            {"params": [one for _, one in shards if one.ndim > 1]},
+            {"params": [one for _, one in shards if one.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.lr,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.eps,
+            weight_decay=settings.weight_decay,
+            fused=True,
+        )
+
+    def rate(self, step: int) -> float:
+        return rate_of(self.settings, step)
+
+
+def rate_of(settings: OptimizerSettings, step: int) -> float:
+    """The part of the peak learning rate that a step, counted from 1, has: linear warm-up, then a
+    cosine down to `min_lr_ratio`.
+
+    Loshchilov and Hutter, SGDR, 2017.
+    """
+    if step <= settings.warmup_steps:
+        return step / settings.warmup_steps
+    if not settings.decay_steps:
+        return 1.0
+    span = max(1, settings.decay_steps - settings.warmup_steps)
+    done = min(1.0, (step - settings.warmup_steps) / span)
+    cosine = (1 + math.cos(math.pi * done)) / 2
+    return settings.min_lr_ratio + (1 - settings.min_lr_ratio) * cosine
+
+
+def learning_rate(settings: OptimizerSettings, step: int) -> float:
+    """The learning rate of a step; see `rate_of`."""
+    return settings.lr * rate_of(settings, step)
+
+
+def state_templates(
+    optimising: Optimizing, num_dims: Mapping[str, int], dtype: torch.dtype
+) -> dict[str, dict[str, Tensor]]:
+    """What the optimizer keeps for parameters of these names and numbers of dims: found by
+    stepping small ones, of shape (2, 3, ...), once.
+
+    A value of that shape is kept for each element of a parameter, one of shape () once.
+    Raises `UserError` for an optimizer that keeps something else.
+    """
+    small = {
+        name: torch.zeros(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
+    }
+    for weight in small.values():
+        weight.grad = torch.zeros_like(weight)
+    optimizer = optimising.build(list(small.items()))
+    optimizer.step()
+    templates = {
+        name: {key: value for key, value in optimizer.state[weight].items() if value is not None}
+        for name, weight in small.items()
+    }
+    for name, template in templates.items():
+        for key, value in template.items():
+            _refuse_other_state(optimizer, name, key, value, small[name].shape)
+    return templates
+
+
+def _refuse_other_state(
+    optimizer: Optimizer, name: str, key: str, value: object, shape: torch.Size
+) -> None:
+    kind = type(optimizer).__name__
+    if not isinstance(value, Tensor):
+        raise UserError(
+            f"optimizer {kind}: keeps {key} of {name} as {type(value).__name__}; what it keeps "
+            "must be tensors"
+        )
+    if value.shape not in (shape, ()):
+        raise UserError(
+            f"optimizer {kind}: keeps {key} of shape {tuple(value.shape)} for a parameter of "
+            f"shape {tuple(shape)}; a value for each element, or one, can be divided among workers"
+        )
+
+
+class LocalOptimizer:
+    """Steps the shards that one rank holds, as plain tensors.
+
+    A DTensor would run collectives inside `step()` for parameters that an axis replicates;
+    what is stepped here shares its memory, and knows nothing of meshes.
+    """
+
+    def __init__(
+        self,
+        optimising: Optimizing,
+        shards: Mapping[str, Tensor],
+        state: Mapping[str, dict[str, Tensor]],
+    ) -> None:
+        """Take the local shards, and for each its state by the keys of `state_templates`."""
+        self.shards = dict(shards)
+        self.optimizer = optimising.build(list(shards.items()))
+        self.initial_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        for name, shard in shards.items():
+            self.optimizer.state[shard] = dict(state[name])
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The state of each shard, as it is trained."""
+        return {name: self.optimizer.state[shard] for name, shard in self.shards.items()}
+
+    def lr(self, rate: float) -> float:
+        """The first group's learning rate, times this."""
+        return self.initial_lrs[0] * rate
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
+        """One step with these gradients and each group's own learning rate times `rate`; a shard
+        without a gradient stays as it is."""
+        for name, gradient in gradients.items():
+            self.shards[name].grad = gradient
+        for group, initial_lr in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):
+            group["lr"] = initial_lr * rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)

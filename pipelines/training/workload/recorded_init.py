@@ -1,0 +1,304 @@
+"""From which distribution a constructor draws each large tensor, found out without drawing it.
+
+The constructor runs for real on the host, but for operations on large tensors: their memory is
+reserved and never touched, and what would fill it is recorded by storage. Where something else is
+done to such a tensor, what was recorded is done first, so that whatever cannot be recorded is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pipelines.training.workload.initial_values import (
+    Constant,
+    Distribution,
+    Normal,
+    TruncatedNormal,
+    Uniform,
+)
+from pipelines.training.workload.seeds import keyed_generator
+
+LEAST_ELEMENTS = 1 << 16
+"""Of a tensor that is recorded; smaller ones are real."""
+
+aten = torch.ops.aten
+
+
+def _uniform(low: float = 0.0, high: float = 1.0) -> Uniform:
+    return Uniform(low, high)
+
+
+def _normal(mean: float = 0.0, std: float = 1.0) -> Normal:
+    return Normal(mean, std)
+
+
+OVERWRITES: dict[Any, Callable[..., Distribution]] = {
+    aten.normal_.default: _normal,
+    aten.uniform_.default: _uniform,
+    aten.fill_.Scalar: Constant,
+    aten.zero_.default: lambda: Constant(0.0),
+}
+"""What overwrites a whole tensor, and with which values."""
+FACTORIES: dict[Any, Callable[..., Distribution | None]] = {
+    aten.empty.memory_format: lambda: None,
+    aten.zeros.default: lambda: Constant(0.0),
+    aten.ones.default: lambda: Constant(1.0),
+    aten.randn.default: _normal,
+    aten.rand.default: _uniform,
+}
+"""What makes a tensor of a size, and with which values."""
+VIEWS = {
+    aten.detach.default,
+    aten.alias.default,
+    aten.view.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.unsqueeze.default,
+    aten.squeeze.dim,
+    aten.split.Tensor,
+}
+"""What only looks at a tensor's memory in another way."""
+COPIES = {aten.clone.default, aten._to_copy.default}
+NO_VALUES = (
+    "generator",
+    "dtype",
+    "layout",
+    "device",
+    "pin_memory",
+    "memory_format",
+    "non_blocking",
+)
+"""Options that do not say which values a tensor has."""
+
+
+def _scaled(drawn: Distribution, factor: float) -> Distribution | None:
+    match drawn:
+        case Constant(value):
+            return Constant(value * factor)
+        case Normal(mean, std):
+            return Normal(mean * factor, std * factor)
+        case Uniform(low, high):
+            return Uniform(low * factor, high * factor)
+        case TruncatedNormal() if not drawn.is_clamped:
+            return replace(drawn, mean=drawn.mean * factor, scale=drawn.scale * factor)
+    return None
+
+
+def _shifted(drawn: Distribution, shift: float) -> Distribution | None:
+    match drawn:
+        case Constant(value):
+            return Constant(value + shift)
+        case Normal(mean, std):
+            return Normal(mean + shift, std)
+        case Uniform(low, high):
+            return Uniform(low + shift, high + shift)
+        case TruncatedNormal() if not drawn.is_clamped:
+            return replace(drawn, mean=drawn.mean + shift)
+    return None
+
+
+def _erfinv(drawn: Distribution) -> Distribution | None:
+    return TruncatedNormal(drawn.low, drawn.high) if isinstance(drawn, Uniform) else None
+
+
+def _clamped(drawn: Distribution, least: float, most: float) -> Distribution | None:
+    if not isinstance(drawn, TruncatedNormal) or drawn.is_clamped:
+        return None
+    return replace(drawn, least=least, most=most)
+
+
+CHANGES: dict[Any, Callable[..., Distribution | None]] = {
+    aten.mul_.Tensor: _scaled,
+    aten.mul_.Scalar: _scaled,
+    aten.div_.Tensor: lambda drawn, divisor: _scaled(drawn, 1.0 / divisor),
+    aten.add_.Tensor: _shifted,
+    aten.sub_.Tensor: lambda drawn, shift: _shifted(drawn, -shift),
+    aten.erfinv_.default: _erfinv,
+    aten.clamp_.default: _clamped,
+}
+"""What makes other values of a whole tensor's, element by element, as `trunc_normal_` does."""
+CHANGED_COPIES: dict[Any, Callable[..., Distribution | None]] = {
+    aten.mul.Tensor: _scaled,
+    aten.div.Tensor: CHANGES[aten.div_.Tensor],
+    aten.add.Tensor: _shifted,
+    aten.sub.Tensor: CHANGES[aten.sub_.Tensor],
+    **{copy: lambda drawn: drawn for copy in COPIES},
+}
+
+
+@dataclass
+class Record:
+    """What a tensor's memory would have: nothing yet (None), or values of a distribution.
+
+    Tensors of one `draw` have the same values but for what was done to them since, as copies do.
+    """
+
+    whole: Tensor
+    distribution: Distribution | None
+    draw: int
+
+
+class Recorder(TorchDispatchMode):
+    """While active, notes how large tensors on the host are filled, and does not fill them."""
+
+    def __init__(self, seed: int = 0, least_elements: float = LEAST_ELEMENTS) -> None:
+        super().__init__()
+        self._seed = seed
+        self._least_elements = least_elements
+        self._records: dict[int, Record] = {}
+        self._watched: dict[int, Tensor] = {}
+        self._num_draws = 0
+        self._real_draws: set[int] = set()
+        self._thread = 0
+
+    def watch(self, tensor: Tensor) -> None:
+        """Record what is done to this tensor from now on, whatever its size and device."""
+        self._watched[_key(tensor)] = tensor
+        self._note(tensor, None)
+
+    def __enter__(self) -> Recorder:
+        """`trunc_normal_` draws again and again until all values fit, which no operation tells."""
+        self._thread, self._truncate = get_ident(), nn.init._no_grad_trunc_normal_
+        nn.init._no_grad_trunc_normal_ = self._truncated  # its public caller looks it up here
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        nn.init._no_grad_trunc_normal_ = self._truncate
+
+    def _truncated(
+        self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
+    ) -> Tensor:
+        if get_ident() != self._thread or not self._can_hold(tensor):
+            return self._truncate(tensor, mean, std, a, b, generator)
+        self._note(tensor, TruncatedNormal.between(mean, std, a, b))
+        return tensor
+
+    def record(self, tensor: Tensor) -> Record | None:
+        """How a tensor would be filled; None if it has its values."""
+        record = self._records.get(_key(tensor))
+        if record is None:
+            return None
+        is_whole = tensor.numel() == record.whole.numel()
+        if record.distribution is None or not is_whole or record.draw in self._real_draws:
+            self._fill(record)
+            return None
+        return record
+
+    def make_real(self, tensor: Tensor) -> None:
+        """Give a tensor its values, if it has none yet."""
+        record = self._records.get(_key(tensor))
+        if record is not None:
+            self._fill(record)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        options = dict(kwargs or {})
+        values = {k: v for k, v in options.items() if k not in NO_VALUES}
+        if func in FACTORIES and self._is_large(args[0], options):
+            return self._make(func, args, options, values)
+        if func in OVERWRITES and self._can_hold(args[0]):
+            self._note(args[0], OVERWRITES[func](*args[1:], **values))
+            return args[0]
+        records = list(self._touched(args, options))
+        if not records or func in VIEWS:
+            return func(*args, **options)
+        changed = self._changed(func, args, values)
+        if changed is not None and func in CHANGES:
+            records[0].distribution = changed
+            return args[0]
+        if changed is not None and options.get("device") in (None, torch.device("cpu")):
+            copy = torch.empty_like(args[0], dtype=options.get("dtype"))
+            self._note(copy, changed, records[0].draw)
+            return copy
+        for record in records:
+            self._fill(record)
+        return func(*args, **options)
+
+    def _make(
+        self, func: Any, args: Sequence[Any], options: dict[str, Any], values: dict[str, Any]
+    ) -> Tensor:
+        options = {k: v for k, v in options.items() if k in NO_VALUES and k != "generator"}
+        made = aten.empty.memory_format(args[0], **options)
+        self._note(made, FACTORIES[func](*args[1:], **values))
+        return made
+
+    def _changed(
+        self, func: Any, args: Sequence[Any], values: Mapping[str, Any]
+    ) -> Distribution | None:
+        """What a whole recorded tensor's values become, if it is known."""
+        change = CHANGES.get(func) or CHANGED_COPIES.get(func)
+        record = self._records.get(_key(args[0])) if isinstance(args[0], Tensor) else None
+        numbers = (*args[1:], *values.values())
+        if change is None or record is None or record.distribution is None:
+            return None
+        if not all(isinstance(number, int | float) for number in numbers):
+            return None
+        if args[0].numel() != record.whole.numel() or not args[0].is_contiguous():
+            return None
+        return change(record.distribution, *args[1:], **values) if not values else None
+
+    def _is_large(self, size: Sequence[int], options: Mapping[str, Any]) -> bool:
+        dtype = options.get("dtype") or torch.get_default_dtype()
+        on_host = options.get("device") in (None, torch.device("cpu"))
+        return on_host and dtype.is_floating_point and prod(size) >= self._least_elements
+
+    def _can_hold(self, tensor: Tensor) -> bool:
+        """Whether it is the whole of what is recorded, or may be from now on."""
+        is_whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+        if _key(tensor) in self._records or _key(tensor) in self._watched:
+            return is_whole
+        options = {"dtype": tensor.dtype, "device": tensor.device}
+        return is_whole and self._is_large(tensor.shape, options)
+
+    def _note(self, whole: Tensor, drawn: Distribution | None, draw: int | None = None) -> None:
+        self._num_draws += 1
+        number = self._num_draws if draw is None else draw
+        self._records[_key(whole)] = Record(whole.detach(), drawn, number)
+
+    def _touched(self, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[Record]:
+        for value in tree_leaves((tuple(args), dict(options))):
+            if isinstance(value, Tensor) and _key(value) in self._records:
+                yield self._records[_key(value)]
+
+    def _fill(self, record: Record) -> None:
+        """Do what was recorded; copies of one draw get the same values."""
+        if self._records.pop(_key(record.whole), None) is None:
+            return
+        self._real_draws.add(record.draw)
+        generator = keyed_generator("recorded", self._seed, record.draw)
+        whole = record.whole
+        with torch.no_grad():
+            match record.distribution:
+                case Constant(value):
+                    whole.fill_(value)
+                case Normal(mean, std):
+                    whole.normal_(0.0, 1.0, generator=generator).mul_(std).add_(mean)
+                case Uniform(low, high):
+                    whole.uniform_(0.0, 1.0, generator=generator).mul_(high - low).add_(low)
+                case TruncatedNormal() as drawn:
+                    whole.uniform_(drawn.low, drawn.high, generator=generator).erfinv_()
+                    whole.mul_(drawn.scale).add_(drawn.mean).clamp_(drawn.least, drawn.most)
+
+
+def _key(tensor: Tensor) -> int:
+    """Of its memory; a record keeps that, so that no other gets its number."""
+    return tensor.untyped_storage()._cdata

@@ -1,0 +1,42 @@
+"""A GPU that others use as well takes longer for the same product."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import torch
+from one_gpu import NEEDS_GPU
+
+from actors.runtime.compute_time import compute_times
+from actors.runtime.fault_spec import Fault
+from actors.runtime.faults import FaultInjector
+
+pytestmark = NEEDS_GPU
+EVERY = 2
+
+
+def told(num_reports: int) -> list[float]:
+    times = compute_times(EVERY, torch.device("cuda"))
+    reports = []
+    for step in range(1, EVERY * num_reports + 1):
+        times.begin()
+        places = times.ballot(step, 0, 1)
+        times.end(step)
+        reports += places
+    return reports
+
+
+def alone_and_not() -> tuple[float, float]:
+    """In a process of its own, since what occupies the GPU ends only with it."""
+    told(3)  # the first products of a process choose their kernels
+    alone = sorted(told(5))[2]
+    fault = Fault("slow", "w0", 1, factor=4.0)
+    FaultInjector("w0", (fault,)).slow_down(1, torch.device("cuda"), lambda: None)
+    return alone, sorted(told(30))[15]
+
+
+def test_a_slow_one_is_told_from_others() -> None:
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        alone, beside_others = pool.submit(alone_and_not).result(timeout=120)
+    assert beside_others > 1.5 * alone

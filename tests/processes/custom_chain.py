@@ -1,0 +1,138 @@
+"""A recipe whose module is a chain of blocks, and the plain loop that trains it in one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from elastic.geometry.sample_order import sample_of
+from pipelines.run.recipes import with_custom_model
+from pipelines.settings import TrainSettings
+from pipelines.settings.recipe import Recipe
+
+NUM_SAMPLES, LENGTH, WIDTH, VOCABULARY = 40, 5, 8, 11
+MAX_NORM = 0.5
+SETTINGS = TrainSettings(
+    batch=10, microbatch=2, steps=60, dtype="float64", seed=3, eval_every=20, eval_samples=7
+)
+
+
+class Tokens:
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
+        known = torch.rand(LENGTH, generator=generator) < 0.7
+        return {"tokens": tokens, "targets": torch.where(known, tokens.roll(1), -100)}
+
+
+class Mixer(nn.Module):
+    """With BatchNorm, and a buffer that does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(LENGTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        mixed = hidden + self.norm(hidden).mean(1, keepdim=True) * self.scale
+        return mixed + self.down(self.up(mixed).relu())
+
+
+class Net(nn.Module):
+    """Its embedding is frozen: nothing that needs a gradient flows out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.embed.weight.requires_grad_(False)
+        self.layers = nn.ModuleList(Mixer() for _ in range(3))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(hidden)
+
+
+def loss(model, batch):
+    """Over the tokens that are known, of which microbatches have different numbers."""
+    logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
+    return cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+
+
+def accuracy(model, batch):
+    known = batch["targets"] != -100
+    right = (model(batch["tokens"]).argmax(-1) == batch["targets"]) & known
+    return right.double().sum(), known.sum()
+
+
+def optimizer(named):
+    return torch.optim.SGD(named, lr=0.2, momentum=0.9)
+
+
+def recipe() -> Recipe:
+    return Recipe(
+        Net,
+        loss,
+        optimizer,
+        Tokens,
+        SETTINGS,
+        max_grad_norm=MAX_NORM,
+        held_out=Tokens,
+        metrics={"accuracy": accuracy},
+        plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"},
+        pipeline=["embed", "layers.*", "head"],
+    )
+
+
+OWN = with_custom_model(recipe()).settings
+
+
+def plainly(microbatch: int) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
+    """Losses of the steps, loss and accuracy of evaluations, and the state at the end."""
+    torch.manual_seed(SETTINGS.seed)
+    net, data = Net().double(), Tokens()
+    chosen = optimizer([one for one in net.named_parameters() if one[1].requires_grad])
+    losses, evaluated = [], {}
+    for step in range(1, SETTINGS.steps + 1):
+        first = (step - 1) * SETTINGS.batch
+        ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(SETTINGS.batch)]
+        losses.append(_pass(net, [data[one] for one in ids], microbatch))
+        torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
+        chosen.step()
+        chosen.zero_grad()
+        if step % SETTINGS.eval_every == 0:
+            held_out = _batch([data[one] for one in range(SETTINGS.eval_samples)])
+            net.eval()
+            with torch.no_grad():
+                sums = [function(net, held_out) for function in (loss, accuracy)]
+            net.train()
+            evaluated[step] = [(total / count).item() for total, count in sums]
+    return losses, evaluated, net.state_dict()
+
+
+def _pass(net, samples, microbatch: int) -> float:
+    """Forward and backward; each microbatch begins with the same buffers, whose mean stays."""
+    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    count = (_batch(samples)["targets"] != -100).sum()
+    made, mean = [], 0.0
+    for first in range(0, len(samples), microbatch):
+        for name, buffer in net.named_buffers():
+            buffer.copy_(before[name])
+        total, _ = loss(net, _batch(samples[first : first + microbatch]))
+        (total / count).backward()
+        mean += (total / count).item()
+        made.append({name: buffer.double().clone() for name, buffer in net.named_buffers()})
+    for name, buffer in net.named_buffers():
+        buffer.copy_(torch.stack([one[name] for one in made]).mean(0))
+    return mean
+
+
+def _batch(samples) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([one[name] for one in samples]) for name in samples[0]}

@@ -1,0 +1,147 @@
+"""A recipe of one's own, and the plain loop that trains it in one process."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from elastic.geometry.sample_order import sample_of
+from pipelines.run.recipes import with_custom_model
+from pipelines.settings import TrainSettings
+from pipelines.settings.recipe import Recipe
+
+NUM_SAMPLES = 50
+FACTORS = (0.25, 0.5, 1.0)
+MAX_NORM = 0.5
+SETTINGS = TrainSettings(
+    batch=10, microbatch=2, steps=24, dtype="float64", seed=3, eval_every=12, eval_samples=7
+)
+
+
+class Images:
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        image = torch.randn(2, 5, 5, generator=generator)
+        return {"image": image, "label": torch.tensor(index % 3), "noise": torch.rand(())}
+
+
+class Net(nn.Module):
+    """With BatchNorm, dropout, tied and frozen parameters, and a buffer that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((2, 5), (5, 6), (6, 6))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(i, o, 3, padding=1), nn.BatchNorm2d(o), nn.Dropout(0.1))
+            for i, o in sizes
+        )
+        self.up, self.down, self.twin = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(8, 6)
+        self.twin.weight = self.down.weight
+        self.head = nn.Linear(6, 3)
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 3), persistent=False)
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            image = layer(image).relu()
+        found = image.mean((2, 3))
+        wide = self.up(found)
+        found = found + self.down(wide.relu()) + self.twin(wide)
+        return self.head(found) * self.scale + self.frozen
+
+
+def loss(model, batch):
+    return cross_entropy(model(batch["image"]), batch["label"])
+
+
+def accuracy(model, batch):
+    return (model(batch["image"]).argmax(1) == batch["label"]).double().mean()
+
+
+def optimizer(named):
+    named = list(named)
+    return torch.optim.SGD(
+        [
+            {"params": [one for one in named if one[0].endswith("weight")], "weight_decay": 0.01},
+            {"params": [one for one in named if one[0].endswith("bias")], "lr": 0.3},
+        ],
+        lr=0.2,
+        momentum=0.9,
+    )
+
+
+def schedule(step: int) -> float:
+    return FACTORS[step % 3]
+
+
+def recipe() -> Recipe:
+    return Recipe(
+        Net,
+        loss,
+        optimizer,
+        Images,
+        SETTINGS,
+        schedule=schedule,
+        max_grad_norm=MAX_NORM,
+        held_out=Images,
+        metrics={"accuracy": accuracy},
+        plan={"up": "colwise", "down": "rowwise", "twin": "rowwise"},
+    )
+
+
+OWN = with_custom_model(recipe()).settings
+
+
+def plainly(seed_of) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
+    """Losses of the steps, loss and accuracy of evaluations, and the state at the end; `seed_of`
+    tells the seeds of microbatches, from which noise and dropout are drawn."""
+    torch.manual_seed(SETTINGS.seed)
+    net, data = Net().double(), Images()
+    trained = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
+    chosen = optimizer(trained)
+    initial = [group["lr"] for group in chosen.param_groups]
+    size, num = SETTINGS.microbatch, SETTINGS.num_microbatches
+    moving = {name: one for name, one in net.named_buffers() if name != "scale"}
+    losses, evaluated = [], {}
+    for step in range(1, SETTINGS.steps + 1):
+        before = {name: buffer.clone() for name, buffer in moving.items()}
+        made, total = [], 0.0
+        for number in range(num):
+            for name, buffer in moving.items():
+                buffer.copy_(before[name])
+            first = (step - 1) * SETTINGS.batch + number * size
+            ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(size)]
+            torch.manual_seed(seed_of(SETTINGS.seed, step, number))
+            part = mean_loss(net, [data[one] for one in ids]) / num
+            made.append({name: buffer.clone() for name, buffer in moving.items()})
+            part.backward()
+            total += part.item()
+        for name, buffer in moving.items():
+            buffer.copy_(torch.stack([one[name].double() for one in made]).mean(0))
+        torch.nn.utils.clip_grad_norm_([p for _, p in trained], MAX_NORM)
+        for group, lr in zip(chosen.param_groups, initial, strict=True):
+            group["lr"] = lr * schedule(step)
+        chosen.step()
+        chosen.zero_grad()
+        losses.append(total)
+        if step % SETTINGS.eval_every == 0:
+            net.eval()
+            with torch.no_grad():
+                held_out = [data[one] for one in range(SETTINGS.eval_samples)]
+                right = [
+                    net(one["image"][None].double()).argmax() == one["label"] for one in held_out
+                ]
+                evaluated[step] = [mean_loss(net, held_out).item(), sum(right).item() / len(right)]
+            net.train()
+    state = net.state_dict()
+    del state["twin.weight"]
+    return losses, evaluated, state
+
+
+def mean_loss(net, batch):
+    images = torch.stack([one["image"] for one in batch]).double()
+    return cross_entropy(net(images), torch.stack([one["label"] for one in batch]))

@@ -1,0 +1,25 @@
+"""Modules that leave out some of their parts for some samples: each rank others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import custom_branches
+import pytest
+import torch
+from harness import run_plainly
+
+RECIPE = f"{Path(custom_branches.__file__)}:recipe"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2,zero=1", "dp=4"])
+def test_what_some_ranks_leave_out_is_stepped_alike_on_all(layout: str, tmp_path: Path) -> None:
+    num_workers = 4 if layout == "dp=4" else 2
+    run = run_plainly(
+        tmp_path, custom_branches.OWN, num_workers, layout=layout, recipe=RECIPE, audit_every=1
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    torch.set_num_threads(1)
+    assert list(run.losses().values()) == pytest.approx(custom_branches.plainly(), rel=1e-9)
+    assert not run.told("WorkerLost")

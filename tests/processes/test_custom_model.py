@@ -1,0 +1,68 @@
+"""A module, data and an optimizer of one's own: killed and resized, as the plain loop."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import custom_net
+import pytest
+import torch
+from harness import Outcome, run_plainly
+
+from actors.runtime.fault_spec import Fault
+from elastic.geometry.sample_order import microbatch_seed
+from elastic.protocol.events import WorkerDraining
+from pipelines.training.checkpoint.weights import weights_of
+
+RECIPE = f"{Path(custom_net.__file__)}:recipe"
+
+
+@cache
+def plain():
+    """On one thread: two that wait for each other on a busy machine take ten times as long."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return custom_net.plainly(microbatch_seed)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def assert_equals_the_plain_loop(run: Outcome) -> None:
+    assert run.stopped.outcome == "completed", run.stopped
+    losses, evaluated, state = plain()
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    told = {line["step"]: [line["loss"], line["metrics"]] for line in run.told("Evaluated")}
+    assert told.keys() == evaluated.keys()
+    for step, (held_out_loss, accuracy) in evaluated.items():
+        assert told[step] == [pytest.approx(held_out_loss, rel=1e-9), [["accuracy", accuracy]]]
+    ours = weights_of(run.folder)
+    assert ours.keys() == state.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_workers"),
+    [
+        ("dp=3", 3),
+        pytest.param("fsdp=3", 3, marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_twice_and_resized(layout: str, num_workers: int, tmp_path: Path) -> None:
+    """Five microbatches on three and two data ranks: some always pad."""
+    faults = (Fault("kill", "w2", 6, "compute"), Fault("kill", "w1", 12, "apply"))
+    leaving = ((18, WorkerDraining("w0", "shrinks")),)
+    run = run_plainly(
+        tmp_path,
+        custom_net.OWN,
+        num_workers,
+        layout=layout,
+        faults=faults,
+        due=leaving,
+        recipe=RECIPE,
+    )
+    assert_equals_the_plain_loop(run)
+    assert len({line["world_size"] for line in run.metrics}) > 1

@@ -1,0 +1,116 @@
+"""Survivors whom Gloo does not wake: left behind as threads, kept as workers."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from half_sent import DOOMED, FATAL_STEP
+from harness import run_plainly
+from run_checks import assert_nothing_redone, survivors_keep_their_processes
+from torch.distributed import HashStore, ProcessGroup
+
+from actors.distributed.stall import STANDSTILL_S, StallDetector, wait_for
+from actors.distributed.torch_private import bare_group
+from actors.runtime.interruption import Interruption
+from actors.storage.errors import Interrupted
+from pipelines.run.recipes import tiny
+from pipelines.settings import DataSettings
+
+SETTINGS = tiny().model_copy(
+    update={"data": DataSettings(source="random", seq_len=16), "dtype": "float64", "steps": 24}
+)
+
+
+@pytest.mark.parametrize("layout", [pytest.param("dp=4", marks=pytest.mark.slow), "dp=2,fsdp=2"])
+def test_a_death_amid_large_messages_costs_no_other_worker(tmp_path: Path, layout: str) -> None:
+    undisturbed = run_plainly(tmp_path / "undisturbed", SETTINGS, 1)
+    run = run_plainly(
+        tmp_path / "run", SETTINGS, 4, layout=layout, program="half_sent:HalfSentProgram"
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert [line["worker"] for line in run.told("WorkerLost")] == [DOOMED], run.story()
+    survivors_keep_their_processes(run, {"w0", "w1", "w2"})
+    assert_nothing_redone(run)
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+    assert FATAL_STEP in run.losses()
+
+
+def in_threads(*calls: Callable[[], object]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=call) for call in calls]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def two_ranks() -> list[ProcessGroup]:
+    store, groups = HashStore(), {}
+
+    def form(rank: int) -> None:
+        groups[rank] = bare_group("cpu", store, rank, 2, timedelta(seconds=60))
+
+    for thread in in_threads(lambda: form(0), lambda: form(1)):
+        thread.join()
+    return [groups[0], groups[1]]
+
+
+def test_only_who_waits_for_others_stands_still() -> None:
+    """One thread receives what nobody has sent yet, one computes, and one hangs."""
+    first, second = two_ranks()
+    message, over = torch.zeros(1), threading.Event()
+
+    def compute() -> None:
+        while not over.is_set():
+            torch.ones(64, 64).mm(torch.ones(64, 64))
+
+    threads = in_threads(lambda: wait_for(first.recv([message], 1, 0)), compute, over.wait)
+    watched = [StallDetector(thread) for thread in threads]
+    begun = time.monotonic()
+    while time.monotonic() - begun < 5 * STANDSTILL_S:
+        lasting = [standstill.lasts() for standstill in watched]
+        time.sleep(0.02)
+    over.set()
+    wait_for(second.send([torch.ones(1)], 0, 0))
+    for thread in threads:
+        thread.join()
+    assert lasting == [True, False, False]
+    assert not any(standstill.lasts() for standstill in watched)
+
+
+def test_a_thread_left_behind_comes_out_of_it_only_by_an_interruption() -> None:
+    interruption = Interruption()
+    entered, go, ends = threading.Event(), threading.Event(), []
+
+    def train() -> None:
+        try:
+            with interruption.leavable():
+                entered.set()
+                go.wait()
+            ends.append("went on")
+        except Interrupted:
+            ends.append("stopped")
+        with pytest.raises(Interrupted):
+            interruption.check()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    entered.wait()
+    ident = thread.ident or 0
+    assert interruption.leave(ident)
+    assert not interruption.leave(ident)
+    go.set()
+    thread.join()
+    assert ends == ["stopped"]
+
+
+def test_nobody_is_left_where_he_changes_what_others_read() -> None:
+    interruption = Interruption()
+    assert not interruption.leave(threading.get_ident())
+    with interruption.leavable():
+        pass
+    assert not interruption.leave(threading.get_ident())

@@ -1,0 +1,125 @@
+"""The controller alone dies and comes back, as `actors/controller/shell.py` and `ray_fleet.py` have it."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from sim.shell import Death, replay_whole
+from sim.timeline import Channel
+from sim.world import World
+
+from elastic.protocol.commands import StartSnapshotServer, StartStore
+from elastic.protocol.controller_events import ControllerRestarted
+from elastic.protocol.controller_state import CoreState
+from elastic.protocol.events import (
+    SnapshotServerLost,
+    SnapshotServerReady,
+    StoreLost,
+    StoreReady,
+    WorkerLost,
+)
+
+GONE = "it died while nobody looked"
+
+
+def kill_controller(world: World) -> None:
+    """It dies amid its next event or at once, and is back a little later."""
+    absence_s = world.random.uniform(*world.scenario.absence_s)
+    dead = world.shell
+
+    def come_back() -> None:
+        if world.shell is dead:
+            _come_back(world)
+
+    def die() -> None:
+        world.checks.note_fault(world.timeline.now + absence_s)
+        for link in world.bandwidths.values():
+            link.loses_older = world.random.random() < 0.5
+        world.timeline.after(absence_s, come_back)
+
+    if world.random.random() < 0.5:
+        num_lines, num_commands = world.random.randint(0, 5), world.random.randint(0, 4)
+        dead.die_at_next_event(Death(num_lines, num_commands, die))
+    elif dead.outcome is None:
+        dead.close()
+        die()
+
+
+def _come_back(world: World) -> None:
+    world.incarnation += 1
+    world.around.incarnation = world.incarnation
+    before = replay_whole(world.records)
+    state, again = before.core.state, before.again()
+    world.checks.note_restart(state.committed_step)
+    world.shell = world.shell_of(before.core, before)
+    if before.stopped:
+        world.shell.outcome = before.stopped
+        world.shell.close()
+        return
+    worker_records = {name: name in state.warm for name in sorted(state.worker_records)}
+    quarantined = {
+        name: worker_record.quarantined for name, worker_record in state.worker_records.items()
+    }
+    committed_step = state.committed_step
+    world.shell.post(ControllerRestarted(world.incarnation, before.now))
+    _hear_late(world)
+    _find_store(world, state)
+    _find_keepers(world, state)
+    _find_workers(world, worker_records, quarantined, committed_step)
+    for command in again:
+        world.carry_out(command)
+
+
+def _hear_late(world: World) -> None:
+    """What was sent to the dead one may come before, amid or after what is sent to this one."""
+    for link in world.bandwidths.values():
+        link.down = Channel(world.timeline)
+    unheard, world.unheard = world.unheard, []
+    delay_s = world.random.uniform(0.0, 0.01)
+    for arrive in unheard:
+        world.timeline.after(delay_s, arrive)
+
+
+def _find_store(world: World, state: CoreState) -> None:
+    if world.around.store_port:
+        world.shell.post(StoreReady("host", world.around.store_port))
+    elif state.store_port:
+        world.shell.post(StoreLost(GONE))
+    else:
+        world.carry_out(StartStore())
+
+
+def _find_keepers(world: World, state: CoreState) -> None:
+    for node in sorted(state.snapshot_servers.keys() | state.starting_snapshot_servers):
+        if node in world.around.snapshot_servers:
+            world.shell.post(
+                SnapshotServerReady(world.around.snapshot_servers[node].snapshot_server)
+            )
+        elif node in state.snapshot_servers:
+            world.shell.post(SnapshotServerLost(node, GONE))
+        else:
+            world.carry_out(StartSnapshotServer(node))
+
+
+def _find_workers(
+    world: World,
+    worker_records: dict[str, bool],
+    quarantined: dict[str, tuple[str, ...]],
+    committed_step: int,
+) -> None:
+    """`seats` tells of each whether it had been warm."""
+    for stranger in world.nodes.waiting.keys() - worker_records.keys():
+        del world.nodes.waiting[stranger]
+    for stranger in [w for name, w in world.workers.items() if name not in worker_records]:
+        world.kill(stranger, "nobody knows it")
+    for name, was_warm in worker_records.items():
+        worker = world.workers.get(name)
+        if worker:
+            meet = partial(worker.meet, world.incarnation, committed_step)
+            world.bandwidths[name].down.send(world.latency_s(), meet)
+            if worker.control.frozen:
+                world.suspect_later(worker)
+        elif was_warm:
+            world.post_soon(WorkerLost(name, GONE))
+        elif name not in world.nodes.waiting:
+            world.start_worker(name, quarantined[name])

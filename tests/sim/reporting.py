@@ -1,0 +1,221 @@
+"""Events and commands in a few words, for traces and golden files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from elastic.protocol.commands import (
+    Abort,
+    Command,
+    DropCheckpoints,
+    ForgetSnapshots,
+    Form,
+    LayoutAnswered,
+    NodeQuarantined,
+    NodeReleased,
+    Pause,
+    PublishCheckpoint,
+    QuerySnapshotServers,
+    RecordStep,
+    Replaced,
+    RequestCheckpoint,
+    Reshard,
+    Resharded,
+    Resume,
+    RolledBack,
+    RollForward,
+    SaveCheckpoint,
+    SendRecords,
+    SetAside,
+    StartSnapshots,
+    StartSnapshotServer,
+    StartStore,
+    StartWorkers,
+    Stopped,
+    StopSnapshotServer,
+    StopWorker,
+    Waited,
+    Warned,
+)
+from elastic.protocol.events import (
+    Event,
+    Quiesced,
+    RolledForward,
+    RunOpened,
+    StateReady,
+    StepCommitted,
+)
+from elastic.protocol.phases import Aborting, Phase, Waiting
+from elastic.protocol.step_records import RecordsSent
+from elastic.reshard.reshard_plan import Carried
+
+
+def command_in_words(command: Command) -> str:
+    """The class name, then what matters."""
+    return f"{type(command).__name__} {_of_command(command)}".strip()
+
+
+def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command)
+    match command:
+        case StartStore():
+            return ""
+        case StartWorkers():
+            return " ".join((*command.workers, *(f"not on {node}" for node in command.quarantined)))
+        case StartSnapshotServer():
+            return command.node
+        case StartSnapshots():
+            return _of_protect(command)
+        case QuerySnapshotServers() | ForgetSnapshots():
+            return f"g{command.generation} {_names(command.nodes)}"
+        case StopSnapshotServer():
+            return f"{command.node}: {command.cause}"
+        case StopWorker():
+            return f"{command.worker}: {command.cause}"
+        case Abort() | Pause():
+            return f"g{command.generation} {_names(command.workers)}: {command.cause}"
+        case RollForward() | SendRecords():
+            return _of_survivors(command)
+        case Form():
+            return _of_form(command)
+        case Reshard():
+            source = f"{command.source} {command.path}".strip()
+            return f"g{command.generation} {_names(command.workers)} from {source}"
+        case Resume():
+            released = f", released {_names(command.released)}" if command.released else ""
+            skipped_batches = (
+                f", without batches {_numbers(command.skipped_batches)}"
+                if command.skipped_batches
+                else ""
+            )
+            where = f"{command.layout} {_names(command.workers)}"
+            return f"g{command.generation} from step {command.step}: {where}{released}{skipped_batches}"
+        case (
+            RequestCheckpoint()
+            | SaveCheckpoint()
+            | PublishCheckpoint()
+            | DropCheckpoints()
+            | SetAside()
+        ):
+            return _of_saving(command)
+        case RecordStep():
+            return f"{command.record.step}{' missing' * command.record.missing}"
+        case Resharded():
+            return f"g{command.generation} at step {command.step} from {command.source}"
+        case RolledBack():
+            steps = f"step {command.step} from step {command.from_step}"
+            skipped_batches = (
+                f", without batches {_numbers(command.skipped_batches)}"
+                if command.skipped_batches
+                else ""
+            )
+            cause = f": {command.cause}" if command.cause else ""
+            return f"g{command.generation} to {steps}, {command.source}{skipped_batches}{cause}"
+        case Warned():
+            return f"{command.kind}: {command.text}"
+        case Replaced() | NodeQuarantined() | NodeReleased():
+            return _of_watching(command)
+        case Waited():
+            return command.reason
+        case LayoutAnswered():
+            told = f"{command.present or 'nothing'} -> {command.planned}"
+            return f"g{command.generation} refused: {command.refusal}" if command.refusal else told
+        case Stopped():
+            reason = f": {command.reason}" if command.reason else ""
+            return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_survivors(command: RollForward | SendRecords) -> str:
+    whom = f"g{command.generation} {_names(command.workers)}"
+    if isinstance(command, SendRecords):
+        return f"{whom} after step {command.committed_step}"
+    return f"{whom} at step {command.vote.step}"
+
+
+def _of_watching(command: Replaced | NodeQuarantined | NodeReleased) -> str:
+    whom = command.worker if isinstance(command, Replaced) else command.node
+    return f"{whom}: {command.cause}"
+
+
+def _of_saving(
+    command: RequestCheckpoint | SaveCheckpoint | PublishCheckpoint | DropCheckpoints | SetAside,
+) -> str:
+    match command:
+        case RequestCheckpoint():
+            return f"g{command.generation} {_names(command.workers)} after step {command.step}"
+        case DropCheckpoints():
+            return _names(f"{step}-g{generation}" for step, generation in command.dropped)
+        case SetAside():
+            return f"{command.step}-g{command.generation}"
+        case SaveCheckpoint():
+            parts = f"parts of g{command.held_generation} as g{command.generation}"
+            return f"step {command.step} {_names(command.workers)}, {parts}"
+        case PublishCheckpoint():
+            files = _names(file.name for file in command.files)
+            return f"step {command.step} g{command.generation} {files}"
+
+
+def _of_protect(command: StartSnapshots) -> str:
+    pairs = zip(command.workers, command.snapshot_servers, strict=True)
+    told = [
+        f"{worker}@{'+'.join(k.node for k in snapshot_servers)}"
+        for worker, snapshot_servers in pairs
+    ]
+    sets = "".join(f", parity of {_names(workers)}" for workers in command.sets)
+    reason = f": {command.reason}" if command.reason else ""
+    return f"g{command.generation} {_names(told)}{sets}{reason}"
+
+
+def _of_form(form: Form) -> str:
+    assignment, plan = form.assignment, form.plan
+    standbys = f", spares {_names(assignment.standbys)}" if assignment.standbys else ""
+    old = f", g{plan.old.generation} is held by {_names(plan.holders)}" if plan.old else ""
+    where = f"{assignment.layout} {_names(assignment.members)}"
+    carried = [f"{p.member}@{_where(p)}->{p.carrier}" for p in plan.carried]
+    snapshots = f", snapshots {_names(carried)}" if carried else ""
+    return f"g{form.generation} for step {plan.step}: {where}{standbys}{old}{snapshots}"
+
+
+def _where(part: Carried) -> str:
+    """At which keeper it is; what is made again, of what which of them have."""
+    return f"({'^'.join(part.nodes)})" if part.others else part.snapshot_server
+
+
+def event_in_words(event: Event) -> str:
+    """The class name, then its fields, shortened where there are many."""
+    match event:
+        case RunOpened():
+            return f"RunOpened incarnation {event.incarnation}, saved {event.saved}"
+        case StateReady():
+            return f"StateReady {event.worker} g{event.generation}"
+        case StepCommitted():
+            return f"StepCommitted {event.record.step} g{event.generation}"
+        case RolledForward():
+            return f"Settled {event.worker} g{event.generation} at step {event.record.step}"
+        case RecordsSent():
+            steps = [record.step for record in event.records]
+            told = f"{steps[0]}..{steps[-1]}" if steps else "none"
+            return f"RecordsSent {event.worker} g{event.generation} {told}"
+        case Quiesced():
+            seen = f", saw the vote of {event.vote.step}" if event.vote else ""
+            complete = ", gradients complete" if event.gradients_complete else ""
+            torn = ", torn" if event.torn else ""
+            where = f"{event.worker} g{event.generation} at step {event.committed_step}"
+            return f"Quiesced {where}{seen}{complete}{torn}"
+    return str(event)
+
+
+def phase_in_words(phase: Phase) -> str:
+    """The class name, and for whom it waits."""
+    pending = sorted(getattr(phase, "pending", ()))
+    for_whom = f" for {_names(pending)}" if pending else ""
+    rolling_forward = " to settle" if isinstance(phase, Aborting) and phase.rolling_forward else ""
+    reason = f": {phase.reason}" if isinstance(phase, Waiting) else ""
+    return f"{type(phase).__name__}{for_whom}{rolling_forward}{reason}"
+
+
+def _numbers(numbers: Iterable[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def _names(names: Iterable[str]) -> str:
+    return f"[{' '.join(names)}]"

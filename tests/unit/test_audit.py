@@ -1,0 +1,103 @@
+"""Checksums see every flipped bit, and a comparison says who holds what."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from actors.runtime.fault_spec import Fault
+from actors.runtime.faults import FaultInjector
+from actors.worker.audit import ROW, checksum
+from elastic.controller.audit import compare
+from elastic.controller.core import Core
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Job
+from elastic.protocol.controller_state import CoreState, VoidedCheckpoints
+from elastic.protocol.events import RunOpened, Saved
+from elastic.protocol.policy import Policy
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_elements", [1, ROW - 1, ROW, 3 * ROW + 5])
+def test_each_flipped_bit_changes_the_checksum(dtype: torch.dtype, num_elements: int) -> None:
+    random = Random(f"{dtype}/{num_elements}")
+    torch.manual_seed(0)
+    held = {"a": (50 * torch.randn(num_elements)).to(dtype), "b": torch.zeros((), dtype=dtype)}
+    before = checksum(held)
+    raw = held["a"].view(torch.uint8)
+    for _ in range(200):
+        place, bit = random.randrange(len(raw)), 1 << random.randrange(8)
+        raw[place] ^= bit
+        assert checksum(held) != before
+        raw[place] ^= bit
+    assert checksum(held) == before
+
+
+def test_a_checksum_knows_where_what_lies() -> None:
+    torch.manual_seed(0)
+    held = {"a": torch.randn(2, 2 * ROW), "b": torch.randn(2, 2 * ROW)}
+    assert checksum({"a": held["b"], "b": held["a"]}) != checksum(held)
+    assert checksum({"a": held["a"].flip(0), "b": held["b"]}) != checksum(held)
+    assert checksum({"b": held["b"], "a": held["a"]}) == checksum(held)
+    strided = held["a"].T.contiguous().T
+    assert not strided.is_contiguous()
+    assert checksum(held | {"a": strided}) == checksum(held), "however it lies in memory"
+    assert checksum(held | {"c": torch.empty(0)}) == checksum(held), "nothing is nothing"
+
+
+def test_zeros_of_either_sign_and_nans_are_bits() -> None:
+    zero, nan = torch.zeros(3), torch.full((3,), torch.nan)
+    assert checksum({"a": zero}) != checksum({"a": -zero})
+    assert checksum({"a": nan}) == checksum({"a": nan.clone()})
+
+
+WORKERS = ("w0", "w1", "w2", "w3")
+
+
+@pytest.mark.parametrize(
+    ("parts", "sums", "told"),
+    [
+        ((7, 7, 7, 7), (1, 1, 1, 1), (4, ())),
+        ((7, 7, 7, 7), (1, 2, 1, 1), (4, ((("w0", "w2", "w3"), ("w1",)),))),
+        ((7, 8, 7, 8), (1, 2, 1, 2), (2, ())),
+        ((7, 8, 7, 8), (1, 2, 3, 2), (2, ((("w0",), ("w2",)),))),
+        ((7, 7, 7, 8), (1, 2, 1, 2), (1, ((("w0", "w2"), ("w1",)),))),
+        ((1, 2, 3, 4), (1, 1, 1, 1), (1, ())),
+    ],
+)
+def test_holders_of_the_same_part_are_compared(parts, sums, told) -> None:
+    assert compare(WORKERS, parts, sums) == told
+
+
+def test_a_bit_is_flipped_once_in_what_is_trained() -> None:
+    whole = torch.ones(4, 6)
+    shard = whole[:, 2:4]
+    faults = FaultInjector("w1", (Fault("flip", "w1", 7), Fault("flip", "w2", 7)))
+    for step in (6, 7, 7, 8):
+        faults.flip_a_bit(step, lambda: {"none": torch.empty(0), "shard": shard})
+        faults.at("compute", step)
+        assert shard[0, 0].item() == (1.0 if step == 6 else 1.0625)
+    assert whole.sum() == 24 + 0.0625
+
+
+def test_checkpoints_that_a_rewind_has_voided_are_passed_over_and_removed() -> None:
+    saved = tuple(Saved(step, g, f"step-{step}-g{g}") for step, g in ((4, 1), (8, 1), (12, 3)))
+    found = []
+    for voided in (
+        (),
+        (VoidedCheckpoints(5, 4),),
+        (VoidedCheckpoints(5, 2),),
+        (VoidedCheckpoints(5, 2), VoidedCheckpoints(9, 4)),
+        (VoidedCheckpoints(3, 4),),
+    ):
+        core = Core(CoreState(voided=voided))
+        core.step(0.0, RunOpened(1, Policy(), TargetLayout(), Job(8, steps=99), saved))
+        found.append([one.step for one in core.state.saved])
+        assert {one.step for one in saved} - set(found[-1]) == {
+            step for step, _ in core.state.stale_checkpoints
+        }
+    assert found == [[4, 8, 12], [4], [4, 12], [4], []]

@@ -1,0 +1,64 @@
+"""Measured links by class of node pair, and what follows for the cost of a layout."""
+
+from __future__ import annotations
+
+import pytest
+
+from elastic.duties.bandwidth import informed, median_speeds
+from elastic.geometry.layout import Layout
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.topology import Place
+from elastic.geometry.training_job import Bandwidths, Capacity, Job
+from elastic.planner.step_cost import step_cost
+
+TOPOLOGY = {
+    "a": Place("n1", "r1"),
+    "b": Place("n1", "r1"),
+    "c": Place("n2", "r1"),
+    "d": Place("n3", "r2"),
+}
+
+
+def test_the_median_of_each_class_counts() -> None:
+    bandwidths = [
+        ("a", "b", 9.0),
+        ("b", "a", 7.0),
+        ("a", "b", 8.0),
+        ("c", "a", 5.0),
+        ("d", "a", 1.0),
+    ]
+    assert median_speeds(bandwidths, TOPOLOGY) == Bandwidths(node=8.0, rack=5.0, far=1.0)
+    assert median_speeds(bandwidths[:1], TOPOLOGY) == Bandwidths(node=9.0)
+
+
+def test_workers_of_unknown_places_are_far_from_each_other() -> None:
+    assert median_speeds([("x", "y", 2.0)], {}) == Bandwidths(far=2.0)
+
+
+def test_a_microbatch_takes_what_the_steps_seen_leave_of_the_traffic() -> None:
+    """Eight microbatches over four data ranks: a step is two of them long, and an all-reduce of
+    100 bytes, of which each worker sends 150."""
+    job = Job(num_microbatches=8, param_bytes=100, bandwidths=Bandwidths(node=150.0))
+    on_one_node = Capacity(4, node_size=4)
+    known = informed(job, Layout(dp=4), 3.0, on_one_node)
+    assert known.microbatch_s == pytest.approx((3.0 - 1.0) / 2)
+    assert step_cost(TargetLayout(), known, on_one_node)(
+        4, 1
+    ) * known.microbatch_s == pytest.approx(3.0)
+    assert informed(job, Layout(dp=4), 0.5, on_one_node).microbatch_s == pytest.approx(0.05 / 2)
+    assert informed(Job(num_microbatches=8), Layout(dp=4), 3.0, on_one_node).microbatch_s == 0.0
+    assert informed(job, None, 3.0, on_one_node) == job
+
+
+def test_a_slow_link_makes_what_crosses_it_dear() -> None:
+    fast, slow = (
+        Job(8, param_bytes=10**6, microbatch_s=1.0, bandwidths=Bandwidths(node=1e9, far=speed))
+        for speed in (1e9, 1e5)
+    )
+    capacity = Capacity(4, node_size=2)
+    within, across = (
+        [step_cost(TargetLayout(), job, capacity)(dp=2, fsdp=fsdp) for job in (fast, slow)]
+        for fsdp in (1, 2)
+    )
+    assert within[0] == pytest.approx(within[1])
+    assert across[1] > across[0] + 1

@@ -1,0 +1,89 @@
+"""What a worker counts as its own time: its work, and not its waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.runtime.compute_time import ThreadClock, ThreadTimes
+from actors.runtime.fault_spec import Fault
+from actors.runtime.faults import FaultInjector
+
+NUM_RANKS = 3
+
+
+def work(seconds: float) -> None:
+    begun_s = time.thread_time()
+    while time.thread_time() < begun_s + seconds:
+        pass
+
+
+def test_work_counts_and_waiting_does_not() -> None:
+    clock = ThreadClock()
+    before = clock.now()
+    time.sleep(1.0)
+    waited_s = clock.now() - before
+    work(0.3)
+    worked_s = clock.now() - before - waited_s
+    assert waited_s < 0.5 and worked_s > 0.29
+
+
+def test_others_work_does_not_count() -> None:
+    clock = ThreadClock()
+    other = threading.Thread(target=work, args=(0.3,))
+    before = clock.now()
+    other.start()
+    other.join()
+    assert clock.now() - before < 0.2
+
+
+def test_where_the_kernel_does_not_count_queues_the_processor_time_does(tmp_path: Path) -> None:
+    clock = ThreadClock(tmp_path / "none")
+    work(0.1)
+    assert clock.now() == pytest.approx(time.thread_time(), abs=0.05)
+
+
+def test_the_mean_of_the_steps_is_told_in_ones_own_place() -> None:
+    """The first step, in which all is done for the first time, is left out."""
+    times, clock = ThreadTimes(every=3), ThreadClock()
+    told, spent = [], []
+    for step, seconds in enumerate((0.5, 0.1, 0.2, 0.1, 0.1, 0.1, 0.1), start=1):
+        before = clock.now()
+        times.begin()
+        work(seconds)
+        told.append(times.ballot(step, 1, NUM_RANKS))
+        times.end(step)
+        spent.append(clock.now() - before)
+    assert [bool(places) for places in told] == [False, False, True, False, False, True, False]
+    assert [places[0] for places in told if places] == [0.0, 0.0]
+    first, second = (places[1] for places in told if places)
+    assert first == pytest.approx(spent[1], rel=0.1, abs=0.02), "the report goes out amid step 3"
+    assert second == pytest.approx(sum(spent[2:5]) / 3, rel=0.1, abs=0.02)
+
+
+def test_nothing_is_told_where_nothing_was_timed() -> None:
+    assert ThreadTimes(every=1).ballot(1, 0, 2) == [0.0, 0.0]
+    never = ThreadTimes(every=0)
+    never.begin()
+    never.end(1)
+    assert never.ballot(1, 0, 2) == []
+
+
+def test_a_slow_worker_computes_so_much_longer() -> None:
+    faults = FaultInjector(
+        "w1", (Fault("slow", "w1", 3, factor=4.0), Fault("slow", "w0", 1, factor=9.0))
+    )
+    spent = []
+    for step in range(1, 8):
+        begun_s = time.thread_time()
+        work(0.05)
+        faults.slow_down(step, torch.device("cpu"), lambda: None)
+        spent.append(time.thread_time() - begun_s)
+    # It learns in the third step how long one takes.
+    assert max(spent[:3]) < 0.1 and min(spent[3:]) > 0.19
+    assert all(later < 3 * earlier for earlier, later in pairwise(spent[3:]))

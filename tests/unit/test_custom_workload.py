@@ -1,0 +1,279 @@
+"""A module and data of one's own: what is found out about them, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.geometry.regions import Region
+from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
+from pipelines.settings import TrainSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.recipe import Recipe
+from pipelines.training.custom.custom_module import build_for_real, find_blocks, shapes_alone
+from pipelines.training.custom.custom_shape import shape_of
+from pipelines.training.custom.custom_workload import CustomWorkload, sums_of
+from pipelines.training.passes.moving_buffers import MovingBuffers
+from pipelines.training.replica.warm_up import group_of_one
+
+CPU = torch.device("cpu")
+SCALAR = torch.tensor(3.0)
+
+
+class Reading(nn.Module):
+    """Its constructor reads values; it has tied weights and a buffer that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        rates = [rate.item() for rate in torch.linspace(0, 0.1, 3)]
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)) for rate in rates
+        )
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.ones(4), persistent=False)
+
+
+def of(**changes: object) -> Recipe:
+    return Recipe(
+        **{
+            "model": lambda: nn.Linear(2, 1),
+            "loss": lambda model, batch: model(batch).mean(),
+            "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+            "data": lambda: [torch.full((2,), float(i)) for i in range(6)],
+            "settings": TrainSettings(batch=4, microbatch=2),
+            **changes,
+        }
+    )
+
+
+def test_a_loss_is_a_mean_or_a_sum_and_a_number() -> None:
+    assert sums_of(SCALAR, 4) == (torch.tensor(12.0), torch.tensor(4))
+    assert sums_of(SCALAR[None], 4).loss.shape == ()
+    assert sums_of((SCALAR, 7), 4) == (SCALAR, torch.tensor(7))
+    assert sums_of((SCALAR, torch.tensor([7])), 4).num_tokens.shape == ()
+
+
+@pytest.mark.parametrize("given", [torch.ones(4), None, (torch.ones(4), 4), {"loss": SCALAR}])
+def test_another_loss_is_refused(given: object) -> None:
+    with pytest.raises(UserError, match="return a scalar"):
+        sums_of(given, 4)
+
+
+def test_padding_counts_nothing_and_has_a_gradient_of_zero() -> None:
+    workload = CustomWorkload(of())
+    module = nn.Linear(2, 1)
+    fed = workload.feed(workload.empty(), CPU, None, -1)
+    loss, num_tokens = workload.losses(module, fed, None)
+    loss.backward()
+    assert (loss.item(), num_tokens.item()) == (0.0, 0)
+    assert not module.weight.grad.any() and not module.bias.grad.any()
+
+
+def test_blocks_are_found_or_named() -> None:
+    module = build_for_real(Reading, 0)
+    layers = list(module.layers)
+    assert find_blocks(module) == layers
+    assert find_blocks(module, ["layers.1", "first"]) == [layers[1], module.first]
+    assert find_blocks(module, [nn.Sequential]) == layers
+    assert find_blocks(module, []) == []
+    with pytest.raises(UserError, match=r"no layer\.1; near it: layers\.1"):
+        find_blocks(module, ["layer.1"])
+    with pytest.raises(UserError, match="no part of class Conv2d"):
+        find_blocks(module, [nn.Conv2d])
+
+
+def test_shapes_alone_keep_what_no_state_has() -> None:
+    module = shapes_alone(Reading, 0)
+    assert all(parameter.is_meta for parameter in module.parameters())
+    assert torch.equal(module.scale, torch.ones(4))
+    assert module.last.weight is module.first.weight
+    assert shapes_alone(lambda: nn.Linear(2, 2), 0).weight.is_meta
+
+
+def test_values_at_step_0_are_the_constructors_and_leave_generators_alone() -> None:
+    torch.manual_seed(5)
+    expected = nn.Linear(2, 1)
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    workload = CustomWorkload(of(settings=TrainSettings(seed=5)))
+    drawn = workload.draw("weight", (1, 2), Region((0, 1), (1, 1)), seed=5)
+    assert torch.equal(drawn, expected.weight[:, 1:])
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_plan_says_what_tp_cuts() -> None:
+    module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(6, 4) for _ in range(2))})
+    shape = shape_of(module, {"layers.*": "colwise"})
+    assert shape.limits.tp_divides == 4
+    assert shape.style_of("layers.1") == "colwise"
+    assert shape_of(module, {"layers.*": "rowwise"}).limits.tp_divides == 6
+    assert shape_of(module, {"layers.*": "rowwise"}, tp_divides=3).limits.tp_divides == 3
+    assert "the recipe has no plan" in dict(shape_of(module, {}).limits.refused)["tp"]
+    with pytest.raises(UserError, match="no layer; near it: layers"):
+        shape_of(module, {"layer": "colwise"})
+    with pytest.raises(UserError, match="is ModuleList and cannot be cut"):
+        shape_of(module, {"layers": "colwise"})
+
+
+def test_buffers_become_the_mean_of_what_the_microbatches_made_of_them() -> None:
+    module = nn.BatchNorm1d(1, momentum=0.5, affine=False)
+    module.register_buffer("constant", torch.ones(1))
+    state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    for name, buffer in state.items():
+        setattr(module, name, buffer)
+    with group_of_one(CPU) as groups:
+        moving = MovingBuffers([module], groups.world)
+        moving.keep(state)
+        for _ in range(2):
+            before = {name: buffer.clone() for name, buffer in state.items()}
+            moving.begin()
+            for value, num_tokens in ((0.0, 2), (4.0, 2), (1e9, 0)):
+                moving.begin_pass()
+                module(torch.tensor([[value], [value + 2]]))
+                moving.end_pass(torch.tensor(num_tokens), is_last=num_tokens == 0)
+            moving.reduce()
+            assert all(torch.equal(state[name], before[name]) for name in state), "not before"
+        moving.apply()
+    assert moving.moving == ["running_mean", "running_var", "num_batches_tracked"]
+    assert state["running_mean"].item() == (0.5 * 1 + 0.5 * 5) / 2
+    assert state["num_batches_tracked"].item() == 1
+    assert all(getattr(module, name) is buffer for name, buffer in state.items())
+
+
+def test_a_pass_that_puts_other_buffers_in_their_place_keeps_those_for_its_backward() -> None:
+    """And what changes one buffer spoils no other for autograd."""
+
+    class Running(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(1))
+            self.register_buffer("count", torch.zeros(1))
+            self.weight = nn.Parameter(torch.full((1,), 3.0))
+
+        def forward(self, value: torch.Tensor) -> torch.Tensor:
+            made = self.weight * value / self.scale
+            self.count += 1
+            self.scale = self.scale + value
+            return made
+
+    module = Running()
+    state = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    with group_of_one(CPU) as groups:
+        moving = MovingBuffers([module], groups.world)
+        moving.keep(state)
+        for number in range(2):
+            moving.begin()
+            for value in (2.0, 4.0):
+                moving.begin_pass()
+                made = module(torch.tensor([value]))
+                moving.end_pass(torch.tensor(1), is_last=value == 4.0)
+                module.weight.grad = None
+                made.sum().backward()
+                assert module.weight.grad == value / (1 + 3 * number)
+            moving.reduce()
+            moving.apply()
+    assert (state["scale"].item(), state["count"].item()) == (7.0, 2.0)
+
+
+def test_who_pads_an_evaluation_is_given_what_it_evaluates() -> None:
+    workload = CustomWorkload(of(held_out=lambda: [torch.full((3,), 7.0)]))
+    workload.read([0, 1])
+    padding = workload.empty(held_out=True)
+    assert (padding.value.shape, padding.num_samples) == ((2, 3), 0)
+    assert workload.empty().value.shape == (2, 2)
+
+
+def planned(folder: Path, **changes: object) -> RunPlan:
+    asked = TrainRequest(str(folder / "mine.py:mine"), storage=str(folder / "runs"), run_name="one")
+    return make_plan(replace(asked, **changes), 0)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """With a recipe in a file."""
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "import torch\n"
+        "from pipelines.settings.recipe import Recipe; from pipelines.settings import TrainSettings\n"
+        "@dataclass\n"
+        "class Data:\n"
+        "    number: 'int'\n"
+        "    def __len__(self): return self.number\n"
+        "    def __getitem__(self, index): return torch.full((2,), float(index))\n"
+        "def loss(model, batch): return model(batch).mean()\n"
+        "def mine(size=1):\n"
+        "    return Recipe(lambda: torch.nn.Linear(2, size), loss, torch.optim.Adam,\n"
+        "                  lambda: Data(6), TrainSettings(batch=4, microbatch=2))\n"
+    )
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"changes": ("eval_every=5",)}, "no held_out data"),
+        ({"changes": ("optimizer.lr=0.1",)}, "brings its own optimizer"),
+        ({"data": "texts"}, "brings its own data"),
+        ({"layout": "tp=2", "workers": "2"}, "has no plan"),
+        ({"layout": "pp=2", "workers": "2"}, "no pipeline can cut"),
+    ],
+)
+def test_what_a_recipe_cannot_do_is_refused_in_one_line(
+    folder: Path, changes: dict[str, object], told: str
+) -> None:
+    with pytest.raises(UserError, match=told) as refused:
+        planned(folder, **changes)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["loss", "top 5"])
+def test_metrics_have_names_that_can_be_told(folder: Path, name: str) -> None:
+    file = folder / "mine.py"
+    named = f"return replace(whole(), metrics={{'{name}': loss}})"
+    text = file.read_text().replace("def mine(size=1)", "def whole(size=1)")
+    file.write_text(f"{text}from dataclasses import replace\ndef mine(): {named}\n")
+    with pytest.raises(UserError, match=f"metrics: '{name}'"):
+        planned(folder)
+
+
+def test_a_parameter_without_dims_is_refused(folder: Path) -> None:
+    file = folder / "mine.py"
+    scaled = (
+        "class Net(torch.nn.Linear):\n    def __init__(self, *of):\n        super().__init__(*of)\n"
+    )
+    scaled += "        self.scale = torch.nn.Parameter(torch.tensor(1.0))\n"
+    text = file.read_text().replace("torch.nn.Linear(2, size)", "Net(2, size)")
+    file.write_text(text.replace("def loss", f"{scaled}def loss"))
+    with pytest.raises(UserError, match="parameter scale has no dims"):
+        planned(folder)
+
+
+def test_how_much_is_evaluated_is_told(folder: Path) -> None:
+    file = folder / "mine.py"
+    text = file.read_text().replace(
+        "lambda: Data(6),", "lambda: Data(6), held_out=lambda: Data(9),"
+    )
+    text = text.replace("TrainSettings(", "settings=TrainSettings(")
+    file.write_text(text)
+    changes = ("eval_every=5", "eval_samples=4")
+    [note] = planned(folder, changes=changes).notes
+    assert "the first 4 of 9 held-out samples" in note
+    assert planned(folder, changes=("eval_every=5",)).notes == ()
+
+
+def test_another_state_is_refused_and_another_source_is_told_of(folder: Path) -> None:
+    store_recipe(planned(folder))
+    assert planned(folder).notes == ()
+    file = folder / "mine.py"
+    before = file.read_text()
+    file.write_text(before + "# another line\n")
+    [note] = planned(folder).notes
+    assert "mine.py has changed since the run began" in note
+    file.write_text(before.replace("size=1", "size=3"))
+    with pytest.raises(UserError, match="other names, shapes or dtypes"):
+        planned(folder)

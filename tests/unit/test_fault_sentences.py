@@ -1,0 +1,38 @@
+"""Faults as sentences."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.runtime.fault_spec import Fault
+from pipelines.run.fault_sentences import parse_faults
+from pipelines.settings.errors import UserError
+
+
+def test_a_slow_worker_has_a_factor() -> None:
+    faults, draining_workers = parse_faults(
+        ["slow worker 2 by 3x at step 30", "slow workers 0, 1 by 1.5x at step 4"]
+    )
+    assert faults == (
+        Fault("slow", "w2", 30, factor=3.0),
+        Fault("slow", "w0", 4, factor=1.5),
+        Fault("slow", "w1", 4, factor=1.5),
+    )
+    assert draining_workers == ()
+
+
+@pytest.mark.parametrize(
+    ("sentence", "told"),
+    [
+        ("slow worker 2 at step 30", "a factor over 1 belongs to `slow`"),
+        ("slow worker 2 by 1x at step 30", "a factor over 1 belongs to `slow`"),
+        ("kill worker 2 by 3x at step 30", "a factor over 1 belongs to `slow`"),
+        ("kill worker 2 by 1x at step 30", "a factor over 1 belongs to `slow`"),
+        ("slow worker 2 by 3x in vote at step 30", "leave the moment out"),
+        ("slow worker 2 by threex at step 30", "slow worker 2 by 3x at step 30"),
+    ],
+)
+def test_what_is_no_such_fault_is_told_in_one_line(sentence: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse_faults([sentence])
+    assert told in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,212 @@
+"""Logs of lines: offsets, reading from the end, and which segments count."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from memory_storage import MemoryStorage
+
+from actors.storage import line_logs as lines_module
+from actors.storage.errors import DamagedLog, LostLease
+from actors.storage.line_logs import LineLog
+from actors.storage.line_writers import SegmentWriter, open_lines
+from actors.storage.segments import LogSegment, parse_segments, segment_name, segments_in_force
+from actors.storage.storage import DiskStorage
+
+
+def body(first: int, num_lines: int, width: int = 20) -> bytes:
+    rows = ({"number": first + i, "filler": "x" * width} for i in range(num_lines))
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def segmented(*parts: tuple[int, int, bytes]) -> LineLog:
+    """A log of segments: epoch, begin, content."""
+    storage: Any = MemoryStorage()
+    for epoch, begin, content in parts:
+        storage.write(segment_name("log", epoch, begin), content)
+    return LineLog(storage, "log")
+
+
+def numbers(log: LineLog, offset: int = 0) -> list[int]:
+    return [row["number"] for row in log.lines(offset)]
+
+
+@pytest.fixture(params=["disk", "segments"])
+def log(request: pytest.FixtureRequest, tmp_path: Path) -> LineLog:
+    """3,000 lines in 3 segments."""
+    content = [body(1000 * i, 1000) for i in range(3)]
+    if request.param == "disk":
+        (tmp_path / "log").write_bytes(b"".join(content))
+        return LineLog(DiskStorage(tmp_path), "log")
+    begins = [sum(map(len, content[:i])) for i in range(3)]
+    return segmented(*((1, begin, part) for begin, part in zip(begins, content, strict=True)))
+
+
+def test_lines_from_the_end_are_those_from_the_begin_reversed(
+    log: LineLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = b"".join(log.blocks())
+    for block_bytes in (7, 100, 1 << 20):
+        monkeypatch.setattr(lines_module, "BLOCK_BYTES", block_bytes)
+        from_end = list(log.lines_from_end())
+        assert len(from_end) == 3000
+        for offset, line in from_end[::97]:
+            assert whole[offset : offset + len(line) + 1] == line + b"\n"
+        assert [json.loads(line)["number"] for _, line in from_end] == list(range(2999, -1, -1))
+
+
+def test_lines_are_read_up_to_a_byte(log: LineLog) -> None:
+    end = log.find_newest(b'"number": 1700,')
+    rows = [row["number"] for _, row in log.lines_with_offsets(0, end)]
+    assert rows == list(range(1700))
+    assert list(log.lines_with_offsets(0, 0)) == []
+
+
+def test_a_line_is_found_from_the_end_and_read_from_its_offset(log: LineLog) -> None:
+    offset = log.find_newest(b'"number": 1234,')
+    assert offset is not None
+    assert numbers(log, offset) == list(range(1234, 3000))
+    assert log.find_newest(b"nothing of the kind") is None
+    assert [row["number"] for row in log.last_rows(3)] == [2997, 2998, 2999]
+
+
+def test_a_reader_goes_on_as_the_log_grows_and_lists_once_a_poll(log: LineLog) -> None:
+    reader = log.reader()
+    got = b""
+    while block := reader.read(5000):
+        assert block.endswith(b"\n")
+        got += block
+    assert got == b"".join(log.blocks()) and reader.offset == len(got)
+    if isinstance(log.storage, MemoryStorage):
+        log.storage.num_listings = 0
+        fresh = log.reader()
+        for _ in range(20):
+            fresh.read(1000)
+        assert log.storage.num_listings == 1
+        log.storage.write(segment_name("log", 2, reader.offset), body(3000, 2))
+    else:
+        with open(log.url, "ab") as file:
+            file.write(body(3000, 2) + b'{"half')
+    assert reader.read().count(b"\n") == 2
+    assert reader.read() == b""
+
+
+def test_what_an_older_epoch_writes_late_does_not_count() -> None:
+    first = body(0, 10)
+    limit = len(body(0, 4))
+    log = segmented((1, 0, first), (1, len(first), body(90, 3)), (2, limit, body(4, 3)))
+    assert numbers(log) == list(range(7))
+    log.storage.write(segment_name("log", 3, limit), b"")  # a third has begun at the same byte
+    assert numbers(log) == list(range(4))
+
+
+def test_a_hole_and_a_cut_segment_are_found() -> None:
+    content = [body(10 * i, 10) for i in range(3)]
+    begins = [sum(map(len, content[:i])) for i in range(3)]
+    hole = segmented((1, 0, content[0]), (1, begins[2], content[2]))
+    cut = segmented((1, 0, content[0][:-5]), (1, begins[1], content[1]))
+    for log, rest in ((hole, [*range(10), *range(20, 30)]), (cut, [*range(9), *range(10, 20)])):
+        with pytest.raises(DamagedLog, match="is followed by a gap of"):
+            numbers(log)
+        assert [row["number"] for row in log.rows()] == rest
+
+
+def test_a_log_whose_old_segments_were_dropped_begins_later() -> None:
+    log = segmented((1, 1000, body(5, 5)))
+    assert numbers(log) == list(range(5, 10))
+
+
+def test_a_line_that_is_no_json_object_is_named_by_its_byte(tmp_path: Path) -> None:
+    before = body(0, 3)
+    for garbage in (b"\x00\xff{", b"[1, 2]", b"", b"null"):
+        (tmp_path / "log").write_bytes(before + garbage + b"\n" + body(3, 2))
+        log = LineLog(DiskStorage(tmp_path), "log")
+        with pytest.raises(DamagedLog, match=f"the line at byte {len(before)} is no JSON object"):
+            numbers(log)
+        assert [row["number"] for row in log.rows()] == list(range(5))
+
+
+def test_a_compacted_segment_stands_for_those_it_replaces() -> None:
+    content = [body(10 * i, 10) for i in range(3)]
+    begins = [sum(map(len, content[:i])) for i in range(3)]
+    log = segmented(*((1, begin, part) for begin, part in zip(begins, content, strict=True)))
+    closed = log.segments()[:2]
+    log.compact(closed, body(3, 1))
+    assert numbers(log) == [3, *range(20, 30)]  # also before the others are removed
+    log.remove_segments(closed)
+    assert numbers(log) == [3, *range(20, 30)]
+    assert numbers(log, begins[1]) == list(range(20, 30))  # it has been given out already
+    assert log.find_newest(b'"number": 3,') == 0
+    writer = open_lines(log)
+    writer.write({"number": 30})
+    writer.close()
+    assert numbers(log) == [3, *range(20, 31)]
+
+
+def test_a_compaction_by_an_older_epoch_does_not_count() -> None:
+    names = {segment_name("log", 1, 0): 100, segment_name("log", 2, 60): 10}
+    late = {segment_name("log", 1, 0, 100): 5}
+    in_force = segments_in_force(parse_segments({**names, **late}))
+    assert [(s.epoch, s.begin, s.end) for s in in_force] == [(1, 0, 60), (2, 60, 70)]
+
+
+def test_segments_that_partly_overlap_are_read_once() -> None:
+    whole = body(0, 4)
+    half = len(body(0, 2))
+    log = segmented((1, 0, body(0, 3)), (1, half, whole[half:]))
+    assert numbers(log) == [0, 1, 2, 3]
+    assert isinstance(log.segments()[1], LogSegment)
+
+
+def test_opening_cuts_half_a_line_and_reads_only_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(body(0, 2) + b'{"number": 2, "fil')
+    with opened(LineLog(DiskStorage(tmp_path), "log")) as log:
+        assert numbers(log) == [0, 1]
+    path.write_bytes(b"half" * 1000)
+    with opened(LineLog(DiskStorage(tmp_path), "log")) as log:
+        assert numbers(log) == []
+
+
+@contextmanager
+def opened(log: LineLog) -> Iterator[LineLog]:
+    writer = open_lines(log)
+    yield log
+    assert writer.close() == ""
+
+
+def test_a_log_with_segments_of_a_newer_epoch_is_not_written() -> None:
+    with pytest.raises(LostLease, match="files of lease/ were removed"):
+        open_lines(segmented((7, 0, body(0, 1))), epoch=3)
+
+
+@pytest.mark.parametrize("appends_between", [False, True])
+def test_a_write_that_failed_and_comes_about_later_undoes_nothing(appends_between: bool) -> None:
+    """An object store may carry a request out whose answer was lost, after newer ones."""
+    storage: Any = MemoryStorage()
+    log = LineLog(storage, "log")
+    writer = SegmentWriter(log)
+    writer.append({"number": 0})
+    writer.ship()
+    writer.append({"number": 1})
+    late = dict(storage.objects)
+    storage.refusal = OSError(110, "Connection timed out")
+    with pytest.raises(OSError):
+        writer.ship()
+    storage.refusal = None
+    [name] = late
+    late[name] += b'{"number": 1}\n'
+    if appends_between:
+        writer.append({"number": 2})
+    for number in (3, 4):
+        writer.ship()
+        writer.append({"number": number})
+    writer.ship()
+    before = numbers(log)
+    storage.objects.update(late)
+    assert numbers(log) == before == [0, 1, *([2] if appends_between else []), 3, 4]

@@ -1,0 +1,96 @@
+"""Where processes listen: in the range that is allowed, on the interface asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import psutil
+import pytest
+
+from actors.distributed.store import open_store
+from actors.runtime.network import VARIABLES, Network, choose_interface, listen, own_address
+from actors.snapshots.server import SnapshotHost
+from actors.storage.errors import UnfitMachine
+from pipelines.run.plan import TrainRequest, make_plan
+from pipelines.settings.errors import UserError
+
+HOST = "127.0.0.1"
+
+
+def free_range(num_ports: int) -> tuple[int, int]:
+    """So many ports in a row, on none of which anybody listens here."""
+    for first in range(20_000, 32_000, num_ports):
+        try:
+            for port in range(first, first + num_ports):
+                socket.create_server((HOST, port)).close()
+        except OSError:
+            continue
+        return first, first + num_ports - 1
+    raise AssertionError("no range of ports is free")
+
+
+def test_ports_come_from_the_range_until_none_is_free() -> None:
+    first, last = free_range(3)
+    network = Network(ports=(first, last))
+    one = listen(HOST, network)
+    store, snapshot_server = (
+        open_store(HOST, network),
+        SnapshotHost("n", "", HOST, b"s", network).snapshot_server,
+    )
+    assert {one.getsockname()[1], store.port, snapshot_server.port} == set(range(first, last + 1))
+    with pytest.raises(UnfitMachine, match=f"--ports {first}:{last}: none .* at {HOST}") as told:
+        listen(HOST, network)
+    assert "\n" not in str(told.value)
+    one.close()
+    with listen(HOST, network) as again:
+        assert again.getsockname()[1] == first
+
+
+def test_an_interface_by_name_and_by_the_route() -> None:
+    assert own_address(Network("lo"), "192.0.2.1") == HOST
+    assert own_address(Network(), HOST) == HOST
+    others = {
+        name: entry.address
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family == socket.AF_INET and name != "lo" and psutil.net_if_stats()[name].isup
+    }
+    for name, address in others.items():
+        assert own_address(Network(name), HOST) == address
+        assert own_address(Network(), address) == address, "the route to oneself"
+
+
+def test_an_interface_that_is_not_there_is_told_in_one_line() -> None:
+    with pytest.raises(UnfitMachine, match=r"--interface eth77: .* none of that name; it has .*lo"):
+        own_address(Network("eth77"), HOST)
+
+
+def test_gloo_and_nccl_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+    choose_interface(Network(), HOST)
+    assert [os.environ[variable] for variable in VARIABLES] == ["lo", "lo"]
+    monkeypatch.setenv(VARIABLES[0], "mine")
+    choose_interface(Network(), HOST)
+    assert os.environ[VARIABLES[0]] == "mine", "the user's own word stays"
+    choose_interface(Network("lo"), HOST)
+    assert os.environ[VARIABLES[0]] == "lo", "but an option is nearer"
+
+
+def test_the_options_reach_the_workers(tmp_path: Path) -> None:
+    asked = TrainRequest(
+        "tiny", "run", str(tmp_path), data="random", interface="lo", ports="20000:20100"
+    )
+    options = make_plan(asked, num_gpus=0).run.options
+    assert options.network == Network("lo", (20000, 20100))
+
+
+@pytest.mark.parametrize("ports", ["20000", "2:1", "a:b", "0:5", "1:70000"])
+def test_a_range_that_is_none_is_refused(ports: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--ports .*first and the last port") as told:
+        make_plan(
+            TrainRequest("tiny", "run", str(tmp_path), data="random", ports=ports), num_gpus=0
+        )
+    assert "\n" not in str(told.value)

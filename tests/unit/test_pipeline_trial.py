@@ -1,0 +1,166 @@
+"""A module of one's own as a pipeline: what is found out by trying it, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from elastic.geometry.model_limits import Limits
+from pipelines.run.job import limits_of
+from pipelines.settings import TrainSettings
+from pipelines.settings.errors import UserError
+from pipelines.settings.recipe import Recipe
+from pipelines.training.custom.custom_pipeline import parts_of
+from pipelines.training.custom.custom_shape import shape_of
+from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.pipeline_trial import why_no_pipeline
+
+PARTS = ["first", "layers.*", "last"]
+BY_SHAPES = 0
+"""Parameters of a module that is tried with real values: no module is."""
+
+
+class Net(nn.Module):
+    """A chain, if nothing happens between its blocks."""
+
+    def __init__(self, between=lambda hidden: hidden, inner=nn.Tanh) -> None:
+        super().__init__()
+        self.between = between
+        self.first = nn.Linear(2, 3)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), inner()) for _ in range(2))
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(hidden)
+        for layer in self.layers:
+            hidden = self.between(layer(hidden))
+        return self.last(hidden)
+
+
+class Pair(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden, hidden
+
+
+def loss(model, batch):
+    return model(batch).square().mean()
+
+
+def under_autocast(model, batch):
+    with torch.autocast("cpu"):
+        return loss(model, batch)
+
+
+def of(model=Net, **changes: object) -> CustomWorkload:
+    given = {
+        "loss": loss,
+        "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
+        "data": lambda: [torch.randn(2) for _ in range(6)],
+        "held_out": lambda: [torch.randn(2) for _ in range(3)],
+        "settings": TrainSettings(batch=4, microbatch=2, eval_every=2),
+        "pipeline": PARTS,
+    }
+    return CustomWorkload(Recipe(**{"model": model, **given, **changes}))
+
+
+@pytest.mark.parametrize("most", [BY_SHAPES, 100])
+def test_a_chain_of_blocks_is_a_pipeline(most: int) -> None:
+    workload = of(metrics={"mean": lambda model, batch: (model(batch).sum(), 3)})
+    assert why_no_pipeline(workload, most) is None
+    assert [tuple(one.shape) for one in workload.flow] == [(2, 2), (2, 3), (2, 3), (2, 3), (2, 1)]
+    assert [one.requires_grad for one in workload.flow] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (lambda: Net(torch.relu), "do not give the output"),
+        (lambda: Net(lambda hidden: hidden.detach()), "do not give the gradients"),
+        (lambda: Net(inner=lambda: nn.Dropout(0.1)), "draws random numbers"),
+        (lambda: Net(lambda pair: pair[0], Pair), r"layers\.0 .* gives tuple"),
+    ],
+)
+def test_modules_that_are_no_chain_are_found_out(model, told: str) -> None:
+    limits = limits_of(of(model))
+    [why] = [reason for axis, reason in limits.refused if axis == "pp"]
+    with pytest.raises(AssertionError, match=told):
+        raise AssertionError(why)
+    assert "\n" not in why
+
+
+@pytest.mark.parametrize("most", [BY_SHAPES, 100])
+def test_buffers_may_change_and_nothing_be_drawn_also_by_shapes(most: int) -> None:
+    assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.BatchNorm1d(3))), most) is None
+    assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.Dropout(0.1))), most)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"loss": lambda model, batch: loss(model, batch) + loss(model, batch)}, "2 times each"),
+        ({"loss": lambda model, batch: model(hidden=batch).mean()}, "with (hidden=)"),
+        ({"loss": lambda model, batch: batch.mean()}, "does not call its module"),
+        ({"loss": lambda model, batch: loss(model, batch) + model.last.bias.sum()}, "uses last of"),
+        ({"loss": lambda model, batch: loss(model, batch) * torch.rand(())}, "random numbers"),
+        ({"loss": under_autocast}, "under autocast"),
+        ({"metrics": {"twice": lambda model, batch: loss(model, 2 * batch)}}, "metric twice calls"),
+        ({"held_out": lambda: [torch.randn(4, 2) for _ in range(3)]}, "pad samples to one size"),
+        ({"pipeline": ["first", "layers.*"]}, "leaves out last.weight"),
+        ({"pipeline": ["first", "layers.*.0", "last"], "blocks": ["layers.0"]}, "name `blocks`"),
+    ],
+)
+def test_recipes_that_are_no_pipeline_are_refused_pp_alone(changes, told: str) -> None:
+    limits = limits_of(of(**changes))
+    refused = dict(limits.refused)
+    assert told in refused["pp"] and "\n" not in refused["pp"]
+
+
+def test_an_evaluation_is_filled_up_only_if_samples_do_not_depend_on_others() -> None:
+    class Centred(nn.Linear):
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return super().forward(hidden - hidden.mean(0))
+
+    def centred() -> Net:
+        net = Net()
+        net.last = Centred(3, 1)
+        return net
+
+    wide = TrainSettings(batch=4, microbatch=4, eval_every=2)
+    assert "--set eval_samples=4" in (why_no_pipeline(of(centred, settings=wide)) or "")
+    assert why_no_pipeline(of(settings=wide)) is None
+    assert why_no_pipeline(of(centred, settings=wide.model_copy(update={"eval_every": 0}))) is None
+
+
+def test_blocks_are_named_in_order() -> None:
+    module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(2, 2) for _ in range(11))})
+    names = [f"layers.{number}" for number in range(11)]
+    assert parts_of(module, ["layers.*"]) == tuple(names)
+    assert [layer.modules for layer in shape_of(module, {}, pipeline=["layers.*"]).layers] == [
+        (name,) for name in names
+    ]
+    with pytest.raises(UserError, match=r"no layer\.\*; near it: layers\.\*"):
+        parts_of(module, ["layer.*"])
+    with pytest.raises(UserError, match=r"layers\.3 is named twice"):
+        parts_of(module, ["layers.*", "layers.3"])
+    module["layers"][4].weight = module["layers"][9].weight
+    limits: Limits = shape_of(module, {}, pipeline=["layers.*"]).limits
+    assert r"layers.4 and layers.9 of the recipe's pipeline share" in dict(limits.refused)["pp"]
+
+
+def test_a_block_without_anything_to_train_goes_with_a_neighbour() -> None:
+    parts = (nn.Embedding(9, 2).requires_grad_(False), nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
+    module = nn.Sequential(*parts, nn.Flatten())
+    layers = shape_of(module, {}, pipeline=["*"]).layers
+    assert [layer.modules for layer in layers] == [("0", "1"), ("2", "3", "4")]
+    assert [layer.cost for layer in layers] == [2 + 9, 1 + 4 + 1]
+
+
+def test_blocks_between_which_tp_cuts_what_flows_stay_together() -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
+    shape = shape_of(module, {"*": "colwise"}, pipeline=["*"])
+    assert len(shape.layers) == 1
+    named = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "up", "down", "last")})
+    plan = {"up": "colwise", "down": "rowwise"}
+    shape = shape_of(named, plan, pipeline=["first", "up", "down", "last"])
+    assert [one.modules for one in shape.layers] == [("first",), ("up", "down"), ("last",)]

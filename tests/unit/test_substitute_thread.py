@@ -1,0 +1,79 @@
+"""A thread that computes in the place of another is watched, timed and left behind with it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from test_loop import MODULE, a_step, declare
+
+from actors.runtime.compute_time import ThreadClock
+from actors.runtime.interruption import Interruption
+from actors.runtime.substitute_thread import computed_s, dismiss, stood_in_for, who_works
+from actors.storage.errors import Interrupted
+from pipelines.loop import Run
+from pipelines.loop.loop import Loop
+
+SPENT_S = 0.05
+
+
+def spend(spent: threading.Event, over: threading.Event) -> None:
+    begun = time.thread_time()
+    while time.thread_time() - begun < SPENT_S:
+        torch.ones(64, 64).mm(torch.ones(64, 64))
+    spent.set()
+    over.wait()
+
+
+def test_what_the_stand_in_computes_is_the_workers_own_time() -> None:
+    dismiss(threading.get_ident())  # who stood in for this thread in tests before
+    spent, over = threading.Event(), threading.Event()
+    thread = threading.Thread(target=spend, args=[spent, over])
+    clock, begun_s = ThreadClock(), computed_s()
+    begun_by_clock_s = clock.now()
+    thread.start()
+    with stood_in_for(thread):
+        assert who_works(threading.get_ident()) == thread.ident
+        spent.wait()
+        assert computed_s() - begun_s >= SPENT_S
+        assert clock.now() - begun_by_clock_s >= 0.9 * SPENT_S
+    assert who_works(threading.get_ident()) == threading.get_ident()
+    over.set()
+    thread.join()
+
+
+def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
+    """Whoever comes back from where it was stuck is told to stop, though the run has gone on."""
+    interruption, go, told = Interruption(), threading.Event(), []
+    interruption.running_generation = 1
+
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                go.wait()
+                interruption.check()
+
+    loop = Loop(script, 0)
+
+    def train() -> None:
+        with pytest.raises(Interrupted, match="left behind"), interruption.leavable():
+            try:
+                loop.take(a_step(), MODULE)
+            except Interrupted as error:
+                told.append(str(error))
+                raise
+        interruption.forget()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    while not loop.is_busy:
+        time.sleep(0.001)
+    time.sleep(0.05)
+    assert thread.ident is not None and interruption.leave(thread.ident)
+    go.set()
+    thread.join(10)
+    assert told == ["this thread has been left behind"]
+    assert not interruption.is_left()
