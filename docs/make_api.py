@@ -14,7 +14,7 @@ from pathlib import Path
 from generated import ROOT, keep
 
 PACKAGES = ("pipelines", "actors", "elastic")
-BESIDE = (ROOT / "actors" / "program.py",)
+BESIDE = (ROOT / "actors" / "runtime" / "program.py",)
 """Modules that have a door of their own: their package imports nothing."""
 LONGEST = 92
 Definition = ast.ClassDef | ast.FunctionDef

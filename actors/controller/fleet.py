@@ -44,7 +44,7 @@ class Fleet(Protocol):
         `avoided`: who finds no other waits for one."""
 
     def start_snapshot_server(self, node: str) -> None:
-        """Answered by `SnapshotServerReady`, or by `SnapshotServerLost`, which may come later, too."""
+        """Answered by `SnapshotServerReady`, or later by `SnapshotServerLost`."""
 
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         """Each is answered by `SnapshotServerReported`, if it lives."""

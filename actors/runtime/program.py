@@ -109,7 +109,7 @@ class Replica(Protocol):
     ) -> torch.Tensor:
         """Forward, backward and gradient reduction for this rank's microbatches of a step.
 
-        The batches with the numbers `skipped_batches` are read by no step; see `elastic.geometry.sample_order`.
+        No step reads the batches with the numbers in `skipped_batches`.
 
         Returns float64 `(loss sum, token count, squared norm of the local gradients, each
         divided by its number of copies)`, shape (3,), on the device. When the host has read a

@@ -1,6 +1,7 @@
 """Parity between keepers: chunks sent and folded together, and a lost part made again of them.
 
-`elastic/reshard/parity.py` says which bytes; here they move, in windows, so that nobody needs more memory
+`elastic/reshard/parity.py` says which bytes; here they move, in windows, so that nobody needs more
+memory
 than the parity itself. Runs without Ray.
 """
 

@@ -1,6 +1,6 @@
 """Logs of JSON lines that only grow, as their readers see them, also where storage cannot append.
 
-On a disk a log is one file. On an object store it is a folder of segments (`actors.storage.segments`).
+On a disk a log is one file. On an object store it is a folder of segments.
 Offsets are bytes of the whole log; they stay valid when old segments are compacted or dropped. How
 a log is written: `actors.storage.line_writers`.
 """

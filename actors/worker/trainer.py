@@ -86,11 +86,9 @@ class Trainer:
     def __post_init__(self) -> None:
         self.faults = FaultInjector(self.worker, self.options.faults)
         self.specs = self.program.specs()
-        every = self.options.snapshot_every
-        secret = self.options.secret
-        self.snapshots = Snapshots(
-            self.worker, self.node, self.specs, every, self.faults, secret=secret
-        )
+        every, secret = self.options.snapshot_every, self.options.secret
+        snapshots = Snapshots(self.worker, self.node, self.specs, every, self.faults, secret=secret)
+        self.snapshots = snapshots
         run = open_storage(self.options.run_folder)
         self.statistics = StatisticsLog(run)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
@@ -364,8 +362,7 @@ class Trainer:
             self.report(evaluated(generation, step, found))
 
     def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all replicas are equal, which all ranks find alike; if not, all tell of it, since
-        one that is broken may not live to do so."""
+        """Whether all replicas are equal; if not, all report it: a broken one may die."""
         if not audit.is_due(step):
             return True
         with self.interruption.leavable():
@@ -381,9 +378,8 @@ class Trainer:
         assignment = holding.assignment
         share = self._share(assignment, writers or assignment.members)
         still = held_still(self.specs, {name: holding.tensors[name] for name in share})
-        self.writer.begin(
-            CheckpointPart(step, generation, {n: (share[n], t) for n, t in still.items()})
-        )
+        tensors = {name: (share[name], tensor) for name, tensor in still.items()}
+        self.writer.begin(CheckpointPart(step, generation, tensors))
 
     def _guard(self, generation: int, step: int) -> None:
         """The next step has ended workers before: what is committed outlives this one."""

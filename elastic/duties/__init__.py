@@ -1,1 +1,1 @@
-"""Duties of the controller that depend on no phase: recovery, checkpoints, membership and others."""
+"""Duties of the controller that belong to no phase: recovery, checkpoints, membership, ..."""

@@ -3,7 +3,8 @@
 A crash is the end of a worker's process that nobody has planned. What strikes several workers at
 once says little of any node: the crashes of one moment count once, and not at all where they are on
 several nodes; nor do those amid one step that happen on several nodes, one after the other, since
-they follow the batch (see `blaming`). A node is avoided if it has had `quarantine_after` crashes within
+they follow the batch (see `poison_batches`). A node is quarantined if it has had
+`quarantine_after` crashes within
 the window, over twice as many as the median of the others, and the run has workers elsewhere.
 
 Then no worker is started there. Its members train on; standby workers there are let go, as far as

@@ -1,1 +1,1 @@
-"""Geometry of a run: layouts, assignments, tensor specs, regions, shard maps, sample order, topology."""
+"""Geometry of a run: layouts, assignments, regions, shard maps, sample order, topology."""

@@ -103,7 +103,8 @@ def _mistake(target_layout: TargetLayout, job: Job, capacity: Capacity) -> str |
             "microbatches; lower dp x fsdp or the microbatch"
         )
     if fsdp % target_layout.least_fsdp:
-        return f"ep={target_layout.ep} does not fold out of fsdp x cp x tp = {fsdp * target_layout.cp * target_layout.tp}"
+        num_ranks = fsdp * target_layout.cp * target_layout.tp
+        return f"ep={target_layout.ep} does not fold out of fsdp x cp x tp = {num_ranks}"
     return None
 
 

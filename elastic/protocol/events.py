@@ -15,7 +15,7 @@ from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A whole checkpoint: it is of this step, and this generation wrote it."""
+    """A whole checkpoint, with the generation that wrote it."""
 
     step: int
     generation: int
@@ -173,7 +173,7 @@ class GroupFormed:
 
 @dataclass(frozen=True, slots=True)
 class StateReady:
-    """A worker's part of the state stands complete under the new assignment."""
+    """A worker's part of the state is complete under the new assignment."""
 
     worker: str
     generation: int
@@ -286,11 +286,10 @@ class RolledForward:
 class WorkerRaised:
     """An exception came out of a worker's training thread.
 
-    `kind` is `peer` (a collective broke: somebody else may be gone), `device`, `memory`, `machine`
-    (where it runs something is lacking that it may find elsewhere, as the way to the data),
-    `holding` (what it holds is not of the plan's step) or `program` (the user's code). Of `memory`
-    it is told how much the worker held at most and, if the allocator says so, how much more it
-    asked for.
+    `kind` is `peer` (a collective broke: a peer may be gone), `device`, `memory`, `machine` (the
+    machine lacks something, such as a route to the data), `holding` (what the worker holds is not
+    of the plan's step) or `program` (the user's code). For `memory`, `held_bytes` is the worker's
+    peak and `wanted_bytes` what the allocator was asked for, if it says so.
     """
 
     worker: str
@@ -304,7 +303,7 @@ class WorkerRaised:
 
 @dataclass(frozen=True, slots=True)
 class PartWritten:
-    """A worker's part of a checkpoint is durable; nobody may read it before it is published."""
+    """A worker's part of a checkpoint is durable; readers see it once it is published."""
 
     worker: str
     generation: int

@@ -110,7 +110,7 @@ class TrainingProgram:
     def write_part(
         self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, Tensor]]
     ) -> WrittenPart:
-        """Write one worker's regions of a checkpoint; see `pipelines.training.checkpoint.part_file`."""
+        """Write one worker's regions of a checkpoint."""
         return write_part(checkpoint, name, parts)
 
     def read_regions(self, checkpoint: Storage, wanted: Mapping[str, Region]) -> dict[str, Tensor]:

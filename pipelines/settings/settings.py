@@ -263,11 +263,13 @@ class TrainSettings(Settings):
     `hang_share` of `hang_timeout_s`; of several one at a time, each time that none unwinds for as
     long as a hang takes. Any other worker gets `collective_timeout_s`, also the limit of every
     collective. The last checkpoint may take `save_timeout_s`; what was not written is tried again
-    after `save_backoff_s`, doubled each time. Snapshot servers get `snapshot_server_timeout_s`. A controller
+    after `save_backoff_s`, doubled each time. Snapshot servers get
+    `snapshot_server_timeout_s`. A controller
     that was away asks one worker for the records of steps, and after `records_timeout_s` another.
     Workers tell after every `straggler_every` steps (0: never) how long they computed; who took
     over `straggler_factor` times as long as others with the same work, `straggler_reports` times in
-    a row, is replaced by a spare or told of. A node on which workers crash `quarantine_after` times (0:
+    a row, is replaced by a standby worker or reported. A node on which workers
+    crash `quarantine_after` times (0:
     never) within `crash_window_s` gets no new ones for `quarantine_s`, or until the run has lacked
     workers for `quarantine_patience_s`.
     A run without `--detach` is saved and ends when its driver has been silent for

@@ -244,7 +244,7 @@ def test_no_feasible_layout_beats_the_planned_one(case: Case, snapshots_cover: b
 SAME_UNDER_ANY_SEED = """
 from elastic.geometry.training_job import Job
 from elastic.geometry.topology import Place
-from elastic.geometry.target_layout import Wish
+from elastic.geometry.target_layout import TargetLayout
 from elastic.planner.proposal import assign
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
@@ -252,9 +252,9 @@ from elastic.geometry.layout import Layout
 workers = {f"w{i}" for i in range(4, 40)}
 topology = {w: Place(f"n{int(w[1:]) // 5}", f"r{int(w[1:]) // 20}") for w in workers}
 old = Assignment(1, Layout(dp=4, fsdp=3, tp=2), tuple(f"w{i}" for i in range(24)))
-for wish in (Wish(tp=2), Wish(tp=2, dp=4, fsdp=4), Wish(dp=3, fsdp=7)):
+for wish in (TargetLayout(tp=2), TargetLayout(tp=2, dp=4, fsdp=4), TargetLayout(dp=3, fsdp=7)):
     for previous in (None, old):
-        print(assign(previous, workers, generation=2, wish=wish, topology=topology,
+        print(assign(previous, workers, generation=2, target_layout=wish, topology=topology,
                      job=Job(num_microbatches=64)))
 """
 

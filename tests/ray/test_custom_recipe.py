@@ -1,4 +1,4 @@
-"""`elastic train` of a module, data and an optimizer of one's own, as docs/custom-model.md shows."""
+"""`elastic train` of a custom module, dataset and optimizer, as docs/custom-model.md shows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The controller alone dies and comes back, as `actors/controller/shell.py` and `ray_fleet.py` have it."""
+"""The controller alone dies and comes back, as on Ray."""
 
 from __future__ import annotations
 

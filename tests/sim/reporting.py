@@ -82,13 +82,9 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} {_names(command.workers)} from {source}"
         case Resume():
             released = f", released {_names(command.released)}" if command.released else ""
-            skipped_batches = (
-                f", without batches {_numbers(command.skipped_batches)}"
-                if command.skipped_batches
-                else ""
-            )
             where = f"{command.layout} {_names(command.workers)}"
-            return f"g{command.generation} from step {command.step}: {where}{released}{skipped_batches}"
+            what = f"{where}{released}{_without(command)}"
+            return f"g{command.generation} from step {command.step}: {what}"
         case (
             RequestCheckpoint()
             | SaveCheckpoint()
@@ -103,13 +99,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} at step {command.step} from {command.source}"
         case RolledBack():
             steps = f"step {command.step} from step {command.from_step}"
-            skipped_batches = (
-                f", without batches {_numbers(command.skipped_batches)}"
-                if command.skipped_batches
-                else ""
-            )
             cause = f": {command.cause}" if command.cause else ""
-            return f"g{command.generation} to {steps}, {command.source}{skipped_batches}{cause}"
+            return f"g{command.generation} to {steps}, {command.source}{_without(command)}{cause}"
         case Warned():
             return f"{command.kind}: {command.text}"
         case Replaced() | NodeQuarantined() | NodeReleased():
@@ -122,6 +113,11 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case Stopped():
             reason = f": {command.reason}" if command.reason else ""
             return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _without(command: Resume | RolledBack) -> str:
+    skipped = command.skipped_batches
+    return f", without batches {_numbers(skipped)}" if skipped else ""
 
 
 def _of_survivors(command: RollForward | SendRecords) -> str:

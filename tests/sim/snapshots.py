@@ -1,4 +1,4 @@
-"""How a simulated worker brings its snapshots to keepers: as `actors/snapshots/worker_snapshots.py` does."""
+"""How a simulated worker sends its snapshots to snapshot servers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated re-layouts: the values really move, as `elastic.reshard.transfers` says (invariant 3)."""
+"""Simulated reshards: the values really move, as `transfers` says (invariant 3)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated training thread does with commands: step by step as `actors/worker/trainer.py`."""
+"""What a simulated training thread does with commands: step by step as the real one."""
 
 from __future__ import annotations
 

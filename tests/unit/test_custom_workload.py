@@ -199,7 +199,7 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "import torch\n"
-        "from pipelines.settings.recipe import Recipe; from pipelines.settings import TrainSettings\n"
+        "from pipelines.settings.recipe import Recipe, TrainSettings\n"
         "@dataclass\n"
         "class Data:\n"
         "    number: 'int'\n"

@@ -92,7 +92,7 @@ def test_the_hook_ends_before_the_grace_period(cluster: dict[str, Any]) -> None:
         hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
         assert hook[:3] == ["python", "-m", "actors.notices.drain"]
         assert 0 < float(hook[3]) < pod["terminationGracePeriodSeconds"]
-    assert (ROOT / "actors" / "drain.py").exists()
+    assert (ROOT / "actors" / "notices" / "drain.py").exists()
 
 
 def test_the_command_is_accepted(job: dict[str, Any]) -> None:

@@ -32,7 +32,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def driven(run: Path) -> Iterator[Path]:
     """A run that another process drives."""
     code = (
-        "import sys; from actors.storage.lease import claim; from actors.storage.storage import open_storage\n"
+        "import sys; from actors.storage.lease import claim\n"
+        "from actors.storage.storage import open_storage\n"
         "claim(open_storage(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
     other = subprocess.Popen(

@@ -151,7 +151,7 @@ def test_fields_of_a_newer_writer_are_passed_over() -> None:
 
 def test_classes_that_share_a_name_are_told_apart() -> None:
     """`Stopped` is a phase and a command; a union knows which of them it means."""
-    assert decode(Phase, {"is": "Stopped", "outcome": "completed"}) == Ended("completed")
+    assert decode(Phase, {"is": "Ended", "outcome": "completed"}) == Ended("completed")
     with pytest.raises(UnreadableJournal, match="Resume"):
         decode(Phase, encode(Resume(1, 0, "dp=1", ("w0",), (), 0)))
 

@@ -37,7 +37,7 @@ def torch_pipelining() -> Any:
 
 
 class Pipelined:
-    """Microbatches through the stages that one rank has; see `pipelines.training.passes.passes.Passes`.
+    """Microbatches through the stages that one rank has; see `Passes`.
 
     Only ranks with the last stage know losses.
     """

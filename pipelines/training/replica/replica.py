@@ -128,7 +128,7 @@ class ShardedReplica:
         return Applied(self.state.lr(rate), norm, skipped)
 
     def statistics(self) -> StatisticsReport | None:
-        """Of the step just applied, if they are due; see `pipelines.training.replica.statistics`."""
+        """Of the step just applied, if they are due; see `Statistics`."""
         return self.inside.told()
 
     def drop_gradients(self) -> None:

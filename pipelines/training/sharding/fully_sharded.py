@@ -29,7 +29,7 @@ from pipelines.training.workload.workload import Workload
 
 
 class FullySharded:
-    """Modules whose parameters FSDP gathers block by block; see `pipelines.training.sharding.sharded`.
+    """Modules whose parameters FSDP gathers block by block; see `Sharded`.
 
     Each block and the rest of it are sharded over `fsdp`, with replicas over `dp` and `cp`.
     No collective is ever left to the optimizer's step (Zhao et al., PyTorch FSDP, 2023).

@@ -18,7 +18,7 @@ from pipelines.training.workload.spread import ALONE, Spread
 Style = Literal[
     "colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated", "partial"
 ]
-"""How tensor parallelism treats a module: see `pipelines.training.tensor.tensor_parallel` and, without
+"""How tensor parallelism treats a module: see `tensor_parallel` and, without
 sequence parallelism, `pipelines.training.tensor.unsharded_hidden`."""
 
 
