@@ -52,7 +52,7 @@ def is_refused(numbers: list[float], ballots: list[Ballot]) -> bool:
     except BrokenVote:
         return True
     except ValueError as error:  # only a token count within the rounding may be read
-        assert "give whole ones" in str(error)
+        assert "which is no integer" in str(error)
     return False
 
 
