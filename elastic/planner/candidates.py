@@ -62,8 +62,8 @@ def unusable(axes: TargetLayout, job: Job, capacity: Capacity, most: int) -> str
         return refusal
     if capacity.num_workers < axes.num_model_ranks:
         return (
-            f"{_named(axes)} need at least {axes.num_model_ranks} workers, but only "
-            f"{capacity.num_workers} are available: start more or lower a degree"
+            f"{_named(axes)} need at least {axes.num_model_ranks} workers, only "
+            f"{capacity.num_workers} available: start more or lower a degree"
         )
     if most < axes.least_fsdp:
         return f"ep={axes.ep} divides no fsdp x cp x tp with fsdp up to {most}: lower ep"

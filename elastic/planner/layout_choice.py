@@ -114,7 +114,7 @@ def _refused_target(
     layout = target_layout.layout(dp, fsdp)
     if layout.num_workers > capacity.num_workers:
         num_workers = capacity.num_workers
-        return f"{layout} needs {layout.num_workers} workers, but only {num_workers} are available"
+        return f"{layout} needs {layout.num_workers} workers, only {num_workers} available"
     if not fits(job, layout, capacity):
         return f"{layout}: {too_big(job, target_layout, capacity, fsdp)}"
     return None

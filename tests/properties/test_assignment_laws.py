@@ -183,12 +183,12 @@ def test_replicas_of_a_shard_lie_on_different_nodes_where_there_are_enough(
     assert _num_nodes_per_shard(fresh, topology) == [dp] * fsdp
     if num_more:
         lost = data.draw(st.sampled_from(fresh.members))
-        survivors = [worker for worker in topology if worker != lost]
-        repaired = assign(
-            fresh, survivors, generation=2, target_layout=target_layout, topology=topology, job=job
+        left = [worker for worker in topology if worker != lost]
+        mended = assign(
+            fresh, left, generation=2, target_layout=target_layout, topology=topology, job=job
         )
-        assert isinstance(repaired, Assignment)
-        assert _num_nodes_per_shard(repaired, topology) == [dp] * fsdp
+        assert isinstance(mended, Assignment)
+        assert _num_nodes_per_shard(mended, topology) == [dp] * fsdp
 
 
 def _num_nodes_per_shard(assignment: Assignment, topology: dict[str, Place]) -> list[int]:
@@ -235,7 +235,7 @@ def test_no_feasible_layout_beats_the_planned_one(case: Case, snapshots_cover: b
     if not snapshots_cover and any(dp > 1 for dp, _ in feasible):
         feasible = [(dp, fsdp) for dp, fsdp in feasible if dp > 1]
     cost = {
-        (dp, fsdp): -(-job.num_microbatches // (dp * fsdp)) + case.target_layout.pp - 1
+        (dp, fsdp): max(-(-job.num_microbatches // (dp * fsdp)), layout.pp) + layout.pp - 1
         for dp, fsdp in feasible
     }
     fastest = [pair for pair in feasible if cost[pair] <= 1.05 * min(cost.values())]

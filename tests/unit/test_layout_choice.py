@@ -71,7 +71,7 @@ def test_other_model_axes_keep_to_the_limits() -> None:
     assert str(choice.layout) == "tp=2"
     assert any("tp=3 does not divide 4" in refusal for refusal in choice.refusals)
     assert choice.refusals[0].startswith(
-        "pp=1, cp=1, tp=4 need at least 4 workers, but only 3 are available"
+        "pp=1, cp=1, tp=4 need at least 4 workers, only 3 available"
     )
 
 
@@ -119,7 +119,7 @@ def test_a_refusal_for_memory_says_what_is_needed_what_is_there_and_what_would_f
     fallen = chosen("tp=2,dp=2", 1, job, 80)
     assert isinstance(fallen, Infeasible)
     assert fallen.reason.startswith(
-        "dp=2,tp=2 needs 4 workers, but only 1 are available; dp=1: a worker needs"
+        "dp=2,tp=2 needs 4 workers, only 1 available; dp=1: a worker needs"
     )
     assert layout_of("tp=2,fsdp=1", 6, job=job, memory_bytes=45) == "fsdp=3,tp=2"
 
@@ -169,16 +169,16 @@ def test_the_reason_tells_what_was_refused_and_what_came_next() -> None:
     assert isinstance(choice, LayoutChoice)
     assert choice.reason == (
         "tp=2 at 4 microbatches a step, best of 1 for 3 workers; "
-        "dp=2,tp=2 needs 4 workers, but only 3 are available"
+        "dp=2,tp=2 needs 4 workers, only 3 available"
     )
     choice = chosen("dp=2,fsdp=2", 3)
     assert isinstance(choice, LayoutChoice)
     assert choice.reason == (
         "dp=3 at 3 microbatches a step, best of 1 for 3 workers; "
-        "dp=2,fsdp=2 needs 4 workers, but only 3 are available"
+        "dp=2,fsdp=2 needs 4 workers, only 3 available"
     )
     assert choice.refusals == (
-        "dp=2,fsdp=2 needs 4 workers, but only 3 are available",
+        "dp=2,fsdp=2 needs 4 workers, only 3 available",
         "2 layouts of one replica: a single loss would cost steps",
     )
 
