@@ -1,7 +1,7 @@
-"""elastic decides: pure values and functions; time comes in as an argument.
+"""The decisions of an elastic run: pure values and functions that get the time as an argument.
 
-Begin with `Core.step(now, event) -> commands`; `events` and `commands` are all that goes in and
-comes out, `phases` says where it may go.
+Start reading at `Core.step(now, event) -> commands`. `protocol.events` lists its inputs,
+`protocol.commands` its outputs, and `protocol.phases` the legal transitions.
 """
 
 from elastic.controller.core import Core

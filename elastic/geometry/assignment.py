@@ -1,4 +1,4 @@
-"""An assignment: which worker has which world rank of which layout, in one generation."""
+"""Assignment: the layout of one generation and the worker of each world rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from elastic.geometry.layout import Coordinates, Layout
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """One generation's membership: `members` in world-rank order, and the warm `spares`."""
+    """The membership of one generation: `members` in world-rank order, and warm `standbys`.
+
+    Raises `ValueError` if the layout needs another number of members or a member occurs twice.
+    """
 
     generation: int
     layout: Layout
@@ -18,9 +21,11 @@ class Assignment:
 
     def __post_init__(self) -> None:
         if len(self.members) != self.layout.num_workers:
-            raise ValueError(f"{self.layout} wants {self.layout.num_workers} members")
+            raise ValueError(
+                f"{self.layout} needs {self.layout.num_workers} members, not {len(self.members)}"
+            )
         if len(set(self.members)) != len(self.members):
-            raise ValueError("a worker stands twice in an assignment")
+            raise ValueError(f"a worker occurs twice in the members {self.members}")
 
     def world_rank(self, worker: str) -> int:
         return self.members.index(worker)

@@ -1,4 +1,4 @@
-"""What callers of the core may catch: each message says what, where and how to mend it."""
+"""Errors of the core that callers may catch; each message says what is wrong and how to fix it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 class ElasticError(ValueError):
-    """Any refusal of the core that is the caller's doing."""
+    """A request that the core refuses because of a mistake of the caller."""
 
 
 class InvalidLayout(ElasticError):
@@ -14,19 +14,19 @@ class InvalidLayout(ElasticError):
 
 
 class InvalidSpec(ElasticError):
-    """A tensor spec does not say where the tensor lies under a layout."""
+    """A tensor spec does not determine where the tensor lies under a layout."""
 
 
 class InvalidReshard(ElasticError):
-    """A re-layout that nobody can carry out: its holders do not have what is needed."""
+    """A reshard that cannot be carried out: its holders lack regions that are needed."""
 
 
 class InvalidRedundancy(ElasticError):
-    """Neither `copy` nor `xor:` and a number."""
+    """The setting `snapshot_redundancy` is neither `copy` nor `xor:k`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Infeasible:
-    """No answer exists; `reason` is one line that says what is missing."""
+    """No solution exists; `reason` says in one line what is missing."""
 
     reason: str

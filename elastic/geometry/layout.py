@@ -1,4 +1,4 @@
-"""A layout: the degrees of parallelism, and the mesh of world ranks that they span."""
+"""Layout: the degrees of parallelism and the mesh of world ranks that they span."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from elastic.geometry.errors import InvalidLayout
 from elastic.geometry.zero import HYBRID, STAGES, parse_stage
 
 AXES = ("pp", "dp", "fsdp", "cp", "tp")
-"""Mesh axes from outermost to innermost: those further right talk more often."""
+"""Mesh axes from outermost to innermost: inner axes communicate more often."""
 
 MAX_DIGITS = 9
-"""Of a degree; Python takes quadratic time to read a number of very many."""
+"""Longest degree that is read: Python parses very long numbers in quadratic time."""
 
 
 class Coordinates(NamedTuple):
-    """Where a worker stands in the mesh: one index an axis, in the order of `AXES`."""
+    """The position of a worker in the mesh: one index for each axis, in the order of `AXES`."""
 
     pp: int = 0
     dp: int = 0
@@ -30,12 +30,12 @@ class Coordinates(NamedTuple):
 class Layout:
     """The degrees of parallelism of one assignment.
 
-    `dp` counts replicas, `fsdp` shards (`dp x fsdp` is HSDP); `ep` folds out of
-    `fsdp x cp x tp` for expert tensors; `zero` says what `fsdp` shards
-    (Rajbhandari et al., ZeRO, 2020: 0 nothing, 1 optimizer state, 2 and gradients,
-    3 and parameters); `vp` is how many stages of the pipeline lie on each of its ranks.
+    `dp` counts replicas, `fsdp` shards (`dp x fsdp` is HSDP). `ep` folds out of
+    `fsdp x cp x tp` for expert tensors. `zero` says what `fsdp` shards
+    (Rajbhandari et al., ZeRO, 2020): 0 nothing, 1 optimizer state, 2 also gradients,
+    3 also parameters. `vp` is the number of pipeline stages on each pipeline rank.
 
-    Raises `InvalidLayout` if a degree is not a positive integer or does not fold.
+    Raises `InvalidLayout` if a degree is not a positive integer or `ep` does not fold.
     """
 
     pp: int = 1
@@ -50,16 +50,18 @@ class Layout:
     def __post_init__(self) -> None:
         for axis in (*AXES, "ep", "vp"):
             if getattr(self, axis) < 1:
-                raise InvalidLayout(f"{axis}={getattr(self, axis)}: a degree is at least 1")
+                raise InvalidLayout(f"{axis}={getattr(self, axis)}: a degree must be at least 1")
         if self.zero not in STAGES:
-            raise InvalidLayout(f"zero={self.zero}: the ZeRO stage is 0, 1, 2 or 3")
+            raise InvalidLayout(f"zero={self.zero}: the ZeRO stage must be 0, 1, 2 or 3")
         if (self.fsdp * self.cp * self.tp) % self.ep:
             raise InvalidLayout(
                 f"ep={self.ep} does not divide fsdp x cp x tp = {self.fsdp * self.cp * self.tp}"
             )
 
         if self.vp > 1 and self.pp == 1:
-            raise InvalidLayout(f"vp={self.vp}: several stages a rank need a pipeline; set pp")
+            raise InvalidLayout(
+                f"vp={self.vp}: several stages on a rank need a pipeline; set pp to 2 or more"
+            )
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -72,11 +74,11 @@ class Layout:
 
     @property
     def num_data_ranks(self) -> int:
-        """How many ranks read different samples of a batch."""
+        """The number of ranks that read different samples of a batch."""
         return self.dp * self.fsdp
 
     def coordinates(self, world_rank: int) -> Coordinates:
-        """The place of a world rank in the mesh (invariant 1: the inverse of `world_rank`)."""
+        """The mesh coordinates of a world rank (invariant 1: the inverse of `world_rank`)."""
         if not 0 <= world_rank < self.num_workers:
             raise InvalidLayout(f"world rank {world_rank} is outside 0..{self.num_workers - 1}")
         indices = []
@@ -92,47 +94,47 @@ class Layout:
         return rank
 
     def data_rank(self, world_rank: int) -> int:
-        """Which of the ranks that read different samples this one is."""
-        place = self.coordinates(world_rank)
-        return place.dp * self.fsdp + place.fsdp
+        """The index of a world rank among the ranks that read different samples."""
+        coordinates = self.coordinates(world_rank)
+        return coordinates.dp * self.fsdp + coordinates.fsdp
 
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """The world ranks of each group along an axis; they partition all (invariant 1)."""
-        place = AXES.index(axis)
-        stride = prod(self.degrees[place + 1 :])
-        degree = self.degrees[place]
+        """The world ranks of each group along an axis; they partition all ranks (invariant 1)."""
+        position = AXES.index(axis)
+        stride = prod(self.degrees[position + 1 :])
+        degree = self.degrees[position]
         firsts = (r for r in range(self.num_workers) if (r // stride) % degree == 0)
         return tuple(tuple(r + i * stride for i in range(degree)) for r in firsts)
 
     def __str__(self) -> str:
         parts = [f"{axis}={getattr(self, axis)}" for axis in (*AXES, "ep", "vp")]
-        told = [part for part in parts if not part.endswith("=1")]
-        told += [f"zero={self.zero}"] if self.zero != 3 else []
-        return ",".join(told) or "dp=1"
+        shown = [part for part in parts if not part.endswith("=1")]
+        shown += [f"zero={self.zero}"] if self.zero != 3 else []
+        return ",".join(shown) or "dp=1"
 
     @classmethod
     def parse(cls, text: str) -> Layout:
-        """Read `dp=2,tp=2`; `zero` may be a name of FSDP's, as in `fsdp=4,zero=FULL_SHARD`.
+        """Read `dp=2,tp=2`; `zero` may be an FSDP strategy, as in `fsdp=4,zero=FULL_SHARD`.
 
-        Raises `InvalidLayout` for an unknown axis, a bad number or name.
+        Raises `InvalidLayout` for an unknown axis, a bad degree or a bad strategy.
         """
         known = {field.name for field in fields(cls)}
         degrees: dict[str, int] = {}
         for part in text.replace(" ", "").split(","):
             axis, _, value = part.partition("=")
             if axis not in known:
-                raise InvalidLayout(f"'{part}': not an axis; write e.g. dp=2,fsdp=2 ({text!r})")
+                raise InvalidLayout(f"'{part}': not an axis; write e.g. dp=2,fsdp=2 (in {text!r})")
             if axis in degrees:
-                raise InvalidLayout(f"'{axis}' stands twice in {text!r}")
+                raise InvalidLayout(f"'{axis}' occurs twice in {text!r}: remove one")
             if axis == "zero":
                 degrees[axis] = parse_stage(value)
                 continue
             if not (value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS):
-                raise InvalidLayout(f"'{part}': the degree is a whole number, e.g. {axis}=2")
+                raise InvalidLayout(f"'{part}': the degree must be an integer, e.g. {axis}=2")
             degrees[axis] = int(value)
         if HYBRID in text.upper() and degrees.get("dp", 1) == 1:
             raise InvalidLayout(
-                f"zero={HYBRID}: it means shards within replicas, so name dp=2 or more, e.g. "
-                f"dp=2,fsdp=2,zero={HYBRID}; without replicas it is zero=FULL_SHARD ({text!r})"
+                f"zero={HYBRID} shards within replicas: set dp=2 or more, e.g. "
+                f"dp=2,fsdp=2,zero={HYBRID}; without replicas use zero=FULL_SHARD (in {text!r})"
             )
         return cls(**degrees)

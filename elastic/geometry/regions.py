@@ -1,9 +1,9 @@
-"""Regions: axis-aligned boxes of a logical tensor, how they are cut, and their overlaps.
+"""Regions: axis-aligned boxes of a logical tensor, their chunks and their overlaps.
 
 A dim is cut as `torch.chunk` and DTensor's `Shard` cut it: chunks of `ceil(size / num_chunks)`
 elements, the last ones shorter or empty. Chunk boundaries are therefore multiples of one
-number, and the chunks that overlap an interval are found by two divisions: nothing is ever
-compared with everything else.
+number, and two divisions find the chunks that overlap an interval. No search compares all
+pairs of regions.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 
 class Region(NamedTuple):
-    """A box of one logical tensor: where it begins and how far it goes, in elements.
+    """A box of one logical tensor: its offsets and its shape, in elements.
 
-    A scalar's region has no dims and one element.
+    The region of a scalar has no dims and one element.
     """
 
     offsets: tuple[int, ...]
@@ -36,7 +36,7 @@ class Region(NamedTuple):
         return self._with_interval(dim, self.offsets[dim] + begin, length)
 
     def intersection(self, other: Region) -> Region | None:
-        """What both have, or None if that is no element."""
+        """The region that both contain, or None if it has no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         ends = map(min, self._ends(), other._ends())
         shape = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
@@ -60,7 +60,7 @@ class Region(NamedTuple):
 
 
 def chunk_interval(size: int, num_chunks: int, index: int) -> tuple[int, int]:
-    """Where a chunk of `size` elements begins, and its length (as DTensor's `Shard` has it)."""
+    """The begin and length of one chunk of a dim of `size` elements, as in DTensor's `Shard`."""
     chunk = _ceil_div(size, num_chunks)
     begin = min(index * chunk, size)
     return begin, min(chunk, size - begin)

@@ -1,4 +1,4 @@
-"""The order of samples: a pure function of seed and step, whatever the world (invariant 5)."""
+"""Sample order: a pure function of seed and step, independent of the layout (invariant 5)."""
 
 from __future__ import annotations
 
@@ -11,37 +11,40 @@ from struct import unpack
 from elastic.geometry.errors import ElasticError
 
 NUM_ROUNDS = 16
-"""Feistel rounds. Four make a wide network pseudo-random (Luby and Rackoff, 1988); with sixteen
-the orders of three to seven samples, too, are equally frequent (chi-squared; twelve fall short)."""
+"""Feistel rounds. Four make a wide network pseudo-random (Luby and Rackoff, 1988). With sixteen,
+the orders of three to seven samples are equally frequent too (chi-squared test; twelve fail it)."""
 
 MASK = (1 << 64) - 1
 
 
 class InvalidSamples(ElasticError):
-    """There is no such order of samples: nothing to draw from, or a count below its least."""
+    """A sample order that does not exist: no samples, or a number below its minimum."""
 
 
 def sample_of(seed: int, sample_id: int, num_samples: int) -> int:
-    """The sample, in 0..num_samples-1, that a global sample id stands for.
+    """The sample, in 0..num_samples-1, of a global sample id.
 
-    It is `permutation(seed, id div N)[id mod N]`: each epoch holds every sample once, in an order
-    of its own. Time and memory do not grow with N. Raises `InvalidSamples` if N < 1 or id < 0.
+    It is `permutation(seed, id div N)[id mod N]`: each epoch holds every sample once, in its own
+    order. Time and memory do not grow with N. Raises `InvalidSamples` if N < 1 or id < 0.
     """
     if num_samples < 1 or sample_id < 0:
-        raise InvalidSamples(f"sample id {sample_id} of {num_samples} samples: needs 1 or more")
+        raise InvalidSamples(
+            f"sample id {sample_id} of {num_samples} samples: the id must be 0 or more, and the "
+            "number of samples 1 or more"
+        )
     epoch, index = divmod(sample_id, num_samples)
     return permuted(index, num_samples, round_keys(seed, epoch))
 
 
 def permuted(index: int, num_samples: int, keys: tuple[int, ...]) -> int:
-    """Where a keyed permutation of 0..num_samples-1 takes an index.
+    """The image of an index under a keyed permutation of 0..num_samples-1.
 
-    A generalised Feistel network over a x b >= N, and cycle walking back into 0..N-1
-    (Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). As a x b < N + a,
+    A generalised Feistel network over a x b >= N, with cycle walking back into 0..N-1
+    (Black and Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002). Because a x b < N + a,
     a walk longer than one step is rare.
     """
     width = isqrt(num_samples - 1) + 1
-    width += width % 2  # turning rows and columns of odd length makes even permutations only
+    width += width % 2  # rotating rows and columns of odd length yields only even permutations
     height = -(-num_samples // width)
     while True:
         upper, lower = divmod(index, width)
@@ -55,7 +58,7 @@ def permuted(index: int, num_samples: int, keys: tuple[int, ...]) -> int:
 
 @lru_cache(maxsize=8)
 def round_keys(seed: int, epoch: int) -> tuple[int, ...]:
-    """One 64-bit key a Feistel round; remembered, as a batch asks for them once a sample."""
+    """One 64-bit key for each Feistel round; cached, because a batch needs them for each sample."""
     digest = shake_128(f"order/{seed}/{epoch}".encode()).digest(8 * NUM_ROUNDS)
     return unpack(f"<{NUM_ROUNDS}Q", digest)
 
@@ -74,46 +77,47 @@ def mixed(bits: int) -> int:
 def batch_ids(step: int, batch: int, skipped: Iterable[int] = ()) -> range:
     """The sample ids of a step's global batch; steps count from 1, batches and ids from 0.
 
-    Step s reads batch s - 1, the ids `(s-1) x batch` up to but not `s x batch`. `skipped` are the
-    numbers of batches left out on purpose: the steps from there on read one batch further.
+    Step s reads batch s - 1: the ids from `(s-1) x batch` up to, but not including, `s x batch`.
+    `skipped` are the numbers of skipped batches: each shifts the later steps by one batch.
     Raises `InvalidSamples` if step < 1 or batch < 1.
     """
     if step < 1 or batch < 1:
-        raise InvalidSamples(f"step {step} of batches of {batch} samples: both begin at 1")
+        raise InvalidSamples(f"step {step} of batches of {batch} samples: both must be 1 or more")
     number = batch_number(step, skipped)
     return range(number * batch, (number + 1) * batch)
 
 
 def batch_number(step: int, skipped: Iterable[int] = ()) -> int:
-    """The batch, from 0, that a step, from 1, reads: the step-th of those that are not skipped."""
+    """The batch (from 0) that a step (from 1) reads: the step-th of the batches not skipped."""
     number = step - 1
-    for skipped_batches in sorted(set(skipped)):
-        number += skipped_batches <= number
+    for skipped_batch in sorted(set(skipped)):
+        number += skipped_batch <= number
     return number
 
 
 def deal(num_microbatches: int, num_data_ranks: int) -> list[tuple[int, ...]]:
-    """The microbatches of a step that each data rank computes: contiguous blocks, as even as
-    they go, the first ranks taking one more.
+    """The microbatches of a step for each data rank: contiguous blocks, as even as possible; the
+    first ranks take one more.
 
-    Collectives must match, so every rank runs `num_rounds` rounds: those beyond its microbatches
-    are empty. Raises `InvalidSamples` if there is no microbatch or no rank.
+    Collectives must match, so every rank runs `num_rounds` rounds; the rounds after its last
+    microbatch are empty. Raises `InvalidSamples` if there is no microbatch or no rank.
     """
     if num_microbatches < 1 or num_data_ranks < 1:
         raise InvalidSamples(
-            f"{num_microbatches} microbatches for {num_data_ranks} data ranks: one each at least"
+            f"{num_microbatches} microbatches for {num_data_ranks} data ranks: both must be 1 or "
+            "more"
         )
-    share, over = divmod(num_microbatches, num_data_ranks)
-    firsts = [data_rank * share + min(data_rank, over) for data_rank in range(num_data_ranks + 1)]
+    share, num_larger = divmod(num_microbatches, num_data_ranks)
+    firsts = [rank * share + min(rank, num_larger) for rank in range(num_data_ranks + 1)]
     return [tuple(range(*firsts[i : i + 2])) for i in range(num_data_ranks)]
 
 
 def num_rounds(num_microbatches: int, num_data_ranks: int) -> int:
-    """How many rounds, empty ones included, each data rank runs in a step."""
+    """The number of rounds that each data rank runs in a step, empty ones included."""
     return len(deal(num_microbatches, num_data_ranks)[0])
 
 
 def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:
-    """The random seed (63 bits) of one microbatch of a step, the same on whatever rank it runs."""
+    """The random seed (63 bits) of one microbatch of a step; it does not depend on the rank."""
     name = f"microbatch/{run_seed}/{step}/{microbatch}"
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,22 +1,22 @@
-"""The shard map: which region of which tensor a rank holds under a layout.
+"""Shard map: which region of which tensor a rank holds under a layout.
 
-A tensor sees the world ranks as a row-major mesh and each mesh axis does one of three things
-to it: it cuts a dim, it selects (a layer lies on one pipeline stage), or it replicates.
+A tensor sees the world ranks as a row-major mesh. Each mesh axis does one of three things to
+the tensor: it cuts a dim, it selects (a layer lies on one pipeline stage), or it replicates.
 
-- Dense tensors see `pp, dp, fsdp, cp, tp`: `tp` cuts `tp_dim`, then `fsdp` cuts what is left
-  of `fsdp_dim` (on the same dim: the tp chunk is cut again, a contiguous box, torch's
-  `_StridedShard`); `dp` and `cp` replicate.
+- Dense tensors see `pp, dp, fsdp, cp, tp`: `tp` cuts `tp_dim`, then `fsdp` cuts the resulting
+  chunk along `fsdp_dim`; `dp` and `cp` replicate. If both cut the same dim, the tp chunk is cut
+  again into contiguous boxes, as torch's `_StridedShard` does.
 - Expert tensors see `pp, dp, rest, ep` with `rest x ep = fsdp x cp x tp`: the innermost `ep`
-  of these ranks form an expert group and cut `ep_dim`, `rest` does what `fsdp` does for dense
+  of these ranks form an expert group and cut `ep_dim`; `rest` does what `fsdp` does for dense
   tensors; `tp_dim` is not used (as in torchtitan with an expert tensor parallelism of 1).
-- `zero` says whether `fsdp` (or `rest`) cuts at all: from 1 on both optimizer state and
-  parameters, buffers never. A worker that computes with whole parameters (zero=1 and 2) keeps
-  only its own part of them current: what it holds is that part.
-- Layers are dealt to stages in order and by cost (see `stages`); `layer=None` replicates over
-  `pp`.
+- `zero` says whether `fsdp` (or `rest`) cuts at all: from 1 on it cuts optimizer state and
+  parameters, never buffers. A worker that computes with whole parameters (zero=1 and 2) keeps
+  only its own part of them current, so it holds only that part.
+- Layers are dealt to stages in order and by cost (see `pipeline_stages`); `layer=None`
+  replicates over `pp`.
 
-Cuts are made from the innermost axis outwards, so a region is named by one number: the
-first world rank that holds it. All else is arithmetic on strides.
+Axes cut from the innermost outwards, so one number names a region: the first world rank that
+holds it. Everything else is arithmetic on strides.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class AxisCut(NamedTuple):
 class Sharding:
     """How one tensor lies on the world ranks of one layout.
 
-    `cuts` stand in the order in which they are made, `copies` (the axes that replicate) from
-    the outermost in; `stage` are the world ranks among which the tensor lies.
+    `cuts` are in the order in which they are made. `copies` are the axes that replicate, from
+    the outermost inwards. `stage` are the world ranks of the tensor's pipeline stage.
     """
 
     shape: tuple[int, ...]
@@ -63,31 +63,31 @@ class Sharding:
 
     @property
     def num_copies(self) -> int:
-        """How many ranks hold each element."""
+        """The number of ranks that hold each element."""
         return prod(axis.degree for axis in self.copies)
 
     def region(self, world_rank: int) -> Region:
-        """What a rank of the stage holds, possibly empty."""
+        """The region that a rank of the stage holds, possibly empty."""
         region = Region.whole(self.shape)
         for dim, (degree, stride) in self.cuts:
             region = region.chunk(dim, degree, world_rank // stride % degree)
         return region
 
     def first_holder(self, world_rank: int) -> int:
-        """The lowest rank that holds the same region as this one: the region's name."""
+        """The lowest rank that holds the same region as this rank; it names the region."""
         for degree, stride in self.copies:
             world_rank -= world_rank // stride % degree * stride
         return world_rank
 
     def copy_index(self, world_rank: int) -> int:
-        """The place of a rank among the holders of its region."""
+        """The index of a rank among the holders of its region."""
         index = 0
         for degree, stride in self.copies:
             index = index * degree + world_rank // stride % degree
         return index
 
     def holder(self, first_holder: int, copy_index: int) -> int:
-        """The rank with this place among a region's holders: the inverse of `copy_index`."""
+        """The rank with this index among a region's holders: the inverse of `copy_index`."""
         rank = first_holder
         for degree, stride in reversed(self.copies):
             copy_index, index = divmod(copy_index, degree)
@@ -102,27 +102,27 @@ class Sharding:
         return ranks
 
     def first_holders(self) -> list[int]:
-        """The names of all regions, empty ones included, ascending."""
+        """The first holders of all regions, empty regions included, ascending."""
         ranks = [self.stage.start]
         for _, (degree, stride) in reversed(self.cuts):
             ranks = [rank + i * stride for rank in ranks for i in range(degree)]
         return ranks
 
     def overlaps(self, wanted: Region) -> list[tuple[int, Region]]:
-        """The regions that overlap `wanted`, by first holder, and what of it each has."""
-        found = [(self.stage.start, Region.whole(self.shape))]
+        """The regions that overlap `wanted`: the first holder and the overlap of each."""
+        chunks = [(self.stage.start, Region.whole(self.shape))]
         for dim, (degree, stride) in self.cuts:
-            found = [
+            chunks = [
                 (first + i * stride, region.chunk(dim, degree, i))
-                for first, region in found
+                for first, region in chunks
                 for i in region.overlapping_chunks(dim, degree, wanted)
             ]
-        common = [(first, region.intersection(wanted)) for first, region in found]
+        common = [(first, region.intersection(wanted)) for first, region in chunks]
         return [(first, region) for first, region in common if region is not None]
 
 
 def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
-    """How a tensor lies under a layout. Raises `InvalidSpec` where its layer lies nowhere."""
+    """The sharding of a tensor under a layout. Raises `InvalidSpec` if its layer has no stage."""
     cuts: list[AxisCut] = []
     copies: list[Axis] = []
     stride = 1
@@ -142,19 +142,19 @@ def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
 
 
 def stage_of(spec: TensorSpec, layout: Layout) -> int:
-    """The pipeline rank of a spec's layer; 0 where there is one rank or no layer."""
+    """The pipeline rank of a spec's layer; 0 if there is only one rank or no layer."""
     if layout.pp == 1 or spec.layer is None:
         return 0
     if not 0 <= spec.layer < len(spec.layer_costs):
         raise InvalidSpec(
             f"'{spec.name}': layer {spec.layer} of {len(spec.layer_costs)} has no stage under "
-            f"{layout}; give every spec with a layer the costs of all layers"
+            f"{layout}: set `layer_costs`, the costs of all layers, in every spec with a layer"
         )
     return pipeline_ranks(spec.layer_costs, layout.pp, layout.vp)[spec.layer]
 
 
 def alike(spec: TensorSpec, *layouts: Layout) -> tuple[object, ...]:
-    """Tensors with equal keys lie alike under each of these layouts."""
+    """A key: tensors with equal keys have the same sharding under each of these layouts."""
     return (
         spec.shape,
         spec.fsdp_dim,
@@ -167,10 +167,10 @@ def alike(spec: TensorSpec, *layouts: Layout) -> tuple[object, ...]:
 
 
 def region_of(spec: TensorSpec, layout: Layout, coordinates: Coordinates) -> Region | None:
-    """The region of a tensor that a rank holds, in the logical tensor's coordinates.
+    """The region of a tensor that a rank holds, in the coordinates of the logical tensor.
 
-    Empty where a dim has fewer chunks than ranks; None where the rank's pipeline stage has no
-    such tensor. Raises `InvalidSpec`.
+    Empty if a dim has fewer chunks than ranks; None if the tensor lies on another pipeline
+    stage. Raises `InvalidSpec`.
     """
     sharding = sharding_of(spec, layout)
     world_rank = layout.world_rank(coordinates)
@@ -178,7 +178,7 @@ def region_of(spec: TensorSpec, layout: Layout, coordinates: Coordinates) -> Reg
 
 
 def copies_of(spec: TensorSpec, layout: Layout) -> int:
-    """How many ranks hold each element of a tensor."""
+    """The number of ranks that hold each element of a tensor."""
     return sharding_of(spec, layout).num_copies
 
 
@@ -189,7 +189,7 @@ def bytes_held(specs: Sequence[TensorSpec], layout: Layout, coordinates: Coordin
 
 
 def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None]]:
-    """The axes that a tensor sees, outermost first, and the dim that each cuts."""
+    """The degrees of the axes that a tensor sees, outermost first, and the dim that each cuts."""
     fsdp_dim = spec.fsdp_dim if _fsdp_cuts(spec, layout) else None
     mesh: list[tuple[int, int | None]] = [(layout.dp, None)]
     if spec.layer is None:
@@ -201,5 +201,5 @@ def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None]]:
 
 
 def _fsdp_cuts(spec: TensorSpec, layout: Layout) -> bool:
-    # Parameters too: of whole ones each worker keeps its own part current alone.
+    # Parameters too: a worker with whole parameters keeps only its own part of them current.
     return divides(layout.zero, "optimizer") and spec.kind != "buffer"

@@ -1,4 +1,4 @@
-"""What the user asks for: model axes, and data axes at full strength."""
+"""Target layout: the model axes and the data axes that the user requests for full capacity."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from elastic.geometry.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class TargetLayout:
-    """The model axes for as long as they fit, the data axes at full strength.
+    """The requested layout: model axes to keep while they fit, and data axes at full capacity.
 
-    With neither `dp` nor `fsdp` the data axes are planned from the start; one of them alone
-    means that the other is 1. `max_workers=None`: as many as there are.
+    If neither `dp` nor `fsdp` is given, the planner chooses both. If one of them is given, the
+    other is 1. `max_workers=None` means all available workers.
     """
 
     pp: int = 1
@@ -28,9 +28,9 @@ class TargetLayout:
 
     @classmethod
     def parse(cls, text: str, max_workers: int | None = None) -> TargetLayout:
-        """Read `dp=2,tp=2`; an empty text wishes nothing. Raises `InvalidLayout`."""
+        """Read `dp=2,tp=2`; an empty text requests no layout. Raises `InvalidLayout`."""
         layout = Layout.parse(text) if text.strip() else Layout()
-        told = {part.partition("=")[0].strip() for part in text.split(",")}
+        named_axes = {part.partition("=")[0].strip() for part in text.split(",")}
         return cls(
             pp=layout.pp,
             cp=layout.cp,
@@ -38,34 +38,34 @@ class TargetLayout:
             ep=layout.ep,
             zero=layout.zero,
             vp=layout.vp,
-            dp=layout.dp if "dp" in told else None,
-            fsdp=layout.fsdp if "fsdp" in told else None,
+            dp=layout.dp if "dp" in named_axes else None,
+            fsdp=layout.fsdp if "fsdp" in named_axes else None,
             max_workers=max_workers,
         )
 
     @property
     def num_model_ranks(self) -> int:
-        """Workers for each data rank."""
+        """The number of workers of each data rank."""
         return self.pp * self.cp * self.tp
 
     @property
     def data_axes(self) -> tuple[int, int] | None:
-        """The wished (dp, fsdp), if any."""
+        """The requested (dp, fsdp), or None if the planner chooses them."""
         if self.dp is None and self.fsdp is None:
             return None
         return self.dp or 1, self.fsdp or 1
 
     @property
     def least_fsdp(self) -> int:
-        """All of `ep` folds out of the multiples of this `fsdp`, and of no other."""
+        """The smallest `fsdp` that `ep` folds out of; `ep` folds out of its multiples only."""
         return self.ep // gcd(self.ep, self.cp * self.tp)
 
     def layout(self, dp: int, fsdp: int) -> Layout:
-        """The model axes with these data axes, and as much of `ep` as folds out of them."""
+        """The layout with these data axes, and the largest part of `ep` that folds out of it."""
         ep = gcd(self.ep, fsdp * self.cp * self.tp)
         return Layout(self.pp, dp, fsdp, self.cp, self.tp, ep, self.zero, self.vp)
 
     def is_met(self, layout: Layout) -> bool:
-        """Whether this is what was asked for, at full strength."""
+        """Whether a layout is the requested one at full capacity."""
         dp, fsdp = self.data_axes or (layout.dp, layout.fsdp)
         return fsdp % self.least_fsdp == 0 and layout == self.layout(dp, fsdp)

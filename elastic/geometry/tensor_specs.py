@@ -1,4 +1,4 @@
-"""Tensor specs: the logical tensors of a run's state, whatever the layout."""
+"""Tensor specs: the logical tensors of a run's state, independent of the layout."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ ITEMSIZE_BYTES = {
 }
 
 Kind = Literal["parameter", "optimizer", "buffer"]
-"""What a tensor is to ZeRO: `fsdp` splits parameters and optimizer state from zero=1 on,
-buffers never."""
+"""The kind of a tensor for ZeRO: from zero=1 on, `fsdp` splits parameters and optimizer state,
+but never buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One logical tensor: its whole shape, and which dim each axis splits.
 
-    `layer` is the layer it belongs to (None: held by every pipeline stage); `layer_costs` are
-    the costs of all layers, by which they are dealt to stages (only needed where `pp` > 1).
-    `fsdp_dim`, `tp_dim` and `ep_dim` are the dims that those axes split (None: replicated over
-    the axis); a tensor with an `ep_dim` belongs to experts. `dtype` is a key of
+    `layer` is the layer of the tensor (None: every pipeline stage holds it). `layer_costs` are
+    the costs of all layers, by which layers are dealt to stages (only needed if `pp` > 1).
+    `fsdp_dim`, `tp_dim` and `ep_dim` are the dims that these axes split (None: the axis
+    replicates). A tensor with an `ep_dim` belongs to experts. `dtype` is a key of
     `ITEMSIZE_BYTES`.
     """
 

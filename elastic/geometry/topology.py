@@ -1,4 +1,4 @@
-"""The mesh as it fills up with workers, and the nodes and racks that they come from."""
+"""Topology: the node and the rack of each worker."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a worker runs: its node and, if labelled, its rack; both are failure domains."""
+    """The node of a worker and, if labelled, its rack; both are failure domains."""
 
     node: str = ""
     rack: str = ""
 
 
 Topology = Mapping[str, Place]
-"""The place of each worker; one that is missing lies on a node without a name."""
+"""The place of each worker; a worker without an entry runs on a node without a name."""
 
 Domain = tuple[str, str]
-"""(rack, node), so that domains sort by rack first."""
+"""A failure domain as (rack, node), so that domains sort by rack first."""

@@ -1,4 +1,4 @@
-"""What the core knows of the training job, and of what there is to train it on."""
+"""Training job: its size, limits and costs, and the capacity that it can train on."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from elastic.geometry.model_limits import Limits
 
 @dataclass(frozen=True, slots=True)
 class Bandwidths:
-    """Bytes a second from one worker to another, by where the two are; None: not measured.
+    """Bytes a second from one worker to another: within a node, within a rack, and between racks.
 
-    Workers on nodes without a rack label are far from each other.
+    None means not measured. Two nodes without a rack label count as different racks.
     """
 
     node: float | None = None
@@ -21,18 +21,19 @@ class Bandwidths:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What the core knows of the training job.
+    """The facts about the training job that the core uses.
 
-    A step has `num_microbatches`, each of `microbatch` samples (0: not known). All state together
-    has `state_bytes`, `param_bytes` of it parameters (0: not known), and so of the experts among
-    it; a worker needs `margin` times its part. `steps` is where the run ends; a checkpoint is due
-    at each multiple of `checkpoint_every` (0: only at the end).
-    `limits` are what the model's shape allows of the model axes, `layer_costs` what its layers
-    cost (none: all the same). One microbatch takes one worker `microbatch_s`, and its hidden
-    state between two layers has `activation_bytes` (0: not known). `digest` is of the driver's
-    sources and tensor specs, which each worker's must equal ("": the first worker's counts).
-    `seed` and `num_samples` (0: not known) give the order of the training samples; each
-    `eval_every` steps (0: never) an evaluation reads the first `num_eval_samples` held-out ones.
+    A step has `num_microbatches`, each of `microbatch` samples (0: not known). The whole state has
+    `state_bytes`, of which `param_bytes` are parameters (0: not known); `expert_state_bytes` and
+    `expert_param_bytes` are the experts' part of both. A worker needs `margin` times its part.
+    The run ends after `steps`. A checkpoint is due at each multiple of `checkpoint_every` (0: only
+    at the end).
+    `limits` are the bounds of the model axes; `layer_costs` are the costs of the layers (empty: all
+    equal). One worker computes one microbatch in `microbatch_s`, and the hidden state between two
+    layers has `activation_bytes` for each microbatch (0: not known). `digest` is the digest of the
+    driver's sources and tensor specs, which every worker must match ("": the first worker sets it).
+    `seed` and `num_samples` (0: not known) determine the order of the training samples. Every
+    `eval_every` steps (0: never) an evaluation reads the first `num_eval_samples` held-out samples.
     """
 
     num_microbatches: int = 1
@@ -57,21 +58,21 @@ class Job:
 
     @property
     def num_layers(self) -> int | None:
-        """How many layers can be dealt to pipeline stages; None bounds nothing."""
+        """The number of layers that can be dealt to pipeline stages; None means no bound."""
         return len(self.layer_costs) or self.limits.num_layers
 
     @property
     def knows_bandwidths(self) -> bool:
-        """Whether the time of communication can be estimated."""
+        """Whether the planner can estimate communication time."""
         return self.microbatch_s > 0 and self.bandwidths != Bandwidths()
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What there is to train on: how many workers, and the memory of the smallest of them.
+    """The available workers: their number and the memory of the smallest.
 
-    `node_size` and `rack_size` are how many of them the fullest node and rack have (1: nobody
-    knows of two that share one).
+    `node_size` and `rack_size` are the numbers of workers on the fullest node and in the fullest
+    rack (1: no two workers are known to share one).
     """
 
     num_workers: int

@@ -1,7 +1,7 @@
-"""The layouts that can be had, tier by tier, and a reason for each refusal.
+"""Candidate layouts: the feasible layouts, tier by tier, and a reason for each refusal.
 
-For each choice of model axes every `fsdp` is a candidate with the most replicas that it leaves
-room for; fewer replicas could only lose. There are never more data ranks than microbatches.
+For each choice of model axes, every `fsdp` is a candidate, with the most replicas that the workers
+allow: fewer replicas are never better. There are never more data ranks than microbatches.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Pair = tuple[int, int]
 
 @dataclass(slots=True)
 class Candidates:
-    """Layouts that can be had, as (dp, fsdp) by their model axes; and what was refused."""
+    """Feasible layouts, as (dp, fsdp) by their model axes, and the reasons of the refusals."""
 
     pairs: list[tuple[TargetLayout, list[Pair]]] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
 
     def weigh(self, axes: TargetLayout, job: Job, capacity: Capacity, least_ep: int) -> None:
-        """Take in all layouts with these model axes and the largest part of `ep` that leaves any,
-        down to `least_ep`."""
-        parts = [ep for ep in range(axes.ep, least_ep - 1, -1) if axes.ep % ep == 0]
-        for one in (replace(axes, ep=ep) for ep in parts):
-            pairs, refusal = pairs_of(one, job, capacity)
+        """Add all layouts with these model axes and the largest divisor of `ep`, down to
+        `least_ep`, for which a layout is feasible."""
+        divisors = [ep for ep in range(axes.ep, least_ep - 1, -1) if axes.ep % ep == 0]
+        for with_ep in (replace(axes, ep=ep) for ep in divisors):
+            pairs, refusal = pairs_of(with_ep, job, capacity)
             if pairs:
-                self.pairs.append((one, pairs))
+                self.pairs.append((with_ep, pairs))
                 break
         if refusal:
             self.refusals.append(refusal)
 
 
 def pairs_of(axes: TargetLayout, job: Job, capacity: Capacity) -> tuple[list[Pair], str]:
-    """The (dp, fsdp) with these model axes that can be had, and why others cannot, if so."""
+    """The feasible (dp, fsdp) for these model axes, and why others are infeasible, if any."""
     most = min(capacity.num_workers // axes.num_model_ranks, job.num_microbatches)
     refusal = unusable(axes, job, capacity, most)
     if refusal:
@@ -55,17 +55,18 @@ def pairs_of(axes: TargetLayout, job: Job, capacity: Capacity) -> tuple[list[Pai
 
 
 def unusable(axes: TargetLayout, job: Job, capacity: Capacity, most: int) -> str | None:
-    """Why no layout with these model axes is possible, whatever the memory; `most` data ranks."""
+    """Why no layout with these model axes and up to `most` data ranks is possible, whatever the
+    memory; or None."""
     refusal = refused_shape(axes, job)
     if refusal:
         return refusal
     if capacity.num_workers < axes.num_model_ranks:
         return (
-            f"{_named(axes)} need {axes.num_model_ranks} workers at least, "
-            f"{capacity.num_workers} are there; start more or lower a degree"
+            f"{_named(axes)} need at least {axes.num_model_ranks} workers, only "
+            f"{capacity.num_workers} available: start more or lower a degree"
         )
     if most < axes.least_fsdp:
-        return f"ep={axes.ep} folds out of no fsdp x cp x tp with fsdp up to {most}"
+        return f"ep={axes.ep} divides no fsdp x cp x tp with fsdp up to {most}: lower ep"
     return None
 
 
@@ -74,12 +75,12 @@ def refused_shape(axes: TargetLayout, job: Job) -> str | None:
     refusal = job.limits.refusal(axes.layout(1, axes.least_fsdp))
     num_stages = axes.pp * axes.vp
     if refusal is None and job.layer_costs and num_stages > len(job.layer_costs):
-        return f"pp x vp = {num_stages} stages, but {len(job.layer_costs)} layers have costs"
+        return f"pp x vp = {num_stages} stages, but only {len(job.layer_costs)} layers have costs"
     return refusal
 
 
 def lowered(target_layout: TargetLayout, job: Job) -> Iterator[TargetLayout]:
-    """All model axes with no degree above the wished one."""
+    """All model axes with no degree above the requested one."""
     axes = (
         range(1, target_layout.pp + 1),
         range(1, target_layout.cp + 1),
@@ -89,11 +90,11 @@ def lowered(target_layout: TargetLayout, job: Job) -> Iterator[TargetLayout]:
 
 
 def raised(target_layout: TargetLayout, job: Job, num_workers: int) -> Iterator[TargetLayout]:
-    """Model axes with some degree above the wished one, as far as the limits bound it."""
+    """Model axes with some degree above the requested one, where a limit bounds the degree."""
     limits = job.limits
-    pps = max(target_layout.pp, min(limits.num_layers or 1, num_workers))
-    tps = max(target_layout.tp, min(limits.tp_divides or 1, num_workers))
-    axes = (range(1, pps + 1), range(1, target_layout.cp + 1), range(1, tps + 1))
+    max_pp = max(target_layout.pp, min(limits.num_layers or 1, num_workers))
+    max_tp = max(target_layout.tp, min(limits.tp_divides or 1, num_workers))
+    axes = (range(1, max_pp + 1), range(1, target_layout.cp + 1), range(1, max_tp + 1))
     yield from _with_degrees(
         target_layout,
         job,
@@ -109,10 +110,10 @@ def raised(target_layout: TargetLayout, job: Job, num_workers: int) -> Iterator[
 def _with_degrees(
     target_layout: TargetLayout, job: Job, degrees: Iterator[tuple[int, int, int]]
 ) -> Iterator[TargetLayout]:
-    """The wish with these (pp, cp, tp); `vp` falls to what the layers can fill."""
+    """The target layout with these (pp, cp, tp); `vp` falls to what the layers can fill."""
     for pp, cp, tp in degrees:
-        most = job.num_layers // pp if job.num_layers else target_layout.vp
-        vp = max(1, min(target_layout.vp, most)) if pp > 1 else 1
+        max_vp = job.num_layers // pp if job.num_layers else target_layout.vp
+        vp = max(1, min(target_layout.vp, max_vp)) if pp > 1 else 1
         yield replace(target_layout, pp=pp, cp=cp, tp=tp, vp=vp)
 
 
@@ -121,9 +122,9 @@ def _named(axes: TargetLayout) -> str:
 
 
 def _first_fitting(axes: TargetLayout, job: Job, capacity: Capacity, last: int) -> int:
-    """The smallest `fsdp` up to `last` that fits and that `ep` folds out of, or the one after.
+    """The smallest `fsdp` up to `last` that fits and that `ep` folds out of, or the next above.
 
-    By bisection: what a worker needs never grows with `fsdp`.
+    By bisection: the memory that a worker needs never grows with `fsdp`.
     """
     step = axes.least_fsdp
     low, high = 1, last // step + 1

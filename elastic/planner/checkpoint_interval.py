@@ -1,10 +1,10 @@
-"""How often to save with `checkpoint_every=auto`: from measured stalls and observed failures.
+"""Checkpoint interval for `checkpoint_every=auto`, from measured costs and observed failures.
 
-The interval that loses the least time in all is about the square root of twice the cost of a
-checkpoint times the mean time between failures (Young, 1974); Daly (2006) has the higher-order
-terms. The cost is what a checkpoint adds to the steps during which it is copied and written. Before
-one has been measured it is taken for `FIRST_COST_S`, and the failures observed are added to a prior
-of one in `PRIOR_S`.
+The interval that loses the least time is about the square root of twice the cost of a checkpoint
+times the mean time between failures (Young, 1974); Daly (2006) adds higher-order terms. The cost
+is the time that a checkpoint adds to the steps during which it is copied and written. Before the
+first measurement it is taken to be `FIRST_COST_S`. The observed failures are added to a prior of
+one failure in `PRIOR_S`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 
 PRIOR_S = 86400.0
-"""Before any observation: one failure a day."""
+"""Prior before any observation: one failure a day."""
 FIRST_COST_S = 1.0
 LEAST_COST_S = 0.01
 NUM_RECENT = 5
@@ -21,30 +21,30 @@ NUM_RECENT = 5
 
 @dataclass(slots=True)
 class CheckpointCosts:
-    """What a run has seen of failures and of the cost of its checkpoints, over all its sessions."""
+    """Failures of a run and costs of its checkpoints, over all its sessions."""
 
     trained_s: float = 0.0
-    """All steps together."""
+    """The duration of all steps together."""
     num_failures: int = 0
     failed_generation: int = 0
-    """The latest in which a member was lost: all losses of one generation are one failure."""
+    """The latest generation that lost a member: all its losses count as one failure."""
     costs_s: list[float] = field(default_factory=list)
-    """Of the latest checkpoints that were written undisturbed."""
+    """Costs of the latest checkpoints that were written undisturbed."""
     writes_s: list[float] = field(default_factory=list)
     """How long the latest checkpoints took until all parts were written."""
     cost_s: float | None = None
-    """What the one being written has cost so far; None while there is none."""
+    """Cost so far of the checkpoint that is being written; None if none is."""
 
     def begin(self) -> None:
-        """All members begin to copy and write a checkpoint."""
+        """Note that all members begin to copy and write a checkpoint."""
         self.cost_s = 0.0
 
     def forget(self) -> None:
-        """The one being written broke, or its generation did."""
+        """Note that the checkpoint being written, or its generation, was aborted."""
         self.cost_s = None
 
     def note_step(self, step_s: float, median_step_s: float, is_writing: bool) -> None:
-        """A step has committed; `is_writing` while a checkpoint is not whole yet."""
+        """Note a committed step; `is_writing` while a checkpoint is not complete yet."""
         self.trained_s += step_s
         if self.cost_s is None:
             return
@@ -54,11 +54,11 @@ class CheckpointCosts:
             self.cost_s = None
 
     def note_write(self, write_s: float) -> None:
-        """All parts of a checkpoint have been written, so long after the first was begun."""
+        """Note how long a checkpoint took, from its begin until all parts were written."""
         self.writes_s = [*self.writes_s[1 - NUM_RECENT :], write_s]
 
     def note_failure(self, generation: int) -> None:
-        """A member, or a whole session of the run, was lost in this generation."""
+        """Note that this generation lost a member or the whole session of the run."""
         if generation != self.failed_generation:
             self.failed_generation = generation
             self.num_failures += 1
@@ -72,7 +72,7 @@ class CheckpointCosts:
 
 
 def best_interval_s(cost_s: float, between_s: float) -> float:
-    """Daly's estimate for a checkpoint of this cost and this mean time between failures."""
+    """Daly's estimate for this cost of a checkpoint and this mean time between failures."""
     if cost_s >= 2.0 * between_s:
         return between_s
     share = cost_s / (2.0 * between_s)

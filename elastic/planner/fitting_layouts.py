@@ -1,4 +1,4 @@
-"""What would fit where a worker ran out of memory: the fewest shards, by the formula of ZeRO."""
+"""Fitting layouts: the fewest shards that would fit after a worker ran out of memory."""
 
 from __future__ import annotations
 
@@ -8,47 +8,47 @@ from elastic.geometry.layout import Layout
 from elastic.geometry.training_job import Job
 from elastic.planner.memory_model import worker_bytes
 
-UNTOLD_SHARE = 0.1
-"""Of what was held, so much is taken to be lacking where the allocator did not say how much."""
+UNREPORTED_SHARE = 0.1
+"""If the allocator did not report the size of the failed request: this share of the held bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """What was measured when an allocation failed: bytes held at most, and bytes asked for in
-    vain (0: not told)."""
+    """The measurements of a failed allocation: peak bytes held, and bytes requested (0: not
+    reported)."""
 
     held_bytes: int
     wanted_bytes: int = 0
 
     def __str__(self) -> str:
-        wanted = f" when {_told(self.wanted_bytes)} more were wanted" if self.wanted_bytes else ""
-        return f"it held {_told(self.held_bytes)}{wanted}"
+        wanted = f" and requested {_in_mb(self.wanted_bytes)} more" if self.wanted_bytes else ""
+        return f"it held {_in_mb(self.held_bytes)}{wanted}"
 
 
 def advice(layout: Layout, job: Job, shortage: Shortage) -> str:
-    """The measured bytes and what would fit, in one line."""
+    """One line with the measured bytes and a layout that would fit."""
     fitting = fitting_layout(layout, job, shortage)
     held = worker_bytes(job, layout)
     if fitting is None:
         return (
-            f"{shortage}; sharding its {_told(held)} of parameters, gradients and optimizer over "
-            "more workers frees too little: lower microbatch, set activation_checkpointing, or "
-            "raise tp, cp or pp"
+            f"{shortage}; sharding its {_in_mb(held)} of parameters, gradients and optimizer state "
+            "over more workers frees too little: lower microbatch, set activation_checkpointing, "
+            "or raise tp, cp or pp"
         )
-    less = held - worker_bytes(job, fitting)
+    num_freed = held - worker_bytes(job, fitting)
     return (
-        f"{shortage}; {fitting} on {fitting.num_workers} workers would fit, by the formula: "
-        f"{_told(less)} less of parameters, gradients and optimizer on each"
+        f"{shortage}; by the ZeRO formula {fitting} on {fitting.num_workers} workers would fit: "
+        f"{_in_mb(num_freed)} less of parameters, gradients and optimizer state on each"
     )
 
 
 def fitting_layout(layout: Layout, job: Job, shortage: Shortage) -> Layout | None:
-    """The least `fsdp`, then the least `zero`, whose part of the state is smaller by what was
-    lacking times the job's margin, or None.
+    """The least `fsdp`, then the least `zero`, that saves the lacking bytes times the job's margin;
+    None if none does.
 
-    What is not state (activations) stays as it is; a step has no more data ranks than microbatches.
+    Activations are taken to stay the same. A step has no more data ranks than microbatches.
     """
-    lacking = shortage.wanted_bytes or UNTOLD_SHARE * shortage.held_bytes
+    lacking = shortage.wanted_bytes or UNREPORTED_SHARE * shortage.held_bytes
     bound = worker_bytes(job, layout) - job.margin * lacking
     for fsdp in range(layout.fsdp, max(layout.fsdp, job.num_microbatches) + 1):
         if fsdp * layout.cp * layout.tp % layout.ep:
@@ -61,5 +61,5 @@ def fitting_layout(layout: Layout, job: Job, shortage: Shortage) -> Layout | Non
     return None
 
 
-def _told(num_bytes: float) -> str:
+def _in_mb(num_bytes: float) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"

@@ -1,4 +1,4 @@
-"""Whether a worker's part of state and gradients fits its memory; if not, what would fit."""
+"""Memory model: the bytes of state and gradients of a worker, and what fits its memory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from elastic.geometry.zero import STAGES, ZeroPart, divides, zero_in_step
 
 
 def worker_bytes(job: Job, layout: Layout) -> int:
-    """State and gradients of one worker in a step: what `fsdp` cuts at this ZeRO stage, and the
-    rest.
+    """Bytes of state and gradients of one worker in a step, sharded and whole parts together.
 
-    `fsdp` cuts the optimizer's state from zero=1 on, the gradients (as large as the parameters)
-    from 2, the parameters at 3; below that all parameters are there to compute with. All is
-    divided by `pp x tp`, experts by `pp x ep`, and these are shards over what `ep` leaves of
-    `fsdp x cp x tp`; else `cp` replicates (Rajbhandari et al., ZeRO, 2020, section 5).
+    `fsdp` shards the optimizer state from zero=1 on, the gradients (as large as the parameters)
+    from 2 on, the parameters at 3; below 3 a worker holds whole parameters. `pp x tp` divides all
+    of it. `pp x ep` divides experts, which are sharded over the rest of `fsdp x cp x tp`. For all
+    other tensors `cp` replicates (Rajbhandari et al., ZeRO, 2020, section 5).
     """
     zero = zero_in_step(layout.zero, layout.pp)
     state, params = job.expert_state_bytes, job.expert_param_bytes
@@ -29,13 +28,13 @@ def worker_bytes(job: Job, layout: Layout) -> int:
 
 
 def fits(job: Job, layout: Layout, capacity: Capacity) -> bool:
-    """Whether a worker has room for its part and the margin."""
+    """Whether a worker's part, with the margin, fits its memory."""
     memory_bytes = capacity.memory_bytes
     return memory_bytes is None or worker_bytes(job, layout) * job.margin <= memory_bytes
 
 
 def least_fitting(job: Job, axes: TargetLayout, capacity: Capacity) -> int | None:
-    """The smallest `fsdp` that fits and out of which `ep` folds; None: no `fsdp` fits."""
+    """The smallest `fsdp` that fits and that `ep` folds out of; None if no `fsdp` fits."""
 
     def is_enough(multiple: int) -> bool:
         return fits(job, axes.layout(1, multiple * axes.least_fsdp), capacity)
@@ -43,17 +42,17 @@ def least_fitting(job: Job, axes: TargetLayout, capacity: Capacity) -> int | Non
     low, high = 1, max(1, job.state_bytes + job.param_bytes)
     if not is_enough(high):
         return None
-    while low < high:  # what a worker needs never grows with such an fsdp
+    while low < high:  # the memory that a worker needs never grows with such an fsdp
         middle = (low + high) // 2
         low, high = (low, middle) if is_enough(middle) else (middle + 1, high)
     return low * axes.least_fsdp
 
 
 def too_big(job: Job, axes: TargetLayout, capacity: Capacity, fsdp: int) -> str:
-    """What is needed, what is there, and what would fit."""
+    """One line with the bytes needed, the bytes available and an `fsdp` that would fit."""
     needed = (
-        f"a worker needs {worker_bytes(job, axes.layout(1, fsdp))} bytes for its part, times "
-        f"{job.margin}, and has {capacity.memory_bytes}"
+        f"a worker needs {worker_bytes(job, axes.layout(1, fsdp))} bytes for its part, times a "
+        f"margin of {job.margin}, but has {capacity.memory_bytes}"
     )
     fitting = least_fitting(job, axes, capacity)
     if fitting is None:
@@ -70,7 +69,7 @@ def too_big(job: Job, axes: TargetLayout, capacity: Capacity, fsdp: int) -> str:
 
 
 def _part(state_bytes: int, param_bytes: int, zero: int, num_shards: int, num_cuts: int) -> int:
-    """The bytes of one worker, of tensors that `num_cuts` ranks cut at any stage."""
+    """One worker's bytes of the tensors that `num_cuts` ranks cut at any ZeRO stage."""
     parts: dict[ZeroPart, int] = {
         "optimizer": state_bytes - param_bytes,
         "gradients": param_bytes,
@@ -86,7 +85,7 @@ Precision = Literal["half", "mixed", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes a parameter, by what they are for; `activations` is a rule of thumb."""
+    """Bytes for each parameter, by purpose; `activations` is a rule of thumb."""
 
     parameters: int
     gradients: int
@@ -98,23 +97,23 @@ class Footprint:
         return self.parameters + self.gradients + self.optimizer + self.activations
 
     def divided(self, zero: int, num_shards: int) -> float:
-        """Bytes a parameter and worker at a ZeRO stage over so many shards.
+        """Bytes on each worker for each parameter, at a ZeRO stage over `num_shards` shards.
 
-        Rajbhandari et al., ZeRO, 2020, figure 1: stage 1 divides the optimizer's state, 2 the
-        gradients as well, 3 the parameters too; activations belong to each worker's own batch.
+        Rajbhandari et al., ZeRO, 2020, figure 1: stage 1 divides the optimizer state, 2 also the
+        gradients, 3 also the parameters; each worker has the activations of its own batch.
         Raises `ValueError` for another stage or fewer shards than one.
         """
         if zero not in STAGES:
-            raise ValueError(f"zero={zero}: the ZeRO stage is 0, 1, 2 or 3")
+            raise ValueError(f"zero={zero}: the ZeRO stage must be 0, 1, 2 or 3")
         if num_shards < 1:
-            raise ValueError(f"{num_shards} shards: at least 1")
+            raise ValueError(f"{num_shards} shards: use at least 1")
         parts: dict[ZeroPart, int] = {
             "optimizer": self.optimizer,
             "gradients": self.gradients,
             "parameters": self.parameters,
         }
-        shared = sum(size for part, size in parts.items() if divides(zero, part))
-        return self.total - shared + shared / num_shards
+        divided = sum(size for part, size in parts.items() if divides(zero, part))
+        return self.total - divided + divided / num_shards
 
 
 FOOTPRINTS: dict[Precision, Footprint] = {
@@ -122,6 +121,6 @@ FOOTPRINTS: dict[Precision, Footprint] = {
     "mixed": Footprint(2, 2, 12),
     "full": Footprint(4, 4, 8, 8),
 }
-"""With Adam. `half`: all in 16 bits. `mixed`: weights and gradients in 16 bits; a copy of the
-weights and both moments in 32. `full`: all in 32 bits, and for activations as much as for the
-moments."""
+"""Footprints with Adam. `half`: all in 16 bits. `mixed`: weights and gradients in 16 bits, a copy
+of the weights and both moments in 32 bits. `full`: all in 32 bits, with as many bytes for
+activations as for the moments."""

@@ -1,8 +1,8 @@
-"""An assignment from who is there: a layout (`planning`), then who sits where (`placing`).
+"""Proposal of an assignment: a layout (`layout_choice`) and the world ranks (`placement`).
 
-It is a pure function of the previous assignment, the set of members and the topology, blind
-to the order in which workers arrived (invariant 2). A survivor keeps its coordinates where it
-can; those who get no rank are warm spares, sorted by name.
+It is a pure function of the previous assignment, the set of members and the topology; the order
+in which workers arrived does not matter (invariant 2). A survivor keeps its coordinates if
+possible. Workers without a rank become standby workers, sorted by name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["Job", "Place", "Proposal", "TargetLayout", "Topology", "assign", "pr
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An assignment, why its layout was chosen, and why others were refused."""
+    """An assignment, the reason for its layout, and why other layouts were refused."""
 
     assignment: Assignment
     reason: str
@@ -42,10 +42,10 @@ def propose(
     memory_bytes: int | None = None,
     snapshots_cover: bool = False,
 ) -> Proposal | Infeasible:
-    """Give world ranks to the workers that are there, or say why that cannot be.
+    """Assign world ranks to the available workers, or say why that is impossible.
 
-    `previous` is where the state lies now, if anywhere; `memory_bytes` is what the smallest
-    member can hold (None: nobody can say, so everything fits).
+    `previous` is the assignment under which the live state lies, if any. `memory_bytes` is the
+    memory of the smallest member (None: unknown, so everything fits).
     """
     unique = sorted(set(members))
     choice = plan_layout(
@@ -75,7 +75,7 @@ def assign(
     memory_bytes: int | None = None,
     snapshots_cover: bool = False,
 ) -> Assignment | Infeasible:
-    """What `propose` says, without its reasons."""
+    """The assignment of `propose`, without its reasons."""
     proposal = propose(
         previous,
         members,
@@ -92,7 +92,7 @@ def assign(
 def capacity_of(
     workers: Sequence[str], topology: Topology, job: Job, memory_bytes: int | None
 ) -> Capacity:
-    """What these workers are together; which of them share a node only matters to links."""
+    """The capacity of these workers; shared nodes matter only if bandwidths are known."""
     if job.bandwidths == Bandwidths():
         return Capacity(len(workers), memory_bytes)
     places = [topology.get(worker, Place()) for worker in workers]

@@ -1,25 +1,25 @@
-"""What a step costs under a layout, in units of one microbatch's compute on one worker.
+"""Step cost under a layout, in units of one microbatch's compute on one worker.
 
     step = (rounds + (pp - 1) / vp) x share / (tp x cp) + traffic
 
 - rounds: the most microbatches that a data rank computes, ceil(num_microbatches / (dp x fsdp)),
-  padded to what the schedule needs: 1F1B at least `pp`, interleaved whole multiples of it.
-- share: of all layers' costs, what lies on the costliest pipeline rank (see `stages`), or
-  1 / pp where the costs are not known.
+  padded to what the schedule needs: 1F1B at least `pp`, interleaved 1F1B a multiple of `pp`.
+- share: the costliest pipeline rank's share of all layer costs (see `pipeline_stages`), or
+  1 / pp if the costs are not known.
 - (pp - 1) / vp: the bubble of 1F1B and of its interleaved form (Narayanan et al., Efficient
   Large-Scale Language Model Training, 2021, section 2.2).
-- traffic: for each axis the bytes that a worker sends over the speed of the slowest link in
-  its groups, in microbatches; 0 where a speed or `microbatch_s` is not known. None of it is
-  taken to hide behind compute. Of n workers, an all-reduce sends 2 (n - 1) / n of the bytes, a
-  gather or reduce-scatter half of that.
+- traffic: for each axis, the bytes that a worker sends divided by the slowest bandwidth in its
+  groups, in microbatches; 0 if a bandwidth or `microbatch_s` is not known. The model assumes no
+  overlap with compute. Of n workers, each sends 2 (n - 1) / n of the bytes in an all-reduce, and
+  half of that in an all-gather or reduce-scatter.
 
 | axis | bytes a worker sends, with A = activation_bytes / cp and P = param_bytes x share / tp |
 |---|---|
-| tp | 4 all-reduces of A a layer and round (Shoeybi et al., Megatron-LM, 2019) |
-| cp | 6 (cp - 1) A a layer and round: keys and values forwards, and again with the gradients of both backwards (Liu et al., Ring Attention, 2023) |
-| pp | 2 vp A a round |
-| fsdp | zero=3: two gathers and a reduction of P a round; 2: a reduction a round and a gather a step; below, and in a pipeline also 3: an all-reduce a step (Rajbhandari et al., ZeRO, 2020, section 7) |
-| dp | an all-reduce of P / fsdp a step |
+| tp | 4 all-reduces of A for each layer and round (Shoeybi et al., Megatron-LM, 2019) |
+| cp | 6 (cp - 1) A for each layer and round: keys and values in the forward, keys and values with their gradients in the backward (Liu et al., Ring Attention, 2023) |
+| pp | 2 vp A for each round |
+| fsdp | zero=3: two all-gathers and a reduce-scatter of P each round; zero=2: a reduce-scatter each round and an all-gather each step; zero below 2, and zero=3 in a pipeline: an all-reduce each step (Rajbhandari et al., ZeRO, 2020, section 7) |
+| dp | an all-reduce of P / fsdp each step |
 | ep | not known: it depends on where tokens are routed |
 """  # noqa: E501 (a table)
 
@@ -34,11 +34,11 @@ from elastic.geometry.training_job import Capacity, Job
 from elastic.geometry.zero import zero_in_step
 
 StepCost = Callable[[int, int], float]
-"""What a step costs with these (dp, fsdp)."""
+"""The cost of a step as a function of (dp, fsdp)."""
 
 
 def step_cost(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
-    """The cost of layouts with these model axes; see the head of this module."""
+    """The cost of layouts with these model axes; see the docstring of this module."""
     microbatch = costliest_share(job.layer_costs, axes.pp, axes.vp) / (axes.tp * axes.cp)
     bubble = (axes.pp - 1) / axes.vp
 
@@ -52,13 +52,13 @@ def step_cost(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
 
 
 def cost_of(layout: Layout, job: Job, capacity: Capacity) -> float:
-    """What a step costs under a layout, in microbatches."""
+    """The cost of a step under a layout, in microbatches."""
     axes = TargetLayout(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
     return step_cost(axes, job, capacity)(layout.dp, layout.fsdp)
 
 
 def costliest_share(layer_costs: tuple[int, ...], pp: int, vp: int) -> float:
-    """The part of all layers' costs that lies on the costliest pipeline rank."""
+    """The costliest pipeline rank's share of all layer costs."""
     if not any(layer_costs):
         return 1 / pp
     stages = [
@@ -68,56 +68,57 @@ def costliest_share(layer_costs: tuple[int, ...], pp: int, vp: int) -> float:
 
 
 def _num_rounds(axes: TargetLayout, job: Job, num_data_ranks: int) -> int:
-    """Microbatches of the busiest data rank, with those that pad."""
+    """The microbatches of the busiest data rank, with padding."""
     rounds = -(-job.num_microbatches // num_data_ranks)
     return -(-rounds // axes.pp) * axes.pp if axes.vp > 1 else max(rounds, axes.pp)
 
 
 def _traffic(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
-    """The time of all communication in a step, in microbatches."""
+    """The time of all communication of a step, in microbatches."""
     share = costliest_share(job.layer_costs, axes.pp, axes.vp)
     num_layers = (job.num_layers or 1) * share
     param_bytes = job.param_bytes * share / axes.tp
     activation_bytes = job.activation_bytes / axes.cp
-    slowness = _slowness(job, capacity)
+    cost_per_byte = _cost_per_byte(job, capacity)
     tp, cp, inner = axes.tp, axes.cp, axes.tp * axes.cp
     round_cost = activation_bytes * (
-        4 * num_layers * _all_reduced(tp) * slowness(tp)
-        + 6 * num_layers * (cp - 1) * slowness(inner)
+        4 * num_layers * _all_reduce_factor(tp) * cost_per_byte(tp)
+        + 6 * num_layers * (cp - 1) * cost_per_byte(inner)
     )
-    each_round, each_step = _sharing(zero_in_step(axes.zero, axes.pp))
+    per_round, per_step = _fsdp_all_reduces(zero_in_step(axes.zero, axes.pp))
 
     def traffic(dp: int, fsdp: int) -> float:
         rounds = _num_rounds(axes, job, dp * fsdp)
         replica = inner * fsdp
-        passed = 2 * axes.vp * activation_bytes * slowness(replica * dp * axes.pp)
-        sharded = (rounds * each_round + each_step) * _all_reduced(fsdp) * slowness(replica)
-        copied = _all_reduced(dp) / fsdp * slowness(replica * dp)
-        passing = passed if axes.pp > 1 else 0.0
-        return rounds * (round_cost + passing) + param_bytes * (sharded + copied)
+        pp_cost = 2 * axes.vp * activation_bytes * cost_per_byte(replica * dp * axes.pp)
+        num_all_reduces = rounds * per_round + per_step
+        fsdp_cost = num_all_reduces * _all_reduce_factor(fsdp) * cost_per_byte(replica)
+        dp_cost = _all_reduce_factor(dp) / fsdp * cost_per_byte(replica * dp)
+        stage_cost = pp_cost if axes.pp > 1 else 0.0
+        return rounds * (round_cost + stage_cost) + param_bytes * (fsdp_cost + dp_cost)
 
     return traffic
 
 
-def _sharing(zero: int) -> tuple[float, float]:
-    """How many all-reduces' worth `fsdp` sends of the parameters, a round and a step."""
+def _fsdp_all_reduces(zero: int) -> tuple[float, float]:
+    """The traffic of `fsdp` in all-reduces of the parameters, per round and per step."""
     return {3: (1.5, 0.0), 2: (0.5, 0.5)}.get(zero, (0.0, 1.0))
 
 
-def _all_reduced(num_workers: int) -> float:
-    """What each of so many workers sends in an all-reduce by ring, as a multiple of its bytes."""
+def _all_reduce_factor(num_workers: int) -> float:
+    """Bytes that each worker sends in a ring all-reduce, as a multiple of the bytes reduced."""
     return 2 * (num_workers - 1) / num_workers
 
 
-def _slowness(job: Job, capacity: Capacity) -> Callable[[int], float]:
-    """Microbatches a byte, over the slowest link among so many consecutive world ranks."""
+def _cost_per_byte(job: Job, capacity: Capacity) -> Callable[[int], float]:
+    """Microbatches per byte at the slowest bandwidth among `num_ranks` consecutive world ranks."""
 
-    def slowness(num_ranks: int) -> float:
+    def cost_per_byte(num_ranks: int) -> float:
         bandwidths = job.bandwidths
         if num_ranks <= capacity.node_size:
-            speed = bandwidths.node
+            bandwidth = bandwidths.node
         else:
-            speed = bandwidths.rack if num_ranks <= capacity.rack_size else bandwidths.far
-        return 1 / (speed * job.microbatch_s) if speed else 0.0
+            bandwidth = bandwidths.rack if num_ranks <= capacity.rack_size else bandwidths.far
+        return 1 / (bandwidth * job.microbatch_s) if bandwidth else 0.0
 
-    return slowness
+    return cost_per_byte

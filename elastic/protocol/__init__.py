@@ -1,1 +1,1 @@
-"""Protocol: events, commands, phases, policy, the controller's state, votes and the wire format."""
+"""Protocol: events, commands, phases, policy, controller state, votes and the wire format."""

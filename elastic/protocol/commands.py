@@ -1,8 +1,9 @@
-"""Commands: what is to be done, in the imperative. They never return; events tell the outcome.
+"""Commands: the outputs of the core, in the imperative. They return nothing; events report the
+outcome.
 
-Those that go to workers carry the generation; the shell adds the controller's incarnation.
-The last group tells the world something that has been decided: they are carried out by
-being journalled.
+Commands to workers carry the generation; the shell adds the controller's incarnation. Commands
+that only record a decision, such as `Resharded`, `Warned` and `Stopped`, are carried out by writing
+them to the journal.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class StartStore:
 class StartWorkers:
     workers: tuple[str, ...]
     quarantined: tuple[str, ...] = ()
-    """Not on these nodes; rather nowhere."""
+    """Nodes on which no worker may start, even if no other node is free."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class StartSnapshotServer:
 
 @dataclass(frozen=True, slots=True)
 class StopSnapshotServer:
-    """End a keeper's process for good; another is started when there is need."""
+    """End the process of a snapshot server for good; another starts when one is needed."""
 
     node: str
     cause: str
@@ -44,23 +45,23 @@ class StopSnapshotServer:
 
 @dataclass(frozen=True, slots=True)
 class StartSnapshots:
-    """Bring snapshots to these keepers from now on, each worker to its own, the nearest first."""
+    """From now on store the snapshots of each worker on its snapshot servers, nearest first."""
 
     generation: int
     workers: tuple[str, ...]
     snapshot_servers: tuple[tuple[SnapshotServer, ...], ...]
     """In the order of `workers`."""
     sets: tuple[tuple[str, ...], ...] = ()
-    """Workers whose first keepers have the parity of the others' parts."""
+    """Parity sets: the first snapshot server of each worker also holds a parity of the others."""
     num_changes: int = 0
     """How often the sets have changed in this generation."""
     reason: str = ""
-    """Why not all that is wanted is in full sets."""
+    """Why the requested redundancy is not possible in full; empty if it is."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuerySnapshotServers:
-    """Have these nodes' keepers say what they have."""
+    """Ask the snapshot servers of these nodes which snapshots they hold."""
 
     generation: int
     nodes: tuple[str, ...]
@@ -68,7 +69,7 @@ class QuerySnapshotServers:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSnapshots:
-    """Free what was taken before this generation."""
+    """Free all snapshots that were taken before this generation."""
 
     generation: int
     nodes: tuple[str, ...]
@@ -76,7 +77,7 @@ class ForgetSnapshots:
 
 @dataclass(frozen=True, slots=True)
 class StopWorker:
-    """End a worker's process for good: by signal, since it may be half-dead."""
+    """End a worker's process for good: by signal, because it may not respond."""
 
     worker: str
     cause: str
@@ -84,20 +85,20 @@ class StopWorker:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Break off whatever these workers do for the generation, but never an apply."""
+    """Abort all that these workers do for the generation, except an apply."""
 
     generation: int
     workers: tuple[str, ...]
     cause: str
     is_hang: bool = False
-    """Somebody stands still: where everybody does is to be kept."""
+    """Whether a hang is the cause: then each worker saves the stacks of its threads."""
     committed_step: int = 0
-    """The newest step whose record the controller has: workers report later ones."""
+    """The newest step whose record the controller has: workers report later records."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollForward:
-    """Apply the step that this vote has decided, if not yet done."""
+    """Apply the step that this vote has decided, if the worker has not applied it yet."""
 
     generation: int
     workers: tuple[str, ...]
@@ -106,7 +107,7 @@ class RollForward:
 
 @dataclass(frozen=True, slots=True)
 class SendRecords:
-    """Send the records of the steps after `committed_step`; one worker is asked."""
+    """Send the records of the steps after `committed_step`; goes to one worker."""
 
     generation: int
     workers: tuple[str, ...]
@@ -117,7 +118,7 @@ class SendRecords:
 class Form:
     """Form the groups of a generation and build the program on them, without values yet.
 
-    `reason` says why this layout, `refusals` why not others, for whoever reads the journal.
+    For readers of the journal, `reason` explains the layout and `refusals` why others were refused.
     """
 
     generation: int
@@ -126,14 +127,14 @@ class Form:
     store_host: str
     store_port: int
     snapshot_servers: tuple[SnapshotServer, ...] = ()
-    """Of whom parts are to be read."""
+    """The snapshot servers from which workers read parts."""
     reason: str = ""
     refusals: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """Move the state of the formed generation's plan into place.
+    """Move the state into place, as the plan of the formed generation says.
 
     `source` is `live`, `snapshot`, `initial` or `checkpoint` (then `path` is its folder).
     """
@@ -146,7 +147,7 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class WorkerBytes:
-    """What one worker holds on its device."""
+    """The bytes that one worker holds on its device."""
 
     param_bytes: int
     grad_bytes: int
@@ -155,7 +156,7 @@ class WorkerBytes:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Train on from `step`; `workers` in world-rank order, `state` in the same order."""
+    """Continue training from `step`; `workers` and `state` are in world-rank order."""
 
     generation: int
     step: int
@@ -164,16 +165,16 @@ class Resume:
     state: tuple[WorkerBytes, ...]
     evaluated_step: int
     released: tuple[str, ...] = ()
-    """Took part in the transfers only, and may forget what they held."""
+    """Workers that took part only in the transfers, and may drop what they held."""
     skipped_batches: tuple[int, ...] = ()
     """The numbers of the batches that no step reads, ascending."""
     guarded_step: int = 0
-    """Before this step the members save the state, and wait until it is written; 0: none."""
+    """Before this step the members save the state and wait until it is written; 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """Carry the wish to stop at the next boundary into the vote."""
+    """Put a pause request into the vote, so that all stop at the next step boundary."""
 
     generation: int
     workers: tuple[str, ...]
@@ -182,7 +183,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class RequestCheckpoint:
-    """Carry the wish to save into the vote, unless a step after `step` has been saved already."""
+    """Put a save request into the vote, unless a step after `step` has been saved already."""
 
     generation: int
     workers: tuple[str, ...]
@@ -191,7 +192,7 @@ class RequestCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
-    """Write this step's state, each its part, at the boundary where all stand.
+    """Write the state of this step, each worker its part, at the boundary where all have paused.
 
     The state is the one held under the assignment of `held_generation`.
     """
@@ -204,10 +205,10 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class PublishCheckpoint:
-    """All parts are durable: make the checkpoint visible.
+    """Make a checkpoint visible, because all its parts are durable.
 
-    `members` are in world-rank order: with `layout` they say which file has which region, so that
-    a reader opens only the files that it needs.
+    `members` are in world-rank order. With `layout` they determine which file has which region, so
+    that a reader opens only the files that it needs.
     """
 
     step: int
@@ -219,14 +220,14 @@ class PublishCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class DropCheckpoints:
-    """Remove these from storage: of which step each is, and which generation wrote it."""
+    """Remove checkpoints from storage, each given as its step and the generation that wrote it."""
 
     dropped: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SetAside:
-    """Make a damaged checkpoint invisible, without removing what is left of it."""
+    """Make a damaged checkpoint invisible without removing its files."""
 
     step: int
     generation: int
@@ -234,14 +235,14 @@ class SetAside:
 
 @dataclass(frozen=True, slots=True)
 class RecordStep:
-    """One more committed step: the next line of `metrics.jsonl`."""
+    """Write the next line of `metrics.jsonl`: one more committed step."""
 
     record: StepRecord
 
 
 @dataclass(frozen=True, slots=True)
 class Resharded:
-    """The state stands under the new assignment."""
+    """The state is in place under the new assignment."""
 
     generation: int
     step: int
@@ -253,8 +254,10 @@ class Resharded:
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The run goes on from an older step: no living holdings covered a newer one, or for `cause`;
-    then the batches with the numbers `skipped_batches` are skipped from now on."""
+    """The run continues from an older step: no live holdings cover a newer one, or for `cause`.
+
+    In the second case the run skips the batches with the numbers `skipped_batches` from now on.
+    """
 
     generation: int
     step: int
@@ -266,8 +269,8 @@ class RolledBack:
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """Something that a person should know of: `kind` is `skipped`, `spike`, `audit`, `notice`,
-    `machine`, `straggler` or `checkpoint`."""
+    """A warning to the user: `kind` is `skipped`, `spike`, `audit`, `notice`, `machine`,
+    `straggler` or `checkpoint`."""
 
     generation: int
     step: int
@@ -277,7 +280,7 @@ class Warned:
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A worker leaves at the next step boundary, and a spare takes its place."""
+    """A worker drains at the next step boundary, and a standby worker takes its place."""
 
     worker: str
     cause: str
@@ -285,7 +288,7 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class NodeQuarantined:
-    """No worker is started on a node any more until then (seconds since the epoch)."""
+    """No worker starts on a node before `until` (seconds since the epoch)."""
 
     node: str
     until: float
@@ -300,17 +303,17 @@ class NodeReleased:
 
 @dataclass(frozen=True, slots=True)
 class Waited:
-    """Nothing trains, for this reason."""
+    """The run does not train, for this reason."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutAnswered:
-    """A wish for a layout is refused, or `planned` is what comes of it with those who are there.
+    """The answer to a layout request: a refusal, or the layout `planned` for the current workers.
 
-    `present` is under what the run trains in `generation`, or shall at once; empty if it waits.
-    If the two differ a higher generation brings the change.
+    `present` is the layout under which the run trains in `generation` or is about to; empty if the
+    run waits. If the two differ, a higher generation will bring the change.
     """
 
     generation: int
@@ -342,7 +345,7 @@ Order = (
     | RequestCheckpoint
     | SaveCheckpoint
 )
-"""What goes to workers."""
+"""The commands that go to workers."""
 
 Command = (
     StartStore

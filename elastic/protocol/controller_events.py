@@ -1,4 +1,4 @@
-"""Events in which the controller reports on itself."""
+"""Controller events: reports of the controller about itself and about its probes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ControllerRestarted:
-    """The controller had died alone, its last journal line is of `stopped_at`, and is back: what it
-    drove may live, and goes on."""
+    """The controller has restarted after it died alone; its workers may live and continue.
+
+    `stopped_at` is the time of its last journal line.
+    """
 
     incarnation: int
     stopped_at: float
@@ -16,10 +18,10 @@ class ControllerRestarted:
 
 @dataclass(frozen=True, slots=True)
 class ControllerRaised:
-    """An unexpected exception came out of the controller.
+    """The controller raised an unexpected exception.
 
-    `place` is what it handled: the class of an event or of a command, or one of its threads. The
-    third such event in a row for one place ends the run.
+    `place` is what it was handling: the class of an event or of a command, or one of its threads.
+    The third such event in a row for one place ends the run.
     """
 
     place: str
@@ -29,30 +31,29 @@ class ControllerRaised:
 
 @dataclass(frozen=True, slots=True)
 class ControllerRecovered:
-    """What had raised at `place` has succeeded since."""
+    """The operation that had raised at `place` has succeeded."""
 
     place: str
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointsRemoved:
-    """Storage has no manifests of these any more: of which step each was, and which generation
-    wrote it."""
+    """The manifests of checkpoints are removed from storage, each given as its step and the
+    generation that wrote it."""
 
     removed: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAnswered:
-    """A worker that was suspected answers probes again."""
+    """A suspected worker answers probes again."""
 
     worker: str
 
 
 @dataclass(frozen=True, slots=True)
 class WorkersStalled:
-    """No worker's training thread has got on for a while; the one that has stood still for the
-    longest is the first."""
+    """No training thread of any worker has made progress for a while; the longest stall first."""
 
     generation: int
     workers: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The core's whole state: what replaying the journal brings back."""
+"""Controller state: everything that the core decides from and that a replay restores."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from elastic.reshard.snapshot_placement import ParitySlot, Placement, Slot, Snap
 
 @dataclass(slots=True)
 class WorkerRecord:
-    """One worker as the core knows it; `warm` and `leaving` workers are sets of the state."""
+    """One worker as the core knows it; `CoreState` has the sets of warm and draining workers."""
 
     since: float
-    """When it was started; once it is ready, since when it is."""
+    """When it was started, or, once it is ready, when it became ready."""
     node: str = ""
     rack: str = ""
     pid: int = 0
     memory_bytes: int | None = None
     device: str = "cpu"
     quarantined: tuple[str, ...] = ()
-    """Where it was not to be started."""
+    """The nodes that were quarantined when it was started."""
     is_ready: bool = False
     has_broken_device: bool = False
     silent_in: int = 0
@@ -42,7 +42,7 @@ class WorkerRecord:
 
 @dataclass(slots=True)
 class Drain:
-    """A node that will be gone at `deadline`; who leaves it only for that reason."""
+    """A node that will be gone at `deadline`, and the workers that drain only for that reason."""
 
     deadline: float
     draining_workers: set[str] = field(default_factory=set)
@@ -50,20 +50,23 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Crash:
-    """A worker's process ended on a node, at `time`, by nobody's plan; amid `step`, if it was a
-    member at work, else 0. It had been started or ready `since`."""
+    """An unplanned end of a worker's process on a node, at `time`.
+
+    `step` is the step that the worker was computing, 0 if it was not training. It had been started
+    or ready `since`.
+    """
 
     time: float
     since: float
     node: str
     step: int = 0
     is_excused: bool = False
-    """Whether it says nothing against its node by itself: see `avoiding`."""
+    """Whether it does not count against its node by itself: see `quarantine`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """How often a node has been quarantined lately, and when last."""
+    """How often a node has been quarantined recently, and since when."""
 
     number: int
     since: float
@@ -71,7 +74,7 @@ class Quarantine:
 
 @dataclass(slots=True)
 class HeldState:
-    """The live state: under which assignment it lies, and who still holds his part of it."""
+    """The live state: its assignment, and the workers that still hold their part of it."""
 
     assignment: Assignment
     holders: set[str]
@@ -79,19 +82,19 @@ class HeldState:
 
 @dataclass(slots=True)
 class SnapshotSet:
-    """Snapshots that are of this run's history: those of an assignment, up to a step."""
+    """The valid snapshots of one assignment, up to a step of the current lineage."""
 
     assignment: Assignment
     newest_step: int | None = None
-    """None while steps are committed under it."""
+    """None while steps are still committed under the assignment."""
     is_used: bool = False
-    """Whether the members have been told to take any."""
+    """Whether the members have been ordered to take any."""
 
 
 @dataclass(slots=True)
 class CatchUp:
-    """The controller lacks the records of committed steps up to `target`, and has asked a worker
-    for them."""
+    """The controller lacks the records of committed steps up to `target` and has requested them
+    from a worker."""
 
     target: int
     worker: str = ""
@@ -108,17 +111,17 @@ class Upload:
     generation: int
     pending: set[str]
     assignment: Assignment
-    """Under which the state lies that is written."""
+    """The assignment of the state that is written."""
     since: float = 0.0
     deadline: float = 0.0
-    """When the missing parts are late: see `late_writers`."""
+    """When the missing parts count as late: see `CoreState.late_writers`."""
     files: dict[str, PartFile] = field(default_factory=dict)
     is_published: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FormerTarget:
-    """What was wished for before `request`; it comes back if that turns out to be impossible."""
+    """The target layout before `request`; it is restored if the request proves impossible."""
 
     target_layout: TargetLayout
     request: str
@@ -126,8 +129,10 @@ class FormerTarget:
 
 @dataclass(frozen=True, slots=True)
 class Rollback:
-    """The run shall go on from a step up to `limit`, and leave the batches of the steps from there
-    up to `through` out (0: of none)."""
+    """An ordered rollback to a step up to `limit`.
+
+    The run then skips the batches of the steps after it up to `through` (0: none).
+    """
 
     limit: int
     cause: str
@@ -136,7 +141,7 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class VoidedCheckpoints:
-    """Checkpoints of steps beyond `step` that generations before this one wrote do not count."""
+    """Checkpoints of steps after `step` that generations before `generation` wrote are void."""
 
     step: int
     generation: int
@@ -149,7 +154,8 @@ class CoreState:
     policy: Policy = field(default_factory=Policy)
     target_layout: TargetLayout = field(default_factory=TargetLayout)
     former_target: FormerTarget | None = None
-    """Only while nothing has been formed under the new one, nor would be another by it."""
+    """Set only until a generation forms under the new target layout, and only while the new target
+    changes the layout."""
     job: Job = field(default_factory=Job)
     incarnation: int = 0
     generation: int = 0
@@ -160,32 +166,32 @@ class CoreState:
     committed_step: int = 0
     evaluated_step: int = 0
     catch_up: CatchUp | None = None
-    """While the controller lacks records of steps that have committed."""
+    """Set while the controller lacks records of committed steps."""
     unheard: tuple[int, int] = (0, 0)
-    """The first and the last of the steps of which only the records were heard of, not the votes:
-    which of them were saved is known by their parts."""
+    """The first and the last step whose record has arrived without its vote: only their part files
+    show which of them were saved."""
     last_vote: Vote | None = None
     recent_step_s: list[float] = field(default_factory=list)
     timed_layout: Layout | None = None
-    """Under which these steps were."""
+    """The layout of these steps."""
     fatal_step: int = 0
-    """The step amid which members were last lost."""
+    """The step during which members were last lost."""
     fatal: list[tuple[int, tuple[int, ...]]] = field(default_factory=list)
-    """Of each of them the generation, and the microbatches that it ran."""
+    """For each of these losses, the generation and the microbatches that the member ran."""
     is_fatal_evaluation: bool = False
-    """Whether it was the evaluation before that step, and the microbatches are held-out data."""
+    """Whether the losses came in the evaluation before that step, on held-out microbatches."""
     guarded_step: int = 0
-    """The members save the state before this step, and wait until it is written; 0: none."""
+    """The members save the state before this step and wait until it is written; 0: none."""
     unguarded_step: int = 0
-    """Before this one they waited in vain: a write hangs, and the run goes on without the guard."""
+    """The step whose guard was given up, because a write hangs."""
     boundary_at: float = 0.0
-    """When the members last stood at a step boundary, as far as it has been told."""
+    """When the members were last at a step boundary, as far as reported."""
     recent_form_s: list[float] = field(default_factory=list)
-    """How long the latest formings took, also those that were aborted as late."""
+    """How long the latest formings took, including those aborted as late."""
     standing_still: tuple[str, ...] = ()
-    """Workers of this generation whose training threads stood still, the longest first."""
+    """Workers of this generation whose training threads stalled, the longest stall first."""
     reshard_s: float = 0.0
-    """How long the latest forming and re-layout took."""
+    """How long the latest forming and reshard took."""
     num_attempts: int = 0
     last_failure: str = ""
 
@@ -195,22 +201,23 @@ class CoreState:
     node_drains: dict[str, Drain] = field(default_factory=dict)
     """By node."""
     crashes: list[Crash] = field(default_factory=list)
-    """The latest, the oldest first."""
+    """The latest crashes, oldest first."""
     quarantined: dict[str, float] = field(default_factory=dict)
-    """By node, until when."""
+    """By node, the end of its quarantine."""
     quarantines: dict[str, Quarantine] = field(default_factory=dict)
-    """By node, also of nodes that are used again."""
+    """By node, including nodes that are used again."""
     short_since: float | None = None
     """Since when the run lacks workers while a node is quarantined."""
     recent_start_s: list[float] = field(default_factory=list)
-    """How long the latest workers took from being started to being ready."""
+    """How long the latest workers took from start to ready."""
     timed: tuple[int, int] = (0, 0)
-    """Generation and step of the latest report of how long members computed."""
+    """Generation and step of the latest report of compute times."""
     num_slow: dict[str, int] = field(default_factory=dict)
-    """Of the members that were stragglers in it: in how many reports in a row."""
+    """By straggler of that report, the number of consecutive reports in which it was slow."""
     told_slow: set[str] = field(default_factory=set)
+    """Stragglers for which a warning has been given."""
     num_replaced: int = 0
-    """So many stragglers have been replaced."""
+    """The number of stragglers that have been replaced."""
     next_worker: int = 0
     num_start_failures: int = 0
     no_start_before: float = 0.0
@@ -218,132 +225,132 @@ class CoreState:
     digest: str | None = None
     ever_formed: bool = False
     standby_since: float | None = None
-    """When the first of the joiners came about whom it has not been decided yet."""
+    """When the first joining worker arrived for which growth has not been decided yet."""
     no_growth_before: float = 0.0
     paused_at: float | None = None
     """The last progress before a planned pause, until a step commits after it."""
     pauses_s: list[float] = field(default_factory=list)
-    """How long the latest ones were."""
+    """How long the latest planned pauses took."""
     changes_at: list[float] = field(default_factory=list)
-    """When members were lost or left, at last."""
+    """The latest times at which members were lost or drained."""
     changed_generation: int = 0
     idle_since: float | None = None
-    """When spares were last seen, or found to be of use; None: nobody is spare."""
+    """When standby workers appeared or were last found useful; None if there are none."""
     num_given_back: int = 0
-    """So many spares were of no use: that many fewer are wanted."""
+    """The number of useless standby workers given back; the run requests that many fewer."""
     num_gang_backoffs: int = 0
-    """Since workers last trained."""
+    """The number of gang back-offs since workers last trained."""
     not_again_before: float = 0.0
-    """No worker is asked for, since all have been given back."""
+    """No worker is requested before this time, after a gang back-off."""
 
     controller_errors: dict[str, int] = field(default_factory=dict)
-    """By place (the class of an event or command, or a thread's name): how many unexpected
-    exceptions in a row the controller had there."""
+    """By place (the class of an event or command, or a thread's name), the number of consecutive
+    unexpected exceptions of the controller there."""
     has_controller_failed: bool = False
-    """They end this session of the run."""
+    """Whether these exceptions end this session of the run."""
 
     store_host: str = ""
     store_port: int = 0
     held: HeldState | None = None
     also_held: list[HeldState] = field(default_factory=list)
-    """The same step under other assignments, the newest first: the one before, until a step commits
-    under the new one; and those to which broken re-layouts were going."""
+    """The same step under other assignments, newest first: the previous assignment, until a step
+    commits under the new one, and the targets of aborted reshards."""
     snapshot_servers: dict[str, SnapshotServer] = field(default_factory=dict)
     """By node."""
     starting_snapshot_servers: set[str] = field(default_factory=set)
     snapshot_sets: list[SnapshotSet] = field(default_factory=list)
     snapshot_placement: Placement = field(default_factory=Placement)
-    """Where the members were last told to bring their snapshots."""
+    """The placement that the members were last ordered to use."""
     num_set_changes: int = 0
-    """How often the sets in it have changed in this generation."""
+    """How often its parity sets have changed in this generation."""
     placement_at: float | None = None
-    """When that is to be worked out anew, if at all."""
+    """When to compute the placement again; None: not at all."""
     wanted_snapshot_servers: set[str] | None = None
-    """The nodes where this generation needs one; None while that is not known."""
+    """The nodes on which this generation needs a snapshot server; None while not known."""
     num_snapshot_server_losses: int = 0
     no_snapshot_server_before: float = 0.0
     are_queried: bool = False
-    """Whether the keepers have been asked what they have since training stopped."""
+    """Whether the snapshot servers have been queried since training stopped."""
     asked: set[str] = field(default_factory=set)
-    """The keepers that have not said yet what they have."""
+    """The nodes whose snapshot servers have not answered the query yet."""
     queried_until: float = 0.0
     are_snapshot_servers_late: bool = False
-    """Those that have not said it are waited for only if the others do not have enough."""
+    """Whether the controller waits for these only if the others do not have enough."""
     slots: dict[str, tuple[Slot, ...]] = field(default_factory=dict)
-    """What they have said, by node."""
+    """By node, the snapshots that its snapshot server has reported."""
     parities: dict[str, tuple[ParitySlot, ...]] = field(default_factory=dict)
-    """Likewise."""
+    """By node, the parities that its snapshot server has reported."""
     saved: list[Saved] = field(default_factory=list)
-    """The whole checkpoints, the oldest first."""
+    """The complete checkpoints, oldest first."""
     uploads: dict[str, Upload] = field(default_factory=dict)
     stale_checkpoints: list[tuple[int, int]] = field(default_factory=list)
-    """Step and generation of what lies in storage and is of no use: void, or never to be whole."""
+    """Step and generation of useless files in storage: void, or parts of aborted checkpoints."""
     held_out_losses: dict[str, float] = field(default_factory=dict)
-    """By step, as far as they say which checkpoint is the best."""
+    """By step, as far as needed to tell which checkpoint is the best."""
     save_at: float | None = None
-    """When a checkpoint is wanted that no multiple of steps brings."""
+    """When a checkpoint is due that is not due by its number of steps."""
     is_save_requested: bool = False
-    """Whether the members of this generation have been told so."""
+    """Whether the members of this generation have been ordered to save it."""
     num_save_failures: int = 0
     late_writers: set[str] = field(default_factory=set)
-    """Members that leave only because they write their part of a checkpoint for too long."""
+    """Members that drain only because they take too long to write their part of a checkpoint."""
     checkpoint_costs: CheckpointCosts = field(default_factory=CheckpointCosts)
 
     skipped_since: int | None = None
-    """The first of the steps up to the committed one that were all skipped."""
+    """The first step of the unbroken series of skipped steps up to the committed one."""
     recent_losses: list[tuple[int, float]] = field(default_factory=list)
-    """The latest steps that have one, with it; only where spikes are watched for."""
+    """The latest steps with a finite loss, and the loss; only if spike detection is on."""
     spiked_step: int = 0
-    """The latest whose loss spiked, and the run went on."""
+    """The latest step with a loss spike after which the run continued."""
     audited_step: int = 0
-    """Up to here all replicas were found equal, or the run was begun from here."""
+    """The latest step of a clean audit, or the step from which the run was started."""
     judged_generation: int = 0
-    """In which replicas were found to differ."""
+    """The latest generation in which an audit found different replicas."""
     rollback: Rollback | None = None
-    """Until a generation is formed from an older step."""
+    """Set until a generation forms from an older step."""
     rolled_back_from: int = 0
     num_rollbacks: int = 0
-    """Since the run last came clearly beyond the step that it was taken back from."""
+    """The number of rollbacks since the run last got clearly beyond `rolled_back_from`."""
     voided: tuple[VoidedCheckpoints, ...] = ()
     skipped_batches: tuple[int, ...] = ()
-    """The numbers of the batches that are skipped on purpose, ascending."""
+    """The numbers of the skipped batches, ascending."""
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase; the table of transitions must allow it."""
-        assert may_follow(self.phase, phase), f"{self.phase} may not lead to {phase}"
+        """Change the phase; `TRANSITIONS` must allow it."""
+        assert may_follow(self.phase, phase), f"no transition from {self.phase} to {phase}"
         self.phase = phase
 
     def commit(self, step: int) -> None:
-        """One more step stands; what still lies elsewhere is of the step before."""
+        """Note one more committed step; state under other assignments is now outdated."""
         self.committed_step = step
         self.also_held = []
         self.num_attempts = 0
 
     def want_save(self, now: float) -> None:
-        """A checkpoint as soon as the members can be told so."""
+        """Request a checkpoint as soon as possible."""
         self.save_at = now if self.save_at is None else min(now, self.save_at)
 
     def stands(self, step: int, generation: int) -> bool:
-        """Whether a checkpoint counts: no rewind has taken its step back."""
+        """Whether a checkpoint is valid: no rollback has voided it."""
         return not any(step > void.step and generation < void.generation for void in self.voided)
 
     def holdings(self) -> list[HeldState]:
-        """The live state under each assignment under which some of it lies."""
+        """The live state, once for each assignment under which workers hold it."""
         return [*([self.held] if self.held else []), *self.also_held]
 
     def num_staying(self) -> int:
-        """Warm workers that are not about to leave."""
+        """The number of warm workers that do not drain."""
         return len(self.warm) - len(self.draining & self.warm)
 
     def staying(self) -> dict[str, Place]:
-        """Where these are."""
+        """The warm workers that do not drain, and the place of each."""
         return {
             worker: self.worker_records[worker].place
             for worker in sorted(self.warm - self.draining)
         }
 
     def on(self, node: str) -> set[str]:
-        """The workers there, as far as they have said where they are."""
+        """The workers on a node, as far as they have reported their node."""
         return {
             worker
             for worker, worker_record in self.worker_records.items()
@@ -351,18 +358,18 @@ class CoreState:
         }
 
     def least_memory_bytes(self) -> int | None:
-        """What the smallest of them can hold, or None where nobody can say."""
+        """The memory of the smallest warm worker that does not drain; None if not known."""
         staying = self.warm - self.draining
         memories = [m for w in staying if (m := self.worker_records[w].memory_bytes) is not None]
         return min(memories, default=None)
 
     @property
     def saved_step(self) -> int:
-        """Of the newest whole checkpoint; 0, the initial state's, if there is none."""
+        """The step of the newest complete checkpoint, or 0, the step of the initial state."""
         return self.saved[-1].step if self.saved else 0
 
     def members(self) -> tuple[str, ...]:
-        """Who trains, or last did."""
+        """The workers that train, or that trained last."""
         return self.held.assignment.members if self.held else ()
 
     def median_step_s(self) -> float:

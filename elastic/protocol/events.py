@@ -1,4 +1,4 @@
-"""Events: what has happened, in the past tense. They are all that the core ever learns."""
+"""Events: the only inputs of the core; each says in the past tense what has happened."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A whole checkpoint, with the generation that wrote it."""
+    """A complete checkpoint, with the generation that wrote it."""
 
     step: int
     generation: int
@@ -24,7 +24,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of a checkpoint; `checksum` is of its header, `header_bytes` its length, if known."""
+    """A file of a checkpoint, with the checksum of its header and the header's length, if known."""
 
     name: str
     num_bytes: int
@@ -34,10 +34,10 @@ class PartFile:
 
 @dataclass(frozen=True, slots=True)
 class RunOpened:
-    """A controller has taken the run; whatever an earlier one drove is gone.
+    """A controller has opened the run; the workers of an earlier session are gone.
 
-    `saved` are the whole checkpoints in storage, the oldest first. Files of the run name
-    generations up to `newest_generation`, of which a damaged journal may know nothing.
+    `saved` are the complete checkpoints in storage, oldest first. `newest_generation` is the newest
+    that a file of the run names; a damaged journal may lack it.
     """
 
     incarnation: int
@@ -50,7 +50,7 @@ class RunOpened:
 
 @dataclass(frozen=True, slots=True)
 class StoreReady:
-    """The store listens; groups can be formed through it."""
+    """The store listens, so groups can form through it."""
 
     host: str
     port: int
@@ -63,18 +63,18 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker has warmed up and waits for its first assignment. `device` is cpu or cuda."""
+    """A worker has warmed up and waits for its first assignment. `device` is `cpu` or `cuda`."""
 
     worker: str
     node: str
     pid: int
     rack: str = ""
     memory_bytes: int | None = None
-    """What its device can hold, or None where nobody can say."""
+    """The memory of its device, or None if not known."""
     digest: str = ""
-    """Of its sources and tensor specs: all workers of a run must agree on them."""
+    """The digest of its sources and tensor specs, which must be equal on all workers of a run."""
     node_type: str = ""
-    """The cluster's name for machines like its node, where it has one."""
+    """The cluster's name for this type of node, if it has one."""
     device: str = "cpu"
 
 
@@ -85,7 +85,7 @@ class WorkerLost:
     worker: str
     cause: str
     node: str = ""
-    """Where it ran, as far as anybody knows: one that has never been ready could not tell."""
+    """Its node, if known: a worker that was never ready has not reported its node."""
     is_crash: bool = False
     """Whether the process is known to have ended by itself (a fault signal, an exit code), not by
     SIGKILL, the out-of-memory killer or a preemption. On Ray this is mostly unknown: False."""
@@ -93,7 +93,7 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSuspected:
-    """Somebody has reason to believe that a worker no longer answers."""
+    """There is reason to believe that a worker no longer answers."""
 
     worker: str
     cause: str
@@ -101,7 +101,7 @@ class WorkerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """A worker shall go at the next step boundary, by plan."""
+    """A worker is to leave the run at the next step boundary, by plan."""
 
     worker: str
     cause: str
@@ -114,12 +114,12 @@ class NodeDraining:
     node: str
     deadline: float
     cause: str = ""
-    """Who says so."""
+    """The source of the notice."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeAtRisk:
-    """A node may be taken before long, and nobody says when."""
+    """A node may be preempted soon, at an unknown time."""
 
     node: str
     cause: str
@@ -127,14 +127,14 @@ class NodeAtRisk:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotServerReady:
-    """A node's keeper takes snapshots."""
+    """The snapshot server of a node is ready to take snapshots."""
 
     snapshot_server: SnapshotServer
 
 
 @dataclass(frozen=True, slots=True)
 class SnapshotServerSuspected:
-    """A keeper does not answer."""
+    """A snapshot server does not answer."""
 
     node: str
     cause: str
@@ -142,7 +142,7 @@ class SnapshotServerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotServerLost:
-    """A keeper's process is gone, and with it all that it had."""
+    """The process of a snapshot server is gone, with all its snapshots."""
 
     node: str
     cause: str
@@ -150,10 +150,10 @@ class SnapshotServerLost:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotServerReported:
-    """What a keeper has, answering the question that was asked in a generation.
+    """The contents of a snapshot server, in answer to the query of a generation.
 
-    Since it started it has got `taken_bytes` from workers beside it and `received_bytes` from
-    elsewhere; its memory has `memory_bytes` now.
+    Since its start it has received `taken_bytes` from workers on its node and `received_bytes` from
+    other nodes. It now holds `memory_bytes` in memory.
     """
 
     node: str
@@ -189,7 +189,7 @@ class StateReady:
 
 @dataclass(frozen=True, slots=True)
 class StepCommitted:
-    """World rank 0 tells of a committed step; awaited by nobody."""
+    """World rank 0 reports a committed step; no worker waits for the report."""
 
     generation: int
     record: StepRecord
@@ -198,18 +198,18 @@ class StepCommitted:
 
 @dataclass(frozen=True, slots=True)
 class Progressed:
-    """No step has committed for a while, but some worker's training thread gets on."""
+    """No step has committed for a while, but some training thread makes progress."""
 
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
 class ComputeTimed:
-    """How long each member has computed for a step, without its waits for others: the mean of the
-    latest steps up to `step`, in seconds and in world-rank order; 0 where nothing was timed.
+    """The compute time of each member for a step, without its waits for other members.
 
-    In a large run's journal `slow` mostly stands for `compute_s`: the stragglers' world ranks, and
-    how many times as long as the median of its equals each took."""
+    `compute_s` are means over the latest steps up to `step`, in world-rank order; 0: not measured.
+    In the journal of a large run `slow` mostly replaces it: the world ranks of the stragglers, and
+    the time of each relative to the median of its peers."""
 
     generation: int
     step: int
@@ -221,8 +221,8 @@ class ComputeTimed:
 class Evaluated:
     """The held-out loss after `step`, and other metrics of the held-out data by name.
 
-    A value is None if it was not finite, in which case `not_finite` has its name (`loss` or that of
-    a metric), or if the evaluation counted nothing.
+    A value is None if the evaluation counted nothing or the value was not finite. In the second
+    case `not_finite` has its name: `loss` or the name of a metric.
     """
 
     generation: int
@@ -234,10 +234,10 @@ class Evaluated:
 
 @dataclass(frozen=True, slots=True)
 class Audited:
-    """Replicas have been compared bit by bit after `step`.
+    """The replicas have been compared bit by bit after `step`.
 
     `num_replicas` workers at least held each part of the state; 1: nothing to compare.
-    `splits` has the holders of each part with unequal copies, grouped by what they hold.
+    `splits` has the holders of each part whose copies differ, grouped by equal copies.
     """
 
     generation: int
@@ -248,7 +248,7 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """A worker has stopped at a step boundary, as all agreed in the vote."""
+    """A worker has stopped at the step boundary on which the vote agreed."""
 
     worker: str
     generation: int
@@ -259,9 +259,9 @@ class Paused:
 class Quiesced:
     """A worker's training thread has unwound after an abort.
 
-    `vote` is the latest vote it has read, `gradients_complete` whether it could still apply
-    the step after `committed_step`, `torn` whether an apply broke half-way. `records` are those
-    that the controller lacks, by `Abort.committed_step`; empty if there are too many for a report.
+    `vote` is the latest vote that it has read. `gradients_complete` says whether it can still apply
+    the step after `committed_step`, `torn` whether an apply raised half-way. `records` are those of
+    the steps after `Abort.committed_step`; empty if there are too many for one report.
     """
 
     worker: str
@@ -275,7 +275,7 @@ class Quiesced:
 
 @dataclass(frozen=True, slots=True)
 class RolledForward:
-    """A worker has rolled forward to the step that a seen vote had decided."""
+    """A worker has rolled forward to the step that the vote of `RollForward` decided."""
 
     worker: str
     generation: int
@@ -284,12 +284,12 @@ class RolledForward:
 
 @dataclass(frozen=True, slots=True)
 class WorkerRaised:
-    """An exception came out of a worker's training thread.
+    """A worker's training thread raised an exception.
 
-    `kind` is `peer` (a collective broke: a peer may be gone), `device`, `memory`, `machine` (the
-    machine lacks something, such as a route to the data), `holding` (what the worker holds is not
-    of the plan's step) or `program` (the user's code). For `memory`, `held_bytes` is the worker's
-    peak and `wanted_bytes` what the allocator was asked for, if it says so.
+    `kind` is `peer` (a collective failed: a peer may be gone), `device`, `memory`, `machine` (the
+    machine lacks something, such as a route to the data), `holding` (the worker's holding is not of
+    the plan's step) or `program` (the user's code). For `memory`, `held_bytes` is the worker's peak
+    and `wanted_bytes` the size of the failed allocation, if reported.
     """
 
     worker: str
@@ -313,7 +313,7 @@ class PartWritten:
 
 @dataclass(frozen=True, slots=True)
 class PartFailed:
-    """A worker could not write its part; training goes on, this checkpoint never appears."""
+    """A worker could not write its part: training continues, without this checkpoint."""
 
     worker: str
     generation: int
@@ -323,7 +323,7 @@ class PartFailed:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointDamaged:
-    """A worker has found that a checkpoint is not what was written; `cause` names the file."""
+    """A worker has found a checkpoint damaged; `cause` names the file."""
 
     worker: str
     generation: int
@@ -333,7 +333,7 @@ class CheckpointDamaged:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointed:
-    """A checkpoint is whole and visible."""
+    """A checkpoint is complete and visible."""
 
     step: int
     generation: int
@@ -342,9 +342,9 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequested:
-    """A person wishes for another layout from the next step boundary on.
+    """A user requests another target layout, from the next step boundary on.
 
-    `request` is by what the answer is known; the run's number of workers stays.
+    `request` identifies the answer. The run's number of workers does not change.
     """
 
     request: str
@@ -353,14 +353,14 @@ class LayoutRequested:
 
 @dataclass(frozen=True, slots=True)
 class StopRequested:
-    """The driver, a signal or a person asks the run to end at the next boundary."""
+    """The driver, a signal or a user requests that the run ends at the next step boundary."""
 
     cause: str
 
 
 @dataclass(frozen=True, slots=True)
 class Woke:
-    """The time that `next_deadline` named has come."""
+    """The time that `next_deadline` returned has come."""
 
 
 Event = (

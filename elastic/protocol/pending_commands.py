@@ -1,6 +1,6 @@
-"""Commands that may not have been carried out: a restarted controller gives them again.
+"""Pending commands: those that a restarted controller sends again, in case they were lost.
 
-What is to be started is not among them: the core's state says what should be there.
+Commands that start workers or servers are not among them: the core's state determines those.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from elastic.protocol.events import Event, RunOpened, StepCommitted
 
 Repeatable = Order | QuerySnapshotServers | ForgetSnapshots
 SUPERSEDING = (StartSnapshots, RequestCheckpoint, QuerySnapshotServers)
-"""Of these only the newest since the last `Form` counts."""
+"""Of each of these classes only the newest command since the last `Form` counts."""
 
 
 @dataclass(slots=True)
 class Unfinished:
-    """Kept beside the core's state, and written into each full state line of the journal."""
+    """The pending commands; every full state line of the journal has them beside the state."""
 
     orders: list[Repeatable] = field(default_factory=list)
-    """Since the newest `Form`. Once a step has committed, all members have formed."""
+    """The orders since the newest `Form`, without `Form` and `Reshard` once a step has committed:
+    by then all members have carried them out."""
     stops: list[StopWorker] = field(default_factory=list)
     removals: list[tuple[int, int]] = field(default_factory=list)
     """Step and generation of checkpoints whose removal storage has not confirmed."""
@@ -46,7 +47,7 @@ class Unfinished:
     """How this session of the run has ended, if it has."""
 
     def note(self, event: Event, commands: Sequence[Command]) -> None:
-        """Take in an event and the commands that it led to."""
+        """Note an event and the commands that it led to."""
         match event:
             case RunOpened():
                 self._begin()
@@ -67,12 +68,12 @@ class Unfinished:
                 case Stopped():
                     self.stopped = command
                 case SendRecords():
-                    pass  # `ControllerRestarted` has the core ask anew
+                    pass  # on `ControllerRestarted` the core requests them again
                 case _ if isinstance(command, Order | QuerySnapshotServers | ForgetSnapshots):
-                    self._take(command)
+                    self._add(command)
 
     def again(self, worker_records: Set[str]) -> list[Command]:
-        """What is to be done once more, in order; a receiver that has done it ignores it."""
+        """The commands to send again, in order; a receiver that has carried one out ignores it."""
         stops = [stop for stop in self.stops if stop.worker in worker_records]
         drops = [DropCheckpoints(tuple(self.removals))] if self.removals else []
         snapshot_orders = [order for order in self.orders if isinstance(order, StartSnapshots)]
@@ -84,11 +85,11 @@ class Unfinished:
         self.stops = [stop for stop in self.stops if stop.worker in worker_records]
 
     def _begin(self) -> None:
-        """Another session: nothing of the one before lives."""
+        """Clear all: a new session begins, and nothing of the previous one lives."""
         self.orders, self.stops, self.removals, self.set_aside = [], [], [], []
         self.stopped = None
 
-    def _take(self, command: Repeatable) -> None:
+    def _add(self, command: Repeatable) -> None:
         if isinstance(command, SUPERSEDING):
             self.orders = [order for order in self.orders if type(order) is not type(command)]
         elif isinstance(command, ForgetSnapshots):

@@ -1,4 +1,4 @@
-"""Phases: what the run is doing now, with the data of just that; and the legal transitions."""
+"""Phases of a run, each with its own data, and the legal transitions between them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.reshard.reshard_plan import ReshardPlan
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the run shall end, once it can."""
+    """How the run will end, as soon as it can."""
 
     outcome: str
     reason: str = ""
@@ -21,19 +21,19 @@ class Ending:
 
 @dataclass(slots=True)
 class Waiting:
-    """Nothing trains, and `reason` says what for."""
+    """The run does not train; `reason` says what it waits for."""
 
     reason: str
     since: float
     until: float | None = None
-    """When to go on with those who are there, if nobody else comes."""
+    """When to continue with the available workers, if no more arrive."""
     is_short: bool = False
-    """Only until keepers have answered: nobody new is waited for or started."""
+    """Whether the run waits only for answers of snapshot servers, and starts no worker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One try at a new generation: who shall hold what, and from where the state comes."""
+    """One attempt at a new generation: its assignment, its plan and the source of the state."""
 
     assignment: Assignment
     plan: ReshardPlan
@@ -44,7 +44,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class Forming:
-    """Process groups are being formed and the program is being built on them."""
+    """Workers form the process groups and build the program on them."""
 
     attempt: Attempt
     pending: set[str]
@@ -53,7 +53,7 @@ class Forming:
 
 @dataclass(slots=True)
 class Resharding:
-    """The state moves to where the new assignment wants it."""
+    """The state moves to the workers that hold it under the new assignment."""
 
     attempt: Attempt
     pending: set[str]
@@ -63,7 +63,7 @@ class Resharding:
 
 @dataclass(slots=True)
 class Running:
-    """Workers train on their own."""
+    """Workers train; the controller is not involved in a step."""
 
     since: float
     last_progress: float
@@ -72,20 +72,21 @@ class Running:
 
 @dataclass(slots=True)
 class Pausing:
-    """The wish to stop at the next boundary is under way; `last_progress` bounds how long."""
+    """Workers will stop at the next step boundary; a hang counts from `last_progress`."""
 
     cause: str
     pending: set[str]
     last_progress: float
     is_whole: bool = False
-    """All have paused: the controller only lacks records of steps before the boundary."""
+    """Whether all have paused, and the controller only lacks records of earlier steps."""
 
 
 @dataclass(slots=True)
 class Aborting:
-    """Workers unwind; then `settling` brings all of them to the step that a vote decided.
+    """Workers unwind; then all of them roll forward to the step that a vote decided.
 
-    At `deadline` pending suspects are ended, or after a hang one worker; at `patience` all of them.
+    At `deadline` the controller ends the pending suspects, or after a hang one worker. At
+    `patience` it ends all pending workers.
     """
 
     cause: str
@@ -94,28 +95,29 @@ class Aborting:
     patience: float
     began: float
     on_gpu: bool = False
-    """Whether any survivor has a GPU, which is slower to break off."""
+    """Whether any survivor has a GPU, which takes longer to abort."""
     is_hang: bool = False
-    """One worker stands still, and nobody knows which."""
+    """Whether a hang is the cause: some worker is stalled, and it is not known which."""
     suspects: set[str] = field(default_factory=set)
     """Workers that do not answer probes."""
     suspected_at: float = 0.0
     changed_at: float = 0.0
-    """When a worker last unwound, or was lost before it had."""
+    """When a worker last unwound, or was lost before it had unwound."""
     has_lost_pending: bool = False
-    """A worker is gone that had not unwound: after a hang, it may have been the one."""
+    """Whether a worker was lost before it had unwound: after a hang, it may be the stalled one."""
     last_unwound_s: float = 0.0
-    """How long the last survivor to unwind took."""
+    """How long the latest survivor to unwind took."""
     reports: dict[str, Quiesced] = field(default_factory=dict)
     rolling_forward: Vote | None = None
     num_lost: int = 0
     raised: Ending | None = None
-    """The exception that ends the run: no worker was lost before it."""
+    """The exception that ends the run, if no worker was lost before it."""
 
 
 @dataclass(slots=True)
 class Saving:
-    """The last checkpoint is being written, under this number; tried again at `retry_at`."""
+    """Workers write the last checkpoint, under `generation`; a failed write is retried at
+    `retry_at`."""
 
     generation: int
     deadline: float
@@ -132,50 +134,50 @@ class Ended:
 Phase = Waiting | Forming | Resharding | Running | Pausing | Aborting | Saving | Ended
 
 Breakable = Forming | Resharding | Running | Pausing
-"""The phases in which workers act together, so that one who fails fails all."""
+"""The phases in which workers act together, so that the failure of one aborts all."""
 
 TRANSITIONS: dict[type, tuple[tuple[type, str], ...]] = {
     Waiting: (
         (Forming, "enough workers are ready"),
-        (Saving, "stop asked for, state held"),
-        (Ended, "stop asked for, nothing held"),
+        (Saving, "stop requested, workers hold state"),
+        (Ended, "stop requested, no worker holds state"),
     ),
     Forming: (
         (Resharding, "all groups formed"),
-        (Aborting, "a loss, or too late"),
+        (Aborting, "a worker lost, or timeout"),
     ),
     Resharding: (
         (Running, "all state in place"),
         (Saving, "all state in place, the run ends"),
         (Ended, "all state in place, already saved"),
-        (Aborting, "a loss, or too late"),
+        (Aborting, "a worker lost, or timeout"),
     ),
     Running: (
-        (Pausing, "growth, leavers, another layout, rewind, stop, last step"),
-        (Aborting, "a loss or a hang"),
+        (Pausing, "growth, drain, new layout, rollback, stop, last step"),
+        (Aborting, "a worker lost, or a hang"),
     ),
     Pausing: (
         (Forming, "all paused"),
-        (Waiting, "all paused, too few stay"),
+        (Waiting, "all paused, too few workers remain"),
         (Saving, "all paused, the run ends"),
         (Ended, "all paused, already saved"),
-        (Aborting, "a loss or a hang"),
+        (Aborting, "a worker lost, or a hang"),
     ),
     Aborting: (
-        (Forming, "all stand at one step"),
-        (Waiting, "too few are left"),
-        (Saving, "the run has failed or shall end"),
-        (Ended, "nothing is left to save"),
+        (Forming, "all survivors at one step"),
+        (Waiting, "too few workers remain"),
+        (Saving, "the run has failed or was stopped"),
+        (Ended, "no state left to save"),
     ),
     Saving: (
-        (Saving, "a writer was lost, the others cover"),
-        (Forming, "complete, but lost before it was saved"),
-        (Waiting, "the same, and too few are left"),
-        (Ended, "saved, or cannot be"),
+        (Saving, "a writer lost, the others cover the state"),
+        (Forming, "run complete, but state lost before it was saved"),
+        (Waiting, "the same, and too few workers remain"),
+        (Ended, "saved, or saving failed"),
     ),
     Ended: (),
 }
-"""From each phase, where it may lead and why; the diagram in docs/ is drawn from this."""
+"""By phase, the phases that may follow and why; the diagram in docs/phases.md is drawn from it."""
 
 
 def may_follow(phase: Phase, successor: Phase) -> bool:

@@ -1,4 +1,4 @@
-"""Policy: the numbers by which the core decides when; all in one place, none read from a clock."""
+"""Policy: the timeouts, limits and intervals by which the core decides."""
 
 from __future__ import annotations
 
@@ -7,127 +7,130 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How many workers a run wants, and how long it waits for what."""
+    """The number of workers of a run, and all timeouts, limits and intervals of the core."""
 
     min_workers: int = 1
     max_workers: int = 1
     start_timeout_s: float = 60.0
-    """A run starts with all its workers, or after this long with at least the minimum."""
+    """A run starts with all its workers, or after this time with at least the minimum."""
     quiesce_deadline_s: float = 1.0
-    """After an abort, a worker that does not answer probes gets at least this long to unwind; so
-    does a run's only worker after a hang. Any other worker gets `collective_timeout_s`, except that
-    a hang ends one at a time: see `hang_share`."""
+    """Least time to unwind after an abort, for a worker that does not answer probes and, after a
+    hang, for a run's only worker. Any other worker gets `collective_timeout_s`, except that after a
+    hang workers are ended one at a time: see `hang_share`."""
     quiesce_deadline_cuda_s: float = 10.0
     """The same for a worker on a GPU."""
     quiesce_factor: float = 4.0
-    """It also gets so many median steps, and so many times as long as the last survivor to unwind
-    took."""
+    """Such a worker also gets this many median steps, and this many times the time that the latest
+    survivor took to unwind."""
     collective_timeout_s: float = 300.0
-    """What every process group has; also the patience with workers that unwind or roll forward."""
+    """The timeout of every process group; also the limit for workers to unwind or roll forward."""
     records_timeout_s: float = 10.0
-    """A worker that is asked for records of steps gets this long before another is asked."""
+    """How long a worker has to send requested step records before another worker is asked."""
     form_timeout_s: float = 30.0
-    """Process groups are formed within this time, or longer by the next two numbers; if not, the
-    generation is aborted."""
+    """Least time to form process groups; the next two settings may raise it. If forming takes
+    longer, the generation is aborted."""
     form_factor: float = 3.0
-    """Forming gets so many times what the slowest of the last four took, late ones included."""
+    """Forming gets this many times the slowest of the last four formings, late ones included."""
     form_timeout_per_worker_s: float = 0.1
     """Forming gets at least this long for each worker that takes part."""
     reshard_timeout_s: float = 600.0
-    """How long moving, or reading, the state may take."""
+    """How long moving or reading the state may take."""
     hang_timeout_s: float = 60.0
     hang_factor: float = 10.0
     """No progress for `max(hang_timeout_s, hang_factor x median step)` is a hang."""
     hang_share: float = 0.25
-    """After a hang, the last worker that has not unwound is ended so large a share of
-    `hang_timeout_s` after the one before it unwound. While there are several, one is ended each
-    time that no other has unwound for as long as a hang takes to be noticed."""
+    """After a hang, the last worker that has not unwound is ended this share of `hang_timeout_s`
+    after the previous worker unwound. While several have not unwound, one is ended each time that
+    none has unwound for as long as it takes to detect a hang."""
     silence_timeout_s: float = 5.0
-    """A worker that answers no probe for so long, or for a median step if that is longer, is
-    suspected although its process runs. One that is stopped is found in 2.5 s."""
+    """A worker that answers no probe for this long, or for a median step if that is longer, is
+    suspected even if its process runs. A stopped process is detected in 2.5 s."""
     first_step_timeout_s: float = 600.0
-    """The same before any step has committed: the first one may have to compile."""
+    """The hang timeout before any step has committed: the first step may have to compile."""
     growth_settle_s: float = 2.0
-    """How long a ready joiner waits for others that are still warming up."""
+    """How long a ready worker waits for others that are still warming up."""
     growth_horizon_s: float = 600.0
-    """A growth has to be worth its pause within this time; see `growing`."""
+    """A growth must recover the time of its pause within this time; see `growth`."""
     standby_timeout_s: float = 600.0
-    """Spares with which nothing has been gained for so long are given back."""
+    """Standby workers that have been of no use for this long are given back."""
     gang_timeout_s: float = 1800.0
-    """A run with fewer workers than the minimum gives them back if no other comes for so long."""
+    """Gang back-off: below the minimum, the run gives its workers back if no other arrives for this
+    long."""
     gang_pause_s: float = 30.0
-    """After how long it asks for workers again; it doubles, up to half an hour."""
+    """After a gang back-off, the run requests workers again after this time; it doubles, up to half
+    an hour."""
     gang_jitter: float = 0.0
-    """By what share of both times this run waits longer than others; from 0 to 1."""
+    """The share of both times by which this run waits longer than others; from 0 to 1."""
     save_timeout_s: float = 300.0
-    """How long the last checkpoint may take, with all its tries."""
+    """How long the last checkpoint may take, all attempts included."""
     save_backoff_s: float = 5.0
-    """The pause after a checkpoint could not be written; it doubles, up to five minutes, and up to
-    ten seconds between the tries of the last one."""
+    """The pause after a failed checkpoint; it doubles, up to five minutes, or up to ten seconds
+    between attempts of the last checkpoint."""
     checkpoint_every_s: float = 0.0
-    """A checkpoint by time, beside those by steps; 0 is never."""
+    """A checkpoint is due after this time, besides those due by steps; 0: never."""
     checkpoint_auto: bool = False
-    """Whether the time between checkpoints follows their measured cost and the failures observed,
-    within the next two numbers; then a notice that a node will be gone orders one at once."""
+    """Whether the time between checkpoints follows their measured cost and the observed failures,
+    within the next two settings. If so, a notice that a node will be gone requests one at once."""
     checkpoint_least_s: float = 60.0
     checkpoint_most_s: float = 900.0
     keep_last: int = 0
-    """So many newest checkpoints are kept; 0 keeps all."""
+    """The number of newest checkpoints to keep; 0: all."""
     keep_every: int = 0
-    """Those of each multiple of so many steps are kept as well; 0 is none for that reason."""
+    """Checkpoints of multiples of this many steps are kept too; 0: none for this reason."""
     keep_best: int = 0
-    """So many with the lowest held-out loss are kept as well."""
+    """The number of checkpoints with the lowest held-out loss to keep as well."""
     snapshot_every: int = 0
-    """A snapshot is due at each multiple of so many steps, where one is needed; 0 is never."""
+    """A snapshot is due at each multiple of this many steps, if one is needed; 0: never."""
     snapshot_redundancy: str = "copy"
-    """How what a node has alone is kept elsewhere: `copy`, or `xor:k` for the parity of k others,
-    at 1/k of the memory."""
+    """How regions that only one node holds are stored on other nodes: `copy`, or `xor:k` for the
+    parity of k others, at 1/k of the memory."""
     snapshot_server_timeout_s: float = 10.0
-    """How long the keepers get to say what they have."""
+    """How long snapshot servers have to report what they hold."""
     snapshot_server_grace_s: float = 0.5
-    """The same where the others have a state no older than snapshots promise: a silent keeper may
-    be gone with its machine."""
+    """The same if the others hold a state as new as snapshots guarantee: a silent snapshot server
+    may be gone with its machine."""
     max_skipped: int = 20
-    """So many steps in a row that were skipped, since a number was not finite: the run has failed;
-    0 is never."""
+    """The run fails after this many consecutive steps skipped because a number was not finite; 0:
+    never."""
     spike_factor: float = 0.0
-    """A loss over so many times the median of the latest takes the run back; 0 is never."""
+    """A loss above this many times the median of the latest losses causes a rollback; 0: never."""
     spike_window: int = 32
-    """Of so many latest losses; judged once there is half of them."""
+    """The number of latest losses for this median; half of them suffice."""
     audit_every: int = 0
-    """Replicas are compared after each multiple of so many steps; 0 is never."""
+    """Replicas are compared after each multiple of this many steps; 0: never."""
     audit_rollback: bool = False
-    """Whether to go back also where a majority of the replicas names the one that differs."""
+    """Whether to roll back even if a majority of replicas identifies the one that differs."""
     max_rollbacks: int = 3
-    """So many times the run goes back without having come `spike_window` steps further."""
+    """The most rollbacks before the run has got `spike_window` steps further."""
     max_attempts: int = 8
-    """So many recoveries without a committed step in between, and the run has failed."""
+    """The run fails after this many recoveries without a committed step in between."""
     max_start_failures: int = 5
-    """So many workers that died while warming up, none of them ever ready: failed."""
+    """The run fails if this many workers die while warming up and none was ever ready."""
     restart_backoff_s: float = 1.0
     """The pause after a worker died while warming up; it doubles, up to a minute."""
     straggler_every: int = 0
-    """Members tell how long they computed at each multiple of so many steps; 0 is never."""
+    """Members report their compute time at each multiple of this many steps; 0: never."""
     straggler_factor: float = 2.0
-    """Over so many times the median of the others that do the same work is a straggler."""
+    """A member above this many times the median of others with the same work is a straggler."""
     straggler_reports: int = 3
-    """After so many such reports in a row it is replaced, or told of."""
+    """A straggler is replaced, or a warning given, after this many consecutive reports."""
     quarantine_after: int = 3
-    """A node on which workers have crashed so often is avoided; 0 is never."""
+    """A node is quarantined after this many crashes of workers; 0: never."""
     crash_window_s: float = 600.0
-    """Crashes that are older do not count."""
+    """Older crashes do not count."""
     quarantine_s: float = 3600.0
-    """After so long an avoided node is used again."""
+    """A quarantined node is used again after this time."""
     quarantine_patience_s: float = 30.0
-    """The same where the run lacks workers and none come elsewhere; at least twice as long as a
-    worker takes to start, doubled with each quarantine of the same node."""
+    """The same if the run lacks workers and no other node provides any. At least twice the start
+    time of a worker; it doubles with each quarantine of the same node."""
     drain_grace_s: float = 60.0
-    """A node that is still there so long after its announced end is used again."""
+    """A node that still exists this long after its announced end is used again."""
 
 
 MAX_DOUBLINGS = 16
 
 
 def backoff_s(first_s: float, num_failures: int, longest_s: float) -> float:
-    """In seconds: `first_s` after the first, doubled after each other, up to `longest_s`."""
+    """The pause after a number of failures: `first_s`, doubled for each further failure, at most
+    `longest_s`."""
     return min(first_s * 2.0 ** min(num_failures - 1, MAX_DOUBLINGS), longest_s)

@@ -1,4 +1,4 @@
-"""Step records that a worker keeps for a controller that is away, in a compact and bounded form."""
+"""Step records that a worker keeps while its controller is down, in compact and bounded form."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from elastic.protocol.votes import StepRecord, Vote
 NUM_KEPT_RECORDS = 1 << 17
 """About 8 MB when full; steps of 1 s fill it in 36 hours."""
 NUM_SENT_RECORDS = 1024
-"""At most so many records answer one request."""
+"""Most records in the answer to one request."""
 NUM_REPORTED_RECORDS = 64
-"""A worker that unwinds reports the records that the controller lacks if there are no more."""
+"""Most records in the report of a worker that unwinds; if more are lacking, it reports none."""
 RECORDS_PER_BLOCK = 1024
 
 _PACKED = Struct("<dqqqqddddB")
@@ -23,7 +23,7 @@ _SKIPPED, _MISSING, _FIRST_NULL = 1, 2, 4
 
 @dataclass(frozen=True, slots=True)
 class RecordsSent:
-    """A worker answers `SendRecords` with the oldest records that it has of the steps asked for.
+    """A worker answers `SendRecords` with its oldest records of the requested steps.
 
     `vote` is the latest vote that it has read; it is not older than the last of the records.
     """
@@ -35,10 +35,10 @@ class RecordsSent:
 
 
 class RecordRing:
-    """The records of consecutive steps, of which the oldest are dropped; not thread-safe."""
+    """A ring of the records of consecutive steps that drops the oldest; not thread-safe."""
 
     def __init__(self, capacity: int = NUM_KEPT_RECORDS) -> None:
-        """`capacity` is the number of records that are kept at least, if there were so many."""
+        """`capacity` is the least number of records kept before the oldest are dropped."""
         self._records_per_block = min(RECORDS_PER_BLOCK, capacity)
         self._num_blocks = -(-capacity // self._records_per_block) + 1
         self._blocks: deque[bytearray] = deque()
@@ -50,11 +50,11 @@ class RecordRing:
 
     @property
     def last_step(self) -> int:
-        """The newest step of which there is a record, or the one before the first to come."""
+        """The newest step with a record; if there is none, the step before the first to come."""
         return self._first_step + self._num_records - 1
 
     def append(self, record: StepRecord) -> None:
-        """Add the next step's record. A step done again replaces what followed the one before."""
+        """Add the next step's record; a recomputed step replaces its old record and all later."""
         if record.step <= self.last_step:
             self.truncate(record.step - 1)
         if record.step != self.last_step + 1:
@@ -79,14 +79,14 @@ class RecordRing:
 
     def truncate(self, step: int) -> None:
         """Drop the records of the steps after `step`."""
-        num_left = max(0, min(self._num_records, step - self._first_step + 1))
-        num_blocks = -(-num_left // self._records_per_block)
+        num_kept = max(0, min(self._num_records, step - self._first_step + 1))
+        num_blocks = -(-num_kept // self._records_per_block)
         while len(self._blocks) > num_blocks:
             self._blocks.pop()
         if num_blocks:
-            in_last = num_left - (num_blocks - 1) * self._records_per_block
-            del self._blocks[-1][in_last * _PACKED.size :]
-        self._num_records = num_left
+            num_in_last = num_kept - (num_blocks - 1) * self._records_per_block
+            del self._blocks[-1][num_in_last * _PACKED.size :]
+        self._num_records = num_kept
 
     def clear(self) -> None:
         self.truncate(self._first_step - 1)

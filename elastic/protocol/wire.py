@@ -1,4 +1,4 @@
-"""Events, commands and state as JSON: the journal's lines, and back."""
+"""Wire format: events, commands and controller state as JSON lines of the journal, and back."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _STEP, _STEP_S = _FIELDS.index("step"), _FIELDS.index("step_s")
 
 
 class UnreadableJournal(ElasticError):
-    """A journal line is of another format or of no known kind."""
+    """A journal line has another format or an unknown class."""
 
 
 def encode(value: Any, is_sparse: bool = False) -> Any:
-    """A JSON value; a dataclass becomes an object whose `is` names its class, and a number that is
-    not finite becomes null.
+    """A value as JSON: a dataclass becomes an object whose `is` names its class, and a number that
+    is not finite becomes null.
 
-    If `is_sparse`, fields that have their default value are left out.
+    If `is_sparse`, fields with their default value are omitted.
     """
     if is_dataclass(value) and not isinstance(value, type):
         defaults = _defaults(type(value)) if is_sparse else {}
@@ -61,7 +61,7 @@ def encode(value: Any, is_sparse: bool = False) -> Any:
 
 
 def decode(kind: Any, value: Any) -> Any:
-    """The inverse of `encode`, told what type is wanted."""
+    """The inverse of `encode` for a value of type `kind`."""
     origin, parameters = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _decode_union(parameters, value)
@@ -92,7 +92,7 @@ def command_line(now: float, command: Command, state: CoreState) -> dict[str, An
 
 
 def steps_line(steps: Sequence[tuple[float, StepCommitted]]) -> dict[str, Any]:
-    """Reports of committed steps as one journal line; each has the time of the controller."""
+    """Reports of committed steps as one journal line; each with the controller's time."""
     now, last = steps[-1]
     rows = [
         [time, event.generation, _values(event.record), _values(event.vote)]
@@ -102,7 +102,7 @@ def steps_line(steps: Sequence[tuple[float, StepCommitted]]) -> dict[str, Any]:
 
 
 def is_steps(line: Mapping[str, Any]) -> bool:
-    """Whether a line is one of `steps_line`."""
+    """Whether a line was made by `steps_line`."""
     return "steps" in line and not line.keys() & {"event", "command"}
 
 
@@ -114,7 +114,7 @@ def steps_of(line: dict[str, Any]) -> Iterator[tuple[float, StepCommitted]]:
 
 
 def steps_in(line: Mapping[str, Any]) -> Iterator[tuple[float, int, int, float]]:
-    """For readers: of each step in such a line its time, generation, number and `step_s`."""
+    """For readers: the time, generation, number and `step_s` of each step in such a line."""
     for now, generation, record, _ in line["steps"]:
         yield now, generation, record[_STEP], record[_STEP_S]
 
@@ -126,11 +126,11 @@ def state_line(
     lacking: Iterable[dict[str, Any]] = (),
     compute_s: tuple[float, ...] = (),
 ) -> dict[str, Any]:
-    """The core's whole state as one journal line, from which a replay may begin; what has its
-    default value is left out.
+    """The core's full state as one journal line, from which a replay may begin; default values are
+    omitted.
 
-    `lacking` are the newest lines of metrics, which storage may not have; `compute_s` is of the
-    newest `ComputeTimed`, for readers.
+    `lacking` are the newest metrics lines, which storage may not have yet. `compute_s` is that of
+    the newest `ComputeTimed`, for readers.
     """
     return {
         "time": now,
@@ -145,7 +145,7 @@ def state_line(
 
 
 def opening_line(now: float) -> dict[str, Any]:
-    """What a controller writes before it replays a journal: it tells a replay nothing."""
+    """The line that a controller writes before it replays a journal; a replay ignores it."""
     return {"time": now, "format": FORMAT}
 
 
@@ -155,31 +155,32 @@ def is_opening(line: Mapping[str, Any]) -> bool:
 
 
 def progress_line(line: Mapping[str, Any]) -> dict[str, Any]:
-    """What stands for a line of steps, or a full state, where no replay needs it any more."""
+    """The short replacement for a line of steps, or a full state, that no replay needs any more."""
     step = line["steps"][-1][2][_STEP] if is_steps(line) else line["step"]
     generation = line["generation"]
     return {"time": line["time"], "generation": generation, "step": step, "format": FORMAT}
 
 
 def is_progress(line: Mapping[str, Any]) -> bool:
-    """Whether a line says only how far the run had come: `progress_line`, or a full state."""
+    """Whether a line only says how far the run had got: `progress_line`, or a full state."""
     return "step" in line and not line.keys() & {"event", "command", "warning"}
 
 
 def unfinished_of(line: dict[str, Any]) -> Unfinished:
-    """What a full state line has beside the state."""
+    """The pending commands of a full state line."""
     unfinished: Unfinished = decode(Unfinished, line["unfinished"])
     return unfinished
 
 
 def lacking_of(line: dict[str, Any]) -> list[StepRecord]:
+    """The newest metrics lines of a full state line."""
     return [decode(StepRecord, row) for row in line["lacking"]]
 
 
 def replayed(line: dict[str, Any]) -> Event | CoreState | None:
-    """What a journal line tells a fresh core; commands tell it nothing.
+    """The event or full state of a journal line; None for a line that a replay ignores.
 
-    Raises `UnreadableJournal` if the line's format or kind is unknown.
+    Raises `UnreadableJournal` if the line has another format or an unknown event.
     """
     _check_format(line)
     if "CoreState" in line:
@@ -189,22 +190,25 @@ def replayed(line: dict[str, Any]) -> Event | CoreState | None:
         return None
     kind = _event_kinds().get(line["event"])
     if kind is None:
-        raise UnreadableJournal(f"journal line of an unknown event {line['event']!r}")
+        raise UnreadableJournal(f"the journal has an unknown event {line['event']!r}")
     event: Event = decode(kind, line)
     return event
 
 
 def _check_format(line: dict[str, Any]) -> None:
     if line.get("format") != FORMAT:
-        raise UnreadableJournal(f"journal format {line.get('format')!r}: this reads {FORMAT}")
+        raise UnreadableJournal(
+            f"this run was written in journal format {line.get('format')!r}, this version reads "
+            f"{FORMAT}: start a new run name (or use the version that wrote it)"
+        )
 
 
 def _values(value: StepRecord | Vote) -> list[Any]:
     return [encode(getattr(value, field.name)) for field in fields(value)]
 
 
-def _line(now: float, role: str, told: Event | Command, state: CoreState) -> dict[str, Any]:
-    body = encode(told)
+def _line(now: float, role: str, value: Event | Command, state: CoreState) -> dict[str, Any]:
+    body = encode(value)
     head = {"time": now, role: body.pop("is"), "generation": state.generation}
     return {**head, **body, "format": FORMAT}
 
@@ -216,7 +220,8 @@ def _decode_union(parameters: tuple[Any, ...], value: Any) -> Any:
         for kind in parameters:
             if getattr(kind, "__name__", "") == value["is"]:
                 return decode(kind, value)
-        raise UnreadableJournal(f"{value['is']!r} is none of {parameters}")
+        names = ", ".join(getattr(kind, "__name__", str(kind)) for kind in parameters)
+        raise UnreadableJournal(f"the journal has a {value['is']!r} where it must have: {names}")
     plain = [kind for kind in parameters if kind is not type(None)]
     return decode(plain[0], value)
 
@@ -228,7 +233,7 @@ def _names(kind: type) -> tuple[str, ...]:
 
 @cache
 def _defaults(kind: type) -> dict[str, Any]:
-    """By field, of those that have a default; not to be changed."""
+    """The default by field name, for fields that have one; callers must not change it."""
     defaults = {}
     for field in fields(kind):
         if field.default is not MISSING:

@@ -1,1 +1,1 @@
-"""Reshard: holdings, the recovery rule, transfers, parity, snapshot placement."""
+"""Reshard: holdings, the recovery rule, transfers, parity, shards, snapshot placement."""

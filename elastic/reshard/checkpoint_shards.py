@@ -1,7 +1,7 @@
-"""Checkpoint shards: which worker writes which region, and who wrote what a reader wants.
+"""Checkpoint shards: which worker writes which region, and which file a reader opens for it.
 
-Each region is written once, the work spread over some of its holders. Both sides compute it from
-specs and layout, so a checkpoint needs no list of its regions.
+Each region is written once, and its holders share the work. Writers and readers compute the
+same answer from specs and layout, so a checkpoint needs no list of its regions.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from elastic.geometry.shard_map import Axis, Sharding, sharding_of
 from elastic.geometry.tensor_specs import TensorSpec
 
 MAX_WRITERS = 8
-"""Of what the same workers hold: a reader of it opens as many files, however many hold it."""
+"""Most writers of the regions that the same workers hold: it bounds the files a reader opens."""
 BYTES_PER_WRITER = 256 << 20
-"""One more writes for each such piece: less is not worth a further file."""
+"""Bytes for each writer: less is not worth another file."""
 
 Replicas = tuple[range, tuple[Axis, ...]]
-"""The stage and the axes that replicate: tensors that have them in common have the same holders,
-each region those of its first one."""
+"""The stage and the replicating axes: tensors that share both have the same groups of holders."""
 
 
 class Writers:
     """Which world rank writes each region of a checkpoint.
 
-    Of the holders of a region that may write, a few do, evenly spaced in world-rank order, so that
-    they lie on different nodes; the next region begins with the next holder, so that all nodes
-    write. Among these few tensor i falls to the i-th, round and round.
+    Of the allowed holders of a region a few write, evenly spaced in world-rank order, so that they
+    lie on different nodes. The next region starts with the next holder, so that all nodes write.
+    Tensors are dealt round robin to these few.
     """
 
     def __init__(
@@ -40,10 +39,10 @@ class Writers:
         members: Sequence[str],
         allowed: Iterable[str],
     ) -> None:
-        """`members` are in world-rank order; the `allowed` ones may write."""
+        """`members` are in world-rank order; only the `allowed` ones may write."""
         self.shardings = [sharding_of(spec, layout) for spec in specs]
-        may_write = set(allowed)
-        self._may_write = [member in may_write for member in members]
+        allowed_members = set(allowed)
+        self._may_write = [member in allowed_members for member in members]
         self._bytes_per_rank: dict[Replicas, int] = {}
         self._chosen: dict[tuple[Replicas, int], list[int]] = {}
         for spec, sharding in zip(specs, self.shardings, strict=True):
@@ -52,7 +51,7 @@ class Writers:
             self._bytes_per_rank[key] = self._bytes_per_rank.get(key, 0) + num_bytes
 
     def writer(self, index: int, first_holder: int) -> int | None:
-        """Who writes a region of tensor `index`; None if none of its holders may."""
+        """The world rank that writes a region of tensor `index`; None if no holder may write."""
         sharding = self.shardings[index]
         key = (_replicas(sharding), first_holder)
         if key not in self._chosen:
@@ -61,27 +60,29 @@ class Writers:
         return chosen[index % len(chosen)] if chosen else None
 
     def _choose(self, sharding: Sharding, first_holder: int) -> list[int]:
-        able = [rank for rank in sharding.holders(first_holder) if self._may_write[rank]]
+        allowed = [rank for rank in sharding.holders(first_holder) if self._may_write[rank]]
         num_pieces = ceil(self._bytes_per_rank[_replicas(sharding)] / BYTES_PER_WRITER)
-        num_writers = min(len(able), MAX_WRITERS, max(1, num_pieces))
-        places = (first_holder + i * len(able) // num_writers for i in range(num_writers))
-        return [able[place % len(able)] for place in places]
+        num_writers = min(len(allowed), MAX_WRITERS, max(1, num_pieces))
+        indices = (first_holder + i * len(allowed) // num_writers for i in range(num_writers))
+        return [allowed[index % len(allowed)] for index in indices]
 
 
 def my_share(
     specs: Sequence[TensorSpec], assignment: Assignment, writers: Iterable[str], worker: str
 ) -> tuple[int, ...]:
-    """The indices of the tensors whose region `worker` writes: no collective, and each region is
-    written exactly once."""
+    """The indices of the tensors whose region `worker` writes, without any collective.
+
+    The members together write each region exactly once.
+    """
     world_rank = assignment.world_rank(worker)
     chosen = Writers(specs, assignment.layout, assignment.members, writers)
-    mine: list[int] = []
+    indices: list[int] = []
     for index, sharding in enumerate(chosen.shardings):
         if world_rank not in sharding.stage or not sharding.region(world_rank).num_elements:
             continue
         if chosen.writer(index, sharding.first_holder(world_rank)) == world_rank:
-            mine.append(index)
-    return tuple(mine)
+            indices.append(index)
+    return tuple(indices)
 
 
 def writers_of(
@@ -91,11 +92,11 @@ def writers_of(
     writers: Iterable[str],
     wanted: Mapping[str, Region],
 ) -> set[str]:
-    """Who wrote any of the wanted regions, by tensor name: the inverse of `my_share`.
+    """The workers that wrote any of the wanted regions: the inverse of `my_share`.
 
-    `members` are in world-rank order.
+    `members` are in world-rank order; `wanted` is by tensor name.
     """
-    chosen, found = Writers(specs, layout, members, writers), set()
+    chosen, workers = Writers(specs, layout, members, writers), set()
     for index, spec in enumerate(specs):
         region = wanted.get(spec.name)
         if region is None:
@@ -103,8 +104,8 @@ def writers_of(
         for first, _ in chosen.shardings[index].overlaps(region):
             writer = chosen.writer(index, first)
             if writer is not None:
-                found.add(members[writer])
-    return found
+                workers.add(members[writer])
+    return workers
 
 
 def _replicas(sharding: Sharding) -> Replicas:

@@ -1,13 +1,13 @@
-"""Holdings, and the one rule of recovery: which of them the next generation is made from.
+"""Holdings, and the recovery rule that chooses the source of the next generation from them.
 
     Take the newest step whose holdings, together, cover every region of every tensor.
 
-Only holdings of one (history, step) combine, and of these live workers and snapshots of one
-generation, whose coordinates mean the same; a checkpoint and the initial state stand alone.
-Holdings that a fall-back has voided must not be passed in.
+Only holdings of one (lineage, step) combine, and live workers and snapshots only if they are of
+one generation, so that their coordinates mean the same. A checkpoint and the initial state never
+combine with others. The caller must not pass holdings that a rollback has voided.
 
-Coverage is decided on coordinates: the ranks that are held are folded along the axes that
-replicate, once for each distinct way in which tensors are cut, and the folds are counted.
+Coverage is decided on coordinates: for each distinct sharding, the held ranks are folded along
+the axes that replicate, and the folds are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from elastic.geometry.tensor_specs import TensorSpec
 
 
 class Tier(IntEnum):
-    """Where a holding lies, from the nearest to the farthest."""
+    """Where a holding lies, from nearest to farthest."""
 
     LIVE = 0
     SNAPSHOT = 1
@@ -36,7 +36,7 @@ class Tier(IntEnum):
 
 
 class Holding(NamedTuple):
-    """One part of the state: who has it, of which step, and which part it is.
+    """One part of the state: its holder, its step, and which part it is.
 
     `coordinates` are those of a rank under `layout`; `Layout()` has one rank, which holds all.
     """
@@ -52,7 +52,7 @@ class Holding(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SourceChoice:
-    """What the next generation is made from; `tier` is the farthest that is needed."""
+    """The source of the next generation; `tier` is the farthest tier that is needed."""
 
     lineage: int
     step: int
@@ -63,10 +63,10 @@ class SourceChoice:
 def choose(
     specs: Sequence[TensorSpec] | None, holdings: Iterable[Holding]
 ) -> SourceChoice | Infeasible:
-    """The newest step that is covered, from the nearest tiers that cover it.
+    """The newest covered step, from the nearest tiers that cover it.
 
-    Candidates are tried in order of step, nearness, history and generation. Where the specs are
-    not known (None), stand-ins for any state decide.
+    Candidates are tried in order of step, nearness, lineage and generation. If the specs are not
+    known (None), the specs of `any_state` decide.
     """
     lacking = ""
     for tier, group in sorted(_candidates(holdings), key=_preference):
@@ -75,25 +75,25 @@ def choose(
         missing = uncovered(state, first.layout, _world_ranks(group))
         if missing is None:
             return SourceChoice(first.lineage, first.step, tier, tuple(group))
-        lacking = lacking or f": at step {first.step} some of '{missing.name}' is nowhere"
+        lacking = lacking or f": at step {first.step} some regions of '{missing.name}' are lost"
     return Infeasible(f"no holdings cover the state{lacking}")
 
 
 def uncovered(
     specs: Sequence[TensorSpec], layout: Layout, world_ranks: Iterable[int]
 ) -> TensorSpec | None:
-    """The first tensor of which these ranks together lack some element, or None.
+    """The first tensor of which these ranks together lack an element, or None.
 
     Raises `InvalidSpec`.
     """
     held = sorted(set(world_ranks))
     lacking: dict[tuple[tuple[Axis, ...], range], list[int]] = {}
-    judged = set()
+    checked = set()
     for spec in specs:
         key = alike(spec, layout)
-        if key in judged:
+        if key in checked:
             continue
-        judged.add(key)
+        checked.add(key)
         sharding = sharding_of(spec, layout)
         fold = (sharding.copies, sharding.stage)
         if fold not in lacking:
@@ -104,15 +104,15 @@ def uncovered(
 
 
 def any_state(layout: Layout) -> tuple[TensorSpec, ...]:
-    """Stand-ins for specs that are not known: optimizer state that every axis cuts.
+    """Substitutes for unknown specs: optimizer state that every axis cuts.
 
-    Ranks that cover these cover every state under this layout, one with experts if `ep` > 1.
-    The reverse does not hold: a state that is cut less may be covered by fewer.
+    Ranks that cover these specs cover every state under this layout, also one with experts if
+    `ep` > 1. The reverse does not hold: fewer ranks may cover a state that fewer axes cut.
     """
     shape = (layout.fsdp * layout.tp, layout.fsdp * layout.cp * layout.tp)
-    stand_in = TensorSpec("the state", shape, layer=0, fsdp_dim=0, kind="optimizer")
+    substitute = TensorSpec("the state", shape, layer=0, fsdp_dim=0, kind="optimizer")
     stages = [
-        replace(stand_in, layer=stage, layer_costs=(1,) * (layout.pp * layout.vp))
+        replace(substitute, layer=stage, layer_costs=(1,) * (layout.pp * layout.vp))
         for stage in range(layout.pp)
     ]
     dense = [replace(spec, tp_dim=0) for spec in stages]
@@ -127,8 +127,8 @@ def _candidates(holdings: Iterable[Holding]) -> Iterator[tuple[Tier, list[Holdin
         key = (holding.lineage, holding.step, holding.generation, holding.tier)
         tiers.setdefault(key, []).append(holding)
     for (lineage, step, generation, tier), group in tiers.items():
-        near = tiers.get((lineage, step, generation, Tier.LIVE), [])
-        yield tier, near + group if tier is Tier.SNAPSHOT else group
+        live = tiers.get((lineage, step, generation, Tier.LIVE), [])
+        yield tier, live + group if tier is Tier.SNAPSHOT else group
 
 
 def _preference(candidate: tuple[Tier, list[Holding]]) -> tuple[int, int, int, int]:
@@ -143,7 +143,7 @@ def _world_ranks(group: Sequence[Holding]) -> list[int]:
 
 
 def _lacking(sharding: Sharding, held: Sequence[int]) -> list[int]:
-    """The regions that no held rank has, by first holder."""
+    """The first holders of the regions that no held rank has."""
     stage = sharding.stage
     folded = set(held[bisect_left(held, stage.start) : bisect_left(held, stage.stop)])
     for degree, stride in sharding.copies:

@@ -1,9 +1,9 @@
-"""Parity: of parts in k + 1 failure domains any one can be made again from all the others.
+"""Parity: of k + 1 parts in different failure domains, any one can be rebuilt from the others.
 
-RAID-5 (Patterson, Gibson and Katz, SIGMOD 1988) over the memory of keepers, as in SCR (Moody et
-al., SC 2010). Each part is cut into k chunks, short ones thought filled up with zeros. The keeper
-of a member has, besides that member's part, the XOR of one chunk of each other member: so a
-member's chunks lie in the parities of all the others, each in one, and never beside its part.
+RAID-5 (Patterson, Gibson and Katz, SIGMOD 1988) over the memory of snapshot servers, as in SCR
+(Moody et al., SC 2010). Each part is cut into k chunks; short chunks count as padded with zeros.
+A member's snapshot server holds that member's part and the XOR of one chunk of each other member.
+So each chunk of a member lies in the parity of exactly one other member, never beside its part.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from elastic.geometry.errors import InvalidRedundancy
 
 ALIGNED_BYTES = 64
 MIN_MEMBERS = 3
-"""In a set of two either's parity would be a copy of the other."""
+"""In a set of two members, the parity at one would be a copy of the other."""
 _DIGIT_BITS = 17
 _NUM_DIGITS = 3
 
 
 def num_chunks_of(redundancy: str) -> int:
     """The k of `xor:k`; 0 for `copy`. Raises `InvalidRedundancy`."""
-    found = re.fullmatch(r"copy|xor:([1-9][0-9]{0,3})", redundancy)
-    if found is None:
+    match = re.fullmatch(r"copy|xor:([1-9][0-9]{0,3})", redundancy)
+    if match is None:
         raise InvalidRedundancy(
             f"snapshot_redundancy={redundancy!r}: write copy, or xor:3 for the parity of 3 others"
         )
-    return int(found[1] or 0)
+    return int(match[1] or 0)
 
 
 def make_sets(
@@ -37,34 +37,35 @@ def make_sets(
 ) -> tuple[tuple[str, ...], ...]:
     """Sets of up to `num_chunks` + 1 members of different domains, from the fullest domains first.
 
-    Who is left over once fewer than three domains have anybody left is in no set.
+    Once fewer than three domains have members left, the remaining members are in no set.
     """
-    piles = [(-len(members), domain) for domain, members in by_domain.items() if members]
-    heapify(piles)
+    # By domain, the index from the end of its next member: -3 if it has three left.
+    heap = [(-len(members), domain) for domain, members in by_domain.items() if members]
+    heapify(heap)
     sets: list[tuple[str, ...]] = []
-    while num_chunks + 1 >= MIN_MEMBERS and len(piles) >= MIN_MEMBERS:
-        taken = [heappop(piles) for _ in range(min(num_chunks + 1, len(piles)))]
-        sets.append(tuple(by_domain[domain][left] for left, domain in taken))
-        for left, domain in taken:
-            if left + 1:
-                heappush(piles, (left + 1, domain))
+    while num_chunks + 1 >= MIN_MEMBERS and len(heap) >= MIN_MEMBERS:
+        fullest = [heappop(heap) for _ in range(min(num_chunks + 1, len(heap)))]
+        sets.append(tuple(by_domain[domain][index] for index, domain in fullest))
+        for index, domain in fullest:
+            if index + 1:
+                heappush(heap, (index + 1, domain))
     return tuple(sets)
 
 
 def chunk_size(sizes: Sequence[int]) -> int:
-    """How long a chunk, and so each parity, of parts of these sizes is."""
+    """The bytes of a chunk, and so of each parity, for parts of these sizes."""
     num_chunks = len(sizes) - 1
     return -(-max(sizes) // (num_chunks * ALIGNED_BYTES)) * ALIGNED_BYTES
 
 
 def chunk_within(sizes: Sequence[int], member: int, snapshot_server: int) -> range:
-    """Where in a member's part the chunk lies that is in the parity of another one's keeper."""
+    """The bytes of a member's part that are in the parity at another member's snapshot server."""
     size, index = chunk_size(sizes), (snapshot_server - member - 1) % len(sizes)
     return range(min(index * size, sizes[member]), min((index + 1) * size, sizes[member]))
 
 
 class ParityRead(NamedTuple):
-    """Bytes of a member's part, or of its keeper's parity, and where their XOR is to go."""
+    """Bytes to read from a member's part or parity, and the offset `into` which they are XORed."""
 
     member: int
     is_parity: bool
@@ -74,7 +75,7 @@ class ParityRead(NamedTuple):
 
 
 def reads_for(sizes: Sequence[int], lost: int) -> Iterator[ParityRead]:
-    """What has to be XORed into zeros to make the lost member's part again."""
+    """The reads whose XOR into a buffer of zeros rebuilds the part of the lost member."""
     others = [member for member in range(len(sizes)) if member != lost]
     for snapshot_server in others:
         wanted = chunk_within(sizes, lost, snapshot_server)
@@ -88,16 +89,17 @@ def reads_for(sizes: Sequence[int], lost: int) -> Iterator[ParityRead]:
 
 
 def ballot_of(num_changes: int) -> float:
-    """What a rank whose snapshot is whole adds to a vote; `num_changes` is of its order.
+    """What a rank with a complete snapshot adds to a vote; `num_changes` is that of its order.
 
-    Whose set-mates follow another order has no parity with them. So each order in turn counts in
-    another of three digits, which fit a float64 exactly. (Who is three changes behind passes for
-    up to date; each takes the death or the start of a keeper, so that is seconds.)
+    Ranks of a set that follow different `StartSnapshots` orders have no parity in common. So
+    consecutive orders count in different digits of three, which fit a float64 exactly. (A rank that
+    is three orders behind counts as up to date. Each order takes the loss or the start of a
+    snapshot server, so such a lag takes seconds.)
     """
     return float(1 << num_changes % _NUM_DIGITS * _DIGIT_BITS)
 
 
 def num_whole(total: int) -> int:
-    """How many ranks have their snapshots whole under one and the same order."""
+    """The largest number of ranks that have complete snapshots under the same order."""
     shifts = range(0, _NUM_DIGITS * _DIGIT_BITS, _DIGIT_BITS)
     return max(total >> shift & (1 << _DIGIT_BITS) - 1 for shift in shifts)

@@ -1,4 +1,4 @@
-"""A re-layout: the blob of one generation, from which every worker derives its own part."""
+"""Reshard plan: the blob of one generation from which every worker derives its own transfers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import InvalidReshard
 
 Keepings = tuple[tuple[str, str], ...]
-"""A set's members in order, each with the node where its part and its keeper's parity are; where
-the member is lost the node is empty."""
+"""The members of a parity set in order, each with the node that has its part and parity; the node
+is empty for the lost member."""
 
 
 @dataclass(frozen=True, slots=True)
 class Carried:
-    """An old member's part, which `carrier` reads from its snapshot at a node's keeper, or makes
-    again of what `others` keep."""
+    """The part of an old member, which `carrier` reads from a snapshot server or rebuilds.
+
+    It reads the snapshot on the node `snapshot_server`, or rebuilds the part from `others`.
+    """
 
     member: str
     carrier: str
@@ -24,19 +26,19 @@ class Carried:
 
     @property
     def nodes(self) -> tuple[str, ...]:
-        """Those whose keepers are read."""
+        """The nodes whose snapshot servers are read."""
         return tuple(node for _, node in self.others if node) or (self.snapshot_server,)
 
 
 @dataclass(frozen=True, slots=True)
 class ReshardPlan:
-    """The blob of one generation: state of (history, step) goes from `old` to `new`.
+    """The blob of one generation: the state of (lineage, step) moves from `old` to `new`.
 
-    `holders` are the living workers whose part under `old` is whole, `carried` the parts that
-    come out of snapshots. With `old=None` or neither of them nothing moves between workers: each
-    reads its regions from storage.
+    `holders` are the live workers whose part under `old` is complete; `carried` are the parts that
+    come from snapshots. If `old` is None, or if both are empty, no state moves between workers:
+    each reads its regions from storage.
 
-    Raises `InvalidReshard` if a part is of nobody in `old`, or comes from two places.
+    Raises `InvalidReshard` if a part belongs to no member of `old` or has two sources.
     """
 
     lineage: int
@@ -52,17 +54,18 @@ class ReshardPlan:
         strangers = sorted(set(named) - known)
         if strangers:
             raise InvalidReshard(
-                f"{', '.join(strangers)}: named as holders, but no members of the old assignment"
+                f"{', '.join(strangers)}: named as holders, but not members of the old assignment"
             )
-        if len(set(named)) < len(named):
-            raise InvalidReshard("a part of the old assignment comes from two places")
+        doubled = sorted({member for member in named if named.count(member) > 1})
+        if doubled:
+            raise InvalidReshard(f"{', '.join(doubled)}: the part of this member has two sources")
 
     @property
     def participants(self) -> tuple[str, ...]:
-        """The transfer group: new members by world rank, then who else has parts, sorted."""
+        """The transfer group: new members by world rank, then other workers with parts, sorted."""
         members = set(self.new.members)
-        having = {*self.holders, *(part.carrier for part in self.carried)}
-        return self.new.members + tuple(sorted(having - members))
+        sources = {*self.holders, *(part.carrier for part in self.carried)}
+        return self.new.members + tuple(sorted(sources - members))
 
     def transfer_rank(self, worker: str) -> int:
         return self.participants.index(worker)

@@ -1,10 +1,11 @@
-"""Where snapshots lie, and who brings them back: keepers are one a node, outside the workers.
+"""Snapshot placement: which snapshot servers hold which snapshots, and which workers read them.
 
-No snapshots are needed while the state outlives the loss of any failure domain (a node; a worker
-where there is one node). Otherwise each worker's own node's keeper has one, which survives the
-worker; and of what a node has alone, the keeper of another one has a second, which survives the
-node, or several keepers have the parity of it and of others (`parity`). All parts are kept, not
-only those in danger, since only parts of one step combine.
+Each node has one snapshot server, a process apart from the workers. No snapshots are needed while
+the state survives the loss of any failure domain: a node, or a worker if there is only one node.
+Otherwise the snapshot server of each worker's node holds a snapshot, which survives the worker.
+Regions that only one node holds need more, to survive the node: the snapshot server of another
+node holds a second copy, or several servers hold the parity of them and of others (`parity`).
+Snapshots are taken of all parts, not only of those at risk, because only parts of one step combine.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from elastic.reshard.reshard_plan import Carried, Keepings
 
 @dataclass(frozen=True, slots=True)
 class SnapshotServer:
-    """A keeper's node, and how it is reached: by workers beside it through a socket of that
-    machine, by other keepers through host and port."""
+    """The node of a snapshot server and its addresses: `socket` for workers on the same machine,
+    `host` and `port` for other snapshot servers."""
 
     node: str
     rack: str
@@ -39,7 +40,7 @@ class SnapshotServer:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A whole snapshot: a worker's part of a step, under the assignment of a generation."""
+    """A complete snapshot: a worker's part of a step, under the assignment of a generation."""
 
     worker: str
     generation: int
@@ -48,7 +49,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class ParitySlot:
-    """A whole parity: that of a set's members but one, at this one's keeper."""
+    """A complete parity at the snapshot server of `member`: of all other members of its set."""
 
     members: tuple[str, ...]
     member: str
@@ -58,12 +59,12 @@ class ParitySlot:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where snapshots are brought to."""
+    """Where snapshots are stored."""
 
     copies: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """On which nodes each member's lie, nearest first."""
+    """By member: the nodes that hold its snapshot, nearest first."""
     sets: tuple[tuple[str, ...], ...] = ()
-    """Members whose parity lies where their own snapshots do."""
+    """Parity sets: each member's node also holds a parity of the others."""
 
 
 def place_snapshots(
@@ -72,43 +73,44 @@ def place_snapshots(
     snapshot_servers: Sequence[Place],
     num_chunks: int = 0,
 ) -> Placement:
-    """Where snapshots lie with these keepers (sorted); nowhere if none are needed, or possible.
+    """The placement on these snapshot servers (sorted); empty if none is needed or possible.
 
-    With `num_chunks`, what a node has alone is coded in sets with parts of other racks, if there
-    are racks enough, else nodes. What is left over, and all without, has a second copy: those of
-    a rack's nodes go round the nodes of the other racks, or, if there is one, each to the next.
+    With `num_chunks`, parts that only one node holds form parity sets over racks, if there are
+    enough racks, else over nodes. Parts in no set, and all parts without `num_chunks`, get a second
+    copy: the nodes of a rack use the nodes of the other racks in turn. If there is only one rack,
+    they use the other nodes.
     """
     places = {worker: topology.get(worker, Place()) for worker in assignment.members}
     by_domain: dict[str, list[int]] = {}
-    single = len({place.node for place in places.values()}) == 1
+    is_single = len({place.node for place in places.values()}) == 1
     for rank, worker in enumerate(assignment.members):
-        by_domain.setdefault(worker if single else places[worker].node, []).append(rank)
-    alone = [ranks for ranks in by_domain.values() if not _is_covered_without(assignment, ranks)]
-    found: dict[str, tuple[str, ...]] = {}
-    if not alone:
+        by_domain.setdefault(worker if is_single else places[worker].node, []).append(rank)
+    at_risk = [ranks for ranks in by_domain.values() if not _is_covered_without(assignment, ranks)]
+    copies: dict[str, tuple[str, ...]] = {}
+    if not at_risk:
         return Placement()
     nodes = {snapshot_server.node for snapshot_server in snapshot_servers}
     for worker, place in places.items():
-        found[worker] = (place.node,) if place.node in nodes else ()
-    members = [assignment.members[rank] for ranks in alone for rank in ranks]
-    sets = () if single else _sets([w for w in members if found[w]], places, num_chunks)
-    coded = {worker for workers in sets for worker in workers}
+        copies[worker] = (place.node,) if place.node in nodes else ()
+    members = [assignment.members[rank] for ranks in at_risk for rank in ranks]
+    sets = () if is_single else _sets([w for w in members if copies[w]], places, num_chunks)
+    in_sets = {worker for workers in sets for worker in workers}
     for worker in members:
-        if worker not in coded:
-            found[worker] += _elsewhere(places[worker], snapshot_servers)
-    return Placement(found, sets) if any(found.values()) else Placement()
+        if worker not in in_sets:
+            copies[worker] += _second_node(places[worker], snapshot_servers)
+    return Placement(copies, sets) if any(copies.values()) else Placement()
 
 
 def shortfall(placement: Placement, num_chunks: int) -> str:
-    """What of `xor:k` cannot be had, and what comes instead; empty if all can."""
-    copied = sum(len(nodes) > 1 for nodes in placement.copies.values())
-    short = [len(workers) for workers in placement.sets if len(workers) <= num_chunks]
-    if not num_chunks or not (copied or short or not placement.sets):
+    """Why `xor:k` is not possible in full, and what replaces it; empty if it is possible."""
+    num_copied = sum(len(nodes) > 1 for nodes in placement.copies.values())
+    small_sets = [len(workers) for workers in placement.sets if len(workers) <= num_chunks]
+    if not num_chunks or not (num_copied or small_sets or not placement.sets):
         return ""
-    told = [f"{sum(short)} parts in smaller sets"] if short else []
-    told += [f"{copied} parts copied whole"] if copied else []
-    told += [] if told else ["nothing is kept elsewhere"]
-    return f"xor:{num_chunks} wants {num_chunks + 1} nodes a set: {', '.join(told)}"
+    notes = [f"{sum(small_sets)} parts in smaller sets"] if small_sets else []
+    notes += [f"{num_copied} parts copied whole"] if num_copied else []
+    notes += [] if notes else ["no snapshot on another node"]
+    return f"xor:{num_chunks} needs {num_chunks + 1} nodes in a set: {', '.join(notes)}"
 
 
 def carry(
@@ -118,34 +120,37 @@ def carry(
     topology: Topology,
     remade: Mapping[str, Keepings] = MappingProxyType({}),
 ) -> tuple[Carried, ...]:
-    """Who reads the snapshots: for each of these old members, of which the keepers on some nodes
-    have one, or have of what it is remade, a worker, on such a node if there is any.
+    """Choose the worker that reads the snapshot of each old member, if some node has one.
 
-    The member itself, or the one that takes its rank, else the members there in turn, or a spare.
+    `snapshots` are the nodes with a snapshot by member; `remade` are the sources from which a lost
+    part is rebuilt. A worker on such a node is preferred: the member itself, then the worker that
+    takes its rank, then the members on that node in turn, then a standby worker.
     """
-    beside: dict[str, list[str]] = {}
+    workers_on: dict[str, list[str]] = {}
     for worker in (*new.members, *new.standbys):
-        beside.setdefault(topology.get(worker, Place()).node, []).append(worker)
+        workers_on.setdefault(topology.get(worker, Place()).node, []).append(worker)
     carried: list[Carried] = []
     for rank, member in enumerate(old.members):
         others = remade.get(member, ())
         nodes = snapshots.get(member) or [node for _, node in others if node]
         if not nodes:
             continue
-        heir = new.members[rank % len(new.members)]
-        node = next((node for node in nodes if node in beside), "")
-        near = [n for w in (member, heir) for n in nodes if w in beside.get(n, ())]
-        if near:
-            node = near[0]
-        able = beside.get(node, [heir])
-        carrier = next((w for w in (member, heir) if w in able), able[rank % len(able)])
+        successor = new.members[rank % len(new.members)]
+        node = next((node for node in nodes if node in workers_on), "")
+        preferred = [n for w in (member, successor) for n in nodes if w in workers_on.get(n, ())]
+        if preferred:
+            node = preferred[0]
+        on_node = workers_on.get(node, [successor])
+        carrier = next(
+            (w for w in (member, successor) if w in on_node), on_node[rank % len(on_node)]
+        )
         carried.append(Carried(member, carrier, "" if others else node or nodes[0], others))
     return tuple(carried)
 
 
 def _is_covered_without(assignment: Assignment, ranks: Sequence[int]) -> bool:
-    """Whether others hold all that these ranks do."""
-    gone = set(ranks)
+    """Whether the other ranks hold every region that these ranks hold."""
+    lost = set(ranks)
     for spec in any_state(assignment.layout):
         sharding = sharding_of(spec, assignment.layout)
         for rank in ranks:
@@ -153,7 +158,7 @@ def _is_covered_without(assignment: Assignment, ranks: Sequence[int]) -> bool:
                 continue
             first = sharding.first_holder(rank)
             holders = (sharding.holder(first, i) for i in range(sharding.num_copies))
-            if all(holder in gone for holder in holders):
+            if all(holder in lost for holder in holders):
                 return False
     return True
 
@@ -161,7 +166,7 @@ def _is_covered_without(assignment: Assignment, ranks: Sequence[int]) -> bool:
 def _sets(
     members: Sequence[str], places: Mapping[str, Place], num_chunks: int
 ) -> tuple[tuple[str, ...], ...]:
-    """Each member on another rack, or if there are not so many, on another node."""
+    """Parity sets with members on different racks, or on different nodes if racks are too few."""
     has_racks = len({places[worker].rack for worker in members}) > num_chunks
     by_domain: dict[str, list[str]] = {}
     for worker in members:
@@ -170,22 +175,12 @@ def _sets(
     return make_sets(by_domain, num_chunks)
 
 
-def _elsewhere(place: Place, snapshot_servers: Sequence[Place]) -> tuple[str, ...]:
-    """The node of the second copy; none if there is no other."""
-    others = [
-        snapshot_server
-        for snapshot_server in snapshot_servers
-        if snapshot_server.node != place.node
-    ]
-    able = [
-        snapshot_server for snapshot_server in others if snapshot_server.rack != place.rack
-    ] or others
-    if not able:
+def _second_node(place: Place, snapshot_servers: Sequence[Place]) -> tuple[str, ...]:
+    """The node of the second copy; empty if there is no other node."""
+    others = [server for server in snapshot_servers if server.node != place.node]
+    candidates = [server for server in others if server.rack != place.rack] or others
+    if not candidates:
         return ()
-    beside = [
-        snapshot_server.node
-        for snapshot_server in snapshot_servers
-        if snapshot_server.rack == place.rack
-    ]
-    turn = beside.index(place.node) if place.node in beside else 0
-    return (able[turn % len(able)].node,)
+    same_rack = [server.node for server in snapshot_servers if server.rack == place.rack]
+    turn = same_rack.index(place.node) if place.node in same_rack else 0
+    return (candidates[turn % len(candidates)].node,)

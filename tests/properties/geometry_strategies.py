@@ -1,4 +1,4 @@
-"""Hypothesis strategies for layouts, tensor specs and assignments; and how often to draw."""
+"""Hypothesis strategies for layouts and tensor specs, and the settings of the tests."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from elastic.geometry.tensor_specs import TensorSpec
 
 MAX_RANKS = 16
 SIZES = (7, 5, 11, 6, 7, 9, 1, 11, 8, 2, 5, 3, 0, 10, 4)
-"""Sizes of dims; most are divided by no degree but 1."""
+"""Sizes of dims; no degree but 1 divides most of them."""
 
 
 def profile(num_examples: int) -> settings:
-    """So many examples, the same at every run."""
+    """Settings for `num_examples` examples, the same at every run."""
     return settings(
         max_examples=num_examples,
         derandomize=True,
@@ -29,11 +29,11 @@ def profile(num_examples: int) -> settings:
 
 @st.composite
 def layouts(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Layout:
-    """Any layout of at most so many ranks, each axis as likely as the next to be large."""
+    """Any layout of at most `max_ranks` ranks; every axis is equally likely to be large."""
     degrees = dict.fromkeys(("pp", "dp", "fsdp", "cp", "tp"), 1)
     for axis in draw(st.permutations(list(degrees))):
-        room = max_ranks // prod(degrees.values())
-        degrees[axis] = draw(st.sampled_from([n for n in (2, 1, 3, 2, 1, 5, 4) if n <= room]))
+        most = max_ranks // prod(degrees.values())
+        degrees[axis] = draw(st.sampled_from([n for n in (2, 1, 3, 2, 1, 5, 4) if n <= most]))
     num_inner = degrees["fsdp"] * degrees["cp"] * degrees["tp"]
     ep = draw(st.sampled_from([n for n in range(1, num_inner + 1) if num_inner % n == 0]))
     zero = draw(st.sampled_from([3, 3, 3, 0, 1, 2]))
@@ -43,7 +43,7 @@ def layouts(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Layout:
 
 @st.composite
 def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
-    """A small tensor of any kind; sizes that divide nothing, and scalars."""
+    """A small tensor of any kind, including uneven sizes and scalars."""
     shape = tuple(draw(st.lists(st.sampled_from(SIZES), max_size=3)))
     dims = st.sampled_from([*range(len(shape)), *range(len(shape)), None])
     layer_costs = draw(st.sampled_from([(1,) * 5, (0, 3, 3, 3, 3, 3, 8)]))
@@ -62,7 +62,11 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
 
 
 def spec_lists() -> st.SearchStrategy[list[TensorSpec]]:
-    """A few specs; some lie alike, or would but for their layer."""
+    """A few specs, of which some have the same sharding, or would except for their layer."""
     return st.lists(specs(), min_size=1, max_size=4).map(
-        lambda some: [*some, some[0], *(replace(some[0], layer=i) for i in (0, 4)[: len(some)])]
+        lambda drawn: [
+            *drawn,
+            drawn[0],
+            *(replace(drawn[0], layer=i) for i in (0, 4)[: len(drawn)]),
+        ]
     )

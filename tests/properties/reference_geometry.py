@@ -1,9 +1,7 @@
-"""The geometry once more, element by element, sharing no code with the product but the deal of
-layers to stages.
+"""Reference geometry, element by element; it shares only the deal of layers with the product.
 
-Layouts, coordinates and specs are taken as plain data; everything else is spelled out over
-numpy arrays: which elements each rank holds, and whether a set of transfers, carried out,
-gives every worker each of its elements exactly once.
+Layouts, coordinates and specs are plain data. Everything else is computed on numpy arrays: which
+elements each rank holds, and whether transfers give every worker each of its elements exactly once.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ Mask = NDArray[np.bool_]
 
 
 def held_by_rank(spec: TensorSpec, layout: Layout) -> list[Mask]:
-    """For each world rank, which elements of a tensor it holds."""
+    """The elements of a tensor that each world rank holds."""
     axes = (layout.pp, layout.dp, layout.fsdp, layout.cp, layout.tp)
     return [_held(spec, layout, place) for place in product(*map(range, axes))]
 
@@ -40,7 +38,7 @@ def held_by_worker(spec: TensorSpec, assignment: Assignment | None) -> dict[str,
 
 
 def is_covered(specs: Sequence[TensorSpec], layout: Layout, world_ranks: Sequence[int]) -> bool:
-    """Whether these ranks together have every element of every tensor."""
+    """Whether these ranks together hold every element of every tensor."""
     for spec in specs:
         masks = held_by_rank(spec, layout)
         union = np.zeros(spec.shape, dtype=np.bool_)
@@ -52,70 +50,70 @@ def is_covered(specs: Sequence[TensorSpec], layout: Layout, world_ranks: Sequenc
 
 
 def lower_bound_bytes(specs: Sequence[TensorSpec], reshard: ReshardPlan) -> int:
-    """Bytes of all new regions less those that their workers hold already."""
+    """The bytes of all new regions, minus those that their workers already have."""
     total = 0
     for spec in specs:
         old, new = held_by_worker(spec, reshard.old), held_by_worker(spec, reshard.new)
         for worker, wanted in new.items():
-            there = _there(reshard, worker, old, wanted)
-            total += int((wanted & ~there).sum()) * spec.itemsize_bytes
+            available = _available(reshard, worker, old, wanted)
+            total += int((wanted & ~available).sum()) * spec.itemsize_bytes
     return total
 
 
 def check_transfers(
     specs: Sequence[TensorSpec], reshard: ReshardPlan, transfers: Mapping[str, Transfers]
 ) -> int:
-    """Carry transfers out element by element; returns the bytes sent (invariant 3)."""
+    """Carry out transfers element by element, and return the bytes sent (invariant 3)."""
     _check_order(reshard, transfers)
     for index, spec in enumerate(specs):
         old, new = held_by_worker(spec, reshard.old), held_by_worker(spec, reshard.new)
-        for worker, of_worker in transfers.items():
+        for worker, transfer in transfers.items():
             wanted = new.get(worker, np.zeros(spec.shape, dtype=np.bool_))
-            there = _there(reshard, worker, old, wanted)
-            times = np.zeros(spec.shape, dtype=np.int64)
-            if index in of_worker.kept:
+            available = _available(reshard, worker, old, wanted)
+            num_written = np.zeros(spec.shape, dtype=np.int64)
+            if index in transfer.kept:
                 assert worker in reshard.holders
                 assert np.array_equal(wanted, old[worker])
-                times += old[worker]
-            for copy in of_worker.copies:
+                num_written += old[worker]
+            for copy in transfer.copies:
                 if copy.tensor == index:
-                    assert there[_box(copy.region)].all()
-                    times[_box(copy.region)] += 1
-            for piece in of_worker.receives:
+                    assert available[_box(copy.region)].all()
+                    num_written[_box(copy.region)] += 1
+            for piece in transfer.receives:
                 if piece.tensor == index:
-                    times[_box(piece.region)] += 1
-            for piece in of_worker.sends:
-                assert piece.tensor != index or there[_box(piece.region)].all()
-            assert np.array_equal(times, wanted.astype(np.int64))
+                    num_written[_box(piece.region)] += 1
+            for piece in transfer.sends:
+                assert piece.tensor != index or available[_box(piece.region)].all()
+            assert np.array_equal(num_written, wanted.astype(np.int64))
     return sum(
         int(np.prod(piece.region.shape)) * specs[piece.tensor].itemsize_bytes
-        for of_worker in transfers.values()
-        for piece in of_worker.sends
+        for transfer in transfers.values()
+        for piece in transfer.sends
     )
 
 
 def _check_order(reshard: ReshardPlan, transfers: Mapping[str, Transfers]) -> None:
-    """What A sends to B is what B receives from A, in the same order."""
+    """Check that B receives from A exactly what A sends to B, in the same order."""
     group = reshard.participants
     members = reshard.new.members
-    having = {*reshard.holders, *(part.carrier for part in reshard.carried)}
-    assert group == (*members, *sorted(having - set(members)))
+    sources = {*reshard.holders, *(part.carrier for part in reshard.carried)}
+    assert group == (*members, *sorted(sources - set(members)))
     for (a, sender), (b, receiver) in product(enumerate(group), repeat=2):
         sent = [(p.tensor, p.region) for p in transfers[sender].sends if p.peer == b]
         received = [(p.tensor, p.region) for p in transfers[receiver].receives if p.peer == a]
         assert sent == received
-        assert not sent or (sender in having and sender != receiver)
+        assert not sent or (sender in sources and sender != receiver)
 
 
-def _there(reshard: ReshardPlan, worker: str, old: Mapping[str, Mask], like: Mask) -> Mask:
-    """What a worker has at hand: its own part if it lives, and those that it carries."""
-    there = np.zeros_like(like)
+def _available(reshard: ReshardPlan, worker: str, old: Mapping[str, Mask], like: Mask) -> Mask:
+    """The elements that a worker has: its own part if it is a holder, and the parts it carries."""
+    available = np.zeros_like(like)
     if worker in reshard.holders:
-        there |= old[worker]
+        available |= old[worker]
     for part in reshard.carried:
         if part.carrier == worker:
-            there |= old[part.member]
-    return there
+            available |= old[part.member]
+    return available
 
 
 def _box(region: Region) -> tuple[slice, ...]:
@@ -152,7 +150,7 @@ def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
 
 
 def _layers(rank: int, layout: Layout, costs: tuple[int, ...]) -> list[int]:
-    """Of the deal into stages, which has laws of its own, what lies on one pipeline rank."""
+    """The layers of one pipeline rank, by the deal into stages, which has its own tests."""
     if layout.pp == 1:
         return list(range(len(costs)))
     stages = deal_layers(costs, layout.pp * layout.vp)

@@ -25,7 +25,7 @@ NAMES = [f"w{i:02}" for i in range(24)]
 
 
 class Case(NamedTuple):
-    """Members of an earlier assignment, less the dead, and joiners, on a few nodes."""
+    """The surviving members of an earlier assignment, and new workers, on a few nodes."""
 
     previous: Assignment | None
     members: tuple[str, ...]
@@ -66,10 +66,10 @@ def cases(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 3)) -> Case:
     previous = Assignment(1, layout, tuple(names[:num_members]))
     dead = set(draw(st.lists(st.sampled_from(NAMES), max_size=8)))
     num_joiners = draw(st.integers(0, len(NAMES) - num_members))
-    there = [name for name in names[: num_members + num_joiners] if name not in dead]
+    available = [name for name in names[: num_members + num_joiners] if name not in dead]
     return Case(
         draw(st.sampled_from([previous, previous, None])),
-        tuple(there),
+        tuple(available),
         target_layout,
         topology,
         job,
@@ -85,7 +85,9 @@ def assigned(case: Case) -> Assignment:
 
 @profile(120)
 @given(cases(), st.integers())
-def test_it_depends_on_the_set_of_members_and_not_on_their_order(case: Case, seed: int) -> None:
+def test_an_assignment_depends_on_the_set_of_members_not_on_their_order(
+    case: Case, seed: int
+) -> None:
     shuffled = list(case.members)
     Random(seed).shuffle(shuffled)
     assume(case.members)
@@ -95,7 +97,7 @@ def test_it_depends_on_the_set_of_members_and_not_on_their_order(case: Case, see
 
 @profile(120)
 @given(cases())
-def test_every_member_has_one_world_rank_or_is_a_spare(case: Case) -> None:
+def test_every_member_has_one_world_rank_or_is_a_standby_worker(case: Case) -> None:
     assignment = assigned(case)
     assert sorted(assignment.members + assignment.standbys) == sorted(case.members)
     assert assignment.standbys == tuple(sorted(assignment.standbys))
@@ -105,7 +107,7 @@ def test_every_member_has_one_world_rank_or_is_a_spare(case: Case) -> None:
 
 @profile(120)
 @given(cases())
-def test_the_same_members_again_stay_where_they_are(case: Case) -> None:
+def test_the_same_members_keep_their_ranks(case: Case) -> None:
     first = assigned(case)
     again = case._replace(previous=first).assign()
     assert isinstance(again, Assignment)
@@ -116,7 +118,7 @@ def test_the_same_members_again_stay_where_they_are(case: Case) -> None:
 @given(cases(tps=(1,)))
 def test_a_survivor_keeps_its_coordinates_under_the_same_shards(case: Case) -> None:
     assignment, previous = assigned(case), case.previous
-    assume(previous and _cut_alike(previous, assignment))
+    assume(previous and _has_same_shards(previous, assignment))
     assert previous is not None
     for worker in case.members:
         if worker in previous.members:
@@ -125,16 +127,16 @@ def test_a_survivor_keeps_its_coordinates_under_the_same_shards(case: Case) -> N
                 assert assignment.coordinates(worker) == place
 
 
-def _cut_alike(one: Assignment, other: Assignment) -> bool:
-    first, second = one.layout, other.layout
-    return (first.pp, first.fsdp, first.tp) == (second.pp, second.fsdp, second.tp)
+def _has_same_shards(previous: Assignment, assignment: Assignment) -> bool:
+    old, new = previous.layout, assignment.layout
+    return (old.pp, old.fsdp, old.tp) == (new.pp, new.fsdp, new.tp)
 
 
 @profile(120)
 @given(cases(tps=(1,)))
-def test_as_many_shards_as_can_stay_in_place(case: Case) -> None:
+def test_as_many_shards_as_possible_stay_in_place(case: Case) -> None:
     assignment, previous = assigned(case), case.previous
-    assume(previous and _cut_alike(previous, assignment))
+    assume(previous and _has_same_shards(previous, assignment))
     assert previous is not None
     survivors = [w for w in case.members if w in previous.members]
     had = Counter(previous.coordinates(w)._replace(dp=0) for w in survivors)
@@ -159,7 +161,7 @@ def test_a_tp_group_crosses_nodes_only_where_no_assignment_avoids_it(case: Case)
         {case.topology[assignment.members[rank]].node for rank in group}
         for group in assignment.layout.groups("tp")
     ]
-    num_crossing = sum(len(of_group) > 1 for of_group in nodes)
+    num_crossing = sum(len(group_nodes) > 1 for group_nodes in nodes)
     assert num_crossing == max(0, len(nodes) - num_whole)
 
 
@@ -202,7 +204,7 @@ def test_no_feasible_layout_beats_the_planned_one(case: Case, snapshots_cover: b
     )
     memory_bytes = 1 if case.job.state_bytes else None
     job = replace(case.job, margin=1.0)
-    made = assign(
+    assignment = assign(
         None,
         case.members,
         generation=1,
@@ -223,22 +225,22 @@ def test_no_feasible_layout_beats_the_planned_one(case: Case, snapshots_cover: b
             or job.state_bytes <= fsdp * case.target_layout.pp * case.target_layout.tp
         )
     ]
-    if isinstance(made, Infeasible):
+    if isinstance(assignment, Infeasible):
         assert not feasible
         return
+    layout = assignment.layout
     if not feasible:
-        assert (made.layout.pp, made.layout.tp) != (case.target_layout.pp, case.target_layout.tp)
+        assert (layout.pp, layout.tp) != (case.target_layout.pp, case.target_layout.tp)
         return
     if not snapshots_cover and any(dp > 1 for dp, _ in feasible):
         feasible = [(dp, fsdp) for dp, fsdp in feasible if dp > 1]
     cost = {
-        (dp, fsdp): -(-job.num_microbatches // (dp * fsdp)) + case.target_layout.pp - 1
+        (dp, fsdp): max(-(-job.num_microbatches // (dp * fsdp)), layout.pp) + layout.pp - 1
         for dp, fsdp in feasible
     }
-    quick = [pair for pair in feasible if cost[pair] <= 1.05 * min(cost.values())]
-    chosen = (made.layout.dp, made.layout.fsdp)
-    assert chosen in quick
-    assert made.layout.dp == max(dp for dp, _ in quick)
+    fastest = [pair for pair in feasible if cost[pair] <= 1.05 * min(cost.values())]
+    assert (layout.dp, layout.fsdp) in fastest
+    assert layout.dp == max(dp for dp, _ in fastest)
 
 
 SAME_UNDER_ANY_SEED = """
@@ -252,9 +254,9 @@ from elastic.geometry.layout import Layout
 workers = {f"w{i}" for i in range(4, 40)}
 topology = {w: Place(f"n{int(w[1:]) // 5}", f"r{int(w[1:]) // 20}") for w in workers}
 old = Assignment(1, Layout(dp=4, fsdp=3, tp=2), tuple(f"w{i}" for i in range(24)))
-for wish in (TargetLayout(tp=2), TargetLayout(tp=2, dp=4, fsdp=4), TargetLayout(dp=3, fsdp=7)):
+for target in (TargetLayout(tp=2), TargetLayout(tp=2, dp=4, fsdp=4), TargetLayout(dp=3, fsdp=7)):
     for previous in (None, old):
-        print(assign(previous, workers, generation=2, target_layout=wish, topology=topology,
+        print(assign(previous, workers, generation=2, target_layout=target, topology=topology,
                      job=Job(num_microbatches=64)))
 """
 

@@ -29,30 +29,30 @@ SILENT = "RecordStep"
 
 
 def commands_after(core: Core, lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What a core says when it is given a journal's events, as journal lines.
+    """The commands of a core that gets the events of a journal, as journal lines.
 
-    A full state stands for reports that led to no command.
+    A full state replaces reports that led to no command.
     """
     for line in lines:
         if is_steps(line):
             for now, event in steps_of(line):
                 assert all(isinstance(c, RecordStep) for c in core.step(now, event))
             continue
-        told = replayed(line)
-        if told is None:
+        entry = replayed(line)
+        if entry is None:
             continue
-        if isinstance(told, CoreState):
-            core.state = told
+        if isinstance(entry, CoreState):
+            core.state = entry
             continue
-        commands = core.step(line["time"], told)
+        commands = core.step(line["time"], entry)
         for command in commands:
-            said = json.loads(json.dumps(command_line(line["time"], command, core.state)))
-            if said["command"] != SILENT:
-                yield said
+            written = json.loads(json.dumps(command_line(line["time"], command, core.state)))
+            if written["command"] != SILENT:
+                yield written
 
 
 def left_by(replay: Replay) -> tuple[Any, ...]:
-    """All that a controller takes from a journal."""
+    """Everything that a controller takes from a replay of a journal."""
     state = encode(replay.core.state)
     return state, replay.now, replay.num_events, replay.stopped, replay.untold(), replay.again()
 
@@ -72,7 +72,7 @@ def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_replay_says_the_same_and_stands_where_the_run_stood(
+def test_a_replay_yields_the_same_commands_and_the_same_state(
     seed: int, draw: Callable[[int], Scenario]
 ) -> None:
     world = simulate(draw(seed), keep_journal=True)
@@ -91,8 +91,8 @@ def test_a_replay_says_the_same_and_stands_where_the_run_stood(
 
 
 def test_a_journal_cut_anywhere_gives_the_state_of_that_moment() -> None:
-    """A controller that died after any line begins where that line ends, from the newest full
-    state as from the first line."""
+    """A replay from the newest full state equals one from the first line, wherever the journal
+    ends."""
     world = simulate(drawn_with_parities(701), keep_journal=True)
     texts = world.records.journal or []
     whole = Replay()

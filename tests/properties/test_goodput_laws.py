@@ -1,4 +1,4 @@
-"""What holds of a run's account whatever its journal says, in whatever order."""
+"""Laws of a run's time account that hold for any journal lines in any order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ WORKERS = st.sampled_from(["w0", "w1", "w2"])
 GENERATIONS = st.integers(0, 3)
 
 
-def line(kind: str, name: str, **told: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    fields = {"time": st.floats(-2.0, 20.0), "generation": GENERATIONS, **told}
+def line(
+    kind: str, name: str, **values: st.SearchStrategy[Any]
+) -> st.SearchStrategy[dict[str, Any]]:
+    fields = {"time": st.floats(-2.0, 20.0), "generation": GENERATIONS, **values}
     return st.fixed_dictionaries({kind: st.just(name), **fields})
 
 
@@ -39,7 +41,7 @@ LINES = st.one_of(
     line("command", "RolledBack", step=STEPS),
     line("command", "Stopped"),
 )
-"""Their `time` is how much later they are than the line before: a clock may also go back."""
+"""Journal lines; `time` is the delay since the previous line: a clock may also go back."""
 
 
 def with_times(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -71,15 +73,15 @@ def test_the_parts_add_up_to_the_whole(lines: list[dict[str, Any]], later_s: flo
 
 
 @given(st.lists(LINES, min_size=1, max_size=40), st.integers(0, 40))
-def test_the_account_of_a_prefix_does_not_depend_on_who_asks(
+def test_the_account_of_a_prefix_does_not_depend_on_queries(
     lines: list[dict[str, Any]], cut: int
 ) -> None:
-    """A tracker that begins anew reads the same: what is delivered twice is the same metric."""
-    asked, once = Account(), Account()
+    """A restarted tracker computes the same values, so metrics that it sends twice are equal."""
+    queried, once = Account(), Account()
     for index, each in enumerate(with_times(lines)):
         if index < cut:
-            asked.split(each["time"] + 5.0)
-        asked.take(each)
+            queried.split(each["time"] + 5.0)
+        queried.take(each)
         once.take(each)
-    assert asked.readings == once.readings
-    assert asked.split() == once.split()
+    assert queried.readings == once.readings
+    assert queried.split() == once.split()

@@ -1,4 +1,4 @@
-"""Coverage and the choice of holdings against element-wise coverage."""
+"""Coverage and the choice of holdings against an element-wise reference."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_coverage_is_that_of_the_elements(
 
 @st.composite
 def holdings(draw: st.DrawFn) -> list[Holding]:
-    """Parts of a few steps, live and in snapshots, and whole checkpoints."""
-    some: list[Holding] = []
+    """Parts of a few steps, live and in snapshots, and complete checkpoints."""
+    drawn: list[Holding] = []
     for generation in range(1, draw(st.integers(1, 3)) + 1):
         layout, step = draw(layouts(6)), draw(st.integers(1, 3))
         ranks = st.sampled_from(range(layout.num_workers))
@@ -40,19 +40,19 @@ def holdings(draw: st.DrawFn) -> list[Holding]:
             for rank in sorted(set(draw(st.lists(ranks, max_size=8)))):
                 place = layout.coordinates(rank)
                 name = f"{tier.name}{rank}"
-                some.append(Holding(name, tier, 0, step, generation, layout, place))
+                drawn.append(Holding(name, tier, 0, step, generation, layout, place))
     if draw(st.booleans()):
-        some.append(Holding("storage", Tier.CHECKPOINT, 0, draw(st.integers(1, 3)), 1))
-    return some
+        drawn.append(Holding("storage", Tier.CHECKPOINT, 0, draw(st.integers(1, 3)), 1))
+    return drawn
 
 
 @profile(150)
 @given(spec_lists(), holdings(), st.randoms(use_true_random=False))
 def test_the_newest_covered_step_is_chosen_in_any_order_of_holdings(
-    specs: list[TensorSpec], some: list[Holding], random: object
+    specs: list[TensorSpec], drawn: list[Holding], random: object
 ) -> None:
-    choice = choose(specs, some)
-    best = max((step for step in (1, 2, 3) if _is_covered_at(specs, some, step)), default=None)
+    choice = choose(specs, drawn)
+    best = max((step for step in (1, 2, 3) if _is_covered_at(specs, drawn, step)), default=None)
     if not isinstance(choice, SourceChoice):
         assert best is None
         return
@@ -60,19 +60,19 @@ def test_the_newest_covered_step_is_chosen_in_any_order_of_holdings(
     assert _covers(specs, choice.holdings)
     assert {holding.step for holding in choice.holdings} == {best}
     assert max(holding.tier for holding in choice.holdings) == choice.tier
-    again = choose(specs, some[::-1])
-    assert isinstance(again, SourceChoice)
-    assert (again.step, again.tier) == (choice.step, choice.tier)
-    assert sorted(again.holdings) == sorted(choice.holdings)
+    reverse = choose(specs, drawn[::-1])
+    assert isinstance(reverse, SourceChoice)
+    assert (reverse.step, reverse.tier) == (choice.step, choice.tier)
+    assert sorted(reverse.holdings) == sorted(choice.holdings)
 
 
-def _covers(specs: list[TensorSpec], some: tuple[Holding, ...]) -> bool:
-    layout = some[0].layout
-    return is_covered(specs, layout, [layout.world_rank(h.coordinates) for h in some])
+def _covers(specs: list[TensorSpec], group: tuple[Holding, ...]) -> bool:
+    layout = group[0].layout
+    return is_covered(specs, layout, [layout.world_rank(h.coordinates) for h in group])
 
 
-def _is_covered_at(specs: list[TensorSpec], some: list[Holding], step: int) -> bool:
-    at_step = [holding for holding in some if holding.step == step]
+def _is_covered_at(specs: list[TensorSpec], drawn: list[Holding], step: int) -> bool:
+    at_step = [holding for holding in drawn if holding.step == step]
     if any(holding.tier is Tier.CHECKPOINT for holding in at_step):
         return True
     generations = {holding.generation for holding in at_step}

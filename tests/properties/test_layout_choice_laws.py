@@ -1,4 +1,4 @@
-"""Layouts for random wishes, models, memories and numbers of workers."""
+"""The layout choice for random target layouts, models, memories and numbers of workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from elastic.planner.proposal import Proposal, propose
 
 
 class Case(NamedTuple):
-    """A wish that the model's shape allows, and some workers."""
+    """A target layout that the model's shape allows, and some workers."""
 
     target_layout: TargetLayout
     job: Job
@@ -46,10 +46,9 @@ def cases(draw: st.DrawFn) -> Case:
         fsdp = target_layout.least_fsdp * draw(st.integers(1, 2))
         target_layout = replace(target_layout, dp=draw(st.integers(1, 3)), fsdp=fsdp)
     if draw(st.booleans()):
-        at_least = (
-            target_layout.num_model_ranks * target_layout.least_fsdp * (target_layout.dp or 1)
-        )
-        target_layout = replace(target_layout, max_workers=at_least * draw(st.integers(1, 3)))
+        num_ranks = target_layout.num_model_ranks * target_layout.least_fsdp
+        fewest = num_ranks * (target_layout.dp or 1)
+        target_layout = replace(target_layout, max_workers=fewest * draw(st.integers(1, 3)))
     layers = draw(st.sampled_from([(), (1,) * 8, (1, 5, 5, 5, 5, 5, 5, 9)]))
     bounded = Limits(tp_divides=12, num_layers=8, seq_len=48, num_experts=8)
     speeds = st.none() | st.sampled_from([1e3, 1e6])
@@ -71,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @profile(120)
 @given(cases())
-def test_a_plan_is_possible_in_every_way(case: Case) -> None:
+def test_a_planned_layout_respects_every_limit(case: Case) -> None:
     choice = case.plan()
     if isinstance(choice, Infeasible):
         assert choice.reason
@@ -96,70 +95,58 @@ def fits(layout: Layout, case: Case) -> bool:
 
 @profile(120)
 @given(cases())
-def test_the_wish_is_taken_wherever_it_fits(case: Case) -> None:
+def test_the_target_layout_is_chosen_wherever_it_fits(case: Case) -> None:
     choice, target_layout = case.plan(), case.target_layout
     if target_layout.data_axes is None:
         return
-    wished = target_layout.layout(*target_layout.data_axes)
-    room = min(case.capacity.num_workers, target_layout.max_workers or 40)
-    possible = wished.num_workers <= room and fits(wished, case)
+    requested = target_layout.layout(*target_layout.data_axes)
+    num_available = min(case.capacity.num_workers, target_layout.max_workers or 40)
+    possible = requested.num_workers <= num_available and fits(requested, case)
     assert possible == (isinstance(choice, LayoutChoice) and target_layout.is_met(choice.layout))
 
 
 @profile(120)
 @given(cases())
-def test_the_model_axes_are_the_wished_ones_wherever_any_layout_with_them_fits(case: Case) -> None:
+def test_the_model_axes_are_the_requested_ones_if_any_layout_with_them_fits(case: Case) -> None:
     choice, target_layout, job = case.plan(), case.target_layout, case.job
-    room = (
-        min(case.capacity.num_workers, target_layout.max_workers or 40)
-        // target_layout.num_model_ranks
-    )
+    num_available = min(case.capacity.num_workers, target_layout.max_workers or 40)
+    max_data_ranks = num_available // target_layout.num_model_ranks
     possible = [
         fsdp
-        for fsdp in range(1, min(room, job.num_microbatches) + 1)
+        for fsdp in range(1, min(max_data_ranks, job.num_microbatches) + 1)
         if fsdp * target_layout.cp * target_layout.tp % target_layout.ep == 0
         and fits(target_layout.layout(1, fsdp), case)
     ]
     if possible:
         assert isinstance(choice, LayoutChoice)
-        assert model_axes(choice.layout) == (
-            target_layout.pp,
-            target_layout.cp,
-            target_layout.tp,
-            target_layout.ep,
-            target_layout.vp,
-        )
+        assert model_axes(choice.layout) == model_axes(target_layout)
     elif isinstance(choice, LayoutChoice):
-        assert model_axes(choice.layout) != (
-            target_layout.pp,
-            target_layout.cp,
-            target_layout.tp,
-            target_layout.ep,
-            target_layout.vp,
-        )
+        assert model_axes(choice.layout) != model_axes(target_layout)
 
 
-def model_axes(layout: Layout) -> tuple[int, ...]:
+def model_axes(layout: Layout | TargetLayout) -> tuple[int, ...]:
     return layout.pp, layout.cp, layout.tp, layout.ep, layout.vp
 
 
 @profile(120)
 @given(cases())
-def test_no_axis_rises_unless_memory_asks_for_it(case: Case) -> None:
+def test_no_model_axis_rises_unless_memory_requires_it(case: Case) -> None:
     choice, target_layout = case.plan(), case.target_layout
     if isinstance(choice, Infeasible) or (
         choice.layout.pp <= target_layout.pp and choice.layout.tp <= target_layout.tp
     ):
         return
     assert case.job.limits.num_layers is not None
-    roomy = case._replace(capacity=replace(case.capacity, memory_bytes=None)).plan()
-    assert isinstance(roomy, LayoutChoice)
-    assert roomy.layout.pp <= target_layout.pp and roomy.layout.tp <= target_layout.tp
+    unbounded = case._replace(capacity=replace(case.capacity, memory_bytes=None)).plan()
+    assert isinstance(unbounded, LayoutChoice)
+    assert unbounded.layout.pp <= target_layout.pp and unbounded.layout.tp <= target_layout.tp
 
 
 @profile(120)
 @given(cases(), st.data())
-def test_shrunk_and_grown_again_it_is_what_it_was(case: Case, data: st.DataObject) -> None:
+def test_after_shrinking_and_growing_again_the_layout_is_the_same(
+    case: Case, data: st.DataObject
+) -> None:
     first = case.plan()
     if isinstance(first, Infeasible):
         return
@@ -171,20 +158,10 @@ def test_shrunk_and_grown_again_it_is_what_it_was(case: Case, data: st.DataObjec
         assert small.layout.num_workers <= fewer
         back = case.plan(small.layout)
         assert isinstance(back, LayoutChoice)
-        assert model_axes(back.layout) == model_axes(first.layout) or not is_wished(first, case)
+        has_requested_axes = model_axes(first.layout) == model_axes(case.target_layout)
+        assert model_axes(back.layout) == model_axes(first.layout) or not has_requested_axes
         if case.target_layout.data_axes and case.target_layout.is_met(first.layout):
             assert back.layout == first.layout
-
-
-def is_wished(choice: LayoutChoice, case: Case) -> bool:
-    target_layout = case.target_layout
-    return model_axes(choice.layout) == (
-        target_layout.pp,
-        target_layout.cp,
-        target_layout.tp,
-        target_layout.ep,
-        target_layout.vp,
-    )
 
 
 @profile(100)

@@ -1,7 +1,7 @@
-"""Two or three writers of one log, in any order of appending, shipping, claiming and closing.
+"""Laws of a log with several writers, in any order of appends, uploads, claims and closes.
 
-What was acknowledged under the newest epoch is readable, in order, once; and what a writer has read
-when it took over stays the beginning of the log, whatever an older one still writes.
+Every line acknowledged under the newest epoch is readable, in order, once. The lines that a writer
+has read when it took over stay the beginning of the log, whatever an older writer still writes.
 """
 
 from __future__ import annotations
@@ -30,18 +30,20 @@ from actors.storage.line_writers import SegmentWriter
 from actors.storage.storage import DiskStorage
 
 WHICH = st.sampled_from([0, 0, 0, 1, 2])
-"""Which process, the newest first."""
+"""The index of a process, newest first."""
 RARELY = st.sampled_from([False, False, False, True])
 
 
 LINE = {"time": 0.0, "generation": 0, "filler": "CoreState"}
-"""A line of which compaction leaves the number alone, and behind which it may compact."""
+"""A line whose number compaction keeps, and after which it may compact."""
 SEGMENT_BYTES = 80
 
 
 class SlowStorage(MemoryStorage):
-    """A write may be refused, or come about at any later time although its writer saw it fail; and
-    another process may act just before a write."""
+    """Storage that may refuse a write, or perform it later although its writer saw it fail.
+
+    Another process may act just before a write or a removal.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,19 +53,19 @@ class SlowStorage(MemoryStorage):
         self.under_way: list[tuple[str, bytes]] = []
 
     def write(self, name: str, data: bytes) -> None:
-        act, self.before_write = self.before_write, None
-        if act:
-            act()
+        before, self.before_write = self.before_write, None
+        if before:
+            before()
         if self.is_slow and name.startswith("journal"):
             self.under_way.append((name, bytes(data)))
             raise OSError(110, "Connection timed out")
         super().write(name, data)
 
     def remove(self, name: str) -> None:
-        act = self.before_remove if name.startswith("journal") else None
-        if act:
+        before = self.before_remove if name.startswith("journal") else None
+        if before:
             self.before_remove = None
-            act()
+            before()
         super().remove(name)
 
 
@@ -79,7 +81,7 @@ class Process:
 
 
 class SegmentsOfManyWriters(RuleBasedStateMachine):
-    """On an object store."""
+    """A log of segments on an object store."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,8 +100,10 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
             self.take_over(lands)
 
     def take_over(self, lands: bool = False) -> None:
-        """As the same actor: no process need have let go. A write of an older one may come about
-        while the new one opens the log."""
+        """Take over as the same actor: no process need have released the lease.
+
+        A delayed write of an older process may land while the new one opens the log.
+        """
         lease = claim(self.storage, actor="controller")
         writer = SegmentWriter(self.log, lease.epoch, lease.look, segment_bytes=SEGMENT_BYTES)
         if lands:
@@ -140,7 +144,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         self.storage.is_slow = False
 
     def ship(self, process: Process) -> None:
-        """What has been shipped is acknowledged if the lease is still held afterwards."""
+        """Ship; the shipped lines are acknowledged if the lease is still held afterwards."""
         try:
             with suppress(OSError):
                 process.writer.ship()
@@ -158,7 +162,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         fails=st.sampled_from(["", "", "refused", "slow"]),
     )
     def compact(self, which: int, is_journal: bool, overtaken: str, fails: str) -> None:
-        """By any process, as its thread for it does; also by one that has lost its lease."""
+        """Compact by any process, as its compaction thread does, even if it has lost its lease."""
         if not self.processes:
             return
         process = self.processes[-1 - which % len(self.processes)]
@@ -178,7 +182,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
 
     @rule(really=RARELY, which=WHICH)
     def close(self, really: bool, which: int) -> None:
-        """A process that has lost its lease writes nothing at its end."""
+        """Close a process; one that has lost its lease writes nothing."""
         if not self.processes or not really:
             return
         process = self.processes.pop(which % len(self.processes))
@@ -189,7 +193,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         assert is_newest or self.storage.objects == before
 
     @invariant()
-    def history_only_grows(self) -> None:
+    def acknowledged_lines_stay(self) -> None:
         numbers, acknowledged = self.numbers(), set(self.acknowledged)
         assert len(set(numbers)) == len(numbers)
         assert [n for n in numbers if n in acknowledged] == self.acknowledged
@@ -199,13 +203,13 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
 
 @dataclass
 class FileProcess:
-    """A controller, which can be stopped right after a look at its lease."""
+    """A controller that can be stopped right after it has checked its lease."""
 
     lease: Lease
     file: Any = None
     seen: list[int] = field(default_factory=list)
     stopped: threading.Thread | None = None
-    stands: threading.Event = field(default_factory=threading.Event)
+    is_stopped: threading.Event = field(default_factory=threading.Event)
     may_go_on: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -215,7 +219,7 @@ class FileProcess:
     def look(self) -> None:
         self.lease.look()
         if threading.current_thread() is self.stopped:
-            self.stands.set()
+            self.is_stopped.set()
             self.may_go_on.wait()
 
     def go_on(self) -> None:
@@ -226,8 +230,10 @@ class FileProcess:
 
 
 class FileOfManyWriters(RuleBasedStateMachine):
-    """On a disk: a process looks at its lease before it writes a line, and may be stopped between
-    the two until newer ones have taken over, even several."""
+    """A log file on a disk: a process checks its lease before it writes a line.
+
+    It may be stopped between the two until one or several newer processes have taken over.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +259,7 @@ class FileOfManyWriters(RuleBasedStateMachine):
 
     @rule(half=st.booleans())
     def take_over(self, half: bool) -> None:
-        """The one before may have died in the middle of a line."""
+        """Take over; the previous process may have died in the middle of a line."""
         if half and self.number:
             with open(self.run_.path / "journal.jsonl", "ab") as file:
                 file.write(b'{"number": ')
@@ -268,7 +274,7 @@ class FileOfManyWriters(RuleBasedStateMachine):
             self.write(free[-1 - which % len(free)])
 
     def write(self, process: FileProcess) -> None:
-        """What has been written is acknowledged if the lease is still held afterwards."""
+        """Write a line; it is acknowledged if the lease is still held afterwards."""
         self.number += 1
         number = self.number
         self.epochs[number] = process.epoch
@@ -279,14 +285,14 @@ class FileOfManyWriters(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def stop_before_a_write(self, which: int) -> None:
-        """Between the look at the lease and the write, until `go_on`."""
+        """Stop a process between the check of its lease and its write, until `go_on`."""
         if free := [process for process in self.processes if process.stopped is None]:
             process = free[-1 - which % len(free)]
             process.stopped = threading.Thread(target=self.write, args=(process,))
             process.may_go_on.clear()
-            process.stands.clear()
+            process.is_stopped.clear()
             process.stopped.start()
-            while process.stopped.is_alive() and not process.stands.wait(0.001):
+            while process.stopped.is_alive() and not process.is_stopped.wait(0.001):
                 continue
 
     @rule(which=WHICH)
@@ -306,21 +312,21 @@ class FileOfManyWriters(RuleBasedStateMachine):
         return [row["number"] for row in self.log.lines() if "number" in row]
 
     @invariant()
-    def history_only_grows(self) -> None:
+    def acknowledged_lines_stay(self) -> None:
         numbers, acknowledged = self.numbers(), set(self.acknowledged)
         assert [n for n in numbers if n in acknowledged] == self.acknowledged
         for process in self.processes:
             num_seen = len(process.seen)
             assert numbers[:num_seen] == process.seen
             later = [self.epochs[number] for number in numbers[num_seen:]]
-            assert not later or min(later) >= process.epoch, "it has not read what counts"
+            assert not later or min(later) >= process.epoch, "it has missed an older valid line"
         while block := self.reader.read():
             self.followed += numbers_in(block)
-        assert self.followed == numbers, "who follows it sees the same"
+        assert self.followed == numbers, "a reader that follows the log sees the same"
         from_end = b"".join(line + b"\n" for _, line in self.log.lines_from_end())
-        assert numbers_in(from_end) == numbers[::-1], "and who reads it from its end"
+        assert numbers_in(from_end) == numbers[::-1], "so does one that reads from its end"
         for offset, row in self.log.lines_with_offsets():
-            assert next(self.log.lines(offset)) == row, "and who begins amid it"
+            assert next(self.log.lines(offset)) == row, "so does one that starts at an offset"
 
 
 def numbers_in(lines: bytes) -> list[int]:

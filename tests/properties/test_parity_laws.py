@@ -1,4 +1,4 @@
-"""Sets, chunks and parities against brute force: any one part lost is made again, bit for bit."""
+"""Parity sets, chunks and parities against brute force: a lost part is rebuilt bit for bit."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ piles = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 6), max_size
 
 
 def folded(parts: list[bytes], snapshot_server: int) -> bytes:
-    """The parity at a member's keeper, byte by byte."""
+    """The parity at a member's snapshot server, byte by byte."""
     parity = bytearray(chunk_size([len(part) for part in parts]))
     for member in range(len(parts)):
         if member != snapshot_server:
             chunk = chunk_within([len(part) for part in parts], member, snapshot_server)
-            for place, byte in enumerate(parts[member][chunk.start : chunk.stop]):
-                parity[place] ^= byte
+            for offset, byte in enumerate(parts[member][chunk.start : chunk.stop]):
+                parity[offset] ^= byte
     return bytes(parity)
 
 
 @profile(100)
 @given(st.lists(st.binary(min_size=1, max_size=900), min_size=2, max_size=6), st.data())
-def test_any_one_part_is_made_again_of_the_others(parts: list[bytes], data: st.DataObject) -> None:
+def test_any_one_part_is_rebuilt_from_the_others(parts: list[bytes], data: st.DataObject) -> None:
     sizes = [len(part) for part in parts]
     lost = data.draw(st.sampled_from(range(len(parts))))
-    made = bytearray(sizes[lost])
+    rebuilt = bytearray(sizes[lost])
     for read in reads_for(sizes, lost):
         assert read.member != lost
-        held = folded(parts, read.member) if read.is_parity else parts[read.member]
-        found = held[read.begin : read.begin + read.num_bytes]
-        assert len(found) == read.num_bytes
-        for place, byte in enumerate(found):
-            made[read.into + place] ^= byte
-    assert bytes(made) == parts[lost]
+        source = folded(parts, read.member) if read.is_parity else parts[read.member]
+        chunk = source[read.begin : read.begin + read.num_bytes]
+        assert len(chunk) == read.num_bytes
+        for offset, byte in enumerate(chunk):
+            rebuilt[read.into + offset] ^= byte
+    assert bytes(rebuilt) == parts[lost]
 
 
 @profile(100)
@@ -84,7 +84,7 @@ def test_each_byte_is_sent_once_and_a_parity_is_a_kth_of_the_largest_part(sizes:
 
 @profile(150)
 @given(piles, st.integers(1, 5), st.randoms(use_true_random=False))
-def test_sets_are_of_different_domains_and_take_whom_they_can(
+def test_sets_span_different_domains_and_take_all_members_that_they_can(
     counts: dict[str, int], num_chunks: int, random: object
 ) -> None:
     by_domain = {d: [f"{d}{i}" for i in range(n)] for d, n in counts.items()}
@@ -96,12 +96,12 @@ def test_sets_are_of_different_domains_and_take_whom_they_can(
         assert 3 <= len(workers) <= num_chunks + 1
     left = {d for d, workers in by_domain.items() if set(workers) - set(used)}
     assert len(left) < 3 or num_chunks < 2
-    again = make_sets(dict(reversed(by_domain.items())), num_chunks)
-    assert again == sets, "invariant 2: the order of arrival decides"
+    reverse = make_sets(dict(reversed(by_domain.items())), num_chunks)
+    assert reverse == sets, "invariant 2: the order of arrival decides"
 
 
 def even(num_nodes: int, per_node: int) -> tuple[Assignment, dict[str, Place]]:
-    """`fsdp` over all workers, dealt out to the nodes in turn."""
+    """An assignment with `fsdp` over all workers, dealt to the nodes in turn."""
     members = tuple(f"w{rank}" for rank in range(num_nodes * per_node))
     places = {w: Place(f"n{rank % num_nodes}") for rank, w in enumerate(members)}
     return Assignment(3, Layout(fsdp=len(members)), members), places
@@ -110,7 +110,7 @@ def even(num_nodes: int, per_node: int) -> tuple[Assignment, dict[str, Place]]:
 def kept(
     assignment: Assignment, placement: Placement, places: dict[str, Place], step: int, dead: str
 ) -> tuple[dict[str, tuple[Slot, ...]], dict[str, tuple[ParitySlot, ...]]]:
-    """What the keepers tell once one node is gone."""
+    """The reports of the snapshot servers after the loss of one node."""
     slots: dict[str, tuple[Slot, ...]] = {}
     parities: dict[str, tuple[ParitySlot, ...]] = {}
     for worker, nodes in placement.copies.items():
@@ -145,8 +145,9 @@ def test_the_loss_of_any_node_leaves_the_state_covered(
     dead = data.draw(st.sampled_from(snapshot_servers)).node
     slots, parities = kept(assignment, placement, places, 7, dead)
     back = bring_back(slots, parities)
-    there = {slot.worker for held in slots.values() for slot in held} | {s.worker for s in back}
-    ranks = [rank for rank, worker in enumerate(members) if worker in there]
+    held = {slot.worker for reported in slots.values() for slot in reported}
+    held |= {slot.worker for slot in back}
+    ranks = [rank for rank, worker in enumerate(members) if worker in held]
     assert uncovered(any_state(layout), layout, ranks) is None
     alive = {worker: place for worker, place in places.items() if place.node != dead}
     if alive:
@@ -158,7 +159,7 @@ def test_the_loss_of_any_node_leaves_the_state_covered(
             assert dead not in part.nodes
 
 
-def test_a_set_loses_one_worker_a_node_and_costs_a_kth() -> None:
+def test_a_set_has_one_worker_of_each_node_and_no_second_copies() -> None:
     assignment, places = even(num_nodes=4, per_node=3)
     placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
     assert len(placement.sets) == 3
@@ -171,8 +172,8 @@ def test_two_losses_in_a_set_are_too_many() -> None:
     placement = place_snapshots(assignment, places, sorted(set(places.values())), 3)
     slots, parities = kept(assignment, placement, places, 7, "n0")
     assert [slot.worker for slot in bring_back(slots, parities)] == ["w0"]
-    for told in (slots, parities):
-        told.pop("n1")
+    for reported in (slots, parities):
+        reported.pop("n1")
     assert not bring_back(slots, parities)
 
 
@@ -195,22 +196,20 @@ def test_fewer_domains_make_smaller_sets_and_two_make_copies() -> None:
     assert not placement.sets
 
 
-def test_it_is_told_what_of_the_wish_cannot_be_had() -> None:
-    def told(num_nodes: int, per_node: int, num_chunks: int) -> str:
+def test_the_shortfall_names_what_replaces_the_requested_redundancy() -> None:
+    def reason(num_nodes: int, per_node: int, num_chunks: int) -> str:
         assignment, places = even(num_nodes, per_node)
         snapshot_servers = sorted(set(places.values()))
         return shortfall(
             place_snapshots(assignment, places, snapshot_servers, num_chunks), num_chunks
         )
 
-    assert told(4, 2, 3) == told(2, 2, 0) == ""
-    wants = "xor:3 wants 4 nodes a set: "
-    assert told(3, 2, 3) == wants + "6 parts in smaller sets"
-    assert told(2, 2, 3) == told(1, 4, 3).replace(
-        "nothing is kept elsewhere", "4 parts copied whole"
-    )
-    assert told(1, 4, 3) == wants + "nothing is kept elsewhere"
-    assert told(5, 1, 3) == wants + "1 parts copied whole"
+    assert reason(4, 2, 3) == reason(2, 2, 0) == ""
+    needs = "xor:3 needs 4 nodes in a set: "
+    assert reason(3, 2, 3) == needs + "6 parts in smaller sets"
+    assert reason(2, 2, 3) == needs + "4 parts copied whole"
+    assert reason(1, 4, 3) == needs + "no snapshot on another node"
+    assert reason(5, 1, 3) == needs + "1 parts copied whole"
 
 
 def test_only_ranks_under_the_same_order_count_together() -> None:

@@ -1,4 +1,4 @@
-"""The order of samples, whatever the seed, the sizes and the world (invariant 5)."""
+"""The sample order for any seed, sizes and world size (invariant 5)."""
 
 from collections import Counter
 
@@ -44,23 +44,26 @@ def test_batches_that_cross_epochs_lose_and_repeat_nothing(
     ids = [i for step in steps for i in batch_ids(step, batch)]
     assert ids == list(range(len(ids)))
     for epoch in range(num_epochs):
-        own = ids[epoch * num_samples : (epoch + 1) * num_samples]
-        assert Counter(sample_of(seed, i, num_samples) for i in own) == Counter(range(num_samples))
+        epoch_ids = ids[epoch * num_samples : (epoch + 1) * num_samples]
+        samples = Counter(sample_of(seed, i, num_samples) for i in epoch_ids)
+        assert samples == Counter(range(num_samples))
 
 
 @given(seeds, st.integers(1, 2**63 - 1) | counts, st.lists(st.integers(0, 2**63 - 1) | counts))
-def test_many_are_drawn_as_one_by_one(seed: int, num_samples: int, ids: list[int]):
+def test_drawing_many_samples_equals_drawing_one_by_one(
+    seed: int, num_samples: int, ids: list[int]
+):
     assert samples_of(seed, ids, num_samples) == [sample_of(seed, i, num_samples) for i in ids]
 
 
 @pytest.mark.parametrize(("ids", "num_samples"), [([0], 0), ([3, -1], 7)])
-def test_many_are_refused_as_one_is(ids: list[int], num_samples: int):
+def test_drawing_many_samples_refuses_what_drawing_one_refuses(ids: list[int], num_samples: int):
     with pytest.raises(InvalidSamples):
         samples_of(0, ids, num_samples)
 
 
 @given(counts, st.integers(1, 30), st.sets(st.integers(0, 40)))
-def test_only_skipped_batches_are_left_out(batch: int, num_steps: int, skipped: set[int]):
+def test_steps_read_all_batches_but_the_skipped_ones(batch: int, num_steps: int, skipped: set[int]):
     firsts = [batch_ids(step, batch, skipped)[0] for step in range(1, num_steps + 1)]
     wanted = [number * batch for number in range(100) if number not in skipped]
     assert firsts == wanted[:num_steps]
@@ -69,9 +72,9 @@ def test_only_skipped_batches_are_left_out(batch: int, num_steps: int, skipped: 
 @given(counts, counts)
 def test_every_microbatch_is_dealt_once_and_evenly(num_microbatches: int, num_data_ranks: int):
     dealt = deal(num_microbatches, num_data_ranks)
-    sizes = [len(own) for own in dealt]
+    sizes = [len(microbatches) for microbatches in dealt]
     assert len(dealt) == num_data_ranks
-    assert [m for own in dealt for m in own] == list(range(num_microbatches))
+    assert [m for microbatches in dealt for m in microbatches] == list(range(num_microbatches))
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) == num_rounds(num_microbatches, num_data_ranks)
 

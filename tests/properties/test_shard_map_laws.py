@@ -1,4 +1,4 @@
-"""The shard map against an element-wise one, over all axes and sizes that do not divide."""
+"""The shard map against an element-wise reference, over all axes and uneven sizes."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_every_element_has_the_same_number_of_copies(spec: TensorSpec, layout: L
 @profile(100)
 @given(st.lists(specs(), max_size=3), layouts())
 def test_bytes_held_by_all_are_the_bytes_times_their_copies(
-    some: list[TensorSpec], layout: Layout
+    tensors: list[TensorSpec], layout: Layout
 ) -> None:
-    places = map(layout.coordinates, range(layout.num_workers))
-    total = sum(spec.num_bytes * copies_of(spec, layout) for spec in some)
-    assert sum(bytes_held(some, layout, place) for place in places) == total
+    coordinates = map(layout.coordinates, range(layout.num_workers))
+    total = sum(spec.num_bytes * copies_of(spec, layout) for spec in tensors)
+    assert sum(bytes_held(tensors, layout, place) for place in coordinates) == total
 
 
 @profile(150)
@@ -59,7 +59,7 @@ def test_holders_are_named_and_counted_consistently(spec: TensorSpec, layout: La
 
 @profile(150)
 @given(specs(), layouts(), st.data())
-def test_overlaps_are_those_that_comparing_with_all_finds(
+def test_overlaps_equal_those_of_a_comparison_with_every_region(
     spec: TensorSpec, layout: Layout, data: st.DataObject
 ) -> None:
     offsets = tuple(data.draw(st.integers(0, size)) for size in spec.shape)

@@ -1,4 +1,4 @@
-"""The deal of layers to stages against every other deal there is."""
+"""The deal of layers to pipeline stages against every other possible deal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Re-layouts between random layouts, carried out element by element (invariants 3 and 4)."""
+"""Reshards between random layouts, carried out element by element (invariants 3 and 4)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 @st.composite
 def moves(draw: st.DrawFn) -> Move:
-    """Some state under one layout goes to another; some holders are dead, some members new."""
+    """State moves from one layout to another; some holders are dead, some members are new."""
     old_layout, new_layout = draw(layouts()), draw(layouts())
     random = Random(draw(st.integers(0, 999)))
     names = random.sample(NAMES, len(NAMES))
@@ -52,15 +52,17 @@ def moves(draw: st.DrawFn) -> Move:
 
 @st.composite
 def moves_with_snapshots(draw: st.DrawFn) -> Move:
-    """The same, but some holders have died since, and others carry their snapshots, or they carry
-    their own: a survivor may stand at a newer step."""
+    """The same, but some parts come from snapshots, which any worker may carry.
+
+    A survivor may carry its own snapshot: its live state may be of a newer step.
+    """
     specs, reshard = draw(moves())
     assert reshard.old is not None
-    able = [*reshard.new.members, *(n for n in NAMES[-3:] if n not in reshard.new.members)]
+    carriers = [*reshard.new.members, *(n for n in NAMES[-3:] if n not in reshard.new.members)]
     random = Random(draw(st.integers(0, 999)))
     parts = [w for w in reshard.old.members if random.random() < 0.6]
     holders = tuple(w for w in reshard.holders if w not in parts)
-    carried = tuple(Carried(member, random.choice(able), "snapshot_server") for member in parts)
+    carried = tuple(Carried(member, random.choice(carriers), "snapshot_server") for member in parts)
     return Move(specs, replace(reshard, holders=holders, carried=carried))
 
 
@@ -87,29 +89,29 @@ def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
     sizes = "some size does not divide" if any(is_cut_unevenly(*move)) else "all sizes divide"
     event(f"{moved}, {sizes}")
     assert check_transfers(specs, reshard, transfers) == bound
-    assert sum(of_worker.bytes_moved for of_worker in transfers.values()) == bound
-    assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound
+    assert sum(transfer.bytes_moved for transfer in transfers.values()) == bound
+    assert sum(transfer.bytes_needed for transfer in transfers.values()) == bound
 
 
 @profile(300)
 @given(moves_with_snapshots())
-def test_parts_out_of_snapshots_arrive_like_those_of_the_living(move: Move) -> None:
+def test_parts_from_snapshots_arrive_like_those_of_live_workers(move: Move) -> None:
     specs, reshard = move
     assert reshard.old is not None
-    there = [*reshard.holders, *(part.member for part in reshard.carried)]
-    assume(is_covered(specs, reshard.old.layout, [reshard.old.world_rank(w) for w in there]))
+    available = [*reshard.holders, *(part.member for part in reshard.carried)]
+    assume(is_covered(specs, reshard.old.layout, [reshard.old.world_rank(w) for w in available]))
     transfers = {worker: derive(specs, reshard, worker) for worker in reshard.participants}
     bound = lower_bound_bytes(specs, reshard)
     num_parts = max((len(t.old_regions) for t in transfers.values()), default=0)
     event(f"a worker has {min(num_parts, 3)} parts or more")
     assert check_transfers(specs, reshard, transfers) == bound
-    assert sum(of_worker.bytes_moved for of_worker in transfers.values()) == bound
-    assert sum(of_worker.bytes_needed for of_worker in transfers.values()) == bound
+    assert sum(transfer.bytes_moved for transfer in transfers.values()) == bound
+    assert sum(transfer.bytes_needed for transfer in transfers.values()) == bound
 
 
 @profile(120)
 @given(moves(), st.data())
-def test_what_no_living_holder_has_is_refused_by_some_receiver(
+def test_a_receiver_refuses_a_reshard_if_no_live_holder_has_its_region(
     move: Move, data: st.DataObject
 ) -> None:
     specs, reshard = move
@@ -131,7 +133,7 @@ def test_what_no_living_holder_has_is_refused_by_some_receiver(
 
 @profile(60)
 @given(layouts(), spec_lists())
-def test_a_relayout_to_the_same_assignment_moves_nothing(
+def test_a_reshard_to_the_same_assignment_moves_nothing(
     layout: Layout, specs: list[TensorSpec]
 ) -> None:
     same = Assignment(1, layout, tuple(NAMES[: layout.num_workers]))
@@ -151,7 +153,7 @@ def test_without_holders_nothing_moves_and_everything_is_needed(
     new = Assignment(2, layout, tuple(NAMES[: layout.num_workers]))
     reshard = ReshardPlan(1, 7, None, new)
     every = [derive(specs, reshard, worker) for worker in new.members]
-    assert not any(of_worker.receives or of_worker.sends for of_worker in every)
+    assert not any(transfer.receives or transfer.sends for transfer in every)
     assert sum(t.bytes_needed for t in every) == lower_bound_bytes(specs, reshard)
 
 
@@ -160,17 +162,17 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import sharding_of
 from elastic.geometry.tensor_specs import TensorSpec
-from elastic.reshard.reshard_plan import ReshardPlan as Reshard
+from elastic.reshard.reshard_plan import ReshardPlan
 from elastic.reshard.transfers import derive
 
 specs = [TensorSpec(f"t{i}", (7 + i, 10), layer=i, fsdp_dim=0, tp_dim=1, layer_costs=(1,) * 4)
          for i in range(4)]
 old = Assignment(1, Layout(pp=2, dp=2, fsdp=3, tp=2), tuple(f"w{i}" for i in range(24)))
 new = Assignment(2, Layout(pp=1, dp=3, fsdp=2, tp=3), tuple(f"w{i}" for i in range(8, 26)))
-relayout = Reshard(1, 7, old, new, tuple(f"w{i}" for i in range(24) if i != 5))
-print(relayout.participants)
-for worker in relayout.participants:
-    transfers = derive(specs, relayout, worker)
+plan = ReshardPlan(1, 7, old, new, tuple(f"w{i}" for i in range(24) if i != 5))
+print(plan.participants)
+for worker in plan.participants:
+    transfers = derive(specs, plan, worker)
     print(worker, transfers.copies, transfers.sends, transfers.receives, sorted(transfers.kept))
 """
 

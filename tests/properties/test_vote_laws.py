@@ -1,4 +1,4 @@
-"""A vote survives a float64 sum all-reduce; what an abort can make of it is refused."""
+"""A vote survives a float64 sum all-reduce; a vote that an abort has corrupted is refused."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def votes(draw: st.DrawFn, least: int = 1) -> list[Ballot]:
 
 
 def summed(packed: list[list[float]], seed: int = 0) -> list[float]:
-    """The ranks' numbers added up in an order of its own for each place, as in a ring."""
+    """The sums of the ranks' numbers, each element in its own order of addition, as in a ring."""
     random = Random(seed)
-    places = [list(place) for place in zip(*packed, strict=True)]
-    for place in places:
-        random.shuffle(place)
-    return [sum(place) for place in places]
+    columns = [list(column) for column in zip(*packed, strict=True)]
+    for column in columns:
+        random.shuffle(column)
+    return [sum(column) for column in columns]
 
 
 def read(numbers: list[float], ballots: list[Ballot]) -> Tally:
@@ -51,8 +51,8 @@ def is_refused(numbers: list[float], ballots: list[Ballot]) -> bool:
         read(numbers, ballots)
     except BrokenVote:
         return True
-    except ValueError as error:  # only a token count within the rounding may be read
-        assert "give whole ones" in str(error)
+    except ValueError as error:  # only for a token count that is an integer but for rounding
+        assert "which is no integer" in str(error)
     return False
 
 
@@ -75,12 +75,12 @@ def test_all_ranks_read_the_sums(ballots: list[Ballot], seed: int) -> None:
 
 @given(votes(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 2))
 def test_a_number_that_is_not_finite_is_counted(
-    ballots: list[Ballot], bad: float, place: int
+    ballots: list[Ballot], bad: float, index: int
 ) -> None:
     first = ballots[0]
-    sums = tuple(bad if i == place else value for i, value in enumerate(first.sums))
-    spoilt = Ballot(first.step, 0, sums, compute_s=first.compute_s)  # type: ignore[arg-type]
-    vote = read(summed([pack_vote(b) for b in [spoilt, *ballots[1:]]]), ballots).vote
+    sums = tuple(bad if i == index else value for i, value in enumerate(first.sums))
+    ballot = Ballot(first.step, 0, sums, compute_s=first.compute_s)  # type: ignore[arg-type]
+    vote = read(summed([pack_vote(b) for b in [ballot, *ballots[1:]]]), ballots).vote
     assert vote.num_nonfinite == 1
     assert math.isfinite(vote.loss_sum) and math.isfinite(vote.sq_grad_norm)
 
@@ -111,10 +111,10 @@ def test_ballots_that_are_not_all_added_once_are_refused(
     rank = data.draw(st.integers(0, len(ballots) - 1))
     other = data.draw(st.integers(0, len(ballots) - 1).filter(lambda r: r != rank))
     assert is_refused(packed[rank], ballots), "not reduced"
-    assert is_refused(summed(packed[:rank] + packed[rank + 1 :]), ballots), "one is missing"
-    assert is_refused(summed([*packed, packed[rank]]), ballots), "one counts twice"
+    assert is_refused(summed(packed[:rank] + packed[rank + 1 :]), ballots), "a rank is missing"
+    assert is_refused(summed([*packed, packed[rank]]), ballots), "a rank counts twice"
     twice = [packed[other if i == rank else i] for i in range(len(packed))]
-    assert is_refused(summed(twice), ballots), "one stands for another"
+    assert is_refused(summed(twice), ballots), "a rank replaces another"
 
 
 @given(votes(), st.data())
@@ -131,7 +131,7 @@ def test_a_stale_or_shifted_vote_is_refused(ballots: list[Ballot], data: st.Data
 
 @given(votes(least=2), st.data())
 def test_a_range_that_lacks_a_rank_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
-    """Unless nothing that is read has changed beyond rounding."""
+    """Except if no value that is read has changed beyond rounding."""
     packed = [pack_vote(b) for b in ballots]
     whole = summed(packed)
     begin = data.draw(st.integers(0, len(whole) - 1))
@@ -145,25 +145,25 @@ def test_a_range_that_lacks_a_rank_is_refused(ballots: list[Ballot], data: st.Da
 @given(votes(), st.data())
 def test_a_single_wrong_number_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
     whole = summed([pack_vote(b) for b in ballots])
-    place = data.draw(st.integers(0, len(whole) - 1))
+    index = data.draw(st.integers(0, len(whole) - 1))
     wrong = [*whole]
-    wrong[place] = data.draw(st.floats() | st.integers(-9, 9).map(lambda i: whole[place] + i))
+    wrong[index] = data.draw(st.floats() | st.integers(-9, 9).map(lambda i: whole[index] + i))
     assert is_refused(wrong, ballots) or is_same(wrong, ballots, whole)
 
 
 def is_same(numbers: list[float], ballots: list[Ballot], whole: list[float]) -> bool:
-    """Whether what is read is the true vote, but for rounding."""
-    one, other = read(numbers, ballots), read(whole, ballots)
+    """Whether the numbers read as the true vote, except for rounding."""
+    tally, true = read(numbers, ballots), read(whole, ballots)
     sizes = [sum(abs(b.sums[i]) for b in ballots) for i in range(3)]
-    sums = [(t.vote.loss_sum, t.vote.num_tokens, t.vote.sq_grad_norm) for t in (one, other)]
+    sums = [(t.vote.loss_sum, t.vote.num_tokens, t.vote.sq_grad_norm) for t in (tally, true)]
     near = [abs(a - b) <= 1e-12 * s for a, b, s in zip(*sums, sizes, strict=True)]
     times = [
-        abs(a - b) <= 1e-12 * sum(other.compute_s) * len(ballots)
-        for a, b in zip(one.compute_s, other.compute_s, strict=True)
+        abs(a - b) <= 1e-12 * sum(true.compute_s) * len(ballots)
+        for a, b in zip(tally.compute_s, true.compute_s, strict=True)
     ]
-    rest = [
+    counts = [
         (t.vote.num_nonfinite, t.vote.num_pause_requests, t.vote.num_snapshots)
-        for t in (one, other)
+        for t in (tally, true)
     ]
-    more = [(t.vote.num_save_requests, t.vote.num_writing) for t in (one, other)]
-    return all(near) and all(times) and rest[0] == rest[1] and more[0] == more[1]
+    saves = [(t.vote.num_save_requests, t.vote.num_writing) for t in (tally, true)]
+    return all(near) and all(times) and counts[0] == counts[1] and saves[0] == saves[1]

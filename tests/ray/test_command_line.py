@@ -90,7 +90,10 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
         code, output = command.finish()
     assert code == 2
     [line] = [line for line in output.splitlines() if line.startswith("elastic: ")]
-    assert f"journal format 1: this reads {FORMAT}" in line and "Traceback" not in output
+    assert (
+        f"journal format 1, this version reads {FORMAT}: start a new run name" in line
+        and "Traceback" not in output
+    )
     assert len(journal.read_text().splitlines()) == 1
 
 

@@ -219,8 +219,8 @@ def test_the_order_to_form_tells_why_this_layout_and_why_no_other() -> None:
     told(core, ready("w0"), ready("w1"), ready("w2"))
     form = formed(core)
     assert str(form.assignment.layout) == "tp=2"
-    assert "dp=2,tp=2 needs 4 workers, 3 are there" in form.reason
-    assert form.refusals[0] == "dp=2,tp=2 needs 4 workers, 3 are there"
+    assert "dp=2,tp=2 needs 4 workers, only 3 available" in form.reason
+    assert form.refusals[0] == "dp=2,tp=2 needs 4 workers, only 3 available"
     line = command_line(99.0, form, core.state)
     assert (line["reason"], line["refusals"]) == (form.reason, list(form.refusals))
 

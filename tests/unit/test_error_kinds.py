@@ -78,7 +78,7 @@ KINDS = {
         RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection"),
         RuntimeError("Connection closed by peer [127.0.0.1]:40961"),
         ConnectionResetError(104, "Connection reset by peer"),
-        BrokenVote("the vote of step 3 came back broken: the step sum to 0, not 12"),
+        BrokenVote("the all-reduced vote of step 3 is corrupt: the steps sum to 0, not 12"),
     ],
     "program": [
         ValueError("batch 3 is empty"),

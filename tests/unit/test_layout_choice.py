@@ -70,7 +70,9 @@ def test_other_model_axes_keep_to_the_limits() -> None:
     assert isinstance(choice, LayoutChoice)
     assert str(choice.layout) == "tp=2"
     assert any("tp=3 does not divide 4" in refusal for refusal in choice.refusals)
-    assert choice.refusals[0].startswith("pp=1, cp=1, tp=4 need 4 workers at least, 3 are there")
+    assert choice.refusals[0].startswith(
+        "pp=1, cp=1, tp=4 need at least 4 workers, only 3 available"
+    )
 
 
 def test_a_wish_that_the_model_cannot_have_is_refused_whatever_else_would_fit() -> None:
@@ -78,7 +80,7 @@ def test_a_wish_that_the_model_cannot_have_is_refused_whatever_else_would_fit() 
     choice = chosen("tp=3", 6, job)
     assert isinstance(choice, Infeasible) and "tp=3 does not divide 4" in choice.reason
     deep = chosen("pp=4,vp=2", 8, Job(num_microbatches=8, layer_costs=(1,) * 7))
-    assert deep == Infeasible("pp x vp = 8 stages, but 7 layers have costs")
+    assert deep == Infeasible("pp x vp = 8 stages, but only 7 layers have costs")
 
 
 def test_virtual_stages_fall_to_what_the_layers_fill() -> None:
@@ -110,13 +112,15 @@ def test_a_refusal_for_memory_says_what_is_needed_what_is_there_and_what_would_f
     job = Job(num_microbatches=8, state_bytes=100, param_bytes=40, margin=1.5)
     refused = chosen("tp=2,fsdp=1", 2, job, 45)
     assert refused == Infeasible(
-        "tp=2: a worker needs 70 bytes for its part, times 1.5, and has 45; raise fsdp: fsdp=3 "
-        "would fit with 6 workers; fsdp=2: a worker needs 70 bytes for its part, times 1.5, and "
-        "has 45; raise fsdp: fsdp=5 would fit with 5 workers"
+        "tp=2: a worker needs 70 bytes for its part, times a margin of 1.5, but has 45; raise "
+        "fsdp: fsdp=3 would fit with 6 workers; fsdp=2: a worker needs 70 bytes for its part, "
+        "times a margin of 1.5, but has 45; raise fsdp: fsdp=5 would fit with 5 workers"
     )
     fallen = chosen("tp=2,dp=2", 1, job, 80)
     assert isinstance(fallen, Infeasible)
-    assert fallen.reason.startswith("dp=2,tp=2 needs 4 workers, 1 are there; dp=1: a worker needs")
+    assert fallen.reason.startswith(
+        "dp=2,tp=2 needs 4 workers, only 1 available; dp=1: a worker needs"
+    )
     assert layout_of("tp=2,fsdp=1", 6, job=job, memory_bytes=45) == "fsdp=3,tp=2"
 
 
@@ -165,16 +169,16 @@ def test_the_reason_tells_what_was_refused_and_what_came_next() -> None:
     assert isinstance(choice, LayoutChoice)
     assert choice.reason == (
         "tp=2 at 4 microbatches a step, best of 1 for 3 workers; "
-        "dp=2,tp=2 needs 4 workers, 3 are there"
+        "dp=2,tp=2 needs 4 workers, only 3 available"
     )
     choice = chosen("dp=2,fsdp=2", 3)
     assert isinstance(choice, LayoutChoice)
     assert choice.reason == (
         "dp=3 at 3 microbatches a step, best of 1 for 3 workers; "
-        "dp=2,fsdp=2 needs 4 workers, 3 are there"
+        "dp=2,fsdp=2 needs 4 workers, only 3 available"
     )
     assert choice.refusals == (
-        "dp=2,fsdp=2 needs 4 workers, 3 are there",
+        "dp=2,fsdp=2 needs 4 workers, only 3 available",
         "2 layouts of one replica: a single loss would cost steps",
     )
 

@@ -39,7 +39,7 @@ def test_names_of_fsdp_are_stages(text: str, zero: int) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("fsdp=4,zero=HYBRID_SHARD", "name dp=2 or more"),
+        ("fsdp=4,zero=HYBRID_SHARD", "set dp=2 or more"),
         ("dp=1,fsdp=4,zero=hybrid_shard", "zero=FULL_SHARD"),
         ("fsdp=4,zero=SHARD", "0, 1, 2 or 3, or one of NO_SHARD"),
         ("fsdp=4,zero=", "0, 1, 2 or 3"),
