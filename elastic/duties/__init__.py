@@ -1,1 +1,2 @@
-"""Duties of the controller that belong to no phase: recovery, checkpoints, membership, ..."""
+"""Duties of the controller that belong to no single phase: recovery, checkpoints, membership,
+..."""
