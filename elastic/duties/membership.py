@@ -154,9 +154,8 @@ def _count_start_failure(state: CoreState, now: float, cause: str, outcome: str 
     state.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
     max_failures = state.policy.max_start_failures
     if outcome == "user_error":
-        max_failures += (
-            state.policy.max_workers
-        )  # all workers of one machine fail at once, others may not
+        # All workers of one machine fail at once, others may not.
+        max_failures += state.policy.max_workers
         reason = cause
     if state.num_start_failures >= max_failures and not state.ever_ready:
         state.ending = Ending(outcome, reason)

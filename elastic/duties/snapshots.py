@@ -1,5 +1,4 @@
-"""Snapshot control: starts snapshot servers where they are needed, and queries them after
-losses."""
+"""Snapshot control: starts snapshot servers, places snapshots, and queries servers after losses."""
 
 from __future__ import annotations
 
