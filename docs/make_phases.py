@@ -1,7 +1,7 @@
 """Generator of the tables and the diagram in `docs/phases.md`: phases, transitions, policy.
 
-    python docs/make_phases.py            writes the page
-    python docs/make_phases.py --check    exits with 1 if the page is out of date
+python docs/make_phases.py            writes the page
+python docs/make_phases.py --check    exits with 1 if the page is out of date
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ def test_who_has_too_few_for_long_gives_them_back_and_asks_again() -> None:
     *stops, waited = life.tell(Woke())
     cause = "too few other workers arrived"
     assert stops == [StopWorker(worker, cause) for worker in ("w0", "w1", "w2")]
-    assert isinstance(waited, Waited) and waited.reason.startswith("3 workers could not be had")
+    assert isinstance(waited, Waited) and waited.reason.startswith("3 workers were not available")
     life.tell(*(WorkerLost(worker, "stopped") for worker in ("w0", "w1", "w2")))
     asked_at = life.now + 45.0
     [start, *_] = life.wake()

@@ -227,7 +227,8 @@ def test_it_is_used_again_where_there_are_too_few_without_it() -> None:
     while life.core.state.quarantined:
         commands = life.wake()
     assert life.now <= avoided_at + 60.0
-    assert of(NodeReleased, commands) == [NodeReleased("b", "too few workers arrived on other nodes")]
+    released = NodeReleased("b", "too few workers arrived on other nodes")
+    assert of(NodeReleased, commands) == [released]
     come(life, newest(life), "b")
     assert isinstance(life.core.state.phase, Forming)
 
