@@ -1,6 +1,6 @@
-"""Draws what `docs/phases.md` shows: the phases, their transitions and the core's deadlines.
+"""Generator of the tables and the diagram in `docs/phases.md`: phases, transitions, policy.
 
-python docs/make_phases.py            writes it
+python docs/make_phases.py            writes the page
 python docs/make_phases.py --check    exits with 1 if the page is out of date
 """
 
@@ -31,7 +31,7 @@ def diagram(transitions: Mapping[type, tuple[tuple[type, str], ...]]) -> str:
 
 
 def phases(transitions: Mapping[type, object]) -> str:
-    """One row a phase: what it means, and the data that it carries."""
+    """One row for each phase: its meaning and the data that it carries."""
     rows = [
         f"| {phase.__name__} | {_one_line(phase.__doc__)} "
         f"| {', '.join(f'`{field.name}`' for field in fields(phase))} |"
@@ -41,15 +41,15 @@ def phases(transitions: Mapping[type, object]) -> str:
 
 
 def policy() -> str:
-    """One row a number of the policy: its default and what it is for."""
-    told = dict(_told_fields(Policy))
+    """One row for each number of the policy: its default and its meaning."""
+    meanings = dict(_field_docstrings(Policy))
     defaults = {f.name: f.default for f in fields(Policy)}
     shown = {n: d if isinstance(d, str) else f"{d:g}" for n, d in defaults.items()}
-    rows = [f"| `{name}` | {value} | {told.get(name, '')} |" for name, value in shown.items()]
+    rows = [f"| `{name}` | {value} | {meanings.get(name, '')} |" for name, value in shown.items()]
     return "\n".join(["| number | default | meaning |", "|---|---|---|", *rows])
 
 
-def _told_fields(kind: type) -> Iterator[tuple[str, str]]:
+def _field_docstrings(kind: type) -> Iterator[tuple[str, str]]:
     """Each field that has a string below it, with that string."""
     [definition] = ast.parse(getsource(kind)).body
     assert isinstance(definition, ast.ClassDef)

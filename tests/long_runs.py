@@ -172,7 +172,7 @@ class LongRun:
         every: Every = Every(),
         slow_rank: int | None = None,
     ) -> None:
-        """`slow_rank` is a straggler all the time, and no spare can take its place."""
+        """`slow_rank` is a straggler all the time, and no standby worker can replace it."""
         self.core, self.writer = Core(), JournalWriter()
         self.now = BEGAN
         self.num_events = 0

@@ -1,1 +1,1 @@
-"""Controller: the core and what moves it from phase to phase."""
+"""The controller core: a state machine that decides what a run does next."""

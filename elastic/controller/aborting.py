@@ -1,7 +1,8 @@
-"""Aborting: unwind the survivors, then bring all of them to one step.
+"""Abort of a generation: survivors unwind, then reach the same committed step.
 
-A vote that anybody has seen decides its step, be he alive or dead: every survivor rolls forward
-to it (DESIGN section 6). If nobody has seen it, the gradients are dropped and the step is redone.
+If any worker, even one that has since died, saw the vote of a step, that step commits: every
+survivor rolls forward to it (DESIGN section 6). If no worker saw it, the gradients are dropped and
+the step is recomputed.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
-from elastic.controller.forming import go_on, save_anew
+from elastic.controller.forming import form_or_end, retry_final_save
 from elastic.duties import catch_up
 from elastic.duties.catch_up import note_vote, record_all
 from elastic.duties.checkpoints import stop
-from elastic.duties.hang_timeouts import due, next_end
-from elastic.duties.membership import forget, participants, turn_away_unfit
-from elastic.duties.poison_batches import break_guard, verdict
-from elastic.duties.recovery import living
+from elastic.duties.hang_timeouts import choose_workers_to_kill, next_kill_time
+from elastic.duties.membership import forget, participants, reject_unfit_worker
+from elastic.duties.poison_batches import break_guard, find_poison_batch
+from elastic.duties.recovery import find_live_state
 from elastic.duties.uploads import break_upload
 from elastic.planner.fitting_layouts import Shortage, advice
 from elastic.protocol.commands import Abort, Command, RollForward, SetAside, StopWorker
@@ -40,10 +41,10 @@ def abort(
     is_hang: bool = False,
     suspects: Set[str] = frozenset(),
 ) -> list[Command]:
-    """Break off the generation; its survivors unwind.
+    """Abort the generation; its survivors unwind.
 
-    With `is_hang` some worker stands still amid training, and nobody knows which; `suspects` are
-    known not to answer.
+    `is_hang` says that an unknown worker hangs during training. `suspects` are workers that do not
+    answer probes.
     """
     pending = participants(state)
     broken = state.phase
@@ -71,23 +72,23 @@ def abort(
     state.enter(phase)
     if not pending:
         return _advance(state, now, phase)
-    phase.deadline = next_end(state, phase)
+    phase.deadline = next_kill_time(state, phase)
     workers = tuple(sorted(pending))
     return [Abort(state.generation, workers, cause, is_hang, state.committed_step)]
 
 
 def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
-    """Sort an exception: a peer's death, a broken device, too little memory, a machine that lacks
-    something, a worker that holds another step than was thought, or a bug."""
+    """React to an exception by its kind: a dead peer, a broken device, too little memory, an unfit
+    machine, a worker that holds another step than expected, or a bug in the program."""
     failure = Ending("failed", _reason(state, event), event.traceback)
     if event.worker not in state.worker_records:
         return []
     if event.kind == "device":
         state.worker_records[event.worker].has_broken_device = True
     if event.worker not in state.warm and event.kind == "machine":
-        return turn_away_unfit(state, now, event)
+        return reject_unfit_worker(state, now, event)
     if event.worker not in state.warm:
-        # Before anything has trained it is the program's fault; later, that machine's.
+        # Before any training the program is at fault; later, this worker's machine.
         if not state.ever_formed and event.kind != "device":
             state.ending = failure
         return [StopWorker(event.worker, event.message)]
@@ -110,7 +111,7 @@ def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command
 def _distrust_holder(
     state: CoreState, now: float, event: WorkerRaised, reason: str
 ) -> list[Command]:
-    """A worker does not stand at the step that was thought: go on with what the others hold."""
+    """A worker does not hold the expected step: continue with the other workers' holdings."""
     for held in state.holdings():
         held.holders.discard(event.worker)
     phase = state.phase
@@ -120,31 +121,31 @@ def _distrust_holder(
         return on_lost(state, now, event.worker)
     if isinstance(phase, Saving):
         break_upload(state, state.generation, state.committed_step)
-        return save_anew(state, now)
+        return retry_final_save(state, now)
     return []
 
 
 def _note_cause(phase: Aborting, failure: Ending) -> None:
     """An exception is the cause of the abort unless a worker was lost before: then it may follow
-    from that. Workers that are lost after it change nothing."""
+    from that loss. Workers lost later do not matter."""
     if phase.raised is None and not phase.num_lost:
         phase.raised = failure
 
 
 def on_stop_requested(state: CoreState, now: float, event: StopRequested) -> list[Command]:
-    """End at the next boundary. What the workers do beside training is not waited for if they hold
-    the state, nor is a worker that hangs."""
+    """End at the next step boundary. If the workers hold the state, the controller does not wait
+    for forming, resharding, or a hanging worker."""
     state.ending = state.ending or Ending("interrupted", event.cause)
     phase = state.phase
-    if isinstance(phase, Forming | Resharding) and living(state):
+    if isinstance(phase, Forming | Resharding) and find_live_state(state):
         return abort(state, now, event.cause)
     if isinstance(phase, Aborting):
-        phase.deadline = max(now, next_end(state, phase))
+        phase.deadline = max(now, next_kill_time(state, phase))
     return []
 
 
 def on_damaged(state: CoreState, now: float, event: CheckpointDamaged) -> list[Command]:
-    """Go on from another holding, now and whenever the run is begun again."""
+    """Never use a damaged checkpoint again; if it is being read, abort and use another source."""
     damaged = [saved for saved in state.saved if saved.path == event.path]
     state.saved = [saved for saved in state.saved if saved.path != event.path]
     commands: list[Command] = [SetAside(saved.step, saved.generation) for saved in damaged]
@@ -156,7 +157,7 @@ def on_damaged(state: CoreState, now: float, event: CheckpointDamaged) -> list[C
 
 
 def _reason(state: CoreState, event: WorkerRaised) -> str:
-    """What is told of an exception; of too little memory also the bytes, and what would fit."""
+    """The text of an exception. For out of memory, it adds the bytes and a layout that fits."""
     reason = f"{event.worker}: {event.message}"
     if event.kind != "memory":
         return reason
@@ -164,11 +165,12 @@ def _reason(state: CoreState, event: WorkerRaised) -> str:
     phase = state.phase
     forming = phase.attempt.assignment if isinstance(phase, Forming | Resharding) else None
     assignment = forming or (state.held.assignment if state.held else None)
-    told = advice(assignment.layout, state.job, shortage) if assignment else shortage
-    return f"{reason}; {told}"
+    suggestion = advice(assignment.layout, state.job, shortage) if assignment else shortage
+    return f"{reason}; {suggestion}"
 
 
 def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
+    """A worker has unwound; when all have, continue with the recovery."""
     phase = state.phase
     if not isinstance(phase, Aborting) or event.generation != state.generation:
         return []
@@ -182,12 +184,13 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
     phase.reports[event.worker] = event
     commands = _learn(state, event)
     if phase.pending:
-        phase.deadline = next_end(state, phase)
+        phase.deadline = next_kill_time(state, phase)
         return commands
     return commands + _advance(state, now, phase)
 
 
 def on_rolled_forward(state: CoreState, now: float, event: RolledForward) -> list[Command]:
+    """A survivor has applied the decided step; when all have, continue with the recovery."""
     phase = state.phase
     if not isinstance(phase, Aborting) or event.generation != state.generation:
         return []
@@ -204,16 +207,17 @@ def on_rolled_forward(state: CoreState, now: float, event: RolledForward) -> lis
 
 
 def _give_up_rolling_forward(state: CoreState, now: float, event: Quiesced) -> list[Command]:
-    """Its apply of the decided step broke; an older report of the same worker says nothing."""
+    """Stop a worker whose apply of the decided step failed. Ignore an older report of that
+    worker."""
     if not event.torn:
         return []
-    cause = "its apply of the decided step broke"
+    cause = "its apply of the decided step failed"
     forget(state, now, event.worker, cause)
     return [StopWorker(event.worker, cause), *on_lost(state, now, event.worker)]
 
 
 def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
-    """A worker died while the survivors unwind, settle or send records."""
+    """A worker died while the survivors unwind, roll forward or send records."""
     phase = state.phase
     assert isinstance(phase, Aborting)
     was_expected = worker in phase.pending
@@ -225,7 +229,7 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
     if state.catch_up:
         return catch_up.on_lost(state, now, worker)
     if phase.pending:
-        phase.deadline = next_end(state, phase)
+        phase.deadline = next_kill_time(state, phase)
     if phase.pending or not was_expected:
         return []
     phase.rolling_forward = None
@@ -233,7 +237,7 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
 
 
 def on_suspected(state: CoreState, now: float, worker: str) -> list[Command]:
-    """A worker that does not answer is waited for no longer than it may need."""
+    """Shorten the deadline for a worker that does not answer probes."""
     phase = state.phase
     assert isinstance(phase, Aborting)
     if worker not in phase.pending:
@@ -242,12 +246,12 @@ def on_suspected(state: CoreState, now: float, worker: str) -> list[Command]:
         return catch_up.on_lost(state, now, worker)
     phase.suspects.add(worker)
     phase.suspected_at = now
-    phase.deadline = next_end(state, phase)
+    phase.deadline = next_kill_time(state, phase)
     return []
 
 
 def on_watched(state: CoreState, event: WorkerAnswered | WorkersStalled) -> list[Command]:
-    """What is known of pending workers besides: one that answers again is no suspect any more."""
+    """Note what probes report: stalled workers, and suspects that answer again."""
     if isinstance(event, WorkersStalled):
         if event.generation == state.generation:
             state.standing_still = event.workers
@@ -255,18 +259,18 @@ def on_watched(state: CoreState, event: WorkerAnswered | WorkersStalled) -> list
     phase = state.phase
     if isinstance(phase, Aborting) and event.worker in phase.suspects & phase.pending:
         phase.suspects.discard(event.worker)
-        phase.deadline = next_end(state, phase)
+        phase.deadline = next_kill_time(state, phase)
     return []
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """End pending workers that have had their time."""
+    """Stop pending workers whose time to unwind has passed."""
     phase = state.phase
     assert isinstance(phase, Aborting)
-    late, phase.deadline = due(state, phase, now)
+    overdue, phase.deadline = choose_workers_to_kill(state, phase, now)
     cause = "it did not unwind in time"
-    commands: list[Command] = [StopWorker(worker, cause) for worker in sorted(late)]
-    for worker in sorted(late):
+    commands: list[Command] = [StopWorker(worker, cause) for worker in sorted(overdue)]
+    for worker in sorted(overdue):
         forget(state, now, worker, cause)
         if state.phase is phase:
             commands += on_lost(state, now, worker)
@@ -274,9 +278,9 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
 
 
 def _advance(state: CoreState, now: float, phase: Aborting) -> list[Command]:
-    """Nobody is waited for: bring the survivors to one step, then the controller, then go on."""
+    """No worker is pending: bring the survivors to one step, then the controller, then continue."""
     torn = [w for w, report in phase.reports.items() if report.torn]
-    commands = _drop(state, now, phase, torn, "an apply broke half-way")
+    commands = _drop(state, now, phase, torn, "its apply failed half-way")
     vote, holders = state.last_vote, state.held.holders if state.held else set()
     reports = [phase.reports[w] for w in sorted(phase.reports) if w in holders]
     newest_step = max((report.committed_step for report in reports), default=0)
@@ -288,10 +292,10 @@ def _advance(state: CoreState, now: float, phase: Aborting) -> list[Command]:
         for report in late
         if is_decided and report.gradients_complete and report.committed_step == newest_step - 1
     }
-    hopeless = [report.worker for report in late if report.worker not in behind]
-    commands += _drop(state, now, phase, hopeless, "it cannot come to the others' step")
+    unreachable = [report.worker for report in late if report.worker not in behind]
+    commands += _drop(state, now, phase, unreachable, "it cannot reach the other workers' step")
     if vote is not None and behind:
-        # Whoever settles a step does not write a part of it.
+        # A worker that rolls forward to a step writes no part of its checkpoint.
         break_upload(state, state.generation, vote.step)
         phase.rolling_forward = vote
         phase.pending = behind
@@ -299,11 +303,11 @@ def _advance(state: CoreState, now: float, phase: Aborting) -> list[Command]:
         return [*commands, RollForward(state.generation, tuple(sorted(behind)), vote)]
     if len(reports) > len(late) and newest_step > state.committed_step:
         return commands + catch_up.begin(state, now, newest_step)
-    return commands + _go_on(state, now, phase)
+    return commands + _continue_after_abort(state, now, phase)
 
 
 def on_caught_up(state: CoreState, now: float) -> list[Command]:
-    """The controller has the records of all that the survivors have committed."""
+    """The controller now has the records of all steps that the survivors have committed."""
     phase = state.phase
     assert isinstance(phase, Aborting)
     phase.pending = set()
@@ -313,7 +317,7 @@ def on_caught_up(state: CoreState, now: float) -> list[Command]:
 def _drop(
     state: CoreState, now: float, phase: Aborting, workers: list[str], cause: str
 ) -> list[Command]:
-    """End those that cannot come to the step at which the others stand."""
+    """Stop workers that cannot reach the other workers' step."""
     for worker in workers:
         forget(state, now, worker, cause)
         del phase.reports[worker]
@@ -321,23 +325,24 @@ def _drop(
 
 
 def _learn(state: CoreState, report: Quiesced) -> list[Command]:
-    """What a holder has seen counts, also if he dies before the others have spoken."""
+    """Note the vote and records of a holder now: it may die before the others report."""
     if not state.held or report.worker not in state.held.holders:
         return []
     note_vote(state, report.vote)
     return record_all(state, report.records)
 
 
-def _go_on(state: CoreState, now: float, phase: Aborting) -> list[Command]:
-    if living(state):
+def _continue_after_abort(state: CoreState, now: float, phase: Aborting) -> list[Command]:
+    """Decide whether the run ends, then form the next generation or end."""
+    if find_live_state(state):
         break_guard(state)
     if phase.raised:
         state.ending = state.ending or phase.raised
-    elif state.committed_step >= state.job.steps and living(state) and not state.rollback:
+    elif state.committed_step >= state.job.steps and find_live_state(state) and not state.rollback:
         state.ending = state.ending or Ending("completed")
-    elif to_blame := verdict(state):
-        state.ending = state.ending or Ending("failed", to_blame)
+    elif poison_reason := find_poison_batch(state):
+        state.ending = state.ending or Ending("failed", poison_reason)
     elif state.num_attempts >= state.policy.max_attempts:
         reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"
         state.ending = state.ending or Ending("failed", reason)
-    return go_on(state, now)
+    return form_or_end(state, now)

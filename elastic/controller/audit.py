@@ -1,4 +1,4 @@
-"""Audits: replicas hold the same bits, or one of them is wrong, and a majority says which."""
+"""Audits: replicas are compared, and a majority tells which worker's state is corrupt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from elastic.controller.aborting import abort, on_lost
 from elastic.duties.membership import forget
-from elastic.duties.rollback import distrust, order_rollback, shortfall
+from elastic.duties.rollback import distrust, order_rollback, rollback_obstacle
 from elastic.protocol.commands import Command, StopWorker, Warned
 from elastic.protocol.controller_state import CoreState
 from elastic.protocol.events import Audited
@@ -21,9 +21,10 @@ AuditSplit = tuple[tuple[str, ...], ...]
 def compare(
     workers: Sequence[str], parts: Sequence[int], sums: Sequence[int]
 ) -> tuple[int, tuple[AuditSplit, ...]]:
-    """How many workers hold each part at least, and the parts of which they hold different bits.
+    """The smallest number of holders of any part, and the parts whose holders differ.
 
-    For each worker: which part of the state it holds, as a number, and the checksum of that.
+    For each worker, `parts` has a number for the part of the state that it holds, and `sums` the
+    checksum of that part.
     """
     holders: dict[int, dict[int, list[str]]] = {}
     for worker, part, checksum in zip(workers, parts, sums, strict=True):
@@ -38,7 +39,8 @@ def compare(
 
 
 def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
-    """Replace whom a majority names; where there is none, go back to the last clean audit."""
+    """Replace the workers that differ from a majority; without a majority, roll back to the last
+    clean audit."""
     is_at_work = isinstance(state.phase, Running | Pausing | Aborting)
     if event.generation != state.generation or not is_at_work:
         return []
@@ -47,31 +49,31 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
             state.audited_step = min(event.step, state.committed_step)
         return []
     if state.judged_generation == event.generation:
-        return []  # another worker has told of it, and this generation ends
+        return []  # another worker has reported it, and this generation ends
     state.judged_generation = event.generation
-    named = [split for split in event.splits if _has_majority(split)]
-    doubted = [split for split in event.splits if not _has_majority(split)]
-    culprits = {w: len(split[0]) for split in named for group in split[1:] for w in group}
-    why_not = shortfall(state, state.audited_step)
-    # A part of these may be of a wrong copy, which nobody would see any more once it is read.
+    decided = [split for split in event.splits if _has_majority(split)]
+    undecided = [split for split in event.splits if not _has_majority(split)]
+    culprits = {w: len(split[0]) for split in decided for group in split[1:] for w in group}
+    obstacle = rollback_obstacle(state, state.audited_step)
+    # They may contain a corrupt replica, which no audit could detect once it has been read.
     distrust(state, state.audited_step)
     commands: list[Command] = []
-    for worker, num_others in sorted(culprits.items()):
-        told = f"{worker} holds other bits than {num_others} replicas of the same state"
-        commands.append(_warned(event, f"{told} at step {event.step}: it is replaced"))
+    for worker, majority_size in sorted(culprits.items()):
+        text = f"{worker} holds different bits than {majority_size} replicas of the same state"
+        commands.append(_warned(event, f"{text} at step {event.step}: it is replaced"))
         commands.append(StopWorker(worker, SILENT))
         forget(state, now, worker, SILENT)
-    if doubted:
-        told = _doubted(event, doubted)
-        commands.append(_warned(event, told))
-        _go_back(state, told, why_not)
+    if undecided:
+        cause = _undecided_text(event, undecided)
+        commands.append(_warned(event, cause))
+        _roll_back(state, cause, obstacle)
     elif state.policy.audit_rollback:
-        told = f"{_listed(sorted(culprits))} had spoilt the gradients up to step {event.step}"
-        _go_back(state, told, why_not)
-    return commands + _go_on_without(state, now, sorted(culprits))
+        cause = f"{_listed(sorted(culprits))} corrupted the gradients up to step {event.step}"
+        _roll_back(state, cause, obstacle)
+    return commands + _continue_without(state, now, sorted(culprits))
 
 
-def _go_on_without(state: CoreState, now: float, culprits: Sequence[str]) -> list[Command]:
+def _continue_without(state: CoreState, now: float, culprits: Sequence[str]) -> list[Command]:
     if not culprits:
         return []
     if not isinstance(state.phase, Aborting):
@@ -82,19 +84,19 @@ def _go_on_without(state: CoreState, now: float, culprits: Sequence[str]) -> lis
     return commands
 
 
-def _doubted(event: Audited, splits: Sequence[AuditSplit]) -> str:
+def _undecided_text(event: Audited, splits: Sequence[AuditSplit]) -> str:
     suspects = sorted({worker for split in splits for group in split for worker in group})
-    told = f"{_listed(suspects)} hold different bits of the same state at step {event.step}"
-    return f"{told}, and nobody can tell whose are right"
+    text = f"{_listed(suspects)} hold different bits of the same state at step {event.step}"
+    return f"{text}, and no majority tells which are right"
 
 
-def _go_back(state: CoreState, why: str, why_not: str) -> None:
-    """To the last clean audit, or before. Where that cannot be, or it happens again and again, a
-    person decides."""
-    if not why_not and order_rollback(state, state.audited_step, why):
+def _roll_back(state: CoreState, cause: str, obstacle: str) -> None:
+    """Roll back to the last clean audit or before. If that is impossible, or happens too often, the
+    run ends so that a person can decide."""
+    if not obstacle and order_rollback(state, state.audited_step, cause):
         return
-    why_not = why_not or f"going back {state.policy.max_rollbacks} times has not helped"
-    state.ending = state.ending or Ending("failed", f"{why}; {why_not}")
+    obstacle = obstacle or f"{state.policy.max_rollbacks} rollbacks have not helped"
+    state.ending = state.ending or Ending("failed", f"{cause}; {obstacle}")
 
 
 def _has_majority(split: AuditSplit) -> bool:

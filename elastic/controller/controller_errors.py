@@ -1,13 +1,13 @@
-"""Unexpected exceptions in the controller: the run is saved and goes on; three in a row end it.
+"""Unexpected exceptions in the controller: the third in a row at one place ends the run.
 
-The count for each place is a part of the state, so it survives a restart of the controller and a
-resume of the run.
+Until then the run saves and continues. Exceptions are counted by place: the class of the event or
+command. The counts are part of the state, so they survive a restart of the controller and a resume.
 """
 
 from __future__ import annotations
 
 from elastic.controller.aborting import abort
-from elastic.controller.forming import go_on
+from elastic.controller.forming import form_or_end
 from elastic.controller.restart import on_restarted
 from elastic.controller.running import stop_at_boundary
 from elastic.duties.checkpoints import is_saved
@@ -24,7 +24,7 @@ MAX_IN_A_ROW = 3
 
 
 def count_error(state: CoreState, event: ControllerRaised) -> None:
-    """Count an exception; the third in a row at its place decides how the run ends."""
+    """Count an exception; the third in a row at its place ends the run."""
     count = state.controller_errors.get(event.place, 0) + 1
     state.controller_errors[event.place] = count
     if count >= MAX_IN_A_ROW:
@@ -42,7 +42,7 @@ def on_controller(
     now: float,
     event: ControllerRestarted | ControllerRaised | ControllerRecovered,
 ) -> list[Command]:
-    """What the controller reports of itself."""
+    """Handle what the controller reports about itself."""
     match event:
         case ControllerRestarted():
             return on_restarted(state, now, event)
@@ -54,8 +54,8 @@ def on_controller(
 
 
 def _on_raised(state: CoreState, now: float, event: ControllerRaised) -> list[Command]:
-    """Have a checkpoint written at the next step boundary: the next exception may be worse. A
-    generation that does not train yet is broken off once the run ends."""
+    """Save at the next step boundary, since the next exception may be worse. If the run ends, abort
+    a generation that does not train yet."""
     count_error(state, event)
     if is_failing(state) and isinstance(state.phase, Forming | Resharding):
         return abort(state, now, f"the controller failed at {event.place}")
@@ -65,20 +65,20 @@ def _on_raised(state: CoreState, now: float, event: ControllerRaised) -> list[Co
 
 
 def is_given_up(state: CoreState, place: str) -> bool:
-    """Whether nothing is tried again at this place."""
+    """Whether the controller no longer retries at this place."""
     return state.controller_errors.get(place, 0) >= MAX_IN_A_ROW
 
 
-def go_to_the_end(state: CoreState, now: float) -> list[Command]:
-    """Of all that a core does by itself, only what ends the run and saves it."""
+def continue_to_end(state: CoreState, now: float) -> list[Command]:
+    """After fatal controller errors, follow up only with what saves and ends the run."""
     match state.phase:
         case Waiting():
-            return go_on(state, now)
+            return form_or_end(state, now)
         case Running():
             return stop_at_boundary(state, now)
     return []
 
 
 def is_failing(state: CoreState) -> bool:
-    """Whether the controller's own exceptions end the run: then only what saves it is done."""
+    """Whether the controller's own exceptions end the run: then it only saves and ends."""
     return state.has_controller_failed

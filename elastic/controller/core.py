@@ -1,8 +1,8 @@
-"""The core: a synchronous state machine. Events and the time come in, commands go out.
+"""The controller core: a synchronous, pure state machine that turns events into commands.
 
 It reads no clock, starts nothing and never waits: the Ray shell and the simulator drive the same
-code. Each step first takes the event in, phase by phase, and then does what the new state calls
-for by itself: form, pause, start workers.
+code. Each step first handles the event, depending on the phase. Then it takes the actions that the
+new state calls for: form, pause, start workers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from elastic.duties import (
     snapshots,
     uploads,
 )
-from elastic.duties.recovery import INITIAL_STEP, living
+from elastic.duties.recovery import INITIAL_STEP, find_live_state
 from elastic.protocol.commands import Command, StartStore, StopWorker
 from elastic.protocol.controller_events import (
     CheckpointsRemoved,
@@ -91,23 +91,23 @@ from elastic.protocol.step_records import RecordsSent
 
 
 class Core:
-    """The controller's decisions; `state` is all that they are made from."""
+    """Makes all decisions of the controller from `state` alone."""
 
     def __init__(self, state: CoreState | None = None) -> None:
         self.state = state or CoreState()
 
     def step(self, now: float, event: Event) -> list[Command]:
-        """Take one event in; return what is to be done, in order. `now` is in seconds."""
-        kept_up = RunOpened | ControllerRaised
-        if isinstance(self.state.phase, Ended) and not isinstance(event, kept_up):
+        """Handle one event; return the commands to carry out, in order. `now` is in seconds."""
+        handled_when_ended = RunOpened | ControllerRaised
+        if isinstance(self.state.phase, Ended) and not isinstance(event, handled_when_ended):
             return []
         commands = self._take(now, event)
         if isinstance(event, ControllerRaised):
-            return commands  # what raised in a follow-up shall not raise again here
+            return commands  # a follow-up may have raised: do not run it again here
         return commands + self._follow_up(now)
 
     def next_deadline(self) -> float | None:
-        """When the core wants to be woken, in seconds, if nothing happens before."""
+        """When to wake the core, in seconds, if no event arrives before; None for never."""
         state, phase = self.state, self.state.phase
         times = [membership.start_deadline(state), drain.drain_deadline(state)]
         times += [drain.drain_end(state), quarantine.quarantine_deadline(state)]
@@ -128,7 +128,7 @@ class Core:
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
             case Aborting() if state.catch_up:
-                pass  # only for the one that sends records
+                pass  # the deadline of the catch-up counts instead
             case Forming() | Resharding() | Aborting():
                 times += [phase.deadline]
             case Saving():
@@ -160,8 +160,8 @@ class Core:
             ):
                 return snapshots.on_snapshot_server(state, now, event)
             case WorkerReady():
-                told = membership.welcome(state, now, event)
-                return told + quarantine.release_standbys(state)
+                commands = membership.add_ready_worker(state, now, event)
+                return commands + quarantine.release_standbys(state)
             case WorkerLost():
                 return self._lose(now, event) + quarantine.release_standbys(state)
             case WorkerSuspected() | WorkerAnswered() | WorkersStalled():
@@ -200,7 +200,7 @@ class Core:
         | CheckpointsRemoved
         | CheckpointDamaged,
     ) -> list[Command]:
-        """What workers tell of the generation's work; stale tellings change nothing."""
+        """Handle what workers report of the generation's work; stale reports change nothing."""
         state = self.state
         match event:
             case GroupFormed():
@@ -234,12 +234,12 @@ class Core:
         return []
 
     def _open(self, now: float, event: RunOpened) -> list[Command]:
-        """Begin, or begin again: nothing of an earlier incarnation lives."""
+        """Start or resume a run: no process of an earlier incarnation lives."""
         old = self.state
         if old.incarnation and not isinstance(old.phase, Ended):
             old.checkpoint_costs.note_failure(old.generation)  # all of that session was lost
-        standing = [one for one in event.saved if old.stands(one.step, one.generation)]
-        step = standing[-1].step if standing else INITIAL_STEP
+        valid = [saved for saved in event.saved if old.stands(saved.step, saved.generation)]
+        step = valid[-1].step if valid else INITIAL_STEP
         generation = max(old.generation, event.newest_generation)
         is_done = step >= event.job.steps
         self.state = CoreState(
@@ -254,9 +254,9 @@ class Core:
             committed_step=step if is_done else max(old.committed_step, step),
             evaluated_step=old.evaluated_step,
             next_worker=old.next_worker,
-            saved=standing,
+            saved=valid,
             stale_checkpoints=[
-                (one.step, one.generation) for one in event.saved if one not in standing
+                (saved.step, saved.generation) for saved in event.saved if saved not in valid
             ],
             skipped_since=None if isinstance(old.phase, Ended) else old.skipped_since,
             recent_losses=[(at, loss) for at, loss in old.recent_losses if at <= step],
@@ -275,24 +275,25 @@ class Core:
         return [StartStore()]
 
     def _lose(self, now: float, event: WorkerLost) -> list[Command]:
+        """Handle a lost worker: note the crash, remove it, abort if it took part."""
         state = self.state
-        concerned = event.worker in membership.participants(state)
-        told = quarantine.on_crash(state, now, event)
+        is_participant = event.worker in membership.participants(state)
+        commands = quarantine.on_crash(state, now, event)
         membership.forget(state, now, event.worker, event.cause)
         match state.phase:
             case Aborting():
-                return told + aborting.on_lost(state, now, event.worker)
-            case Saving() if concerned:
-                return told + forming.save_anew(state, now)
-            case Forming() | Resharding() | Running() | Pausing() if concerned:
+                return commands + aborting.on_lost(state, now, event.worker)
+            case Saving() if is_participant:
+                return commands + forming.retry_final_save(state, now)
+            case Forming() | Resharding() | Running() | Pausing() if is_participant:
                 cause = f"{event.worker}: {event.cause}"
-                return told + aborting.abort(state, now, cause, num_lost=1)
-        return told
+                return commands + aborting.abort(state, now, cause, num_lost=1)
+        return commands
 
     def _take_watch(
         self, now: float, event: WorkerSuspected | WorkerAnswered | WorkersStalled
     ) -> list[Command]:
-        """What probes have shown."""
+        """Handle what probes report."""
         state = self.state
         if not isinstance(event, WorkerSuspected):
             return aborting.on_watched(state, event)
@@ -306,12 +307,12 @@ class Core:
             return aborting.abort(state, now, cause, suspects={event.worker})
         if isinstance(state.phase, Aborting):
             return aborting.on_suspected(state, now, event.worker)
-        if isinstance(state.phase, Saving) and living(state, without={event.worker}):
+        if isinstance(state.phase, Saving) and find_live_state(state, without={event.worker}):
             return [StopWorker(event.worker, event.cause)]
         return []
 
     def _wake(self, now: float) -> list[Command]:
-        """Something took too long."""
+        """Handle deadlines that have passed."""
         state, phase = self.state, self.state.phase
         snapshots.stop_querying(state, now)
         drain.end_drains(state, now)
@@ -321,8 +322,8 @@ class Core:
             return drain.drain_at_once(state, now)
         match phase:
             case Forming() | Resharding() if now >= phase.deadline:
-                late = ", ".join(sorted(phase.pending)[:4])
-                cause = f"{type(phase).__name__} is late: {late}"
+                pending = ", ".join(sorted(phase.pending)[:4])
+                cause = f"{type(phase).__name__} timed out waiting for {pending}"
                 if isinstance(phase, Forming):
                     forming.note_time(state, now, phase)
                 return aborting.abort(state, now, cause)
@@ -335,21 +336,26 @@ class Core:
         return []
 
     def _follow_up(self, now: float) -> list[Command]:
-        state, commands = self.state, checkpoints.publish_whole(self.state)
+        """Take the actions that the new state calls for."""
+        state, commands = self.state, checkpoints.publish_complete(self.state)
         if catch_up.is_over(state):
-            commands += self._go_on_after_catch_up(now)
+            commands += self._continue_after_catch_up(now)
         if controller_errors.is_failing(state):
-            return commands + controller_errors.go_to_the_end(state, now)
+            return commands + controller_errors.continue_to_end(state, now)
         commands += quarantine.follow_up(state, now)
         if isinstance(state.phase, Waiting):
-            commands += gang_backoff.return_workers(state, now) + forming.go_on(state, now)
+            commands += gang_backoff.return_workers(state, now) + forming.form_or_end(state, now)
         elif isinstance(state.phase, Running):
-            commands += uploads.let_go(state, now) + running.stop_at_boundary(state, now)
+            commands += uploads.handle_late_uploads(state, now) + running.stop_at_boundary(
+                state, now
+            )
             commands += snapshots.update_placement(state, now)
-            commands += checkpoints.request_save(state, now) + growth.give_back(state, now)
+            commands += checkpoints.request_save(state, now) + growth.release_idle_standbys(
+                state, now
+            )
         return commands + membership.start_missing(state, now)
 
-    def _go_on_after_catch_up(self, now: float) -> list[Command]:
+    def _continue_after_catch_up(self, now: float) -> list[Command]:
         if isinstance(self.state.phase, Aborting):
             return aborting.on_caught_up(self.state, now)
         return running.on_caught_up(self.state, now)

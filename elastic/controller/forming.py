@@ -1,4 +1,4 @@
-"""Forming a generation: choose the state, assign the ranks, form, move, resume."""
+"""Forming of a generation: choose the state, assign the ranks, form groups, reshard, resume."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from elastic.duties.checkpoints import begin_saving, drop_voided, end, is_saved
 from elastic.duties.layout_requests import withdraw
 from elastic.duties.poison_batches import guarded_step
 from elastic.duties.quarantine import release_standbys
-from elastic.duties.recovery import StateSource, choose_source, living
-from elastic.duties.rollback import let_go_of_the_living, skipped_batches_after
+from elastic.duties.recovery import StateSource, choose_source, find_live_state
+from elastic.duties.rollback import discard_live_state, skipped_batches_after
 from elastic.duties.snapshots import begin_snapshot_set, query_snapshot_servers, retire_snapshot_set
 from elastic.duties.uploads import break_uploads, open_upload
 from elastic.geometry.assignment import Assignment
@@ -37,32 +37,32 @@ from elastic.reshard.snapshot_placement import carry
 NUM_RECENT_FORMINGS = 4
 
 
-def go_on(state: CoreState, now: float) -> list[Command]:
-    """Form the next generation, or end; a state that only keepers have comes back first, so that
-    it can be saved."""
-    let_go_of_the_living(state)
-    if state.ending and not _can_come_back(state):
+def form_or_end(state: CoreState, now: float) -> list[Command]:
+    """Form the next generation, or end the run. A state that only snapshot servers hold is restored
+    first, so that it can be saved."""
+    discard_live_state(state)
+    if state.ending and not _can_restore_to_save(state):
         return end(state, now)
     return release_standbys(state) + try_form(state, now)
 
 
-def save_anew(state: CoreState, now: float) -> list[Command]:
-    """A writer of the last checkpoint is gone, or does not hold what it was thought to. A complete
-    run whose state is lost goes back."""
-    if state.ending == Ending("completed") and not living(state):
+def retry_final_save(state: CoreState, now: float) -> list[Command]:
+    """A writer of the last checkpoint is gone, or does not hold the expected step. A completed run
+    whose state is lost rolls back."""
+    if state.ending == Ending("completed") and not find_live_state(state):
         state.ending = None
-    return go_on(state, now)
+    return form_or_end(state, now)
 
 
 def try_form(state: CoreState, now: float) -> list[Command]:
-    """Form the next generation if enough workers are there; else wait, with the reason."""
-    asking = query_snapshot_servers(state, now)
-    if state.asked and not living(state):
+    """Form the next generation if enough workers are ready; else wait, with a reason."""
+    queries = query_snapshot_servers(state, now)
+    if state.asked and not find_live_state(state):
         is_short = isinstance(state.phase, Aborting)
-        return asking + wait(state, now, "the keepers are asked what they have", is_short=is_short)
-    lacking = _lacking(state)
-    if lacking:
-        return wait(state, now, lacking)
+        return queries + wait(state, now, "snapshot servers are queried", is_short=is_short)
+    missing = _missing_precondition(state)
+    if missing:
+        return wait(state, now, missing)
     until = _patience_until(state)
     if until is not None and now < until:
         reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
@@ -75,8 +75,8 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return end(state, now) if state.ending else _refuse(state, now, proposal)
     assignment = proposal.assignment
     commands: list[Command] = []
-    of_this_step = state.holdings() if source.old and source.step == state.committed_step else []
-    if source.step > state.committed_step:  # by snapshots, of which nobody lives to tell
+    held_now = state.holdings() if source.old and source.step == state.committed_step else []
+    if source.step > state.committed_step:  # snapshots of steps that no live worker has reported
         commands += mark_missing(state, now, source.step)
     state.generation = assignment.generation
     state.former_target = None
@@ -86,9 +86,9 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         commands += drop_voided(state)
     plan = _plan(state, source, assignment)
     participants = set(plan.participants)
-    _keep_held(state, source, participants, of_this_step)
+    _keep_held(state, source, participants, held_now)
     if source.old is None:
-        break_uploads(state)  # of steps that will be redone, and their bits will differ
+        break_uploads(state)  # their steps will be recomputed with different bits
     retire_snapshot_set(state, source.step)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
     state.ever_formed = True
@@ -110,39 +110,41 @@ def try_form(state: CoreState, now: float) -> list[Command]:
 
 
 def _timeout_s(state: CoreState, num_participants: int) -> float:
-    """How long forming may take: more workers take longer to connect, and a busy cluster does."""
+    """How long forming may take: more for many workers, and for a busy cluster."""
     policy, measured_s = state.policy, max(state.recent_form_s, default=0.0)
     scaled_s = policy.form_timeout_per_worker_s * num_participants
     return max(policy.form_timeout_s, policy.form_factor * measured_s, scaled_s)
 
 
 def note_time(state: CoreState, now: float, phase: Forming) -> None:
-    """Forming has ended, or was late: then the next one gets a multiple of the time it has had."""
+    """Note how long forming took, or has taken when it timed out; the next timeout is a multiple of
+    it."""
     took_s = now - phase.attempt.started
     state.recent_form_s = [*state.recent_form_s[1 - NUM_RECENT_FORMINGS :], took_s]
 
 
 def _keep_held(
-    state: CoreState, source: StateSource, participants: set[str], of_this_step: list[HeldState]
+    state: CoreState, source: StateSource, participants: set[str], held_now: list[HeldState]
 ) -> None:
-    """With `Form` its participants forget what they hold under any other assignment; a worker that
-    is left out of it keeps that, until a step commits."""
-    left = [HeldState(held.assignment, held.holders - participants) for held in of_this_step]
+    """Note which holdings remain. On `Form`, its participants drop what they hold under any other
+    assignment; other workers keep it until a step commits."""
+    remaining = [HeldState(held.assignment, held.holders - participants) for held in held_now]
     state.held = HeldState(source.old, set(source.holders)) if source.old else None
-    state.also_held = [held for held in left if held.holders and held.assignment != source.old]
+    state.also_held = [held for held in remaining if held.holders and held.assignment != source.old]
 
 
 def _plan(state: CoreState, source: StateSource, assignment: Assignment) -> ReshardPlan:
+    """The reshard plan from the source to the new assignment."""
     carried: tuple[Carried, ...] = ()
     if source.old and (source.snapshots or source.remade):
-        staying = state.staying()
-        carried = carry(source.old, source.snapshots, assignment, staying, source.remade)
+        available = state.staying()
+        carried = carry(source.old, source.snapshots, assignment, available, source.remade)
     holders = tuple(sorted(source.holders))
     return ReshardPlan(state.lineage, source.step, source.old, assignment, holders, carried)
 
 
 def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
-    """Wait for more workers; if all are there, what was asked for last cannot be had."""
+    """Wait for more workers. If all are there, withdraw the last layout request, or end the run."""
     commands = wait(state, now, refusal.reason)
     if state.num_staying() < state.policy.max_workers:
         return commands
@@ -159,7 +161,7 @@ def wait(
     until: float | None = None,
     is_short: bool = False,
 ) -> list[Command]:
-    """Stay in, or go to, Waiting; a new reason is told once."""
+    """Enter or stay in Waiting; a new reason is reported once."""
     phase = state.phase
     state.num_given_back = 0
     if not isinstance(phase, Waiting):
@@ -171,6 +173,7 @@ def wait(
 
 
 def on_group_formed(state: CoreState, now: float, event: GroupFormed) -> list[Command]:
+    """A worker has formed its groups; when all have, reshard."""
     phase = state.phase
     if not isinstance(phase, Forming) or event.generation != state.generation:
         return []
@@ -191,7 +194,7 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
     if event.generation != state.generation:
         return []
     if isinstance(phase, Aborting):
-        _note_arrival(state, phase, event)
+        _note_late_holder(state, phase, event)
     if not isinstance(phase, Resharding):
         return []
     phase.pending.discard(event.worker)
@@ -201,14 +204,16 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
     return _resume(state, now, phase)
 
 
-def _note_arrival(state: CoreState, phase: Aborting, event: StateReady) -> None:
-    """The re-layout is broken off, but this part of it is there; who only gave has none."""
+def _note_late_holder(state: CoreState, phase: Aborting, event: StateReady) -> None:
+    """The reshard was aborted, but this worker's new part is complete. A worker that only sent has
+    none."""
     for held in state.also_held:
         if held.assignment.generation == event.generation:
             held.holders |= {event.worker} & phase.pending & set(held.assignment.members)
 
 
 def _resume(state: CoreState, now: float, phase: Resharding) -> list[Command]:
+    """Training starts under the new assignment; released workers stop."""
     attempt = phase.attempt
     members = attempt.assignment.members
     if state.held:
@@ -216,7 +221,7 @@ def _resume(state: CoreState, now: float, phase: Resharding) -> list[Command]:
         state.also_held.insert(0, before)
     state.held = HeldState(attempt.assignment, set(members))
     if state.ending and state.ending.outcome != "completed":
-        return [_resharded(state, now, phase), *end(state, now)]  # it has come back to be saved
+        return [_resharded(state, now, phase), *end(state, now)]  # restored only to be saved
     begin_snapshot_set(state, now)
     begin_saving(state, now)
     state.guarded_step = guarded_step(state)
@@ -247,7 +252,7 @@ def _resume(state: CoreState, now: float, phase: Resharding) -> list[Command]:
     return [
         resharded,
         resume,
-        *(StopWorker(worker, "it leaves by plan") for worker in draining_workers),
+        *(StopWorker(worker, "it was drained") for worker in draining_workers),
     ]
 
 
@@ -276,44 +281,45 @@ def _note_bandwidths(state: CoreState, phase: Resharding) -> None:
 
 
 def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal | Infeasible:
-    """Who would train in the next generation, with the state where it lies now."""
-    staying = state.staying()
+    """The assignment that the workers that stay would get in the next generation."""
+    available = state.staying()
     return propose(
         previous,
-        tuple(staying),
+        tuple(available),
         generation=state.generation + 1,
         target_layout=state.target_layout,
-        topology=staying,
+        topology=available,
         job=known_job(state),
         memory_bytes=state.least_memory_bytes(),
         snapshots_cover=False,
     )
 
 
-def _can_come_back(state: CoreState) -> bool:
-    """Whether keepers may have what the living lack, and there is somebody to take it."""
+def _can_restore_to_save(state: CoreState) -> bool:
+    """Whether snapshot servers may hold the state that live workers lack, and workers can restore
+    it."""
     may_have = bool(state.snapshot_sets and state.snapshot_servers) and not is_saved(state)
-    is_able = state.num_staying() >= state.policy.min_workers
-    is_able = is_able and state.num_attempts < state.policy.max_attempts
-    return may_have and is_able and not living(state)
+    can_form = state.num_staying() >= state.policy.min_workers
+    can_form = can_form and state.num_attempts < state.policy.max_attempts
+    return may_have and can_form and not find_live_state(state)
 
 
-def _lacking(state: CoreState) -> str:
-    """Without what nothing can be formed."""
+def _missing_precondition(state: CoreState) -> str:
+    """Why no generation can form now; empty if one can."""
     num_staying, num_wanted = state.num_staying(), state.policy.min_workers
     if not state.store_port:
         return "the store is starting"
     if state.num_gang_backoffs and not state.worker_records.keys() - state.draining:
-        return f"{num_wanted} workers could not be had at once: they are asked for again later"
+        return f"{num_wanted} workers were not available at once: they are requested again later"
     if num_staying < num_wanted:
         return f"{num_staying} of at least {num_wanted} workers are ready"
-    if any(upload.is_published for upload in state.uploads.values()) and not living(state):
-        return "a newer checkpoint is about to become visible"
+    if any(upload.is_published for upload in state.uploads.values()) and not find_live_state(state):
+        return "a newer checkpoint is about to be published"
     return ""
 
 
 def _patience_until(state: CoreState) -> float | None:
-    """Until when waiting for more than the minimum is worth it, if at all."""
+    """Until when to wait for more workers than the minimum; None if waiting is not worth it."""
     phase, policy = state.phase, state.policy
     if not isinstance(phase, Waiting) or state.num_staying() >= policy.max_workers:
         return None
@@ -327,11 +333,13 @@ def _patience_until(state: CoreState) -> float | None:
 
 
 def _roll_back(state: CoreState, source: StateSource) -> RolledBack:
-    """All later steps are void."""
+    """Roll the state back to the source's step; all later steps are void."""
     step, from_step = source.step, state.committed_step
     cause = state.rollback.cause if state.rollback else ""
     skipped_batches = skipped_batches_after(state, step)
-    newly = tuple(number for number in skipped_batches if number not in state.skipped_batches)
+    newly_skipped = tuple(
+        number for number in skipped_batches if number not in state.skipped_batches
+    )
     state.skipped_batches, state.rollback = skipped_batches, None
     state.lineage = state.generation
     state.committed_step = step
@@ -342,4 +350,4 @@ def _roll_back(state: CoreState, source: StateSource) -> RolledBack:
     if state.skipped_since is not None and state.skipped_since > step:
         state.skipped_since = None
     state.last_vote = None
-    return RolledBack(state.generation, step, from_step, source.kind, cause, newly)
+    return RolledBack(state.generation, step, from_step, source.kind, cause, newly_skipped)

@@ -1,8 +1,8 @@
-"""Growth: whether it pays to pause for workers that have come, and which of them are of no use.
+"""Growth: whether a pause to add workers pays, and which standby workers to release.
 
-A growth costs a pause, measured at those before, and saves `1 - new / old` of each step's time for
-as long as the members stay together. That is taken to be as long as they lately did, or already
-have, but not more than the horizon. So capacity that comes and goes is not run after, and is used
+A growth costs a pause, measured at earlier ones, and saves `1 - new / old` of each step's time for
+as long as the members stay together. The controller expects that to be as long as they lately did,
+or already have, up to the horizon. So the run ignores capacity that comes and goes, and uses it
 once it stays.
 """
 
@@ -20,11 +20,11 @@ from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import CoreState
 
 NUM_RECENT_PAUSES = 5
-"""Of so many the median counts."""
+"""The expected pause is the median of this many."""
 
 
 def note_pause(state: CoreState, now: float, step_s: float) -> None:
-    """The first step after a planned pause tells how long that was, in all."""
+    """The first step after a planned pause shows how long the pause was in all."""
     if state.paused_at is not None:
         pause_s = max(0.0, now - state.paused_at - step_s)
         state.pauses_s = [*state.pauses_s[1 - NUM_RECENT_PAUSES :], pause_s]
@@ -32,7 +32,8 @@ def note_pause(state: CoreState, now: float, step_s: float) -> None:
 
 
 def growth_deadline(state: CoreState) -> float:
-    """When to decide about spares: others may join them, and calm may have to last longer."""
+    """When to decide about standby workers: others may join them, and the calm may have to last
+    longer."""
     if state.standby_since is None:
         return inf
     if len(state.worker_records) == len(state.warm):
@@ -40,8 +41,8 @@ def growth_deadline(state: CoreState) -> float:
     return max(state.no_growth_before, state.standby_since + state.policy.growth_settle_s)
 
 
-def shall_grow(state: CoreState, now: float) -> bool:
-    """Decide, once it is time: now, later (then it is asked again), or not with these."""
+def should_grow(state: CoreState, now: float) -> bool:
+    """Decide when it is time: grow now, decide again later, or do not grow with these workers."""
     if state.standby_since is None or now < growth_deadline(state):
         return False
     needed_s = _needed_calm_s(state)
@@ -57,13 +58,13 @@ def shall_grow(state: CoreState, now: float) -> bool:
 
 
 def idle_deadline(state: CoreState) -> float:
-    """When to look whether there are spares to be given back."""
+    """When to look for standby workers to release."""
     return inf if state.idle_since is None else state.idle_since + state.policy.standby_timeout_s
 
 
-def give_back(state: CoreState, now: float) -> list[Command]:
-    """End spares with which nothing has been gained for long; nobody is started in their place
-    until members are lost, or another layout is wished for."""
+def release_idle_standbys(state: CoreState, now: float) -> list[Command]:
+    """Stop standby workers that have been of no use for long. No others start in their place until
+    members are lost, or another target layout is requested."""
     if now < idle_deadline(state):
         return []
     standbys = sorted(state.warm - state.draining - set(state.members()))
@@ -73,35 +74,36 @@ def give_back(state: CoreState, now: float) -> list[Command]:
     state.idle_since = None
     state.num_given_back += len(standbys)
     state.draining.update(standbys)
-    cause = f"it has been spare for {state.policy.standby_timeout_s:g} s"
+    cause = f"it was on standby for {state.policy.standby_timeout_s:g} s"
     return [StopWorker(worker, cause) for worker in standbys]
 
 
 def _needed_calm_s(state: CoreState) -> float:
-    """For how long the members must stay together for a growth to be worth its pause; infinite
-    if there is none to be had."""
+    """How long the members must stay together for a growth to be worth its pause; infinite if no
+    growth is possible."""
     assert state.held is not None
-    present = state.held.assignment
-    proposal = next_assignment(state, present)
+    current = state.held.assignment
+    proposal = next_assignment(state, current)
     if isinstance(proposal, Infeasible):
         return inf
-    wider = proposal.assignment
+    grown = proposal.assignment
     pause_s = median(state.pauses_s) if state.pauses_s else 0.0
-    if state.target_layout.is_met(wider.layout) and not state.target_layout.is_met(present.layout):
+    if state.target_layout.is_met(grown.layout) and not state.target_layout.is_met(current.layout):
         return pause_s
-    if len(wider.members) <= len(present.members):
+    if len(grown.members) <= len(current.members):
         return inf
     job, capacity = known_job(state), capacity_now(state)
-    gain = 1 - cost_of(wider.layout, job, capacity) / cost_of(present.layout, job, capacity)
+    gain = 1 - cost_of(grown.layout, job, capacity) / cost_of(current.layout, job, capacity)
     if gain > 0:
         return pause_s / gain
-    return pause_s if wider.layout.dp > present.layout.dp else inf
+    return pause_s if grown.layout.dp > current.layout.dp else inf
 
 
 def _expected_calm(state: CoreState, now: float) -> tuple[float, float]:
-    """How long the members are expected to stay together, in seconds, and since when they do."""
+    """How long the members are expected to stay together, in seconds, and since when they are
+    together."""
     if len(state.changes_at) < 2:
         return inf, now
-    between = mean(later - earlier for earlier, later in pairwise(state.changes_at))
+    mean_interval_s = mean(later - earlier for earlier, later in pairwise(state.changes_at))
     calm_since = state.changes_at[-1]
-    return max(between, now - calm_since), calm_since
+    return max(mean_interval_s, now - calm_since), calm_since

@@ -1,4 +1,4 @@
-"""A controller that died alone is back: the run goes on where it stands, in the same generation."""
+"""Restart of a controller that died alone: the run continues in the same generation."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from elastic.protocol.phases import (
 
 
 def on_restarted(state: CoreState, now: float, event: ControllerRestarted) -> list[Command]:
-    """Nobody is late for what nobody could hear, and what was to be published is so once more.
+    """Continue after a restart. Deadlines move by the time that the controller was down, and
+    checkpoints that were to be published are published again.
 
-    Of a checkpoint that was given up while it was being published nobody will tell any more.
+    Checkpoints given up during publication are removed now: no report about them will arrive.
     """
     state.incarnation = event.incarnation
     absence_s = max(0.0, now - event.stopped_at)
@@ -36,6 +37,7 @@ def on_restarted(state: CoreState, now: float, event: ControllerRestarted) -> li
 
 
 def _shift(state: CoreState, by_s: float) -> None:
+    """Move all deadlines of the state by the absence."""
     state.no_start_before += by_s
     state.no_snapshot_server_before += by_s
     state.queried_until += by_s
@@ -60,6 +62,7 @@ def _shift(state: CoreState, by_s: float) -> None:
 
 
 def _shift_phase(state: CoreState, by_s: float) -> None:
+    """Move all deadlines of the phase by the absence."""
     phase = state.phase
     match phase:
         case Waiting():

@@ -1,10 +1,10 @@
-"""Running and pausing: count the commits, notice hangs, and stop at a boundary for a reason."""
+"""Training and pausing: count committed steps, notice hangs, and pause at a step boundary."""
 
 from __future__ import annotations
 
 from elastic.controller.drain import drain_at_once, is_too_late_to_pause, members_drain
-from elastic.controller.forming import go_on
-from elastic.controller.growth import note_pause, shall_grow
+from elastic.controller.forming import form_or_end
+from elastic.controller.growth import note_pause, should_grow
 from elastic.duties import catch_up
 from elastic.duties.checkpoints import expect_parts, note_loss
 from elastic.duties.hang_timeouts import hang_patience_s
@@ -24,7 +24,7 @@ NUM_RECENT_STEPS = 32
 def on_steps_reported(
     state: CoreState, now: float, event: StepCommitted | RecordsSent
 ) -> list[Command]:
-    """Steps have committed: world rank 0 reports one, or a worker has been asked for older ones."""
+    """Steps have committed: world rank 0 reports one, or a worker sends requested records."""
     if isinstance(event, RecordsSent):
         return _on_records_sent(state, now, event)
     return _on_step_committed(state, now, event)
@@ -36,7 +36,7 @@ def _on_step_committed(state: CoreState, now: float, event: StepCommitted) -> li
         return []
     if not isinstance(state.phase, Running | Pausing | Aborting):
         expect_parts(state, now, event.vote)
-        return []  # the survivors do without this step: none of them has seen its vote
+        return []  # the survivors recompute this step: none of them has seen its vote
     catch_up.note_vote(state, event.vote)
     _progress(state, now)
     state.boundary_at = now
@@ -56,7 +56,7 @@ def _on_step_committed(state: CoreState, now: float, event: StepCommitted) -> li
 
 
 def _on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[Command]:
-    """Steps committed while the controller could not hear of them."""
+    """Steps committed while the controller could not receive reports."""
     if state.catch_up is None or event.generation != state.generation:
         return []
     first = state.committed_step + 1
@@ -72,8 +72,8 @@ def _on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[C
 
 
 def on_caught_up(state: CoreState, now: float) -> list[Command]:
-    """The controller has the records of all steps before the boundary where all stand, if all
-    stand there: members may still be on their way to it."""
+    """The controller has the records up to the boundary of the pause. Continue if all members have
+    paused: some may not have arrived yet."""
     phase = state.phase
     if not isinstance(phase, Pausing) or not phase.is_whole:
         return []
@@ -93,10 +93,11 @@ def on_progressed(state: CoreState, now: float, event: Progressed | Evaluated) -
 
 
 def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
+    """A member has paused; when all have, continue."""
     if event.generation != state.generation:
         return []
     if isinstance(state.phase, Running):
-        # The last step needs no wish: every worker stops there by itself.
+        # The last step needs no pause request: every worker stops there by itself.
         state.enter(Pausing("completed", set(state.members()), now))
     phase = state.phase
     if not isinstance(phase, Pausing) or phase.is_whole:
@@ -113,11 +114,11 @@ def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
 def _end_pause(state: CoreState, now: float) -> list[Command]:
     if state.committed_step >= state.job.steps and not state.rollback:
         state.ending = state.ending or Ending("completed")
-    return go_on(state, now)
+    return form_or_end(state, now)
 
 
 def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
-    """Ask for a pause if the run shall end, change its layout, or its members."""
+    """Order a pause if the run shall end, roll back, or change its layout or its members."""
     assert isinstance(state.phase, Running)
     cause = ""
     if state.ending:
@@ -127,13 +128,13 @@ def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
     elif members_drain(state):
         if is_too_late_to_pause(state, now):
             return drain_at_once(state, now)
-        cause = "members leave"
+        cause = "members drain"
         note_change(state, now)
     elif state.former_target:
-        cause = "another layout" if changes_layout(state) else ""
+        cause = "a new target layout" if changes_layout(state) else ""
         if not cause:
             state.former_target = None  # the next forming would clear it
-    elif shall_grow(state, now):
+    elif should_grow(state, now):
         cause = "growth"
     if not cause:
         return []
@@ -148,7 +149,7 @@ def hang_deadline(state: CoreState, phase: Running | Pausing) -> float:
 
 
 def _time(state: CoreState, step_s: float) -> None:
-    """Times under another layout say nothing any more once there is one under this."""
+    """Note a step's time; times under another layout are dropped."""
     layout = state.held.assignment.layout if state.held else None
     if layout != state.timed_layout:
         state.timed_layout, state.recent_step_s = layout, []
@@ -156,9 +157,9 @@ def _time(state: CoreState, step_s: float) -> None:
 
 
 def _close_gap(state: CoreState, now: float, target: int) -> list[Command]:
-    """Reports were lost; the workers have the records. A generation that trains goes on."""
+    """Request the records of lost reports from a worker. A generation that trains continues."""
     if not isinstance(state.phase, Running | Pausing):
-        return []  # the workers' reports say how far they have come
+        return []  # after an abort, the workers' reports carry their steps
     return catch_up.begin(state, now, target)
 
 

@@ -1,8 +1,9 @@
-"""Stragglers: in synchronous training all wait for the slowest, so who is slow costs all of them.
+"""Stragglers: detection and replacement of workers that slow down the whole run.
 
-Members tell now and then how long they have computed, without their waits for others. One that took
-far longer than the others that do the same work, report after report, leaves at the next step
-boundary if a spare can take its place; else a person is told of it, once.
+In synchronous training all workers wait for the slowest. Members regularly report their compute
+time, without waits for others. A member that takes far longer than the others with equal work, in
+several reports in a row, is replaced at the next step boundary if a standby worker can take its
+place. Otherwise the controller warns once.
 """
 
 from __future__ import annotations
@@ -26,81 +27,83 @@ MAX_DOUBLINGS = 16
 def slowness(
     compute_s: Sequence[float], layout: Layout, num_microbatches: int, factor: float
 ) -> dict[int, float]:
-    """The world ranks that took over `factor` times the median of the others with equal duties, the
-    slowest first, and how many times it was.
+    """World ranks that took over `factor` times the median of the others with equal work, slowest
+    first, each with its ratio to that median.
 
-    Duties are equal on the same pipeline stage with as many microbatches. 0 is no time at all.
+    Work is equal on the same pipeline stage with as many microbatches. A time of 0 means not
+    measured.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     dealt = deal(num_microbatches, layout.num_data_ranks)
-    for world_rank, spent_s in enumerate(compute_s):
-        place = layout.coordinates(world_rank)
-        if spent_s > 0:
-            share = dealt[place.dp * layout.fsdp + place.fsdp]
-            groups.setdefault((place.pp, len(share)), []).append(world_rank)
-    found: dict[int, float] = {}
+    for world_rank, compute_time_s in enumerate(compute_s):
+        coordinates = layout.coordinates(world_rank)
+        if compute_time_s > 0:
+            share = dealt[coordinates.dp * layout.fsdp + coordinates.fsdp]
+            groups.setdefault((coordinates.pp, len(share)), []).append(world_rank)
+    ratios: dict[int, float] = {}
     for group in groups.values():
         times = sorted(compute_s[world_rank] for world_rank in group)
         for world_rank in group if len(group) > 1 else ():
-            spent_s = compute_s[world_rank]
-            if spent_s > factor * times[0]:
-                place_in_order = times.index(spent_s)
-                usual_s = median(times[:place_in_order] + times[place_in_order + 1 :])
-                if spent_s > factor * usual_s:
-                    found[world_rank] = spent_s / usual_s
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+            compute_time_s = compute_s[world_rank]
+            if compute_time_s > factor * times[0]:
+                place_in_order = times.index(compute_time_s)
+                median_s = median(times[:place_in_order] + times[place_in_order + 1 :])
+                if compute_time_s > factor * median_s:
+                    ratios[world_rank] = compute_time_s / median_s
+    return dict(sorted(ratios.items(), key=lambda item: (-item[1], item[0])))
 
 
 def on_timed(state: CoreState, now: float, event: ComputeTimed) -> list[Command]:
-    """Count the reports in a row in which a member was a straggler, and act on them."""
+    """Count the consecutive reports in which a member was a straggler, and act on them."""
     held, policy = state.held, state.policy
-    about = (event.generation, event.step)
-    if event.generation != state.generation or about <= state.timed or held is None:
+    report_id = (event.generation, event.step)
+    if event.generation != state.generation or report_id <= state.timed or held is None:
         return []
     if not isinstance(state.phase, Running):
         return []
-    state.timed = about
+    state.timed = report_id
     layout, members = held.assignment.layout, held.assignment.members
-    found = _slow_ranks(state, layout, event)
-    times = {members[world_rank]: factor for world_rank, factor in found.items()}
+    slow_ranks = _find_slow_ranks(state, layout, event)
+    ratios = {members[world_rank]: ratio for world_rank, ratio in slow_ranks.items()}
     state.told_slow &= state.worker_records.keys()
-    state.num_slow = {worker: state.num_slow.get(worker, 0) + 1 for worker in times}
-    # A spare that turns out as slow is not replaced as soon: that need not help either.
+    state.num_slow = {worker: state.num_slow.get(worker, 0) + 1 for worker in ratios}
+    # After each replacement, wait twice as long: a standby worker may be as slow.
     patience = policy.straggler_reports * 2 ** min(state.num_replaced, MAX_DOUBLINGS)
     commands: list[Command] = []
-    for worker, factor in times.items():
-        told = f"it computes {factor:.1f} times as long as the others that do the same work"
-        if state.num_slow[worker] >= patience and _takes_its_place(state, worker):
+    for worker, ratio in ratios.items():
+        text = f"it computes {ratio:.1f} times as long as the others that do the same work"
+        if state.num_slow[worker] >= patience and _drain_for_standby(state, worker):
             state.num_replaced += 1
             state.num_slow.pop(worker)
-            commands.append(Replaced(worker, told))
+            commands.append(Replaced(worker, text))
         elif state.num_slow[worker] >= policy.straggler_reports and worker not in state.told_slow:
             state.told_slow.add(worker)
             where = f"{worker} on {state.worker_records[worker].node} is a straggler"
-            text = f"{where}: {told}, and no spare can take its place"
-            commands.append(Warned(state.generation, event.step, "straggler", text))
+            warning = f"{where}: {text}, and no standby worker can replace it"
+            commands.append(Warned(state.generation, event.step, "straggler", warning))
     return commands
 
 
 def shortened(state: CoreState, event: ComputeTimed) -> ComputeTimed:
-    """The same event with only the stragglers in it: the core decides the same by it, and of a
-    thousand members it takes some bytes of the journal instead of 20,000."""
+    """The same event with only the stragglers in it. The core decides the same from it. For a
+    thousand members it takes a few bytes of the journal instead of 20,000."""
     held = state.held
     if held is None or len(held.assignment.members) != len(event.compute_s):
         return event
-    slow = _slow_ranks(state, held.assignment.layout, event)
+    slow = _find_slow_ranks(state, held.assignment.layout, event)
     return replace(event, compute_s=(), slow=tuple(slow.items()))
 
 
-def _slow_ranks(state: CoreState, layout: Layout, event: ComputeTimed) -> dict[int, float]:
+def _find_slow_ranks(state: CoreState, layout: Layout, event: ComputeTimed) -> dict[int, float]:
     if not event.compute_s:
         return dict(event.slow)
     factor = state.policy.straggler_factor
     return slowness(event.compute_s, layout, state.job.num_microbatches, factor)
 
 
-def _takes_its_place(state: CoreState, worker: str) -> bool:
-    """Whether a spare does, under the same layout; then the worker is about to leave."""
+def _drain_for_standby(state: CoreState, worker: str) -> bool:
+    """Drain the worker if a standby worker can replace it under the same layout; return whether it
+    can."""
     assert state.held is not None
     standbys = state.warm - state.draining - set(state.members())
     has_enough = state.num_staying() > state.policy.min_workers

@@ -1,1 +1,1 @@
-"""Duties of the controller that belong to no phase: recovery, checkpoints, membership, ..."""
+"""Duties of the controller outside any single phase: recovery, checkpoints, membership, ..."""

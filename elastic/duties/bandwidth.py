@@ -1,4 +1,4 @@
-"""What the links between workers were measured to be, and what a microbatch was seen to take."""
+"""Measured bandwidths between workers, and the compute time of a microbatch derived from them."""
 
 from __future__ import annotations
 
@@ -13,34 +13,38 @@ from elastic.planner.step_cost import cost_of
 from elastic.protocol.controller_state import CoreState
 
 LEAST_COMPUTE = 0.1
-"""Of a step: traffic that hides behind compute may seem to leave less than nothing."""
+"""Smallest compute share of a step: traffic that overlaps with compute may seem to leave less."""
 
 
 def median_speeds(bandwidths: Iterable[tuple[str, str, float]], topology: Topology) -> Bandwidths:
-    """From (receiver, sender, bytes a second): the median of each class of node pair."""
+    """The median bandwidth of each class of node pair, from (receiver, sender, bytes per
+    second)."""
     by_class: dict[str, list[float]] = {}
     for receiver, sender, speed in bandwidths:
         here, there = topology.get(receiver, Place()), topology.get(sender, Place())
         by_class.setdefault(_class(here, there), []).append(speed)
-    return Bandwidths(**{name: sorted(found)[len(found) // 2] for name, found in by_class.items()})
+    medians = {name: sorted(speeds)[len(speeds) // 2] for name, speeds in by_class.items()}
+    return Bandwidths(**medians)
 
 
 def capacity_now(state: CoreState) -> Capacity:
-    """What those who are there and stay are together."""
-    staying = state.staying()
-    return capacity_of(tuple(staying), staying, state.job, state.least_memory_bytes())
+    """The combined capacity of the workers that stay."""
+    available = state.staying()
+    return capacity_of(tuple(available), available, state.job, state.least_memory_bytes())
 
 
 def known_job(state: CoreState) -> Job:
-    """The job with what the steps so far tell of it."""
+    """The job with the microbatch time that the steps so far show."""
     if state.job.bandwidths == Bandwidths():
         return state.job
     return informed(state.job, state.timed_layout, state.median_step_s(), capacity_now(state))
 
 
 def informed(job: Job, layout: Layout | None, median_step_s: float, capacity: Capacity) -> Job:
-    """The job with the time that a microbatch takes, by the steps seen under a layout: what is
-    left of them without the traffic, which is estimated, but at least `LEAST_COMPUTE`."""
+    """The job with the compute time of a microbatch, from the median step under a layout.
+
+    It is the step time without the estimated traffic, and at least `LEAST_COMPUTE` of the step.
+    """
     if layout is None or not median_step_s or job.bandwidths == Bandwidths():
         return job
     num_microbatches = cost_of(layout, replace(job, bandwidths=Bandwidths()), capacity)

@@ -1,8 +1,9 @@
-"""Catch-up: the records of steps that committed while the controller could not hear of them.
+"""Catch-up: records of steps that committed while the controller could not receive reports.
 
-Every member has the same records, so one worker is asked, and another if it does not answer. A
-step whose record no worker has any more gets a line without numbers: it has committed, and the
-step number never goes back while the tensors do not (DESIGN section 6).
+Every member has the same records, so the controller requests them from one worker, and from another
+if that one does not answer. If no worker has the record of a step any more, the step gets a line
+without numbers: it has committed, and the step number never goes back while the tensors do not
+(DESIGN section 6).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
 
 NUM_SILENT_WORKERS = 4
-"""After so many have not answered, nobody else is asked."""
+"""After this many workers have not answered, no other worker is queried."""
 
 
 def begin(state: CoreState, now: float, target: int) -> list[Command]:
@@ -26,11 +27,11 @@ def begin(state: CoreState, now: float, target: int) -> list[Command]:
         state.catch_up.target = max(state.catch_up.target, target)
         return []
     state.catch_up = CatchUp(target)
-    return _ask_next(state, now)
+    return _query_next(state, now)
 
 
 def on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[Command]:
-    """Commit the steps; ask for the rest, or ask another worker if this one has none."""
+    """Commit the steps; request the rest, or query another worker if this one has none."""
     catch_up, before = state.catch_up, state.committed_step
     if catch_up is None or event.generation != state.generation:
         return []
@@ -42,33 +43,33 @@ def on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[Co
     if event.worker != catch_up.worker or state.committed_step >= catch_up.target:
         return commands
     if state.committed_step == before:
-        return commands + _ask_next(state, now)
+        return commands + _query_next(state, now)
     return [*commands, _request(state, now, catch_up)]
 
 
 def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
-    """Ask another worker if the one that was asked is gone."""
+    """Query another worker if the queried one is gone."""
     if state.catch_up is None or state.catch_up.worker != worker:
         return []
-    return _ask_next(state, now)
+    return _query_next(state, now)
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """Ask another worker if the one that was asked does not answer."""
+    """Query another worker if the queried one does not answer."""
     if state.catch_up is None or now < state.catch_up.deadline:
         return []
-    return _ask_next(state, now)
+    return _query_next(state, now)
 
 
 def repeat_request(state: CoreState, now: float) -> list[Command]:
-    """What was asked for before the controller died has been sent to nobody, or will be again."""
+    """After a restart, repeat the pending request: the former controller may not have sent it."""
     if state.catch_up is None or not state.catch_up.worker:
         return []
     return [_request(state, now, state.catch_up)]
 
 
 def is_over(state: CoreState) -> bool:
-    """Whether the controller has caught up; it forgets that it had to."""
+    """Whether the controller has caught up; if so, the catch-up is cleared."""
     if state.catch_up is None or state.committed_step < state.catch_up.target:
         return False
     state.catch_up = None
@@ -78,8 +79,10 @@ def is_over(state: CoreState) -> bool:
 def record_all(
     state: CoreState, records: Iterable[StepRecord], with_gaps: bool = False
 ) -> list[Command]:
-    """Commit the steps that were not known yet, in order. A gap ends it, unless it is known that
-    nobody can fill it: then the steps in between are marked as missing."""
+    """Commit the steps that are new, in order, up to the first gap.
+
+    With `with_gaps`, no worker has the records in a gap: its steps are marked as missing.
+    """
     commands: list[Command] = []
     for record in records:
         if with_gaps:
@@ -90,7 +93,7 @@ def record_all(
 
 
 def mark_missing(state: CoreState, now: float, target: int) -> list[Command]:
-    """Commit the steps up to `target` without their numbers, which nobody has any more."""
+    """Commit the steps up to `target` without numbers, since no worker has them any more."""
     commands: list[Command] = []
     held = state.held
     world_size = held.assignment.layout.num_workers if held else 0
@@ -114,28 +117,28 @@ def mark_missing(state: CoreState, now: float, target: int) -> list[Command]:
 
 
 def note_vote(state: CoreState, vote: Vote | None) -> None:
-    """Keep the newest vote that anybody has read."""
+    """Keep the newest vote that any worker has read."""
     if vote and (state.last_vote is None or vote.step > state.last_vote.step):
         state.last_vote = vote
 
 
-def _ask_next(state: CoreState, now: float) -> list[Command]:
-    """Ask the next holder in world-rank order; without one, nobody has the records."""
+def _query_next(state: CoreState, now: float) -> list[Command]:
+    """Query the next holder in world-rank order; if none is left, the records are lost."""
     catch_up = state.catch_up
     assert catch_up is not None
     if catch_up.worker:
         catch_up.tried = (*catch_up.tried, catch_up.worker)
     holders = state.held.holders if state.held else set()
-    left = [w for w in state.members() if w in holders and w not in catch_up.tried]
+    candidates = [w for w in state.members() if w in holders and w not in catch_up.tried]
     if len(holders.intersection(catch_up.tried)) >= NUM_SILENT_WORKERS:
-        left = []
+        candidates = []
     phase = state.phase
     if isinstance(phase, Aborting) or (isinstance(phase, Pausing) and phase.is_whole):
-        phase.pending = set(left[:1])
-    if not left:
+        phase.pending = set(candidates[:1])
+    if not candidates:
         catch_up.worker = ""
         return mark_missing(state, now, catch_up.target)
-    catch_up.worker = left[0]
+    catch_up.worker = candidates[0]
     return [_request(state, now, catch_up)]
 
 

@@ -1,4 +1,9 @@
-"""Checkpoints: when one is wanted, when it is whole, which are kept; the last one ends the run."""
+"""Checkpoints: when one is due, when it is complete, which are kept, and the last one of a run.
+
+Members write their parts at a step boundary that their vote decides, by steps, by time or on
+request. Once all parts are written, the checkpoint is published, and older ones are removed as the
+policy says. When the run ends, it saves the committed step first; a failed write is tried again.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import inf
 
 from elastic.duties.membership import forget
-from elastic.duties.recovery import living
+from elastic.duties.recovery import find_live_state
 from elastic.duties.uploads import break_upload, break_uploads, note_part, open_upload, upload_key
 from elastic.protocol.commands import (
     Command,
@@ -26,46 +31,15 @@ from elastic.protocol.policy import Policy, backoff_s
 from elastic.protocol.votes import Vote
 
 MAX_KNOWN = 128
-"""Of checkpoints that are never removed the core knows so many."""
-
-
-def kept(steps: Sequence[int], losses: Mapping[int, float], policy: Policy) -> set[int]:
-    """Of these saved steps, those to keep: the newest, those of each multiple, and the best by the
-    held-out `losses` (by step, as far as known; of equal ones the newer step)."""
-    if not policy.keep_last:
-        return set(steps)
-    found = set(sorted(steps)[-policy.keep_last :])
-    if policy.keep_every:
-        found.update(step for step in steps if step % policy.keep_every == 0)
-    measured = sorted((losses[step], -step) for step in steps if step in losses)
-    return found.union(-negative for _, negative in measured[: policy.keep_best])
-
-
-def known(steps: Sequence[int], policy: Policy) -> set[int]:
-    """Of these saved steps (ascending), those that the core remembers: of what is never removed all
-    newer ones, and the fewer the older. A resumed run finds all of them in storage."""
-    never_removed = [
-        step
-        for step in steps
-        if not policy.keep_last or (policy.keep_every and step % policy.keep_every == 0)
-    ]
-    found = set(steps)
-    while len(never_removed) > MAX_KNOWN:
-        forgotten = never_removed[1 : MAX_KNOWN // 2 : 2]
-        found.difference_update(forgotten)
-        never_removed = [step for step in never_removed if step in found]
-    return found
-
-
+"""Of checkpoints that are never removed, the core remembers this many."""
 MAX_BACKOFF_S = 300.0
-
 LAST_MAX_BACKOFF_S = 10.0
-"""The longest pause between the tries of the last checkpoint, for which the run waits."""
+"""The longest pause between attempts at the last checkpoint, for which the run waits."""
 
 
 def begin_saving(state: CoreState, now: float) -> None:
-    """A generation trains: nobody has told its members of a wish. What was due and has been lost
-    is wanted at once."""
+    """A generation trains, and its members have no save request yet. If a due checkpoint was lost,
+    request it at once."""
     state.is_save_requested = False
     state.checkpoint_costs.forget()
     every, every_s = state.job.checkpoint_every, interval_s(state)
@@ -74,11 +48,11 @@ def begin_saving(state: CoreState, now: float) -> None:
     elif every_s and state.save_at is None:
         state.save_at = now + every_s
     elif state.policy.checkpoint_auto and state.save_at is not None:
-        state.save_at = min(state.save_at, now + every_s)  # failures may have made it shorter
+        state.save_at = min(state.save_at, now + every_s)  # failures may shorten the interval
 
 
 def interval_s(state: CoreState) -> float:
-    """The time from one checkpoint to the next; 0 if none is made by time."""
+    """The time from one checkpoint to the next; 0 if checkpoints are not made by time."""
     policy = state.policy
     if not policy.checkpoint_auto:
         return policy.checkpoint_every_s
@@ -90,11 +64,29 @@ def is_saving(state: CoreState) -> bool:
     return state.job.checkpoint_every > 0 or interval_s(state) > 0.0
 
 
-def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
-    """By this vote every member writes its part of the step by itself, without being told.
+def save_request_deadline(state: CoreState) -> float:
+    """When to request a checkpoint; infinite if none is wanted, or one is under way."""
+    if state.save_at is None or state.is_save_requested or state.uploads or state.ending:
+        return inf
+    return state.save_at
 
-    Not once the generation is broken off: then nobody knows who still writes, unless a part was
-    told of before.
+
+def request_save(state: CoreState, now: float) -> list[Command]:
+    """Order the members to save at the next boundary, if it is time to. Files of failed attempts
+    are removed before: on a full disk they may take the space that is needed."""
+    if now < save_request_deadline(state):
+        return []
+    state.is_save_requested = True
+    return [
+        *drop_broken(state),
+        RequestCheckpoint(state.generation, state.members(), state.committed_step),
+    ]
+
+
+def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
+    """If this vote decides a save, every member writes its part of the step without an order.
+
+    After an abort it is unknown which members still write, unless a part was reported before.
     """
     is_guarded = vote.step + 1 == state.guarded_step and not vote.num_pause_requests
     saves = vote.saves(state.job.checkpoint_every) or is_guarded
@@ -107,26 +99,8 @@ def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
         state.want_save(now)
 
 
-def request_save(state: CoreState, now: float) -> list[Command]:
-    """Have the members save at the next boundary, if it is time to. What is left of attempts that
-    failed is removed before: on a full disk it may take the very space that is lacking."""
-    if now < save_request_deadline(state):
-        return []
-    state.is_save_requested = True
-    return [
-        *drop_broken(state),
-        RequestCheckpoint(state.generation, state.members(), state.committed_step),
-    ]
-
-
-def save_request_deadline(state: CoreState) -> float:
-    """When to wish for a checkpoint, if at all: one at a time."""
-    if state.save_at is None or state.is_save_requested or state.uploads or state.ending:
-        return inf
-    return state.save_at
-
-
 def on_part_written(state: CoreState, now: float, event: PartWritten) -> None:
+    """A member has written its part."""
     _expect_early(state, now, event)
     note_part(state, event.worker)
     upload = state.uploads.get(upload_key(event.generation, event.step))
@@ -137,27 +111,13 @@ def on_part_written(state: CoreState, now: float, event: PartWritten) -> None:
             state.checkpoint_costs.note_write(now - upload.since)
 
 
-def publish_whole(state: CoreState) -> list[Command]:
-    """Make visible what is whole; a step whose report is still to come is not known to stand."""
-    commands: list[Command] = []
-    for upload in state.uploads.values():
-        known = upload.step <= state.committed_step
-        if known and not upload.pending and not upload.is_published:
-            upload.is_published = True
-            files = tuple(upload.files[name] for name in sorted(upload.files))
-            layout, members = upload.assignment.layout, upload.assignment.members
-            commands.append(
-                PublishCheckpoint(upload.step, upload.generation, files, layout, members)
-            )
-    return commands
-
-
 def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Command]:
-    """Try again later; what is whole stays until there is something newer."""
+    """A part could not be written: try again later. Published checkpoints stay until there is a
+    newer one."""
     _expect_early(state, now, event)
     note_part(state, event.worker)
     if not break_upload(state, event.generation, event.step):
-        return []  # another part of it has failed before
+        return []  # another part of this upload has failed before
     state.num_save_failures += 1
     first_s, num_failures = state.policy.save_backoff_s, state.num_save_failures
     phase = state.phase
@@ -172,8 +132,24 @@ def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Comm
     return []
 
 
+def publish_complete(state: CoreState) -> list[Command]:
+    """Publish complete uploads; an upload waits until the controller knows that its step has
+    committed."""
+    commands: list[Command] = []
+    for upload in state.uploads.values():
+        is_committed = upload.step <= state.committed_step
+        if is_committed and not upload.pending and not upload.is_published:
+            upload.is_published = True
+            files = tuple(upload.files[name] for name in sorted(upload.files))
+            layout, members = upload.assignment.layout, upload.assignment.members
+            commands.append(
+                PublishCheckpoint(upload.step, upload.generation, files, layout, members)
+            )
+    return commands
+
+
 def on_stored(state: CoreState, event: Checkpointed | CheckpointsRemoved) -> list[Command]:
-    """A checkpoint has become visible. Removals are counted where the journal is written."""
+    """A checkpoint has been published, or removals are confirmed."""
     if isinstance(event, CheckpointsRemoved):
         return []
     saved = Saved(event.step, event.generation, event.path)
@@ -193,20 +169,53 @@ def on_stored(state: CoreState, event: Checkpointed | CheckpointsRemoved) -> lis
 
 
 def note_loss(state: CoreState, event: Evaluated) -> None:
-    """The held-out loss of a step that is saved, or is being saved. Without a finite loss a
-    checkpoint is never among the best."""
+    """Note the held-out loss of a step that is saved or being saved. A checkpoint without a finite
+    loss is never among the best."""
     if event.loss is None:
         state.held_out_losses.pop(str(event.step), None)
         return
     state.held_out_losses[str(event.step)] = event.loss
     steps = {s.step for s in state.saved} | {u.step for u in state.uploads.values()}
-    steps.add(state.committed_step)  # its report may come after this
+    steps.add(state.committed_step)  # the report of its upload may come later
     losses = state.held_out_losses.items()
     state.held_out_losses = {step: loss for step, loss in losses if int(step) in steps}
 
 
+def kept(steps: Sequence[int], losses: Mapping[int, float], policy: Policy) -> set[int]:
+    """Of these saved steps, those to keep: the newest, each multiple, and the best.
+
+    `losses` are the known held-out losses by step; of equal ones the newer step is better.
+    """
+    if not policy.keep_last:
+        return set(steps)
+    kept_steps = set(sorted(steps)[-policy.keep_last :])
+    if policy.keep_every:
+        kept_steps.update(step for step in steps if step % policy.keep_every == 0)
+    measured = sorted((losses[step], -step) for step in steps if step in losses)
+    return kept_steps.union(-negative for _, negative in measured[: policy.keep_best])
+
+
+def known(steps: Sequence[int], policy: Policy) -> set[int]:
+    """Of these saved steps (ascending), those that the core remembers.
+
+    Of checkpoints that are never removed, it remembers the newer ones densely and the older ones
+    sparsely. A resumed run finds all of them in storage.
+    """
+    never_removed = [
+        step
+        for step in steps
+        if not policy.keep_last or (policy.keep_every and step % policy.keep_every == 0)
+    ]
+    remembered = set(steps)
+    while len(never_removed) > MAX_KNOWN:
+        forgotten = never_removed[1 : MAX_KNOWN // 2 : 2]
+        remembered.difference_update(forgotten)
+        never_removed = [step for step in never_removed if step in remembered]
+    return remembered
+
+
 def drop_voided(state: CoreState) -> list[Command]:
-    """Checkpoints of steps that have been fallen back behind."""
+    """Remove checkpoints of steps after a rollback's target."""
     losses = state.held_out_losses.items()
     state.held_out_losses = {s: loss for s, loss in losses if int(s) <= state.committed_step}
     void = [saved for saved in state.saved if saved.step > state.committed_step]
@@ -215,25 +224,25 @@ def drop_voided(state: CoreState) -> list[Command]:
 
 
 def drop_broken(state: CoreState) -> list[Command]:
-    """What is left of uploads that broke."""
+    """Remove the files of broken uploads."""
     return _drop(state, [])
 
 
 def is_saved(state: CoreState) -> bool:
-    """Whether there is nothing newer than what lasts."""
+    """Whether the committed step is saved."""
     return state.committed_step <= state.saved_step
 
 
 def end(state: CoreState, now: float) -> list[Command]:
-    """Write the last checkpoint if the state is there and not saved yet; else stop.
+    """Write the last checkpoint if the state is available and not saved yet; else stop.
 
-    The initial state can always be made again.
+    The initial state needs no checkpoint: it can always be rebuilt.
     """
     if is_saved(state):
         return stop(state)
-    held = living(state)
+    held = find_live_state(state)
     if held is None:
-        return stop(state, "the state is not covered by living workers: nothing to save")
+        return stop(state, "the live workers do not hold the whole state: nothing to save")
     state.also_held = [other for other in state.holdings() if other is not held]
     state.held = held
     commands: list[Command] = []
@@ -246,15 +255,15 @@ def end(state: CoreState, now: float) -> list[Command]:
 
 
 def on_deadline(state: CoreState, now: float) -> list[Command]:
-    """Try again what has failed, or end writers that are late, if the others have all of the
-    state; else give up."""
+    """Retry a failed last checkpoint, or stop late writers if the others hold all of the state;
+    else end without it."""
     phase = state.phase
     assert isinstance(phase, Saving)
     if phase.retry_at is not None:
         return end(state, now) if now >= phase.retry_at else []
     upload = state.uploads.get(upload_key(state.generation, state.committed_step))
     late = sorted(upload.pending) if upload else []
-    if not late or not living(state, without=set(late)):
+    if not late or not find_live_state(state, without=set(late)):
         return stop(state, "the last checkpoint took too long")
     cause = "it did not write its part in time"
     for worker in late:
@@ -264,9 +273,9 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
 
 
 def stop(state: CoreState, shortfall: str = "") -> list[Command]:
-    """The run has ended; what could not be done for it is told beside the reason.
+    """End the run. `shortfall` is what could not be done for it, reported beside the reason.
 
-    A run that is not saved is not complete: begun again, it goes on from what is.
+    A run that is not saved is not completed: it can be resumed from the last checkpoint.
     """
     ending = state.ending or Ending("completed")
     outcome = "failed" if shortfall and ending.outcome == "completed" else ending.outcome
@@ -276,10 +285,10 @@ def stop(state: CoreState, shortfall: str = "") -> list[Command]:
 
 
 def _open(state: CoreState, now: float, step: int) -> None:
-    """All members write this step; whatever was wished for comes with it."""
+    """All members write this step; it also serves a pending save request."""
     key = (step, state.generation)
     if key in state.stale_checkpoints or key in _saved_keys(state):
-        return  # the second: workers report again what a restarted controller may not have heard
+        return  # already published: workers repeat reports for a restarted controller
     if not state.stands(*key):
         state.stale_checkpoints.append(key)
         return
@@ -293,7 +302,7 @@ def _open(state: CoreState, now: float, step: int) -> None:
 
 
 def _expect_early(state: CoreState, now: float, event: PartWritten | PartFailed) -> None:
-    """What becomes of a part may overtake the report of its step, or that report was lost."""
+    """Open the upload if a part is reported before its step, or if the step's report was lost."""
     first, last = state.unheard
     is_early = event.step > state.committed_step or first <= event.step <= last
     is_early = is_early and event.generation == state.generation
@@ -302,7 +311,8 @@ def _expect_early(state: CoreState, now: float, event: PartWritten | PartFailed)
 
 
 def _order_parts(state: CoreState, now: float, held: HeldState) -> SaveCheckpoint:
-    """Parts of a broken attempt at this step may still arrive: a new number tells them apart."""
+    """Order the last checkpoint under a new generation number, which tells its parts from late
+    parts of a failed attempt at the same step."""
     state.generation += 1
     step, workers = state.committed_step, tuple(sorted(held.holders))
     open_upload(state, now, state.generation, step, held.holders, held.assignment)
@@ -310,14 +320,14 @@ def _order_parts(state: CoreState, now: float, held: HeldState) -> SaveCheckpoin
 
 
 def _retain(state: CoreState) -> list[Command]:
-    """Of one step the latest is kept; and where audits may take the run back, what they would
-    take it back to, whatever the next one says."""
+    """Remove checkpoints that the policy does not keep. Of one step the latest is kept. If audits
+    may roll the run back, the target of the rollback is kept as well."""
     losses = {int(step): loss for step, loss in state.held_out_losses.items()}
-    there = [saved.step for saved in state.saved]
-    steps = kept(there, losses, state.policy)
+    saved_steps = [saved.step for saved in state.saved]
+    steps = kept(saved_steps, losses, state.policy)
     if state.policy.audit_every:
-        clean = [step for step in there if step <= state.audited_step]
-        steps |= {*clean[-1:], *there[len(clean) :]}
+        clean = [step for step in saved_steps if step <= state.audited_step]
+        steps |= {*clean[-1:], *saved_steps[len(clean) :]}
     latest = {saved.step: saved for saved in state.saved if saved.step in steps}
     dropped = [saved for saved in state.saved if latest.get(saved.step) != saved]
     remembered = known(sorted(latest), state.policy)
@@ -326,7 +336,7 @@ def _retain(state: CoreState) -> list[Command]:
 
 
 def _drop(state: CoreState, dropped: list[Saved]) -> list[Command]:
-    """With what is left of uploads that broke; never a checkpoint that is counted on."""
+    """Remove these checkpoints and the files of broken uploads, but never a checkpoint in use."""
     keys = {*((saved.step, saved.generation) for saved in dropped), *state.stale_checkpoints}
     keys -= _saved_keys(state)
     state.stale_checkpoints = []

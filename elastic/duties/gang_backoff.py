@@ -1,6 +1,6 @@
-"""Giving way: two runs that each hold half of a cluster would wait for each other for ever.
+"""Gang back-off: a run that has too few workers for long returns all of them and retries later.
 
-One that has long had fewer workers than it needs gives all of them back, and asks again later.
+Otherwise two runs that each hold half of a cluster would wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LONGEST_PAUSE_S = 1800.0
 
 
 def return_deadline(state: CoreState) -> float:
-    """Nobody has come for long. Each run's patience is another, so that of several the first makes
-    room for the others."""
+    """When to return the workers, as no other has come for long. The patience of each run differs,
+    so that of several runs the first makes room for the others."""
     phase, policy = state.phase, state.policy
     if not isinstance(phase, Waiting) or not _has_too_few(state):
         return inf
@@ -27,7 +27,7 @@ def return_deadline(state: CoreState) -> float:
 
 
 def return_workers(state: CoreState, now: float) -> list[Command]:
-    """End all workers, if it is time; those who do not run yet are not asked for any more."""
+    """Stop all workers if it is time; requests for more workers are withdrawn."""
     if now < return_deadline(state):
         return []
     state.num_gang_backoffs += 1
@@ -35,10 +35,10 @@ def return_workers(state: CoreState, now: float) -> list[Command]:
     state.not_again_before = now + pause_s * (1 + state.policy.gang_jitter)
     workers = sorted(state.worker_records.keys() - state.draining)
     state.draining.update(workers)
-    return [StopWorker(worker, "too few others have come") for worker in workers]
+    return [StopWorker(worker, "too few other workers arrived") for worker in workers]
 
 
 def _has_too_few(state: CoreState) -> bool:
-    """Whether some are held for nothing, and nothing is lost with them."""
+    """Whether workers are held without use, and stopping them loses nothing."""
     num_staying = state.num_staying()
     return 0 < num_staying < state.policy.min_workers and is_saved(state) and not state.ending

@@ -1,7 +1,7 @@
-"""A wish for another layout while the run goes on: refused with a reason, or taken up in time.
+"""Layout requests: a new target layout during the run is refused with a reason, or adopted.
 
-What is refused leaves everything as it is. What is accepted holds from the next forming on; who
-trains under another layout pauses for it at the next step boundary.
+A refused request changes nothing. An accepted one applies to the next generation. If the run trains
+under another layout, it pauses for it at the next step boundary.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from elastic.protocol.phases import Aborting, Forming, Pausing, Resharding, Runn
 
 
 def on_layout_requested(state: CoreState, event: LayoutRequested) -> list[Command]:
-    """Answer at once; how many workers the run may have stays as it is."""
+    """Answer at once; the maximum number of workers stays the same."""
     target_layout = replace(event.target_layout, max_workers=state.target_layout.max_workers)
     present, planned = _present(state), _planned(state, target_layout)
     refusal = _refusal(state, target_layout, planned)
@@ -32,18 +32,18 @@ def on_layout_requested(state: CoreState, event: LayoutRequested) -> list[Comman
             FormerTarget(former, event.request),
         )
         state.num_given_back = 0
-    told = ("" if refusal else str(planned), str(present) if present else "")
-    return [LayoutAnswered(state.generation, event.request, *told, refusal)]
+    layouts = ("" if refusal else str(planned), str(present) if present else "")
+    return [LayoutAnswered(state.generation, event.request, *layouts, refusal)]
 
 
 def changes_layout(state: CoreState) -> bool:
-    """Whether those who are there would train under another layout by now."""
+    """Whether the workers that are ready would train under another layout than the current one."""
     planned = _planned(state, state.target_layout)
     return isinstance(planned, Layout) and planned != _present(state)
 
 
 def withdraw(state: CoreState, refusal: Infeasible) -> list[Command]:
-    """Go back to the former wish: what came to be known since then rules the new one out."""
+    """Return to the former target layout, since the requested one has proved infeasible."""
     former = state.former_target
     assert former is not None
     state.target_layout, state.former_target = former.target_layout, None
@@ -51,13 +51,13 @@ def withdraw(state: CoreState, refusal: Infeasible) -> list[Command]:
 
 
 def _refusal(state: CoreState, target_layout: TargetLayout, planned: Layout | Infeasible) -> str:
-    """Why this cannot be had now, or could not at full strength; empty if it can."""
+    """Why the layout is impossible now or at full capacity; empty if it is possible."""
     if state.ending or isinstance(state.phase, Saving):
         return "the run is about to end"
     num_requested = target_layout.num_model_ranks * prod(target_layout.data_axes or (1,))
     if num_requested > state.policy.max_workers:
         return (
-            f"it needs {num_requested} workers, the run has {state.policy.max_workers} at most: "
+            f"it needs {num_requested} workers, the run has at most {state.policy.max_workers}: "
             "lower a degree, or resume the run with more --workers"
         )
     if isinstance(planned, Infeasible):
@@ -65,12 +65,12 @@ def _refusal(state: CoreState, target_layout: TargetLayout, planned: Layout | In
     best = _choose(state, target_layout, state.policy.max_workers)
     if isinstance(best, Infeasible):
         return best.reason
-    # Not even with all workers: what the memory of those that are there does not hold.
+    # It fails even with all workers: the memory of those that are ready is too small.
     return "" if target_layout.is_met(best.layout) else best.refusals[0]
 
 
 def _present(state: CoreState) -> Layout | None:
-    """What is trained under, or is being formed, or was until something broke."""
+    """The current layout: trained under, being formed, or trained under until an abort."""
     match state.phase:
         case Forming() | Resharding():
             return state.phase.attempt.assignment.layout
@@ -80,7 +80,7 @@ def _present(state: CoreState) -> Layout | None:
 
 
 def _planned(state: CoreState, target_layout: TargetLayout) -> Layout | Infeasible:
-    """With those who are there; where nothing trains, with all who are to come."""
+    """The layout for the workers that stay; while nothing trains, for all workers that may come."""
     present = _present(state)
     return _plan(state, target_layout, state.num_staying() if present else state.policy.max_workers)
 

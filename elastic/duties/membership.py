@@ -1,4 +1,4 @@
-"""The roster: which workers exist, which are warm, and when new ones are started."""
+"""Membership: which workers exist and are ready, and when new ones start."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from elastic.protocol.policy import backoff_s
 MAX_BACKOFF_S = 60.0
 NUM_RECENT_STARTS = 8
 NUM_RECENT_CHANGES = 5
-"""Of so many the mean time between them counts."""
+"""The mean time between changes is taken over this many."""
 
 
 def participants(state: CoreState) -> set[str]:
-    """Who takes part in what is going on now, as far as alive."""
+    """The live workers that take part in the current generation."""
     phase = state.phase
     if isinstance(phase, Forming | Resharding):
         return set(phase.attempt.plan.participants) & state.worker_records.keys()
     return set(state.members()) & state.worker_records.keys()
 
 
-def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
-    """A joiner is warm: a spare until an assignment takes it.
+def add_ready_worker(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
+    """A worker has warmed up: it is on standby until an assignment takes it.
 
-    One that runs other sources than the driver is turned away before a byte reaches it.
+    A worker that runs other source code than the driver is rejected before any data reaches it.
     """
     if event.worker not in state.worker_records:
-        return []  # its loss was told first
+        return []  # its loss was reported first
     if event.worker in state.warm:
-        return []  # it is told once more after a controller's death
+        return []  # reported again after a restart of the controller
     if state.digest not in (None, event.digest):
-        return _turn_away(state, now, event)
+        return _reject_other_sources(state, now, event)
     state.digest = event.digest
     start_s = now - state.worker_records[event.worker].since
     state.recent_start_s = [*state.recent_start_s[1 - NUM_RECENT_STARTS :], start_s]
@@ -50,7 +50,7 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
     if event.node in state.node_drains:
         state.draining.add(event.worker)
         state.node_drains[event.node].draining_workers.add(event.worker)
-        return [StopWorker(event.worker, "its node will be gone soon")]
+        return [StopWorker(event.worker, "its node is draining")]
     if state.standby_since is None:
         state.standby_since = now
     if state.idle_since is None:
@@ -59,7 +59,7 @@ def welcome(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
 
 
 def forget(state: CoreState, now: float, worker: str, cause: str, outcome: str = "failed") -> None:
-    """A worker is gone: whatever it held or was writing is gone too."""
+    """Remove a worker that is gone, with what it held or was writing."""
     if worker not in state.worker_records:
         return
     if worker not in state.warm | state.draining:
@@ -75,11 +75,11 @@ def forget(state: CoreState, now: float, worker: str, cause: str, outcome: str =
     for held in state.holdings():
         held.holders.discard(worker)
     if break_uploads(state, lambda upload: worker in upload.pending):
-        state.want_save(now)  # else the next one would come a whole interval after the lost one
+        state.want_save(now)  # else the next one would come a full interval after the lost one
 
 
 def note_change(state: CoreState, now: float) -> None:
-    """Members are lost, or leave; all of one generation are one change."""
+    """Members are lost, or drain; all changes within one generation count as one."""
     if state.changed_generation != state.generation:
         state.changed_generation = state.generation
         state.changes_at = [*state.changes_at[1 - NUM_RECENT_CHANGES :], now]
@@ -87,10 +87,10 @@ def note_change(state: CoreState, now: float) -> None:
 
 
 def start_missing(state: CoreState, now: float) -> list[Command]:
-    """Start as many workers as are wanted and not there.
+    """Start workers up to the wanted number.
 
-    Not while survivors recover: the imports of a starting process would slow their first
-    step down (measured 0.1 s of 0.2 s on two cores).
+    None start while survivors recover: the imports of a starting process would slow down their
+    first step (measured 0.1 s of 0.2 s on two cores).
     """
     if now < start_deadline(state):
         return []
@@ -105,27 +105,28 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
 
 
 def start_deadline(state: CoreState) -> float:
-    """When a pause before others are started is over, if anybody is to be started."""
+    """When the back-off before new starts is over; infinite if no worker is missing."""
     if not _num_missing(state):
         return float("inf")
     return max(state.no_start_before, state.not_again_before)
 
 
 def _num_missing(state: CoreState) -> int:
-    """How many workers to start, now that nobody recovers."""
-    calm = (isinstance(state.phase, Waiting) and not state.phase.is_short) or (
+    """How many workers to start; 0 during a recovery."""
+    is_calm = (isinstance(state.phase, Waiting) and not state.phase.is_short) or (
         isinstance(state.phase, Running) and state.phase.num_commits > 0
     )
-    if not calm or state.ending:
+    if not is_calm or state.ending:
         return 0
     num_wanted = state.policy.max_workers - state.num_given_back
     return max(0, num_wanted - (len(state.worker_records) - len(state.draining)))
 
 
-def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
+def _reject_other_sources(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
+    """Stop a worker that runs other source code; if none has trained yet, end the run."""
     cause = (
-        f"{event.worker} on {event.node} runs other sources than the driver: install one working "
-        "tree everywhere, or send it along with `ray job submit --working-dir .`"
+        f"{event.worker} on {event.node} runs other source code than the driver: install the same "
+        "working tree on every node, or ship it with `ray job submit --working-dir .`"
     )
     if not state.ever_formed:
         state.ending = Ending("user_error", cause)
@@ -133,8 +134,9 @@ def _turn_away(state: CoreState, now: float, event: WorkerReady) -> list[Command
     return [StopWorker(event.worker, cause)]
 
 
-def turn_away_unfit(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
-    """A joiner's machine lacks something: the run goes on with others, unless there are none."""
+def reject_unfit_worker(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
+    """A new worker's machine lacks something: the run continues with others, unless there are
+    none."""
     text = f"{event.worker}: {event.message}"
     forget(state, now, event.worker, event.message, outcome="user_error")
     return [
@@ -144,13 +146,16 @@ def turn_away_unfit(state: CoreState, now: float, event: WorkerRaised) -> list[C
 
 
 def _count_start_failure(state: CoreState, now: float, cause: str, outcome: str = "failed") -> None:
+    """Back off before the next start; end the run after too many failures without a ready
+    worker."""
     state.num_start_failures += 1
-    told = f"workers die while they start: {cause}"
+    reason = f"workers die while they start: {cause}"
     first_s, num_failures = state.policy.restart_backoff_s, state.num_start_failures
     state.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
-    most = state.policy.max_start_failures
+    max_failures = state.policy.max_start_failures
     if outcome == "user_error":
-        most += state.policy.max_workers  # all of one machine fail at once, and others may not
-        told = cause
-    if state.num_start_failures >= most and not state.ever_ready:
-        state.ending = Ending(outcome, told)
+        # All workers of one machine fail at once, others may not.
+        max_failures += state.policy.max_workers
+        reason = cause
+    if state.num_start_failures >= max_failures and not state.ever_ready:
+        state.ending = Ending(outcome, reason)

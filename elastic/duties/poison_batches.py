@@ -1,25 +1,28 @@
-"""Poison-batch detection: a fault that follows the samples ends every worker that runs them.
+"""Poison-batch detection: samples that end every worker that runs them.
 
-Whenever a member is lost amid a step, or amid the evaluation after one, the microbatches that it
-ran are noted. What all losses of one step have in common, if it is not the whole batch, is suspect.
+When a member is lost during a step, or during the evaluation after one, the microbatches that it
+ran are noted. The microbatches that all losses of one step share are suspect, unless they are the
+whole batch.
 """
 
 from __future__ import annotations
 
-from elastic.duties.recovery import living
+from elastic.duties.recovery import find_live_state
 from elastic.duties.uploads import break_uploads
 from elastic.geometry.sample_order import batch_ids, deal, sample_of
 from elastic.protocol.controller_state import CoreState
 from elastic.protocol.phases import Aborting, Pausing, Running
 
 NUM_TIMES = 4
-"""After so many generations that the same microbatch has ended the run stops: that chance did it is
-less likely than one in the third power of the number of data ranks."""
+"""The run stops after the same microbatch has ended so many generations: the chance that this is a
+coincidence is less than one in the cube of the number of data ranks."""
 
 
 def note_loss(state: CoreState, worker: str) -> None:
-    """Note what a lost member ran: training data, or held-out data where an evaluation is due. The
-    silence of a worker says nothing of that: a slow sample is not a fatal one."""
+    """Note what a lost member ran: training data, or held-out data if an evaluation is due.
+
+    A worker that was silent says nothing about its data: a slow sample is not a fatal one.
+    """
     if state.worker_records[worker].silent_in == state.generation:
         return
     held, step = state.held, state.committed_step + 1
@@ -36,13 +39,13 @@ def note_loss(state: CoreState, worker: str) -> None:
 
 
 def is_evaluating(state: CoreState) -> bool:
-    """Whether the members evaluate the committed step: its evaluation is due, and not reported."""
+    """Whether the members evaluate the committed step: its evaluation is due and not reported."""
     every, step = state.job.eval_every, state.committed_step
     return bool(every) and step > state.evaluated_step and step % every == 0
 
 
-def verdict(state: CoreState) -> str:
-    """The reason to end the run if samples are to blame; empty if they are not."""
+def find_poison_batch(state: CoreState) -> str:
+    """The reason to end the run if samples are to blame; empty otherwise."""
     suspects = _suspects(state)
     if len(suspects) < NUM_TIMES:
         return ""
@@ -53,17 +56,17 @@ def verdict(state: CoreState) -> str:
     if state.is_fatal_evaluation:
         where = f"the evaluation after step {state.fatal_step - 1}"
     return (
-        f"{where} has ended every worker that ran microbatch {_spans(common)} of it, "
+        f"{where} has ended every worker that ran its microbatch {_spans(common)}, "
         f"{len(suspects)} times: look at {_samples(state, common)}"
     )
 
 
 def guarded_step(state: CoreState) -> int:
-    """The step before which the state is to be saved, and waited for; 0: none.
+    """The step before which the state must be saved, and the save waited for; 0 for none.
 
     A step that has ended a member may end the next one that runs it. So it does not begin unsaved
-    in a worker that has the whole state alone; once it has ended members of two generations, in
-    any worker without which the state would be lost.
+    in a worker that holds the whole state alone. Once the step has ended members of two
+    generations, it does not begin unsaved if any worker holds a part that no other worker has.
     """
     held, step = state.held, state.fatal_step
     if held is None or state.is_fatal_evaluation or not state.fatal or state.ending:
@@ -76,21 +79,21 @@ def guarded_step(state: CoreState) -> int:
     num_generations = len({generation for generation, _ in state.fatal})
     if len(members) > 1 and num_generations < 2:
         return 0
-    is_redundant = all(living(state, without={member}) for member in members)
+    is_redundant = all(find_live_state(state, without={member}) for member in members)
     return 0 if is_redundant else step
 
 
 def break_guard(state: CoreState) -> None:
-    """The generation that was to save the state before a step is over, and the living have it: what
-    they had not begun to write never comes."""
-    about = (state.guarded_step - 1, state.generation)
-    broken = break_uploads(state, lambda u: bool(u.pending) and (u.step, u.generation) == about)
+    """The generation that was to save the state before a step is over, and the survivors hold the
+    state: break uploads that will never complete."""
+    guarded = (state.guarded_step - 1, state.generation)
+    broken = break_uploads(state, lambda u: bool(u.pending) and (u.step, u.generation) == guarded)
     if broken and isinstance(state.phase, Aborting) and state.phase.is_hang:
         state.unguarded_step = state.guarded_step
 
 
 def _num_microbatches(state: CoreState) -> int:
-    """Of the step, or the evaluation, that has ended members."""
+    """The number of microbatches of the step, or evaluation, that has ended members."""
     job = state.job
     if not state.is_fatal_evaluation:
         return job.num_microbatches
@@ -98,7 +101,7 @@ def _num_microbatches(state: CoreState) -> int:
 
 
 def _suspects(state: CoreState) -> list[set[int]]:
-    """The microbatches of those lost in each generation that was in that step."""
+    """For each generation that was in the fatal step, the microbatches of its lost members."""
     if state.fatal_step != state.committed_step + 1:
         return []
     by_generation: dict[int, set[int]] = {}
@@ -113,18 +116,18 @@ def _samples(state: CoreState, microbatches: list[int]) -> str:
     size = job.microbatch
     if not size:
         return "its samples"
-    places = [place for m in microbatches for place in range(m * size, (m + 1) * size)]
+    positions = [position for m in microbatches for position in range(m * size, (m + 1) * size)]
     if state.is_fatal_evaluation:
-        return f"held-out samples {_spans([p for p in places if p < job.num_eval_samples])}"
+        return f"held-out samples {_spans([p for p in positions if p < job.num_eval_samples])}"
     ids = batch_ids(state.fatal_step, job.num_microbatches * size, state.skipped_batches)
     if not job.num_samples:
-        return f"the samples at positions {_spans([ids[p] for p in places])} of the sample order"
-    indices = {sample_of(job.seed, ids[place], job.num_samples) for place in places}
+        return f"the samples at positions {_spans([ids[p] for p in positions])} of the sample order"
+    indices = {sample_of(job.seed, ids[position], job.num_samples) for position in positions}
     return f"training samples {_spans(sorted(indices))}"
 
 
 def _spans(numbers: list[int]) -> str:
-    """Ascending numbers, those in a row together."""
+    """Ascending numbers, with consecutive ones joined into ranges."""
     firsts = [n for n in numbers if n - 1 not in numbers]
     lasts = [n for n in numbers if n + 1 not in numbers]
     ends = zip(firsts, lasts, strict=True)

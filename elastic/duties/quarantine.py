@@ -1,22 +1,21 @@
-"""Avoided nodes: where workers crash again and again, and what is wrong no restart mends.
+"""Quarantine of nodes on which workers crash repeatedly, since no restart fixes a bad node.
 
-A crash is the end of a worker's process that nobody has planned. What strikes several workers at
-once says little of any node: the crashes of one moment count once, and not at all where they are on
-several nodes; nor do those amid one step that happen on several nodes, one after the other, since
-they follow the batch (see `poison_batches`). A node is quarantined if it has had
-`quarantine_after` crashes within
-the window, over twice as many as the median of the others, and the run has workers elsewhere.
+A crash is an unplanned end of a worker's process. Several crashes at one moment say little about
+any node: on one node they count once, and on several nodes not at all. Crashes during one step on
+several nodes, one after the other, do not count either, since they follow the batch (see
+`poison_batches`). A node is quarantined if it had `quarantine_after` crashes within the window,
+over twice as many as the median of the other nodes, and the run has workers elsewhere.
 
-Then no worker is started there. Its members train on; standby workers there are let go, as far as
-the minimum allows. Quarantine is a preference, not a loss of capacity. The node is used again after
+Then no worker starts there. Its members train on; standby workers there are stopped, as far as the
+minimum allows. Quarantine is a preference, not a loss of capacity. The node is used again after
 `quarantine_s`; when the run has had fewer workers than the minimum for `start_timeout_s`; and when
-the run has lacked workers for as long as a growth takes, since no capacity has come elsewhere. Each
+the run has lacked workers for as long as a growth takes, since no capacity arrived elsewhere. Each
 further quarantine of the same node lasts twice as long.
 
-A worker that something outside of it may have killed (SIGKILL, the out-of-memory killer, a
-preemption; on Ray every end without a known reason) and that trained for longer than it took to
-start says nothing against its node: such a node is worth more than none. A broken device counts in
-any case: the controller ends its worker, and the next one would get the same device.
+A worker that something external may have killed (SIGKILL, the out-of-memory killer, a preemption;
+on Ray every end without a known reason) does not count against its node if it trained for longer
+than it took to start: such a node is better than none. A broken device always counts: the
+controller stops its worker, and the next one would get the same device.
 """
 
 from __future__ import annotations
@@ -32,20 +31,20 @@ from elastic.protocol.events import WorkerLost
 from elastic.protocol.phases import Aborting, Pausing, Running, Waiting
 
 TOGETHER_S = 1.0
-"""Who was there at a crash and is lost within this time of it has been struck by the same: those of
-a node that is gone are missed in less. Who was started since has not, however soon it crashes."""
+"""Crashes this close together have one cause, if the worker was already there at the earlier crash:
+the loss of a whole node is noticed in less. A worker started after it has crashed by itself."""
 
 MIN_USEFUL_S = 10.0
 """A worker that trained for less than this has done no useful work, however quickly it started."""
 GROWTHS_OF_PATIENCE = 2.0
-"""How many times as long as a recent start a run waits for capacity elsewhere."""
+"""A run waits for capacity elsewhere for this many times the duration of a recent start."""
 FORGET_AFTER = 8.0
-"""So many times `quarantine_s` after its last quarantine a node's quarantines are forgotten."""
+"""A node's quarantines are forgotten this many times `quarantine_s` after its last quarantine."""
 MAX_DOUBLINGS = 5
 
 
 def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
-    """Note what a loss says of its node; to be called before the worker is forgotten."""
+    """Count a loss against its node; call this before the worker is removed."""
     worker_record = state.worker_records.get(event.worker)
     node = (worker_record.node if worker_record else "") or event.node
     if worker_record is None or not node or not state.policy.quarantine_after:
@@ -60,42 +59,44 @@ def on_crash(state: CoreState, now: float, event: WorkerLost) -> list[Command]:
     crash = Crash(now, worker_record.since, node, step, is_excused)
     state.crashes = [*recent, crash]
     counts = _counts(state)
-    commands = _acquit(state, crash, counts)
+    commands = _clear_nodes(state, crash, counts)
     if node not in state.quarantined and _is_to_blame(state, node, counts):
         _quarantine(state, now, node)
-        told = f"workers have crashed there {counts[node]} times"
-        commands.append(NodeQuarantined(node, state.quarantined[node], told))
+        cause = f"workers have crashed there {counts[node]} times"
+        commands.append(NodeQuarantined(node, state.quarantined[node], cause))
     return commands
 
 
 def quarantine_deadline(state: CoreState) -> float:
-    """When an avoided node is to be used again."""
+    """When the next quarantined node may be used again."""
     patience = [_patience_until(state, node) for node in state.quarantined]
     return min([*state.quarantined.values(), *patience, _starving_until(state)], default=inf)
 
 
 def follow_up(state: CoreState, now: float) -> list[Command]:
-    """Use nodes again whose time has come; note since when the run lacks workers."""
+    """Release nodes whose quarantine is over; note since when the run lacks workers."""
     if not state.quarantined or not _is_short(state):
         state.short_since = None
     elif state.short_since is None:
         state.short_since = now
     if not state.quarantined:
         return []
-    over = {n: "its time is over" for n, until in state.quarantined.items() if now >= until}
+    causes = {n: "its quarantine is over" for n, until in state.quarantined.items() if now >= until}
     for node in state.quarantined:
         if now >= _patience_until(state, node):
-            waited = f"{_patience_s(state, node):.0f} s"
-            over.setdefault(node, f"no other capacity has come within {waited}")
+            waited_s = f"{_patience_s(state, node):.0f} s"
+            causes.setdefault(node, f"no other capacity arrived within {waited_s}")
     if now >= _starving_until(state):
-        over = dict.fromkeys(state.quarantined, "too few workers have come elsewhere")
-    state.crashes = [crash for crash in state.crashes if crash.node not in over]
-    return _use_again(state, over)
+        causes = dict.fromkeys(state.quarantined, "too few workers arrived on other nodes")
+    state.crashes = [crash for crash in state.crashes if crash.node not in causes]
+    return _release_nodes(state, causes)
 
 
 def release_standbys(state: CoreState) -> list[Command]:
-    """Those on avoided nodes: others shall take their places elsewhere. To be called where
-    workers come or go, and before a generation is formed."""
+    """Stop standby workers on quarantined nodes, so that others replace them elsewhere.
+
+    Call this when workers come or go, and before a generation forms.
+    """
     if not state.quarantined:
         return []
     busy = participants(state).union(*(held.holders for held in state.holdings()))
@@ -109,27 +110,28 @@ def release_standbys(state: CoreState) -> list[Command]:
 
 
 def _was_useful(state: CoreState, worker_record: WorkerRecord, now: float) -> bool:
-    """Whether a worker was ready for longer than a start takes, waiting for a place not counted."""
+    """Whether a worker was ready for longer than a start takes, without waiting for a node."""
     start_s = min(state.recent_start_s, default=0.0)
     return worker_record.is_ready and now - worker_record.since >= max(start_s, MIN_USEFUL_S)
 
 
 def _quarantine(state: CoreState, now: float, node: str) -> None:
-    """Each quarantine of a node lasts twice as long as the one before."""
+    """Quarantine a node, for twice as long as the last time."""
     lately = {n: q for n, q in state.quarantines.items() if now < _forgotten_at(state, q)}
     number = lately[node].number + 1 if node in lately else 1
     state.quarantines = {**lately, node: Quarantine(number, now)}
-    state.quarantined[node] = now + _lasts_s(state, number)
+    state.quarantined[node] = now + _duration_s(state, number)
 
 
-def _lasts_s(state: CoreState, number: int) -> float:
+def _duration_s(state: CoreState, number: int) -> float:
     """How long the quarantine of this number, counted from 1, lasts."""
     return state.policy.quarantine_s * 2.0 ** min(number - 1, MAX_DOUBLINGS)
 
 
 def _forgotten_at(state: CoreState, quarantine: Quarantine) -> float:
+    """When this quarantine no longer lengthens the next one."""
     calm_s = FORGET_AFTER * state.policy.quarantine_s
-    return quarantine.since + _lasts_s(state, quarantine.number) + calm_s
+    return quarantine.since + _duration_s(state, quarantine.number) + calm_s
 
 
 def _is_short(state: CoreState) -> bool:
@@ -143,7 +145,7 @@ def _patience_s(state: CoreState, node: str) -> float:
     first_s = max(state.policy.quarantine_patience_s, GROWTHS_OF_PATIENCE * start_s)
     number = state.quarantines[node].number
     doubled_s = first_s * 2.0 ** min(number - 1, MAX_DOUBLINGS)
-    return min(doubled_s, _lasts_s(state, number))
+    return min(doubled_s, _duration_s(state, number))
 
 
 def _patience_until(state: CoreState, node: str) -> float:
@@ -153,7 +155,7 @@ def _patience_until(state: CoreState, node: str) -> float:
 
 
 def _counts(state: CoreState) -> Counter[str]:
-    """How often each node has been struck, and no other with it."""
+    """How many crashes count against each node: those that hit no other node at the same time."""
     nodes_by_step: dict[int, set[str]] = {}
     for crash in state.crashes:
         nodes_by_step.setdefault(crash.step, set()).add(crash.node)
@@ -189,26 +191,28 @@ def _is_to_blame(state: CoreState, node: str, counts: Counter[str]) -> bool:
     )
 
 
-def _acquit(state: CoreState, crash: Crash, counts: Counter[str]) -> list[Command]:
-    """What has struck elsewhere as well, at that moment or amid that step, was not its fault."""
-    struck = {
+def _clear_nodes(state: CoreState, crash: Crash, counts: Counter[str]) -> list[Command]:
+    """Release nodes whose crashes are shared with other nodes, at one moment or during one step."""
+    crashed_nodes = {
         other.node
         for other in state.crashes
         if other is crash
         or _is_same_moment(crash, other.time)
         or (crash.step and other.step == crash.step)
     }
-    if len(struck) < 2:
+    if len(crashed_nodes) < 2:
         return []
     cleared = [
-        n for n in struck & state.quarantined.keys() if counts[n] < state.policy.quarantine_after
+        n
+        for n in crashed_nodes & state.quarantined.keys()
+        if counts[n] < state.policy.quarantine_after
     ]
-    cause = "workers elsewhere have been struck by the same"
-    return _use_again(state, dict.fromkeys(sorted(cleared), cause))
+    cause = "workers on other nodes crashed at the same moment or step"
+    return _release_nodes(state, dict.fromkeys(sorted(cleared), cause))
 
 
 def _starving_until(state: CoreState) -> float:
-    """Until when others are waited for where the minimum is not there."""
+    """Until when a run with fewer workers than its minimum waits for others."""
     phase = state.phase
     if not isinstance(phase, Waiting) or not state.quarantined:
         return inf
@@ -218,12 +222,16 @@ def _starving_until(state: CoreState) -> float:
     return max(phase.since, newest) + state.policy.start_timeout_s
 
 
-def _use_again(state: CoreState, causes: dict[str, str]) -> list[Command]:
-    """Who still looks for a place elsewhere is started anew, and may come there."""
+def _release_nodes(state: CoreState, causes: dict[str, str]) -> list[Command]:
+    """Use nodes again. Workers still waiting for a place elsewhere are restarted, so that they may
+    start on these nodes."""
     for node in causes:
         del state.quarantined[node]
     starting = state.worker_records.keys() - state.warm - state.draining
-    late = sorted(w for w in starting if causes.keys() & set(state.worker_records[w].quarantined))
-    state.draining.update(late)
-    told: list[Command] = [NodeReleased(node, cause) for node, cause in causes.items()]
-    return told + [StopWorker(worker, "it may be started on more nodes now") for worker in late]
+    waiting = sorted(
+        w for w in starting if causes.keys() & set(state.worker_records[w].quarantined)
+    )
+    state.draining.update(waiting)
+    released: list[Command] = [NodeReleased(node, cause) for node, cause in causes.items()]
+    restart = "it can now start on more nodes"
+    return released + [StopWorker(worker, restart) for worker in waiting]

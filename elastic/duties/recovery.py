@@ -1,7 +1,7 @@
-"""Recovery is one rule: the newest step whose holdings, together, cover every region.
+"""Recovery by one rule: take the newest step whose holdings together cover every region.
 
-This is where the core's own knowledge becomes holdings for that rule: who lives, what keepers
-have, what is saved, and that the initial state can always be made again.
+This module turns what the core knows into holdings for that rule: live workers, snapshots,
+checkpoints, and the initial state, which can always be rebuilt.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from elastic.reshard.snapshot_placement import ParitySlot, Slot
 
 INITIAL_STEP = 0
 PARITY = ""
-"""The holder of what is remade; a node's name is not empty."""
+"""The holder of a snapshot rebuilt from parity; a node's name is never empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateSource:
     """Where the next generation's state comes from: `live`, `snapshot`, `checkpoint` or `initial`.
 
-    `old` is told of the first two: `holders` are living members that have their parts,
-    `snapshots` the nodes at whose keepers those of others are, `remade` of what the rest is made
-    again. `path` is told of a checkpoint.
+    `old`, for the first two, is the assignment of the state. `holders` are the live members that
+    have their parts, `snapshots` the nodes whose snapshot servers have the parts of others, and
+    `remade` the sources from which the rest is rebuilt. `path` is set for a checkpoint.
     """
 
     kind: str
@@ -40,15 +40,17 @@ class StateSource:
 
 
 def choose_source(state: CoreState) -> StateSource:
-    """What the next generation is made from.
+    """The source of the next generation's state.
 
-    The living stand at the committed step, and nothing else is newer: where they cover the state
-    they are the newest holdings. Else the rule decides.
+    Live workers hold the committed step, and nothing else is newer: if they cover the state, they
+    are the newest holdings. Otherwise the rule decides.
     """
-    held = living(state)
+    held = find_live_state(state)
     if held:
         return StateSource("live", state.committed_step, held.assignment, frozenset(held.holders))
-    choice = choose(None, [*_standing(state), *_kept(state), *_lasting(state)])
+    choice = choose(
+        None, [*_live_holdings(state), *_snapshot_holdings(state), *_checkpoint_holdings(state)]
+    )
     assert not isinstance(choice, Infeasible), "the initial state is always there"
     if choice.tier is Tier.SNAPSHOT:
         return _out_of_snapshots(state, choice)
@@ -57,19 +59,20 @@ def choose_source(state: CoreState) -> StateSource:
     return StateSource("initial", choice.step)
 
 
-def living(state: CoreState, without: Set[str] = frozenset()) -> HeldState | None:
-    """The live holdings that have all of the state between them, also without some workers."""
+def find_live_state(state: CoreState, without: Set[str] = frozenset()) -> HeldState | None:
+    """The live holdings that together have all of the state, also without some workers; None if
+    none do."""
     return next((held for held in state.holdings() if _covers(held, without)), None)
 
 
 def _covers(held: HeldState, without: Set[str]) -> bool:
-    layout, there = held.assignment.layout, held.holders - without
-    ranks = (rank for rank, worker in enumerate(held.assignment.members) if worker in there)
+    layout, present = held.assignment.layout, held.holders - without
+    ranks = (rank for rank, worker in enumerate(held.assignment.members) if worker in present)
     return uncovered(any_state(layout), layout, ranks) is None
 
 
 def _out_of_snapshots(state: CoreState, choice: SourceChoice) -> StateSource:
-    """Of a part that lives no snapshot is read."""
+    """The source that combines snapshots with live parts; no snapshot of a live part is read."""
     generation = choice.holdings[0].generation
     [old] = [s.assignment for s in state.snapshot_sets if s.assignment.generation == generation]
     member = {
@@ -79,13 +82,13 @@ def _out_of_snapshots(state: CoreState, choice: SourceChoice) -> StateSource:
     alive = frozenset(member[h] for h in choice.holdings if h.tier is Tier.LIVE)
     snapshots: dict[str, list[str]] = {}
     remade: dict[str, Keepings] = {}
-    brought_back = bring_back(state.slots, state.parities)
+    recovered = bring_back(state.slots, state.parities)
     for holding in choice.holdings:
         worker = member[holding]
         if worker in alive:
             continue
         if holding.holder == PARITY:
-            remade[worker] = brought_back[Slot(worker, generation, choice.step)]
+            remade[worker] = recovered[Slot(worker, generation, choice.step)]
         else:
             snapshots.setdefault(worker, []).append(holding.holder)
     return StateSource("snapshot", choice.step, old, alive, snapshots, remade)
@@ -94,8 +97,12 @@ def _out_of_snapshots(state: CoreState, choice: SourceChoice) -> StateSource:
 def bring_back(
     slots: Mapping[str, Sequence[Slot]], parities: Mapping[str, Sequence[ParitySlot]]
 ) -> dict[Slot, Keepings]:
-    """The snapshots that no keeper has, but that can be made again: all but one of a set have
-    theirs, and the parity of the others beside it. By node, what keepers have."""
+    """The snapshots that no server holds but that can be rebuilt: all other members of the set have
+    theirs, with a parity beside each.
+
+    `slots` and `parities` say, by node, what the snapshot servers hold. The result maps each
+    snapshot to its sources.
+    """
     nodes: dict[tuple[tuple[str, ...], int, int], dict[str, str]] = {}
     known = {slot for node in slots for slot in slots[node]}
     for node in sorted(parities):
@@ -103,16 +110,16 @@ def bring_back(
             if Slot(parity.member, parity.generation, parity.step) in slots.get(node, ()):
                 key = (parity.members, parity.generation, parity.step)
                 nodes.setdefault(key, {})[parity.member] = node
-    found: dict[Slot, Keepings] = {}
-    for (members, generation, step), there in nodes.items():
-        lost = [Slot(w, generation, step) for w in members if w not in there]
-        if len(lost) == 1 and lost[0] not in known:
-            found[lost[0]] = tuple((worker, there.get(worker, "")) for worker in members)
-    return found
+    rebuilt: dict[Slot, Keepings] = {}
+    for (members, generation, step), present in nodes.items():
+        missing = [Slot(w, generation, step) for w in members if w not in present]
+        if len(missing) == 1 and missing[0] not in known:
+            rebuilt[missing[0]] = tuple((worker, present.get(worker, "")) for worker in members)
+    return rebuilt
 
 
-def _standing(state: CoreState) -> Iterator[Holding]:
-    """The living, though they may not cover the state alone."""
+def _live_holdings(state: CoreState) -> Iterator[Holding]:
+    """The parts of live workers, even if these do not cover the state alone."""
     for held in state.holdings():
         for rank, worker in enumerate(held.assignment.members):
             if worker in held.holders:
@@ -120,10 +127,12 @@ def _standing(state: CoreState) -> Iterator[Holding]:
                 yield _holding(state, held.assignment, rank, worker, Tier.LIVE, step)
 
 
-def _kept(state: CoreState) -> Iterator[Holding]:
-    """What the keepers have said that they have, or that they can make again between them, as far
-    as it is of this history. A step of which there is one has committed, also if the controller
-    has not heard of it."""
+def _snapshot_holdings(state: CoreState) -> Iterator[Holding]:
+    """The snapshots of this lineage that servers have reported, or that can be rebuilt from parity.
+
+    If a snapshot of a step exists, that step has committed, even if the controller does not know of
+    it.
+    """
     snapshot_sets = {
         snapshot_set.assignment.generation: snapshot_set for snapshot_set in state.snapshot_sets
     }
@@ -131,8 +140,8 @@ def _kept(state: CoreState) -> Iterator[Holding]:
         generation: {worker: rank for rank, worker in enumerate(snapshot_set.assignment.members)}
         for generation, snapshot_set in snapshot_sets.items()
     }
-    brought_back = {PARITY: tuple(bring_back(state.slots, state.parities))}
-    for holder, slots in (*sorted(state.slots.items()), *brought_back.items()):
+    recovered = {PARITY: tuple(bring_back(state.slots, state.parities))}
+    for holder, slots in (*sorted(state.slots.items()), *recovered.items()):
         for slot in slots:
             rank = ranks.get(slot.generation, {}).get(slot.worker)
             if rank is None:
@@ -152,7 +161,8 @@ def _holding(
     return Holding(holder, tier, state.lineage, step, generation, layout, coordinates)
 
 
-def _lasting(state: CoreState) -> Iterator[Holding]:
+def _checkpoint_holdings(state: CoreState) -> Iterator[Holding]:
+    """The initial state and the saved checkpoints."""
     yield Holding("anybody", Tier.INITIAL, 0, INITIAL_STEP, 0)
     for saved in state.saved:
         yield Holding(saved.path, Tier.CHECKPOINT, state.lineage, saved.step, saved.generation)

@@ -1,9 +1,9 @@
-"""Rewinding: the run goes back to a step before something went wrong, though all of it lives.
+"""Rollback: return to a step before something went wrong, although all workers live.
 
-The living stand at the wrong step and hold nothing any more, and what was saved since is void: then
-the rule of recovery takes the newest of what is left. Batches that led to the trouble are left out
-for good: which those are is part of the state, so that the samples of a step stay a pure function
-of it (invariant 5).
+Live workers hold the wrong step and count as holders no more, and later checkpoints are void: the
+recovery rule takes the newest holdings that remain. The batches that led to the problem are skipped
+for good. They are part of the state, so that the samples of a step stay a pure function of it
+(invariant 5).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from elastic.reshard.snapshot_placement import Placement
 
 
 def order_rollback(state: CoreState, limit: int, cause: str, through: int = 0) -> bool:
-    """Go back to `limit` or before at the next boundary, unless that has been done too often
-    without getting on."""
+    """Roll back to `limit` or before at the next step boundary; return False if rollbacks happened
+    too often without progress."""
     if state.committed_step > state.rolled_back_from + state.policy.spike_window:
         state.num_rollbacks = 0
     state.num_rollbacks += 1
@@ -29,17 +29,20 @@ def order_rollback(state: CoreState, limit: int, cause: str, through: int = 0) -
     return True
 
 
-def shortfall(state: CoreState, limit: int) -> str:
-    """Why the run cannot go back to this step or before, if so: all of a long run is not given up,
-    and what keepers have is not known until they are asked."""
-    few = max(state.policy.spike_window, state.policy.audit_every)
-    if saved_up_to(state, limit) or state.committed_step <= few:
+def rollback_obstacle(state: CoreState, limit: int) -> str:
+    """Why the run cannot roll back to this step or before; empty if it can.
+
+    A long run does not lose all of its work, and what snapshot servers hold is unknown until they
+    are queried.
+    """
+    num_short_steps = max(state.policy.spike_window, state.policy.audit_every)
+    if saved_up_to(state, limit) or state.committed_step <= num_short_steps:
         return ""
     return f"there is no checkpoint of step {limit} or before to go back to: set checkpoint_every"
 
 
 def distrust(state: CoreState, limit: int) -> None:
-    """What is saved or kept of steps beyond `limit`, or is being so, is void from now on."""
+    """Void everything saved or kept of steps beyond `limit`, also what is still being saved."""
     for snapshot_set in state.snapshot_sets:
         snapshot_set.newest_step = (
             limit if snapshot_set.newest_step is None else min(limit, snapshot_set.newest_step)
@@ -48,20 +51,19 @@ def distrust(state: CoreState, limit: int) -> None:
     implied = (void for void in state.voided if void.step < limit)  # by the new one
     state.voided = (*implied, VoidedCheckpoints(limit, state.generation + 1))
     state.stale_checkpoints += [
-        (one.step, one.generation) for one in state.saved if one.step > limit
+        (saved.step, saved.generation) for saved in state.saved if saved.step > limit
     ]
     state.saved = saved_up_to(state, limit)
     break_uploads(state, lambda upload: upload.step > limit)
 
 
 def saved_up_to(state: CoreState, limit: int) -> list[Saved]:
-    """The known checkpoints of these steps, the newest last."""
-    return [one for one in state.saved if one.step <= limit]
+    """The known checkpoints of steps up to `limit`, the newest last."""
+    return [saved for saved in state.saved if saved.step <= limit]
 
 
-def let_go_of_the_living(state: CoreState) -> None:
-    """Nobody trains any more: what they hold is what is to be undone. A run that ends instead
-    keeps it."""
+def discard_live_state(state: CoreState) -> None:
+    """Drop the live holdings that a rollback undoes. A run that ends instead keeps them."""
     if state.rollback and state.ending and state.held:
         state.rollback = None
     elif state.rollback:
@@ -69,7 +71,7 @@ def let_go_of_the_living(state: CoreState) -> None:
 
 
 def skipped_batches_after(state: CoreState, step: int) -> tuple[int, ...]:
-    """Which batches are left out once the rewind has come to a step."""
+    """Which batches are skipped once the rollback has reached a step."""
     if state.rollback is None:
         return state.skipped_batches
     steps = range(step + 1, state.rollback.through + 1)

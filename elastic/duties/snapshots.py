@@ -1,11 +1,10 @@
-"""Protecting the state: keepers are started where snapshots are needed, and asked what they have
-where the living do not cover the state."""
+"""Snapshot control: starts snapshot servers, places snapshots, and queries servers after losses."""
 
 from __future__ import annotations
 
 from math import inf
 
-from elastic.duties.recovery import choose_source, living
+from elastic.duties.recovery import choose_source, find_live_state
 from elastic.protocol.commands import (
     Command,
     ForgetSnapshots,
@@ -37,12 +36,12 @@ def on_snapshot_server(
     | SnapshotServerLost
     | SnapshotServerReported,
 ) -> list[Command]:
-    """What a keeper tells, or its end: what it had is gone, and another is started in its place
-    when there is need and time for it."""
+    """Handle an event of a snapshot server. If one is lost, its snapshots are gone, and another
+    starts in its place if it is needed, after a back-off."""
     match event:
         case SnapshotServerSuspected():
-            # What it keeps may be needed where the living do not cover the state.
-            if event.node in state.snapshot_servers and living(state):
+            # Its snapshots may be needed if the live workers do not hold the whole state.
+            if event.node in state.snapshot_servers and find_live_state(state):
                 return [StopSnapshotServer(event.node, event.cause)]
         case SnapshotServerReady():
             state.starting_snapshot_servers.discard(event.snapshot_server.node)
@@ -68,9 +67,14 @@ def on_snapshot_server(
 
 
 def query_snapshot_servers(state: CoreState, now: float) -> list[Command]:
-    """Where the living do not cover the state: ask what there is to go on from, once for as long as
-    nobody trains."""
-    if state.are_queried or not state.snapshot_sets or not state.snapshot_servers or living(state):
+    """If the live workers do not hold the whole state, ask the snapshot servers what they hold.
+    This happens once until training resumes."""
+    if (
+        state.are_queried
+        or not state.snapshot_sets
+        or not state.snapshot_servers
+        or find_live_state(state)
+    ):
         return []
     state.are_queried = True
     state.slots.clear()
@@ -82,7 +86,7 @@ def query_snapshot_servers(state: CoreState, now: float) -> list[Command]:
 
 
 def query_deadline(state: CoreState) -> float:
-    """When those who have not answered are late, or too late."""
+    """When servers that have not answered are late, or too late."""
     if not state.asked:
         return inf
     policy = state.policy
@@ -93,19 +97,19 @@ def query_deadline(state: CoreState) -> float:
 
 
 def stop_querying(state: CoreState, now: float) -> None:
-    """Who is late is not waited for once the others have what snapshots promise; who is too late
-    not at all."""
+    """Stop waiting for late servers once the others hold a recent enough state; stop waiting for
+    servers that are too late in any case."""
     state.are_snapshot_servers_late |= now >= query_deadline(state)
     if (
         state.asked
         and state.are_snapshot_servers_late
-        and (now >= state.queried_until or _are_enough(state))
+        and (now >= state.queried_until or _are_reports_sufficient(state))
     ):
         state.asked.clear()
 
 
-def _are_enough(state: CoreState) -> bool:
-    """Whether what has been told of brings back a state that is as new as a promised one."""
+def _are_reports_sufficient(state: CoreState) -> bool:
+    """Whether the reported snapshots restore a state as recent as snapshots promise."""
     source = choose_source(state)
     return (
         source.kind == "snapshot"
@@ -114,7 +118,7 @@ def _are_enough(state: CoreState) -> bool:
 
 
 def has_snapshots(state: CoreState) -> bool:
-    """Whether by the latest vote all parts are whole at keepers."""
+    """Whether, by the latest vote, all parts are whole at snapshot servers."""
     vote = state.last_vote
     return (
         bool(state.snapshot_placement.copies)
@@ -124,7 +128,7 @@ def has_snapshots(state: CoreState) -> bool:
 
 
 def retire_snapshot_set(state: CoreState, step: int) -> None:
-    """A generation is being formed from this step: snapshots of later ones are void."""
+    """A generation forms from this step: snapshots of later steps are void."""
     state.snapshot_sets = [
         snapshot_set for snapshot_set in state.snapshot_sets if snapshot_set.is_used
     ]
@@ -136,7 +140,7 @@ def retire_snapshot_set(state: CoreState, step: int) -> None:
 
 
 def begin_snapshot_set(state: CoreState, now: float) -> None:
-    """Training begins: from now on snapshots are taken under the assignment that is held."""
+    """Training begins: from now on snapshots are taken under the current assignment."""
     state.are_queried = False
     if state.policy.snapshot_every and state.held:
         state.snapshot_sets.append(SnapshotSet(state.held.assignment))
@@ -148,8 +152,8 @@ def begin_snapshot_set(state: CoreState, now: float) -> None:
 
 
 def drop_older(state: CoreState) -> list[Command]:
-    """Free the snapshots of earlier generations once this one's are whole, or none is needed; and
-    the machines on which only a keeper is left."""
+    """Free the snapshots of earlier generations once this one's are whole, or none is needed. Also
+    stop snapshot servers on nodes without workers."""
     if len(state.snapshot_sets) < 2 or state.wanted_snapshot_servers is None:
         return []
     if state.wanted_snapshot_servers and not has_snapshots(state):
@@ -158,18 +162,18 @@ def drop_older(state: CoreState) -> list[Command]:
     if not state.snapshot_servers:
         return []
     generation = state.snapshot_sets[0].assignment.generation
-    peopled = {worker_record.node for worker_record in state.worker_records.values()}
-    deserted = sorted(state.snapshot_servers.keys() - peopled - state.wanted_snapshot_servers)
+    with_workers = {worker_record.node for worker_record in state.worker_records.values()}
+    unused = sorted(state.snapshot_servers.keys() - with_workers - state.wanted_snapshot_servers)
     forget: Command = ForgetSnapshots(generation, tuple(sorted(state.snapshot_servers)))
     return [
         forget,
-        *(StopSnapshotServer(node, "nobody trains there any more") for node in deserted),
+        *(StopSnapshotServer(node, "no worker trains on its node any more") for node in unused),
     ]
 
 
 def placement_deadline(state: CoreState) -> float:
-    """When the protection is to be worked out: with the keepers there are at once, with others
-    when a step has committed."""
+    """When to place the snapshots: at once on the servers that exist, on new ones after a committed
+    step."""
     if state.placement_at is None or not isinstance(state.phase, Running) or state.ending:
         return inf
     has_begun = state.wanted_snapshot_servers is not None or not state.snapshot_servers
@@ -177,7 +181,7 @@ def placement_deadline(state: CoreState) -> float:
 
 
 def update_placement(state: CoreState, now: float) -> list[Command]:
-    """Start keepers where they are needed, and tell the members of those that are there."""
+    """Start the missing snapshot servers, and order snapshots to those that are ready."""
     if now < placement_deadline(state) or not state.held:
         return []
     state.placement_at = None
@@ -187,22 +191,23 @@ def update_placement(state: CoreState, now: float) -> list[Command]:
     }
     nodes = {topology[worker].node: topology[worker] for worker in sorted(state.warm)}
     lasting = {node: place for node, place in nodes.items() if node not in state.node_drains}
-    there = lasting or nodes
+    candidates = lasting or nodes
     num_chunks = num_chunks_of(state.policy.snapshot_redundancy)
-    wanted = place_snapshots(assignment, topology, sorted(there.values()), num_chunks)
+    wanted = place_snapshots(assignment, topology, sorted(candidates.values()), num_chunks)
     state.wanted_snapshot_servers = {node for copies in wanted.copies.values() for node in copies}
     commands = _start_missing(state, now)
     present = [
         snapshot_server.place
         for node, snapshot_server in state.snapshot_servers.items()
-        if node in there
+        if node in candidates
     ]
-    return commands + _tell(
+    return commands + _order_snapshots(
         state, place_snapshots(assignment, topology, sorted(present), num_chunks)
     )
 
 
 def _start_missing(state: CoreState, now: float) -> list[Command]:
+    """Start the missing servers, but not before a step has committed, and not during a back-off."""
     assert state.wanted_snapshot_servers is not None and isinstance(state.phase, Running)
     missing = sorted(
         state.wanted_snapshot_servers
@@ -219,8 +224,9 @@ def _start_missing(state: CoreState, now: float) -> list[Command]:
     return [StartSnapshotServer(node) for node in missing]
 
 
-def _tell(state: CoreState, placement: Placement) -> list[Command]:
-    """Not before all keepers that start are there, unless one has gone on whom members wait."""
+def _order_snapshots(state: CoreState, placement: Placement) -> list[Command]:
+    """Order snapshots once all starting servers are ready, or at once if a server in use is
+    lost."""
     copies, former = placement.copies, state.snapshot_placement
     has_lost = any(set(nodes) - state.snapshot_servers.keys() for nodes in former.copies.values())
     if placement == former or (state.starting_snapshot_servers and not has_lost):

@@ -1,4 +1,9 @@
-"""Uploads: checkpoints whose parts are being written, and those that will never be whole."""
+"""Uploads: checkpoints whose parts are being written, the late ones, and those that never complete.
+
+An upload is open from the moment at which members begin to write their parts until the checkpoint
+is published. It is broken if a part fails or a writer is lost; its files are then stale and removed
+later. A late upload is reported or repeated, or its hanging writers are replaced.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +15,7 @@ from elastic.protocol.commands import Command, StopWorker, Warned
 from elastic.protocol.controller_state import CoreState, Upload
 
 PATIENCE_FACTOR = 4.0
-"""A part is late after so many times the longest recent write."""
-
-
-def upload_key(generation: int, step: int) -> str:
-    return f"{generation}:{step}"
-
-
-def write_patience_s(state: CoreState) -> float:
-    """How long the parts of a checkpoint may take before those that are missing are late."""
-    longest_s = max(state.checkpoint_costs.writes_s, default=0.0)
-    return max(state.policy.save_timeout_s, PATIENCE_FACTOR * longest_s)
+"""A part is late after this many times the longest recent write."""
 
 
 def open_upload(
@@ -37,50 +32,6 @@ def open_upload(
     state.uploads.setdefault(upload_key(generation, step), upload)
 
 
-def break_uploads(
-    state: CoreState, which: Callable[[Upload], bool] = lambda upload: True
-) -> list[Upload]:
-    """Give these up; what has been written of them is removed with the next that is."""
-    broken = {key: upload for key, upload in state.uploads.items() if which(upload)}
-    for key, upload in broken.items():
-        del state.uploads[key]
-        state.stale_checkpoints.append((upload.step, upload.generation))
-    return list(broken.values())
-
-
-def break_upload(state: CoreState, generation: int, step: int) -> bool:
-    """Give this one up, if there is such a one."""
-    key = upload_key(generation, step)
-    if key not in state.uploads:
-        return False
-    broken = state.uploads[key]
-    break_uploads(state, lambda upload: upload is broken)
-    return True
-
-
-def upload_deadline(state: CoreState) -> float:
-    """When a checkpoint takes too long, if no other deadline ends the wait for it."""
-    if state.ending:
-        return inf
-    return min((upload.deadline for upload in state.uploads.values()), default=inf)
-
-
-def let_go(state: CoreState, now: float) -> list[Command]:
-    """Act on each checkpoint that takes too long, and look at it again as much later."""
-    if now < upload_deadline(state):
-        return []
-    late = [upload for upload in state.uploads.values() if now >= upload.deadline]
-    commands: list[Command] = []
-    for upload in late:
-        upload.deadline = now + write_patience_s(state)
-        if upload.is_published:
-            told = "is written, but storage does not answer the controller that makes it visible"
-            commands.append(_warned(state, now, upload, told))
-        elif upload.pending:
-            commands += _let_go_of_writers(state, now, upload)
-    return commands
-
-
 def note_part(state: CoreState, worker: str) -> None:
     """A part has been written, or its write has failed: this worker does not hang."""
     if worker not in state.late_writers:
@@ -93,42 +44,97 @@ def note_part(state: CoreState, worker: str) -> None:
         state.draining.discard(worker)
 
 
-def _let_go_of_writers(state: CoreState, now: float, upload: Upload) -> list[Command]:
-    """As far as the latest vote tells who still writes: without one a worker may be slow."""
+def break_upload(state: CoreState, generation: int, step: int) -> bool:
+    """Break one upload; return whether it was open."""
+    key = upload_key(generation, step)
+    if key not in state.uploads:
+        return False
+    broken = state.uploads[key]
+    break_uploads(state, lambda upload: upload is broken)
+    return True
+
+
+def break_uploads(
+    state: CoreState, selects: Callable[[Upload], bool] = lambda upload: True
+) -> list[Upload]:
+    """Break the selected uploads; their files are removed with the next removal of checkpoints."""
+    broken = {key: upload for key, upload in state.uploads.items() if selects(upload)}
+    for key, upload in broken.items():
+        del state.uploads[key]
+        state.stale_checkpoints.append((upload.step, upload.generation))
+    return list(broken.values())
+
+
+def upload_deadline(state: CoreState) -> float:
+    """When the next upload is late, if no other deadline ends the wait for it."""
+    if state.ending:
+        return inf
+    return min((upload.deadline for upload in state.uploads.values()), default=inf)
+
+
+def handle_late_uploads(state: CoreState, now: float) -> list[Command]:
+    """Act on each late upload, and check it again after the same time."""
+    if now < upload_deadline(state):
+        return []
+    late = [upload for upload in state.uploads.values() if now >= upload.deadline]
+    commands: list[Command] = []
+    for upload in late:
+        upload.deadline = now + write_patience_s(state)
+        if upload.is_published:
+            problem = "is written, but the storage does not answer: it is not published yet"
+            commands.append(_warned(state, now, upload, problem))
+        elif upload.pending:
+            commands += _handle_late_parts(state, now, upload)
+    return commands
+
+
+def _handle_late_parts(state: CoreState, now: float, upload: Upload) -> list[Command]:
+    """Repeat the upload, warn, or replace the writers: the latest vote says whether any member
+    still writes. Without such a vote a worker may just be slow."""
     vote = state.last_vote
     if vote is None or vote.step <= upload.step:
         return []
     members = set(state.members())
     if not vote.num_writing and upload.pending <= members:
-        told = f"is made again: {_names(state, upload)} wrote, and the reports of it were lost"
-        warned = _warned(state, now, upload, told)
+        problem = f"is repeated: the reports of {_names(state, upload)} were lost"
+        warning = _warned(state, now, upload, problem)
         break_uploads(state, lambda other: other is upload)
         state.checkpoint_costs.forget()
         state.want_save(now)
-        return [warned]
+        return [warning]
     if not upload.files:
-        told = (
-            "has no part yet: the storage does not answer, and training goes on without newer ones"
-        )
-        return [_warned(state, now, upload, told)]
-    told = f"is not whole: {_names(state, upload)} still writes, and is replaced"
+        problem = "has no part yet: the storage does not answer; training continues without it"
+        return [_warned(state, now, upload, problem)]
+    problem = f"is incomplete: {_names(state, upload)} did not finish writing and is replaced"
     holders = set[str]().union(*(held.holders for held in state.holdings()))
-    new = upload.pending - state.draining
-    state.draining |= new
-    state.late_writers |= new & (members | holders)
-    idle = sorted(new - members - holders)
+    newly_late = upload.pending - state.draining
+    state.draining |= newly_late
+    state.late_writers |= newly_late & (members | holders)
+    idle = sorted(newly_late - members - holders)
     cause = "it did not write its part in time"
-    return [_warned(state, now, upload, told), *(StopWorker(worker, cause) for worker in idle)]
+    return [_warned(state, now, upload, problem), *(StopWorker(worker, cause) for worker in idle)]
+
+
+def upload_key(generation: int, step: int) -> str:
+    """The key of an upload in the state."""
+    return f"{generation}:{step}"
+
+
+def write_patience_s(state: CoreState) -> float:
+    """How long the parts of a checkpoint may take before missing ones are late."""
+    longest_s = max(state.checkpoint_costs.writes_s, default=0.0)
+    return max(state.policy.save_timeout_s, PATIENCE_FACTOR * longest_s)
 
 
 def _names(state: CoreState, upload: Upload) -> str:
-    places = [
+    """Up to four pending writers with their nodes, and the number of the others."""
+    writers = [
         f"{worker} on {state.worker_records[worker].node}" for worker in sorted(upload.pending)
     ]
-    rest = f" and {len(places) - 4} more" if len(places) > 4 else ""
-    return ", ".join(places[:4]) + rest
+    rest = f" and {len(writers) - 4} more" if len(writers) > 4 else ""
+    return ", ".join(writers[:4]) + rest
 
 
-def _warned(state: CoreState, now: float, upload: Upload, told: str) -> Warned:
-    text = f"after {now - upload.since:.0f} s the checkpoint of step {upload.step} {told}"
+def _warned(state: CoreState, now: float, upload: Upload, problem: str) -> Warned:
+    text = f"after {now - upload.since:.0f} s the checkpoint of step {upload.step} {problem}"
     return Warned(state.generation, state.committed_step, "checkpoint", text)

@@ -1,1 +1,1 @@
-"""Replay: what the journal holds, and how a restarted controller reads it back."""
+"""Journal and replay: what the journal records, and how a restarted controller reads it."""

@@ -1,10 +1,10 @@
-"""Which lines the journal gets: most steps cost it a few bytes, and a replay stays short.
+"""Journal lines: which events are written, so that steps cost few bytes and a replay stays short.
 
 Reports that lead to no command, above all committed steps, are held back for up to `HOLD_S`: their
-senders tell them again to a restarted controller, and the metrics have each step. Then the cheaper
-of two is written: the reports as they were, or the core's full state after them. A replay begins at
-the newest full state (invariant 10), which is written after each `Resume` and often enough that
-few events come after it.
+senders repeat them to a restarted controller, and the metrics have each step. Then the cheaper of
+two is written: the held reports, or the core's full state after them. A replay begins at the newest
+full state (invariant 10), which is written after each `Resume` and often enough that few events
+follow it.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from elastic.protocol.wire import command_line, event_line, state_line, steps_li
 
 HOLD_S = 30.0
 MAX_HELD = 1000
-"""Less than a worker keeps to tell again."""
+"""Fewer than a worker keeps to repeat."""
 MAX_REPLAYED = 2000
-"""After events of this cost another full state is due; later where the state is large."""
+"""After events of this replay cost another full state is due; later if the state is large."""
 NUM_KEPT_RECORDS = 4096
 STEP_BYTES, RECORD_BYTES = 190, 260
-"""About what a step costs in a line of steps, and in `metrics.jsonl`."""
+"""Approximate size of a step in a line of steps, and in `metrics.jsonl`."""
 TIME_BYTES, TIMES_BYTES_A_STEP = 20, 8
-"""About what a member's time takes in a line of `ComputeTimed`, and how many bytes a step all
-members' times may take together; otherwise only those of stragglers are written."""
+"""Approximate size of a member's time in a line of `ComputeTimed`, and the bytes per step that all
+members' times may take; beyond that only the times of stragglers are written."""
 
 JournalLine = dict[str, Any]
 HELD = (StepCommitted, Progressed, ComputeTimed)
@@ -44,15 +44,15 @@ SILENT = (RecordStep,)
 
 
 def replay_cost(event: Event, commands: Sequence[Command]) -> int:
-    """How many plain events it takes as long to replay: a report may carry over a thousand steps,
-    or let the core commit as many that nobody has records of."""
+    """The cost of replaying an event, in plain events. A report may carry over a thousand steps, or
+    let the core commit as many steps without records."""
     num_carried = len(event.records) if isinstance(event, RecordsSent | Quiesced) else 0
     num_committed = sum(isinstance(command, RecordStep) for command in commands)
     return max(1, num_carried, num_committed)
 
 
 class JournalWriter:
-    """Decides what is written; the shell writes it. No clock, no files."""
+    """Decides which lines are written; the shell writes them. It has no clock and no files."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class JournalWriter:
         records: Iterable[RecordStep] = (),
         num_replayed: int = 0,
     ) -> None:
-        """`num_replayed` is what the replay of the journal has cost since its newest full state."""
+        """`num_replayed` is the replay cost of the journal since its newest full state."""
         self.unfinished = unfinished or Unfinished()
         self._records: deque[RecordStep] = deque(records, maxlen=NUM_KEPT_RECORDS)
         self._num_events = num_replayed
@@ -70,14 +70,14 @@ class JournalWriter:
         self._now = 0.0
         self._compute_s: tuple[float, ...] = ()
         self._timed = (0, 0)
-        """Generation and step of the newest `ComputeTimed` of which all times are written."""
+        """Generation and step of the newest `ComputeTimed` that is written with all times."""
         self._generation = 0
-        """The newest of which a step is written."""
+        """The newest generation of which a step is written."""
         self._snapshot_generation = 0
-        """The newest of which a step is written by which its snapshots are whole."""
+        """The newest generation of which a step with whole snapshots is written."""
 
     def before(self, event: Event, state: CoreState, num_waiting: int = 0) -> list[JournalLine]:
-        """The lines that must precede `event`, which the core has not taken in yet.
+        """The lines that must precede `event`, which the core has not handled yet.
 
         `num_waiting` is how many of the newest lines of metrics storage has not taken.
         """
@@ -94,15 +94,15 @@ class JournalWriter:
         num_waiting: int = 0,
     ) -> list[JournalLine]:
         """The lines of an event and its commands, which have not been carried out yet."""
-        told = [command for command in commands if not isinstance(command, SILENT)]
+        written_commands = [command for command in commands if not isinstance(command, SILENT)]
         compute_s = event.compute_s if isinstance(event, ComputeTimed) else None
         if isinstance(event, ComputeTimed) and not self._has_room_for_times(event):
             event = shortened(state, event)
         lines: list[JournalLine] = []
-        if not isinstance(event, HELD) or told or self._is_first(event, state):
+        if not isinstance(event, HELD) or written_commands or self._is_first(event, state):
             lines = [event_line(now, event, state)]
-            lines += [command_line(now, command, state) for command in told]
-        # Whatever those raise has changed nothing yet.
+            lines += [command_line(now, command, state) for command in written_commands]
+        # The calls above may raise; the writer's own state changes only from here on.
         self._now = now
         self._num_events += replay_cost(event, commands)
         self.unfinished.note(event, commands)
@@ -119,14 +119,14 @@ class JournalWriter:
             self._hold(now, event)
             return []
         lines = [*self._held_lines(), *lines]
-        if any(isinstance(command, Resume) for command in told):
-            self._compute_s = ()  # of the generation before, in another order
+        if any(isinstance(command, Resume) for command in written_commands):
+            self._compute_s = ()  # times of the former generation, in another order
             lines.append(self._full(state, num_waiting + len(records)))
         return lines
 
     def _has_room_for_times(self, event: ComputeTimed) -> bool:
-        """Whether all members' times, which readers show, may be written: in a generation's first
-        report, and later if they take few bytes a step."""
+        """Whether all members' times may be written for readers: in a generation's first report,
+        and later if they take few bytes per step."""
         generation, step = self._timed
         allowed_bytes = TIMES_BYTES_A_STEP * (event.step - step)
         is_first = event.generation > generation
@@ -142,8 +142,8 @@ class JournalWriter:
             self._held_bytes += len(json.dumps(line))
 
     def _is_first(self, event: Event, state: CoreState) -> bool:
-        """Written at once: the first step of a generation and the first by which all its snapshots
-        are whole, so that readers see training begin, and since when a loss costs little."""
+        """Whether a step is written at once: the first of a generation, and the first with whole
+        snapshots. So readers see when training begins and when the state is protected."""
         if not isinstance(event, StepCommitted):
             return False
         is_first_placement = event.generation > self._snapshot_generation and has_snapshots(state)
@@ -155,24 +155,25 @@ class JournalWriter:
         return self._full(state, num_waiting)
 
     def due(self, now: float, state: CoreState, num_waiting: int = 0) -> list[JournalLine]:
-        """The lines to be written now, where all commands have been carried out."""
+        """The lines to write now, after all commands have been carried out."""
         if self._held:
             is_due = len(self._held) >= MAX_HELD or now - self._held[0][0] >= HOLD_S
             return self._release(state, num_waiting) if is_due else []
-        most = max(MAX_REPLAYED, (self._state_bytes + num_waiting * RECORD_BYTES) // 100)
+        max_cost = max(MAX_REPLAYED, (self._state_bytes + num_waiting * RECORD_BYTES) // 100)
         is_calm = not isinstance(state.phase, Forming | Resharding | Aborting) or state.catch_up
-        if self._num_events < most or not is_calm:
+        if self._num_events < max_cost or not is_calm:
             return []
         return [self._full(state, num_waiting)]
 
     def _release(self, state: CoreState, num_waiting: int) -> list[JournalLine]:
-        """What has been held, in the form that takes fewer bytes."""
+        """The held events, in the form that takes fewer bytes."""
         full_bytes = self._state_bytes + num_waiting * RECORD_BYTES
         if self._held_bytes < full_bytes:
             return self._held_lines()
         return [self._full(state, num_waiting)]
 
     def _held_lines(self) -> list[JournalLine]:
+        """The held events as lines, with consecutive steps in one line."""
         held, self._held, self._held_bytes = self._held, [], 0
         lines: list[JournalLine] = []
         steps: list[tuple[float, StepCommitted]] = []
@@ -186,12 +187,12 @@ class JournalWriter:
         return lines + ([steps_line(steps)] if steps else [])
 
     def _full(self, state: CoreState, num_records: int) -> JournalLine:
-        """The full state, with all that a replay from here on needs beside it."""
+        """The full state, with everything else that a replay from here on needs."""
         self._held, self._held_bytes = [], 0
         self._num_events = 0
         self.unfinished.drop_ended(state.worker_records.keys())
         records = list(self._records)[-num_records:] if num_records else []
-        lacking = [asdict(told.record) for told in records]
-        line = state_line(self._now, state, self.unfinished, lacking, self._compute_s)
-        self._state_bytes = len(json.dumps(line)) - RECORD_BYTES * len(lacking)
+        unwritten_records = [asdict(command.record) for command in records]
+        line = state_line(self._now, state, self.unfinished, unwritten_records, self._compute_s)
+        self._state_bytes = len(json.dumps(line)) - RECORD_BYTES * len(unwritten_records)
         return line

@@ -1,4 +1,4 @@
-"""A journal replayed: the core that it leaves, and the commands that may not have been obeyed."""
+"""Replay of a journal: the core's state, and the commands that may not have been carried out."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ from elastic.replay.journal_lines import NUM_KEPT_RECORDS, replay_cost
 
 
 class Replay:
-    """Takes a journal's lines (invariant 10). Begins at each full state anew; `now` is the time of
-    the last line, and never goes back."""
+    """Takes a journal's lines (invariant 10) and restarts at each full state.
+
+    `now` is the time of the last line, and never goes back.
+    """
 
     def __init__(self) -> None:
         self.core = Core()
         self.now = 0.0
         self.records: deque[RecordStep] = deque(maxlen=NUM_KEPT_RECORDS)
-        """Of the newest steps: their lines may be lacking."""
+        """Records of the newest steps: their lines of metrics may be missing."""
         self.unfinished = Unfinished()
         self.num_events = 0
-        """Since the newest full state, as `replay_cost` counts them."""
-        self._of_event: list[Command] = []
-        self._num_told = 0
+        """The cost since the newest full state, as `replay_cost` counts it."""
+        self._last_commands: list[Command] = []
+        self._num_command_lines = 0
 
     def take(self, line: dict[str, Any]) -> None:
-        """Raises `UnreadableJournal` for a line of another format."""
+        """Take one line. Raises `UnreadableJournal` for a line of another format."""
         if is_steps(line):
             for now, event in steps_of(line):
                 self._step(now, event)
             return
-        told = replayed(line)
+        replayed_line = replayed(line)
         self.now = max(self.now, line["time"])
-        if isinstance(told, CoreState):
-            self.core, self.unfinished = Core(told), unfinished_of(line)
+        if isinstance(replayed_line, CoreState):
+            self.core, self.unfinished = Core(replayed_line), unfinished_of(line)
             self.records.extend(map(RecordStep, lacking_of(line)))
-            self._of_event, self._num_told, self.num_events = [], 0, 0
-        elif told is not None:
-            self._step(line["time"], told)
+            self._last_commands, self._num_command_lines, self.num_events = [], 0, 0
+        elif replayed_line is not None:
+            self._step(line["time"], replayed_line)
         elif "command" in line:
-            self._num_told += 1
+            self._num_command_lines += 1
 
     @property
     def stopped(self) -> Stopped | None:
@@ -52,18 +54,20 @@ class Replay:
         return self.unfinished.stopped
 
     def untold(self) -> list[Command]:
-        """The commands of the last event whose lines are lacking."""
-        told: list[Command] = [c for c in self._of_event if not isinstance(c, RecordStep)]
-        return told[self._num_told :]
+        """The commands of the last event whose lines are missing in the journal."""
+        with_lines: list[Command] = [
+            c for c in self._last_commands if not isinstance(c, RecordStep)
+        ]
+        return with_lines[self._num_command_lines :]
 
     def again(self) -> list[Command]:
-        """What shall be done once more, in order; whoever has done it already takes no notice."""
+        """The commands to repeat, in order; receivers that have carried them out ignore them."""
         return self.unfinished.again(self.core.state.worker_records.keys())
 
     def _step(self, now: float, event: Event) -> None:
         self.now = max(self.now, now)
         commands = self.core.step(self.now, event)
         self.num_events += replay_cost(event, commands)
-        self._of_event, self._num_told = commands, 0
+        self._last_commands, self._num_command_lines = commands, 0
         self.unfinished.note(event, commands)
         self.records.extend(c for c in commands if isinstance(c, RecordStep))

@@ -1,4 +1,4 @@
-"""A core that stands as before an event whose handling raised."""
+"""A core that can undo an event whose handling raised."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ NUM_KEPT_EVENTS = 256
 
 
 class UndoableCore:
-    """Drives a core, and takes back what an exception left half done.
+    """Drives a core, and undoes changes that an exception left incomplete.
 
     It keeps a copy of the state and the events since, at most `NUM_KEPT_EVENTS`: the state before
-    an event follows from them, as from a journal (invariant 10), whatever storage has of it.
+    an event follows from them, as from a journal (invariant 10), regardless of what storage has.
     """
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._keep()
+        self._copy_state()
 
     def step(self, now: float, event: Event) -> list[Command]:
-        """As `Core.step`; if that raises, the core's state is as before."""
+        """Like `Core.step`; if that raises, the core's state is as before."""
         try:
             commands = self._core.step(now, event)
         except Exception:
@@ -32,15 +32,15 @@ class UndoableCore:
             raise
         self._events.append((now, event))
         if len(self._events) >= NUM_KEPT_EVENTS:
-            self._keep()
+            self._copy_state()
         return commands
 
     def replace_state(self, state: CoreState) -> None:
-        """Go on from a state that no event has led to."""
+        """Continue from a state that did not result from events."""
         self._core.state = state
-        self._keep()
+        self._copy_state()
 
-    def _keep(self) -> None:
+    def _copy_state(self) -> None:
         self._base = deepcopy(self._core.state)
         self._events: list[tuple[float, Event]] = []
 

@@ -1,36 +1,36 @@
-"""The language of the scenario files: what happens, line by line, and what the core answers.
+"""The language of the scenario files: events, line by line, and the core's answers.
 
-A line that is not indented says what happens; the indented ones below it are the core's answer:
-its commands and, after `=`, the phase that it goes to. `#` begins a comment. Words in capitals
-are the reader's own:
+A line without indentation is an event. The indented lines below it are the core's answer: its
+commands and, after `=`, the phase that it enters. `#` begins a comment. Words in capitals are
+placeholders:
 
     run workers=MIN:MAX steps=N [checkpoint_every=N] [layout=L] [microbatches=N] [state_bytes=N]
         [snapshot_every=N] [snapshot_redundancy=xor:K] [max_skipped=N] [spike_factor=F]
         [spike_window=N] [audit_every=N] [audit_rollback=1]
-    open [saved STEP gG ...]            a controller takes the run
-    restarted after SECONDS             the controller had died alone; the core is woken at once
+    open [saved STEP gG ...]            a controller opens the run
+    restarted after SECONDS             the controller alone died and is back; the core is woken
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
-    lost W... CAUSE: | suspected W... | leaving W...
-    draining NODE [in SECONDS] | at risk NODE    what a node has been told; 30 seconds ahead
-    formed W... | moved W...            groups are formed; the state is in place
-    steps 3..7 [whole] [wished] [busy] [skipped] [loss X]   world rank 0 tells of committed steps;
-                                        all snapshots were whole; a checkpoint was wished for; a
-                                        part was still written
+    lost W... CAUSE: | suspected W... | leaving W...    `leaving`: workers are to be drained
+    draining NODE [in SECONDS] | at risk NODE    a notice for a node; 30 seconds ahead
+    formed W... | moved W...            groups are formed; the state is resharded
+    steps 3..7 [whole] [wished] [busy] [skipped] [loss X]   world rank 0 reports committed steps;
+                                        `whole`: all snapshots were whole; `wished`: a checkpoint
+                                        was requested; `busy`: a part was being written
     paused W... at 7
-    audited 10 [W... | W...]            replicas were compared; who differs from whom
-    keeper ready NODE | keeper lost NODE
-    kept NODE W... at 6..7 [gG]         a keeper says which whole snapshots it has, and that it has
-                                        the parities of all sets whose member the first is
+    audited 10 [W... | W...]            replicas were compared; workers in one group are equal
+    keeper ready NODE | keeper lost NODE    a snapshot server
+    kept NODE W... at 6..7 [gG]         a snapshot server reports its whole snapshots, and the
+                                        parities of all sets that contain the first worker
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
-    settled W... at 8
-    sent W... [records 6..7] [saw 7]    records of steps that the core has asked for
+    settled W... at 8                   workers have rolled forward
+    sent W... [records 6..7] [saw 7]    records of steps that the core has requested
     damaged W 4 [gG]                    a worker found a flipped bit in that checkpoint
     raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
-    relayout LAYOUT                     a person wishes for another layout
+    relayout LAYOUT                     a user requests another target layout
     stop | wake                         `wake` is at the core's own deadline
 
-What workers tell bears the present generation, unless `gG` says another.
+Reports of workers carry the current generation, unless `gG` names another.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ FLAGS = ("gradients", "torn")
 
 
 class Script:
-    """Plays one scenario file against a fresh core."""
+    """Plays one scenario file against a new core."""
 
     def __init__(self) -> None:
         self._core = Core()
@@ -113,18 +113,18 @@ class Script:
         for event in self._events(line.split()):
             commands += self._core.step(self._now, event)
         self._sets = next((c.sets for c in commands if isinstance(c, StartSnapshots)), self._sets)
-        now_in = phase_in_words(self._core.state.phase)
-        return [*_told(commands), *([f"= {now_in}"] if now_in != phase else [])]
+        new_phase = phase_in_words(self._core.state.phase)
+        return [*_shown(commands), *([f"= {new_phase}"] if new_phase != phase else [])]
 
     def _events(self, words: list[str]) -> Iterator[Event]:  # noqa: C901 (one flat case a word)
-        """What one line stands for."""
+        """The events that one line stands for."""
         kind, *rest = words
         match kind:
             case "run":
                 self._opening = _opening(dict(word.split("=", 1) for word in rest))
             case "wake":
                 deadline = self._core.next_deadline()
-                assert deadline is not None, "the core does not want to be woken"
+                assert deadline is not None, "the core has no deadline"
                 self._now = max(self._now, deadline)
                 yield Woke()
             case "restarted":
@@ -137,7 +137,7 @@ class Script:
                 yield StoreReady("host", 29500) if rest == ["ready"] else StoreLost("it died")
             case "keeper" if rest[0] == "ready":
                 yield SnapshotServerReady(
-                    SnapshotServer(rest[1], "", f"keeper-{rest[1]}", "host", 29501)
+                    SnapshotServer(rest[1], "", f"server-{rest[1]}", "host", 29501)
                 )
             case "keeper":
                 yield SnapshotServerLost(rest[1], "it died")
@@ -157,12 +157,12 @@ class Script:
             case "audited":
                 yield self._audited(rest)
             case "checkpointed" | "damaged":
-                yield from self._of_checkpoint(rest)
+                yield from self._checkpoint_events(rest)
             case _:
-                yield from self._of_workers(kind, rest)
+                yield from self._worker_events(kind, rest)
 
-    def _of_checkpoint(self, words: list[str]) -> Iterator[Event]:
-        """It is whole; or, if workers are named, these have found it damaged."""
+    def _checkpoint_events(self, words: list[str]) -> Iterator[Event]:
+        """The checkpoint is published; or, if workers are named, these have found it damaged."""
         step, generation = int(words[-2 if words[-1][0] == "g" else -1]), self._generation(words)
         path = f"step-{step}-g{generation}"
         names = [word for word in words if word[0] == "w"]
@@ -174,33 +174,33 @@ class Script:
     def _kept(self, words: list[str]) -> SnapshotServerReported:
         names = [word for word in words[1:] if word[0] == "w" and word[1:].isdigit()]
         steps = _range(_keywords(words)["at"]) if names else range(0)
-        of = self._generation(words)
-        slots = tuple(Slot(name, of, step) for name in names for step in steps)
+        generation = self._generation(words)
+        slots = tuple(Slot(name, generation, step) for name in names for step in steps)
         parities = tuple(
-            ParitySlot(members, names[0], of, step)
+            ParitySlot(members, names[0], generation, step)
             for members in self._sets
             if names and names[0] in members
             for step in steps
         )
-        told_in = self._core.state.generation
-        return SnapshotServerReported(words[0], told_in, slots, parities=parities)
+        reported_in = self._core.state.generation
+        return SnapshotServerReported(words[0], reported_in, slots, parities=parities)
 
     def _audited(self, words: list[str]) -> Audited:
         groups = tuple(tuple(group.split()) for group in " ".join(words[1:]).split(" | ") if group)
         return Audited(self._core.state.generation, int(words[0]), 2, (groups,) if groups else ())
 
-    def _of_workers(self, kind: str, words: list[str]) -> Iterator[Event]:
+    def _worker_events(self, kind: str, words: list[str]) -> Iterator[Event]:
         """One event for each worker that the line names."""
         names = [word for word in words if word[0] == "w" and word[1:].isdigit()]
         cause = " ".join(words[len(names) :])
-        told = _keywords(words)
+        options = _keywords(words)
         generation = self._generation(words)
-        step = _last(told.get("at", told.get("step", "0")))
+        step = _last(options.get("at", options.get("step", "0")))
         for name in names:
             match kind:
                 case "ready":
-                    memory_bytes = int(told["with"]) if "with" in told else None
-                    node = told.get("on", f"node-{name}")
+                    memory_bytes = int(options["with"]) if "with" in options else None
+                    node = options.get("on", f"node-{name}")
                     yield WorkerReady(name, node, 1, memory_bytes=memory_bytes)
                 case "lost":
                     yield WorkerLost(name, cause or "killed")
@@ -223,14 +223,14 @@ class Script:
                 case "failed":
                     yield PartFailed(name, generation, step, "no space left")
                 case _:
-                    raise ValueError(f"{kind!r} is no word of the scenarios")
+                    raise ValueError(f"unknown event {kind!r}: see the list in script.py")
 
     def _steps(self, words: list[str]) -> Iterator[Event]:
         generation = self._generation(words)
         for step in _range(words[0]):
             self._now += 0.5
-            skipped, told = "skipped" in words, _keywords(words)
-            loss = None if skipped else float(told.get("loss", "2"))
+            skipped, options = "skipped" in words, _keywords(words)
+            loss = None if skipped else float(options.get("loss", "2"))
             record = replace(self._record(step), loss=loss, skipped=skipped)
             vote = replace(
                 _vote(step),
@@ -243,13 +243,15 @@ class Script:
     def _unwinding(
         self, kind: str, name: str, step: int, words: list[str]
     ) -> Quiesced | RolledForward | RecordsSent:
-        told, generation = _keywords(words), self._generation(words)
+        options, generation = _keywords(words), self._generation(words)
         if kind == "settled":
             return RolledForward(name, generation, self._record(step))
         records = (
-            tuple(self._record(s) for s in _range(told["records"])) if "records" in told else ()
+            tuple(self._record(s) for s in _range(options["records"]))
+            if "records" in options
+            else ()
         )
-        vote = _vote(int(told["saw"])) if "saw" in told else _vote(step) if step else None
+        vote = _vote(int(options["saw"])) if "saw" in options else _vote(step) if step else None
         if kind == "sent":
             return RecordsSent(name, generation, records, vote)
         complete = "gradients" in words
@@ -267,26 +269,26 @@ class Script:
         return given[0] if given else self._core.state.generation
 
 
-def _opening(told: dict[str, str]) -> RunOpened:
-    smallest, _, largest = told["workers"].partition(":")
+def _opening(options: dict[str, str]) -> RunOpened:
+    smallest, _, largest = options["workers"].partition(":")
     job = Job(
-        num_microbatches=int(told.get("microbatches", 8)),
-        state_bytes=int(told.get("state_bytes", 0)),
-        steps=int(told["steps"]),
-        checkpoint_every=int(told.get("checkpoint_every", 0)),
+        num_microbatches=int(options.get("microbatches", 8)),
+        state_bytes=int(options.get("state_bytes", 0)),
+        steps=int(options["steps"]),
+        checkpoint_every=int(options.get("checkpoint_every", 0)),
     )
-    target_layout = TargetLayout.parse(told.get("layout", ""), int(largest))
-    every = int(told.get("snapshot_every", 0))
+    target_layout = TargetLayout.parse(options.get("layout", ""), int(largest))
+    every = int(options.get("snapshot_every", 0))
     policy = Policy(
         int(smallest),
         int(largest),
         snapshot_every=every,
-        snapshot_redundancy=told.get("snapshot_redundancy", "copy"),
-        max_skipped=int(told.get("max_skipped", 0)),
-        spike_factor=float(told.get("spike_factor", 0)),
-        spike_window=int(told.get("spike_window", 4)),
-        audit_every=int(told.get("audit_every", 0)),
-        audit_rollback="audit_rollback" in told,
+        snapshot_redundancy=options.get("snapshot_redundancy", "copy"),
+        max_skipped=int(options.get("max_skipped", 0)),
+        spike_factor=float(options.get("spike_factor", 0)),
+        spike_window=int(options.get("spike_window", 4)),
+        audit_every=int(options.get("audit_every", 0)),
+        audit_rollback="audit_rollback" in options,
     )
     return RunOpened(1, policy, target_layout, job)
 
@@ -304,7 +306,7 @@ def _vote(step: int) -> Vote:
 
 
 def _keywords(words: list[str]) -> dict[str, str]:
-    """Each keyword with the word after it."""
+    """Each keyword with the word that follows it."""
     return {word: words[i + 1] for i, word in enumerate(words[:-1]) if word in KEYWORDS}
 
 
@@ -317,10 +319,10 @@ def _last(text: str) -> int:
     return _range(text)[-1]
 
 
-def _told(commands: list[Command]) -> Iterator[str]:
-    """One line a command; steps that follow one another share one."""
-    for is_record, some in groupby(commands, key=lambda command: isinstance(command, RecordStep)):
-        group = list(some)
+def _shown(commands: list[Command]) -> Iterator[str]:
+    """One line for each command; consecutive steps share one line."""
+    for is_record, grouped in groupby(commands, key=lambda c: isinstance(c, RecordStep)):
+        group = list(grouped)
         if is_record and len(group) > 1:
             first, last = group[0], group[-1]
             assert isinstance(first, RecordStep) and isinstance(last, RecordStep)

@@ -274,7 +274,7 @@ def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path
     )
     [rolled_back] = run.told("RolledBack")
     assert (rolled_back["step"], rolled_back["source"]) == (4, "checkpoint")
-    assert rolled_back["cause"].startswith("w1 had spoilt the gradients")
+    assert rolled_back["cause"].startswith("w1 corrupted the gradients")
     assert {line["worker"] for line in run.told("WorkerLost")} == {"w1"}
     seen, weights = expected(SETTINGS, NUM_STEPS)
     assert_same(run, [loss for loss, _ in seen], weights)

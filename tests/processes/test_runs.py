@@ -192,7 +192,7 @@ def test_a_sample_that_ends_whoever_runs_it_is_named(tmp_path: Path) -> None:
     # Of six, five, four and three data ranks, the one that ran number 5 also ran number 4.
     first = (12 - 1) * SETTINGS.batch
     assert SETTINGS.num_microbatches == 12 and SETTINGS.microbatch == 1
-    assert "every worker that ran microbatch 4 to 5 of it, 4 times" in run.stopped.reason
+    assert "every worker that ran its microbatch 4 to 5, 4 times" in run.stopped.reason
     num_samples = TrainingProgram(SETTINGS.model_dump(mode="json")).workload.num_samples
     indices = sorted(sample_of(SETTINGS.seed, first + i, num_samples) for i in (4, 5))
     assert run.stopped.reason.endswith(f"look at training samples {indices[0]}, {indices[1]}")

@@ -36,7 +36,7 @@ def test_a_slow_worker_is_replaced_by_a_spare(tmp_path: Path, undisturbed: Outco
     assert replaced["worker"] == "w1" and "times as long as the others" in replaced["cause"]
     members = [set(line["workers"]) for line in run.told("Resume")]
     assert members == [{"w0", "w1", "w2"}, {"w0", "w2", "w3"}]
-    assert not run.told("Abort"), "it leaves by plan"
+    assert not run.told("Abort"), "it is drained"
     assert_nothing_redone(run)
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
 

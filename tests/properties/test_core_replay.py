@@ -12,8 +12,8 @@ from sim.scenario import (
     drawn,
     drawn_with_bad_numbers,
     drawn_with_controller_restarts,
+    drawn_with_layout_requests,
     drawn_with_parities,
-    drawn_with_relayouts,
 )
 from sim.shell import replay, replay_newest
 from sim.simulation import simulate
@@ -65,7 +65,7 @@ def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "draw",
     [
         drawn,
-        drawn_with_relayouts,
+        drawn_with_layout_requests,
         drawn_with_bad_numbers,
         drawn_with_parities,
         drawn_with_controller_restarts,

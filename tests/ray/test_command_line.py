@@ -160,6 +160,6 @@ def test_bad_numbers_from_the_command_line(tmp_path: Path) -> None:
         skipped = [line["step"] for line in command.metrics() if line["skipped"]]
     assert code == 1, output
     assert found["splits"] == [[["w0", "w2"], ["w1"]]]
-    assert "w1 holds other bits than 2 replicas" in output
+    assert "w1 holds different bits than 2 replicas" in output
     assert skipped == [20, 21] and last == len(command.metrics())
     assert "failed: steps 20 to 21 were all skipped" in output

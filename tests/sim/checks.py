@@ -1,4 +1,4 @@
-"""What must hold after every event; the numbers are those of DESIGN.md, section 10."""
+"""Checks of the invariants after every event; their numbers are those of DESIGN.md, section 11."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class Checks:
     """Watches one run, over all its controllers."""
 
     def __init__(self, random: Random, bound_s: float, parts: Parts, snapshots: Snapshots) -> None:
-        """`parts` tells what living workers, of those named, really hold, `snapshots` what a
-        keeper really has of what it told of."""
+        """`parts` returns the parts that the named live workers really hold; `snapshots` returns
+        the parts behind a snapshot server's report."""
         self._random = random
         self._bound_s = bound_s
         self._parts = parts
@@ -93,7 +93,7 @@ class Checks:
         self._ready: set[tuple[str, int]] = set()
         self._form: Form | None = None
         self._members: tuple[str, ...] = ()
-        self._has_rewound = False
+        self._has_rolled_back = False
         self._target_layout = TargetLayout()
         self._old_reports: list[Event] = []
 
@@ -101,18 +101,18 @@ class Checks:
         self._well_at = max(self._well_at, now)
 
     def note_restart(self, committed_step: int) -> None:
-        """The journal knows of the steps up to this one; later ones are reported again, or lost."""
+        """The journal knows the steps up to this one; later ones are reported again, or lost."""
         self._recorded_step = min(self._recorded_step, committed_step)
 
     def after(self, now: float, event: Event, commands: list[Command], core: Core) -> None:
-        """Look at one event's outcome."""
+        """Check the outcome of one event."""
         state = core.state
         if isinstance(event, GroupFormed):
             self._formed.add((event.worker, event.generation))
         if isinstance(event, StateReady):
             self._ready.add((event.worker, event.generation))
         if isinstance(event, RunOpened):
-            self._kept.clear()  # the keepers have ended with the job
+            self._kept.clear()  # the snapshot servers have ended with the job
         if isinstance(event, SnapshotServerReported) and event.generation == state.generation:
             self._kept[event.node] = list(self._snapshots(event))
             self._parities[event.node] = event.parities
@@ -132,7 +132,7 @@ class Checks:
                     self._check_roll_back(command, state)
                 case DropCheckpoints():
                     kept = {(saved.step, saved.generation) for saved in state.saved}
-                    assert kept.isdisjoint(command.dropped), "dropped, and counted on"
+                    assert kept.isdisjoint(command.dropped), "a checkpoint in use is dropped"
                 case QuerySnapshotServers():
                     self._kept.clear()
         if isinstance(event, LayoutRequested):
@@ -150,10 +150,10 @@ class Checks:
         storage: Storage,
         read: dict[tuple[int, int], list[int]],
     ) -> None:
-        """The steps are 1..n, each once in the history that survived, and that is saved; what they
-        read is all the data from the beginning on, but for what was left out on purpose."""
-        run_status = [one for one in storage.whole() if state.stands(one.step, one.generation)]
-        newest, num_steps = next(reversed(run_status), None), state.job.steps
+        """Check the end of the run: the saved lineage has each of the steps 1..n once, and its
+        steps read all data from the beginning, except for skipped batches."""
+        valid = [saved for saved in storage.whole() if state.stands(saved.step, saved.generation)]
+        newest, num_steps = next(reversed(valid), None), state.job.steps
         if newest is None or newest.step < outcome.step:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
             return
@@ -161,26 +161,26 @@ class Checks:
         lines = [(line.record.generation, line.record.step) for line in records.metrics]
         assert len(set(lines)) == len(lines), "invariant 8: a line is doubled"
         last = {line.record.step: line.record.generation for line in records.metrics}
-        kept = storage.visible[newest.path].lineage.generations
-        told = tuple(last[step + 1] for step in range(newest.step))
-        assert told == kept, f"invariant 8: the lines tell of {told}, the state of {kept}"
-        batches = [read[generation, step] for step, generation in enumerate(told, start=1)]
+        saved = storage.visible[newest.path].lineage.generations
+        recorded = tuple(last[step + 1] for step in range(newest.step))
+        assert recorded == saved, f"invariant 8: metrics say {recorded}, the state {saved}"
+        batches = [read[generation, step] for step, generation in enumerate(recorded, start=1)]
         rest = (number for number in count() if number not in state.skipped_batches)
         for batch, number in zip(batches, rest, strict=False):
             first = number * len(batch)
             assert batch == list(range(first, first + len(batch))), "invariant 5: other samples"
 
     def _check_form(self, form: Form, state: CoreState) -> None:
-        assert form.generation > self._generation, "invariant 6: a generation again"
+        assert form.generation > self._generation, "invariant 6: a generation number is reused"
         self._generation = form.generation
-        taken_in, self._form = self._form, form
+        former, self._form = self._form, form
         check_mesh(form.assignment)
-        staying = sorted(state.warm - state.draining)
-        self._check_nodes(form, taken_in, state)
-        assert set(form.assignment.members) <= set(staying), "a rank for one who is not there"
-        memories = [m for w in staying if (m := state.worker_records[w].memory_bytes) is not None]
-        shuffled = self._random.sample(staying, len(staying))
-        again = assign(
+        available = sorted(state.warm - state.draining)
+        self._check_nodes(form, former, state)
+        assert set(form.assignment.members) <= set(available), "a rank for a missing worker"
+        memories = [m for w in available if (m := state.worker_records[w].memory_bytes) is not None]
+        shuffled = self._random.sample(available, len(available))
+        reassigned = assign(
             form.plan.old,
             shuffled,
             generation=form.generation,
@@ -189,23 +189,23 @@ class Checks:
             job=state.job,
             memory_bytes=min(memories, default=None),
         )
-        assert again == form.assignment, "invariant 2: the order of arrival decides"
+        assert reassigned == form.assignment, "invariant 2: arrival order matters"
 
-    def _check_nodes(self, form: Form, taken_in: Form | None, state: CoreState) -> None:
-        """Nobody comes in on an avoided node while there are enough others; who has been taken in
-        by a forming that was broken off may have a part of the state, and stays."""
-        before = set(taken_in.assignment.members if taken_in else ())
+    def _check_nodes(self, form: Form, former: Form | None, state: CoreState) -> None:
+        """No worker gets a rank on a quarantined node while there are enough others. A worker of an
+        aborted forming may hold a part of the state, and stays."""
+        before = set(former.assignment.members if former else ())
         before |= {*(form.plan.old.members if form.plan.old else ()), *self._members}
         quarantined = {
             w for w in state.warm if state.worker_records[w].node in state.quarantined
         } - before
         num_others = len(state.warm - state.draining - quarantined)
         if num_others >= state.policy.min_workers:
-            assert quarantined.isdisjoint(form.assignment.members), "a rank on an avoided node"
+            assert quarantined.isdisjoint(form.assignment.members), "a rank on a quarantined node"
 
     def _check_resume(self, resume: Resume) -> None:
         self._members = resume.workers
-        assert self._form, "invariant 7: resumed what was never formed"
+        assert self._form, "invariant 7: resumed without a Form"
         assert resume.generation == self._form.generation, "invariant 6: resumed an older one"
         everyone = {(worker, resume.generation) for worker in self._form.plan.participants}
         assert everyone <= self._formed, "invariant 7: resumed before all groups were formed"
@@ -214,13 +214,12 @@ class Checks:
     def _check_answer(
         self, event: LayoutRequested, commands: list[Command], state: CoreState
     ) -> None:
-        """Each wish is answered once; what is refused changes nothing, the rest is taken up."""
+        """Each layout request is answered once; a refused one changes nothing, an accepted one
+        applies."""
         [answer] = [command for command in commands if isinstance(command, LayoutAnswered)]
         assert answer.request == event.request
         if answer.refusal:
-            assert self._target_layout == state.target_layout, (
-                "refused, and yet the wish is another"
-            )
+            assert self._target_layout == state.target_layout, "refused, and yet adopted"
             assert not any(isinstance(command, Form | Pause) for command in commands)
         else:
             assert state.target_layout == replace(
@@ -235,29 +234,36 @@ class Checks:
         self._generation_of[step] = command.record.generation
 
     def _check_roll_back(self, command: RolledBack, state: CoreState) -> None:
-        """The rule of recovery: never to a step older than one that the living and the keepers
-        cover between them; what a keeper has of steps that were given up does not count."""
+        """The recovery rule: never to a step older than one that live workers and snapshot servers
+        together cover. Snapshots of void steps do not count."""
         assert command.step < command.from_step
         self._recorded_step = command.step
-        if command.cause:  # what is held is what shall be undone
+        if command.cause:  # the rollback undoes the live state
             assert command.step <= state.voided[-1].step, "not far enough back"
             assert bool(command.skipped_batches) == ("spiked" in command.cause)
-            self._has_rewound = True
+            self._has_rolled_back = True
             self._generation_of = {
                 s: g for s, g in self._generation_of.items() if s <= command.step
             }
             return
-        held = self._parts(state.warm)
-        if self._has_rewound:  # spares may still have what has been undone
-            held = [(w, part) for w, part in held if self._stands(part, command.from_step)]
-        known = [part for w, part in held if (w, part.assignment.generation) in self._ready]
-        told = [part for parts in self._kept.values() for part in parts]
-        kept = [p for p in (*told, *self._remade()) if self._stands(p, command.from_step)]
-        covered = newest_covered([*known, *kept])
+        live_parts = self._parts(state.warm)
+        if self._has_rolled_back:  # standby workers may still hold undone steps
+            live_parts = [
+                (w, part) for w, part in live_parts if self._stands(part, command.from_step)
+            ]
+        ready_parts = [
+            part for w, part in live_parts if (w, part.assignment.generation) in self._ready
+        ]
+        reported = [part for parts in self._kept.values() for part in parts]
+        valid_snapshots = [
+            p for p in (*reported, *self._remade()) if self._stands(p, command.from_step)
+        ]
+        covered = newest_covered([*ready_parts, *valid_snapshots])
         assert covered <= command.step, f"rolled back from step {covered}, which is held"
 
     def _remade(self) -> Iterator[Part]:
-        """What parities bring back: all but one of a set are where their parities are."""
+        """The parts that parities rebuild: all but one of a set are on the servers with their
+        parities."""
         holders: dict[tuple[object, ...], dict[str, Part]] = {}
         for node, slots in self._parities.items():
             for slot in slots:
@@ -269,26 +275,27 @@ class Checks:
                         holders.setdefault(key, {})[slot.member] = part
         for (members, *_), parts in holders.items():
             assert isinstance(members, tuple)
-            lost = [member for member in members if member not in parts]
-            if len(lost) == 1:
+            missing = [member for member in members if member not in parts]
+            if len(missing) == 1:
                 other = next(iter(parts.values()))
-                regions = regions_under(other.assignment, lost[0])
+                regions = regions_under(other.assignment, missing[0])
                 pieces = {i: other.lineage.values(i, region) for i, region in regions.items()}
                 yield Part(other.assignment, other.lineage, regions, pieces)
 
     def _stands(self, part: Part, newest_step: int) -> bool:
-        told = tuple(self._generation_of.get(step + 1) for step in range(part.lineage.step))
-        return part.lineage.step <= newest_step and part.lineage.generations == told
+        """Whether the part is of the recorded lineage, up to this step."""
+        recorded = tuple(self._generation_of.get(step + 1) for step in range(part.lineage.step))
+        return part.lineage.step <= newest_step and part.lineage.generations == recorded
 
     def _check_roster(self, state: CoreState) -> None:
-        """Nobody is waited for who is not there (invariant 9)."""
+        """The core waits only for workers that exist (invariant 9)."""
         assert state.warm <= state.worker_records.keys()
         assert state.draining <= state.worker_records.keys()
         assert all(held.holders <= state.warm for held in state.holdings())
         if isinstance(state.phase, Forming | Resharding | Pausing | Aborting):
-            assert state.phase.pending <= state.warm, f"waits for the dead: {state.phase}"
+            assert state.phase.pending <= state.warm, f"waits for a dead worker: {state.phase}"
         for upload in state.uploads.values():
-            assert upload.pending <= state.warm, f"waits for the dead: {upload}"
+            assert upload.pending <= state.warm, f"waits for a dead worker: {upload}"
 
     def _check_progress(self, now: float, state: CoreState) -> None:
         phase = state.phase
@@ -298,7 +305,7 @@ class Checks:
         assert now - self._well_at <= self._bound_s, f"invariant 9: stuck in {phase}"
 
     def _check_stale(self, now: float, event: Event, core: Core) -> None:
-        """Invariant 6: what comes from an older generation changes nothing."""
+        """Invariant 6: a report of an older generation changes nothing."""
         if isinstance(event, GENERATION_BOUND):
             self._old_reports.append(event)
         if self._random.random() > 0.005 or not self._old_reports:
@@ -306,10 +313,10 @@ class Checks:
         stale = self._random.choice(self._old_reports)
         if stale.generation >= core.state.generation or getattr(stale, "kind", "") == "device":
             return
-        nothing, something = Core(deepcopy(core.state)), Core(deepcopy(core.state))
-        expected = nothing.step(now, Progressed(generation=-1))
-        assert something.step(now, stale) == expected, f"invariant 6: {stale} leads to something"
-        assert something.state == nothing.state, f"invariant 6: {stale} changes the state"
+        without, with_stale = Core(deepcopy(core.state)), Core(deepcopy(core.state))
+        expected = without.step(now, Progressed(generation=-1))
+        assert with_stale.step(now, stale) == expected, f"invariant 6: {stale} leads to commands"
+        assert with_stale.state == without.state, f"invariant 6: {stale} changes the state"
 
 
 def check_mesh(assignment: Assignment) -> None:
@@ -325,7 +332,8 @@ def check_mesh(assignment: Assignment) -> None:
 
 
 def newest_covered(parts: Iterable[Part]) -> int:
-    """The newest step of which parts of one assignment hold every element; -1 if none."""
+    """The newest step whose parts, all of one assignment, hold every element; -1 if there is
+    none."""
     groups: dict[tuple[int, tuple[int, ...]], list[Part]] = {}
     for part in parts:
         key = (part.assignment.generation, part.lineage.generations)

@@ -1,4 +1,4 @@
-"""Gives tests their seeds, and tells how a failing seed is replayed."""
+"""Fixtures that give tests their seeds, and a report that says how to replay a failing seed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated worker's threads share: its flags, its faults, its ways to others."""
+"""State shared by the threads of a simulated worker: flags, faults, and connections to others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from sim.meetings import Meetings
-from sim.snapshot_server import SimKeeper
+from sim.snapshot_server import SimSnapshotServer
 from sim.storage import Storage
 from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
 
@@ -27,7 +27,7 @@ class Raised(Exception):
     """What a fault makes a worker raise; `kind` as in `WorkerRaised`."""
 
     def __init__(self, kind: str) -> None:
-        super().__init__(f"told to raise: {kind}")
+        super().__init__(f"injected exception: {kind}")
         self.kind = kind
 
 
@@ -44,7 +44,7 @@ class Surroundings:
     collective_timeout_s: float
     report: Callable[[str, int, Event], None]
     at: Callable[[str, str], None]
-    """Told of each moment that a worker passes, at which a fault may be due."""
+    """Called at each moment that a worker passes, at which a fault may be due."""
     incarnation: int = 1
     """Of the controller that starts workers now."""
     store_port: int = 0
@@ -60,7 +60,7 @@ class Surroundings:
     num_sent_records: int = NUM_SENT_RECORDS
     read: dict[tuple[int, int], list[int]] = field(default_factory=dict)
     """By generation and step: the ids of the samples that all ranks together read."""
-    snapshot_servers: dict[str, SimKeeper] = field(default_factory=dict)
+    snapshot_servers: dict[str, SimSnapshotServer] = field(default_factory=dict)
     """By node."""
 
     def draw(self, low_s: float, high_s: float) -> float:
@@ -68,7 +68,7 @@ class Surroundings:
 
 
 class Control:
-    """The flags that commands and faults set, and what the threads do only through them."""
+    """The flags that commands and faults set, and the actions that depend on them."""
 
     def __init__(self, name: str, around: Surroundings) -> None:
         self.name = name
@@ -82,14 +82,14 @@ class Control:
         self.next_error = ""
         self.num_nans = 0
         self.next_loss = 1.0
-        self.lies = False
+        self.falsifies_checksum = False
         self.slowness = 1.0
         self.world_rank: int | None = None
         self.aborted_generation = 0
         self.running_generation = 0
         self.pause_requested_generation = 0
         self.save_request = (0, 0)
-        """In which generation, after which step."""
+        """Generation of the save request, and the step after which it applies."""
 
     @property
     def is_pause_requested(self) -> bool:
@@ -103,8 +103,8 @@ class Control:
         self.outbox.add(event)
         self.around.report(self.name, self.outbox.incarnation, event)
 
-    def tell_again(self, incarnation: int, committed_step: int) -> None:
-        """To a controller that knows of the steps up to this one."""
+    def repeat_reports(self, incarnation: int, committed_step: int) -> None:
+        """Report again to a controller that knows the steps up to this one."""
         for event in self.outbox.again(incarnation, committed_step):
             self.around.report(self.name, incarnation, event)
 
@@ -114,7 +114,7 @@ class Control:
             raise Interrupted
 
     def at(self, moment: str) -> Body:
-        """A moment at which something may happen to this worker."""
+        """A moment at which a fault may strike this worker."""
         self.around.at(self.name, moment)
         if self.next_error and moment != "ready":
             kind, self.next_error = self.next_error, ""
@@ -125,7 +125,7 @@ class Control:
             yield 0.0
 
     def work(self, seconds: float) -> Body:
-        """Busy, but asking now and then whether to go on."""
+        """Compute for some seconds, checking now and then for an abort."""
         for _ in range(3):
             self.check()
             yield seconds / 3
@@ -139,9 +139,10 @@ class Control:
         brings: object = None,
         needs: frozenset[str] | None = None,
     ) -> Body:
-        """A collective of the generation: members vote and audit, all participants do the rest."""
+        """A collective of the generation: only members vote and audit, all participants do the
+        rest."""
         if order.generation <= self.aborted_generation and not self.deaf:
-            raise GroupBroken("broken off before it began")
+            raise GroupBroken("aborted before it began")
         everyone = (
             order.assignment.members if kind in ("vote", "audit") else order.plan.participants
         )
@@ -152,10 +153,10 @@ class Control:
         return brought
 
     def break_off(self) -> None:
-        """Make the training thread's present collective raise.
+        """Make the training thread's current collective raise.
 
         A deaf worker misses the wake-up, as Gloo's do, and blocks until its timeout.
         """
         if self.training.waiting_on == "peers" and not self.deaf:
             delay_s = self.around.draw(0.001, 0.01)
-            self.training.interrupt(GroupBroken("broken off"), delay_s)
+            self.training.interrupt(GroupBroken("aborted"), delay_s)

@@ -1,4 +1,4 @@
-"""The controller alone dies and comes back, as on Ray."""
+"""Death and restart of the controller alone, as on Ray."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from elastic.protocol.events import (
     WorkerLost,
 )
 
-GONE = "it died while nobody looked"
+GONE = "it died while the controller was down"
 
 
 def kill_controller(world: World) -> None:
-    """It dies amid its next event or at once, and is back a little later."""
+    """The controller dies during its next event or at once, and is back a little later."""
     absence_s = world.random.uniform(*world.scenario.absence_s)
     dead = world.shell
 
@@ -33,7 +33,7 @@ def kill_controller(world: World) -> None:
 
     def die() -> None:
         world.checks.note_fault(world.timeline.now + absence_s)
-        for link in world.bandwidths.values():
+        for link in world.links.values():
             link.loses_older = world.random.random() < 0.5
         world.timeline.after(absence_s, come_back)
 
@@ -49,7 +49,7 @@ def _come_back(world: World) -> None:
     world.incarnation += 1
     world.around.incarnation = world.incarnation
     before = replay_whole(world.records)
-    state, again = before.core.state, before.again()
+    state, to_repeat = before.core.state, before.again()
     world.checks.note_restart(state.committed_step)
     world.shell = world.shell_of(before.core, before)
     if before.stopped:
@@ -62,21 +62,21 @@ def _come_back(world: World) -> None:
     }
     committed_step = state.committed_step
     world.shell.post(ControllerRestarted(world.incarnation, before.now))
-    _hear_late(world)
+    _deliver_late(world)
     _find_store(world, state)
-    _find_keepers(world, state)
+    _find_snapshot_servers(world, state)
     _find_workers(world, worker_records, quarantined, committed_step)
-    for command in again:
+    for command in to_repeat:
         world.carry_out(command)
 
 
-def _hear_late(world: World) -> None:
-    """What was sent to the dead one may come before, amid or after what is sent to this one."""
-    for link in world.bandwidths.values():
+def _deliver_late(world: World) -> None:
+    """Reports to the dead controller may arrive before, during or after those to the new one."""
+    for link in world.links.values():
         link.down = Channel(world.timeline)
-    unheard, world.unheard = world.unheard, []
+    undelivered, world.undelivered = world.undelivered, []
     delay_s = world.random.uniform(0.0, 0.01)
-    for arrive in unheard:
+    for arrive in undelivered:
         world.timeline.after(delay_s, arrive)
 
 
@@ -89,7 +89,7 @@ def _find_store(world: World, state: CoreState) -> None:
         world.carry_out(StartStore())
 
 
-def _find_keepers(world: World, state: CoreState) -> None:
+def _find_snapshot_servers(world: World, state: CoreState) -> None:
     for node in sorted(state.snapshot_servers.keys() | state.starting_snapshot_servers):
         if node in world.around.snapshot_servers:
             world.shell.post(
@@ -107,16 +107,16 @@ def _find_workers(
     quarantined: dict[str, tuple[str, ...]],
     committed_step: int,
 ) -> None:
-    """`seats` tells of each whether it had been warm."""
-    for stranger in world.nodes.waiting.keys() - worker_records.keys():
-        del world.nodes.waiting[stranger]
-    for stranger in [w for name, w in world.workers.items() if name not in worker_records]:
-        world.kill(stranger, "nobody knows it")
+    """`worker_records` says of each worker whether it had been warm."""
+    for unknown in world.nodes.waiting.keys() - worker_records.keys():
+        del world.nodes.waiting[unknown]
+    for unknown in [w for name, w in world.workers.items() if name not in worker_records]:
+        world.kill(unknown, "the controller does not know it")
     for name, was_warm in worker_records.items():
         worker = world.workers.get(name)
         if worker:
             meet = partial(worker.meet, world.incarnation, committed_step)
-            world.bandwidths[name].down.send(world.latency_s(), meet)
+            world.links[name].down.send(world.latency_s(), meet)
             if worker.control.frozen:
                 world.suspect_later(worker)
         elif was_warm:

@@ -1,4 +1,4 @@
-"""What each fault does to the worker that it strikes."""
+"""Fault injection: what each fault does to the worker that it strikes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from sim.controller_restarts import kill_controller
-from sim.snapshot_server import SimKeeper
+from sim.snapshot_server import SimSnapshotServer
 from sim.worker import SimWorker
 from sim.world import World
 
@@ -24,14 +24,15 @@ from elastic.protocol.events import (
 
 
 def inflict(world: World, action: str, worker: SimWorker) -> None:
-    """Do what a fault says; `action` is one of `sim.faults.ACTIONS`, or a wish for a layout."""
+    """Carry out a fault; `action` is one of `sim.faults.ACTIONS`, an exception, or a layout
+    request."""
     if action.startswith("raise "):
         worker.control.next_error = action.removeprefix("raise ")
-    elif action.startswith("relayout "):
-        target_layout = TargetLayout.parse(action.removeprefix("relayout "))
-        world.post_soon(LayoutRequested(f"request {len(world.happened)}", target_layout))
+    elif action.startswith("request layout "):
+        target_layout = TargetLayout.parse(action.removeprefix("request layout "))
+        world.post_soon(LayoutRequested(f"request {len(world.struck)}", target_layout))
     else:
-        _DOINGS[action](world, worker)
+        _ACTIONS[action](world, worker)
 
 
 def _kill(world: World, worker: SimWorker) -> None:
@@ -45,19 +46,19 @@ def _kill_two(world: World, worker: SimWorker) -> None:
         world.kill(world.random.choice(others), "killed with another")
 
 
-def _kill_and_tell_late(world: World, worker: SimWorker) -> None:
-    world.kill(worker, "killed", told_after_s=world.random.uniform(1.0, 3.0))
+def _kill_and_report_late(world: World, worker: SimWorker) -> None:
+    world.kill(worker, "killed", reported_after_s=world.random.uniform(1.0, 3.0))
 
 
 def _freeze(world: World, worker: SimWorker) -> None:
-    """As SIGSTOP. Nobody would ever look for one who has not been ready."""
+    """Like SIGSTOP. A worker that has not been ready is not probed, so it is left alone."""
     if worker.control.world_rank is not None:
         worker.freeze()
         world.suspect_later(worker)
 
 
 def _freeze_for_a_while(world: World, worker: SimWorker) -> None:
-    """A machine that stands still and comes back, suspected or not."""
+    """A machine that stalls and recovers, suspected or not."""
     _freeze(world, worker)
     world.timeline.after(world.random.uniform(0.1, 3.0), worker.thaw)
 
@@ -68,15 +69,15 @@ def _hang(world: World, worker: SimWorker) -> None:
 
 
 def _lose_a_report(world: World, worker: SimWorker) -> None:
-    world.bandwidths[worker.name].lose_next = True
+    world.links[worker.name].lose_next = True
 
 
 def _delay_a_report(world: World, worker: SimWorker) -> None:
-    world.bandwidths[worker.name].next_delay_s = world.random.uniform(0.1, 8.0)
+    world.links[worker.name].next_delay_s = world.random.uniform(0.1, 8.0)
 
 
 def _delay_an_order(world: World, worker: SimWorker) -> None:
-    world.bandwidths[worker.name].next_order_delay_s = world.random.uniform(0.1, 4.0)
+    world.links[worker.name].next_order_delay_s = world.random.uniform(0.1, 4.0)
 
 
 def _go_deaf(world: World, worker: SimWorker) -> None:
@@ -87,19 +88,19 @@ def _suspect(world: World, worker: SimWorker) -> None:
     world.post_soon(WorkerSuspected(worker.name, "wrongly"))
 
 
-def _leave(world: World, worker: SimWorker) -> None:
+def _drain_worker(world: World, worker: SimWorker) -> None:
     world.post_soon(WorkerDraining(worker.name, "it was asked to"))
 
 
 def _drain(world: World, worker: SimWorker) -> None:
-    """A spot notice: the whole node goes, in a few seconds."""
+    """A spot notice: the whole node ends in a few seconds."""
     seconds = world.random.uniform(2.0, 6.0)
     world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds), within_s=0.5)
     world.timeline.after(seconds, partial(_take_node, world, worker.node))
 
 
 def _drain_late(world: World, worker: SimWorker) -> None:
-    """A notice long enough to leave: whoever trains is gone from there by then."""
+    """A notice long enough to drain: by then no member trains on that node."""
     seconds = world.random.uniform(5.0, 9.0)
     world.post_soon(NodeDraining(worker.node, world.timeline.now + seconds))
     world.timeline.after(seconds, partial(_take_left_node, world, worker.node))
@@ -127,7 +128,7 @@ def _take_left_node(world: World, node: str) -> None:
 
 def _take_node(world: World, node: str) -> None:
     world.checks.note_fault(world.timeline.now)
-    world.lose_keeper(node)
+    world.lose_snapshot_server(node)
     for worker in [w for w in world.workers.values() if w.node == node]:
         world.kill(worker, "its node is gone")
 
@@ -136,33 +137,33 @@ def _kill_node(world: World, worker: SimWorker) -> None:
     _take_node(world, worker.node)
 
 
-def _kill_keeper(world: World, worker: SimWorker) -> None:
-    world.lose_keeper(worker.node)
+def _kill_snapshot_server(world: World, worker: SimWorker) -> None:
+    world.lose_snapshot_server(worker.node)
 
 
-def _freeze_keeper(world: World, worker: SimWorker) -> None:
-    """As SIGSTOP."""
+def _freeze_snapshot_server(world: World, worker: SimWorker) -> None:
+    """Like SIGSTOP."""
     snapshot_server = world.around.snapshot_servers.get(worker.node)
     if snapshot_server:
         snapshot_server.is_frozen = True
-        _suspect_keeper_later(world, snapshot_server)
+        _suspect_snapshot_server_later(world, snapshot_server)
 
 
-def _freeze_keeper_for_a_while(world: World, worker: SimWorker) -> None:
-    _freeze_keeper(world, worker)
+def _freeze_snapshot_server_for_a_while(world: World, worker: SimWorker) -> None:
+    _freeze_snapshot_server(world, worker)
     snapshot_server = world.around.snapshot_servers.get(worker.node)
     if snapshot_server:
         thaw = partial(setattr, snapshot_server, "is_frozen", False)
         world.timeline.after(world.random.uniform(0.1, 3.0), thaw)
 
 
-def _suspect_keeper_later(world: World, snapshot_server: SimKeeper) -> None:
+def _suspect_snapshot_server_later(world: World, snapshot_server: SimSnapshotServer) -> None:
     node = snapshot_server.snapshot_server.node
 
     def suspect() -> None:
         if snapshot_server.is_frozen and world.around.snapshot_servers.get(node) is snapshot_server:
             world.shell.post(SnapshotServerSuspected(node, "no answer to a probe"))
-            _suspect_keeper_later(world, snapshot_server)
+            _suspect_snapshot_server_later(world, snapshot_server)
 
     world.timeline.after(world.random.uniform(1.0, 1.6), suspect)
 
@@ -177,8 +178,8 @@ def _fill_the_disk(world: World, worker: SimWorker) -> None:
 
 
 def _hang_the_write(world: World, worker: SimWorker) -> None:
-    """As a network file system whose server is gone: the write under way never returns, and those
-    after it wait for it; training goes on."""
+    """Like a network file system whose server is gone: the current write never returns, and later
+    writes wait for it; training continues."""
     worker.control.write_hangs = True
 
 
@@ -189,8 +190,9 @@ def _damage(world: World, worker: SimWorker) -> None:
 
 
 def _flap(world: World, worker: SimWorker) -> None:
-    """Killed, and its replacements die as they start: with it, which may be starting itself, fewer
-    than end a run that has had no worker yet."""
+    """A worker is killed, and its replacements die as they start. Together with the killed one,
+    which may still be starting, they are fewer than those that end a run without any ready
+    worker."""
     world.num_flaps = world.random.randint(1, world.scenario.policy.max_start_failures - 2)
     world.kill(worker, "killed")
 
@@ -199,52 +201,52 @@ def _stop(world: World, worker: SimWorker) -> None:
     world.post_soon(StopRequested("SIGTERM"))
 
 
-def _tell_nan(world: World, worker: SimWorker) -> None:
+def _inject_nan(world: World, worker: SimWorker) -> None:
     worker.control.num_nans = 1
 
 
-def _tell_nans(world: World, worker: SimWorker) -> None:
+def _inject_nans(world: World, worker: SimWorker) -> None:
     worker.control.num_nans = world.random.randint(2, 8)
 
 
-def _tell_spike(world: World, worker: SimWorker) -> None:
+def _inject_spike(world: World, worker: SimWorker) -> None:
     worker.control.next_loss = world.random.uniform(20.0, 60.0)
 
 
-def _lie(world: World, worker: SimWorker) -> None:
-    """Its state is as it should be, and its checksum is not."""
-    worker.control.lies = True
+def _falsify_checksum(world: World, worker: SimWorker) -> None:
+    """Its state is correct, but its checksum is not."""
+    worker.control.falsifies_checksum = True
 
 
 def _slow(world: World, worker: SimWorker) -> None:
     worker.control.slowness = world.random.uniform(3.0, 6.0)
 
 
-def _spoil_the_node(world: World, worker: SimWorker) -> None:
-    world.nodes.spoilt.add(worker.node)
+def _break_the_node(world: World, worker: SimWorker) -> None:
+    world.nodes.broken.add(worker.node)
     world.kill(worker, "killed")
 
 
 def _restart(world: World, worker: SimWorker) -> None:
-    """The whole job dies and is begun anew, with another number of workers."""
-    least = world.scenario.target_layout.num_model_ranks
+    """The whole job dies and is resumed with another number of workers."""
+    min_feasible = world.scenario.target_layout.num_model_ranks
     if world.scenario.memory_bytes:
-        least = 4
-    max_workers = world.random.randint(least, max(least, 6))
+        min_feasible = 4
+    max_workers = world.random.randint(min_feasible, max(min_feasible, 6))
     min_workers = world.random.randint(1, max_workers)
     policy = replace(world.scenario.policy, min_workers=min_workers, max_workers=max_workers)
     world.timeline.after(0.0, partial(world.restart, policy))
 
 
 def _restart_controller(world: World, worker: SimWorker) -> None:
-    """It alone dies, and comes back."""
+    """The controller alone dies, and comes back."""
     world.timeline.after(0.0, partial(kill_controller, world))
 
 
-_DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
+_ACTIONS: dict[str, Callable[[World, SimWorker], None]] = {
     "kill": _kill,
     "kill two": _kill_two,
-    "kill and tell late": _kill_and_tell_late,
+    "kill and report late": _kill_and_report_late,
     "freeze": _freeze,
     "freeze for a while": _freeze_for_a_while,
     "hang": _hang,
@@ -253,27 +255,27 @@ _DOINGS: dict[str, Callable[[World, SimWorker], None]] = {
     "delay an order": _delay_an_order,
     "go deaf": _go_deaf,
     "suspect": _suspect,
-    "leave": _leave,
+    "drain a worker": _drain_worker,
     "drain": _drain,
     "drain late": _drain_late,
     "drain soon": _drain_soon,
     "drain in vain": _drain_in_vain,
     "kill the node": _kill_node,
-    "kill the keeper": _kill_keeper,
-    "freeze the keeper": _freeze_keeper,
-    "freeze the keeper for a while": _freeze_keeper_for_a_while,
+    "kill the snapshot server": _kill_snapshot_server,
+    "freeze the snapshot server": _freeze_snapshot_server,
+    "freeze the snapshot server for a while": _freeze_snapshot_server_for_a_while,
     "lose the store": _lose_the_store,
     "fill the disk": _fill_the_disk,
     "hang the write": _hang_the_write,
     "damage a checkpoint": _damage,
     "flap": _flap,
     "stop": _stop,
-    "nan": _tell_nan,
-    "nans": _tell_nans,
-    "spike": _tell_spike,
-    "lie": _lie,
+    "nan": _inject_nan,
+    "nans": _inject_nans,
+    "spike": _inject_spike,
+    "falsify a checksum": _falsify_checksum,
     "slow": _slow,
-    "spoil the node": _spoil_the_node,
+    "break the node": _break_the_node,
     "restart": _restart,
     "restart the controller": _restart_controller,
 }

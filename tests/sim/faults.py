@@ -1,4 +1,5 @@
-"""What befalls simulated workers, and when: the n-th time that anybody passes a moment."""
+"""Faults of simulated workers, and when they strike: the n-th time that a worker passes a
+moment."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ MOMENTS = (
     ("ready", 6),
     ("forming", 8),
     ("formed", 8),
-    ("relaying", 8),
+    ("resharding", 8),
     ("resharded", 8),
     ("compute", 40),
     ("vote", 40),
@@ -23,14 +24,14 @@ MOMENTS = (
     ("paused", 5),
     ("quiescing", 4),
     ("rolling_forward", 2),
-    ("settled", 2),
+    ("rolled_forward", 2),
 )
-"""Each moment of a worker's life, and about how often one is passed in a run."""
+"""Each moment of a worker's life, and about how often it is passed in a run."""
 
 ACTIONS = {
     "kill": 30,
     "kill two": 8,
-    "kill and tell late": 6,
+    "kill and report late": 6,
     "freeze": 6,
     "freeze for a while": 5,
     "hang": 5,
@@ -43,7 +44,7 @@ ACTIONS = {
     "raise memory": 1,
     "raise program": 1,
     "suspect": 3,
-    "leave": 6,
+    "drain a worker": 6,
     "drain": 4,
     "lose the store": 3,
     "fill the disk": 3,
@@ -51,12 +52,12 @@ ACTIONS = {
     "stop": 3,
     "restart": 4,
 }
-"""What may happen, and how often one against another."""
+"""The faults, with their relative frequencies."""
 
 
 @dataclass
 class Fault:
-    """Done to the worker that passes `moment` after `num_spared` others have."""
+    """Strikes the worker that passes `moment` after `num_spared` others have."""
 
     action: str
     moment: str
@@ -64,7 +65,7 @@ class Fault:
     only_world_rank_0: bool = False
 
     def is_due(self, moment: str, world_rank: int | None) -> bool:
-        """Whether it strikes this passage; counts those that it spares."""
+        """Whether it strikes this passage; counts the passages that it spares."""
         if moment != self.moment or (self.only_world_rank_0 and world_rank != 0):
             return False
         self.num_spared -= 1
@@ -75,13 +76,13 @@ NUMBERS = {
     "nan": 4,
     "nans": 1,
     "spike": 4,
-    "lie": 3,
+    "falsify a checksum": 3,
 }
-"""What may happen to the numbers that a worker tells, and how often one against another."""
+"""Faults of the numbers that a worker reports, with their relative frequencies."""
 
 HARMFUL = {
     "nans",
-    "lie",
+    "falsify a checksum",
     "raise peer",
     "raise device",
     "raise memory",
@@ -93,14 +94,14 @@ HARMFUL = {
 }
 """Without any of these, and with fewer than a storm of others, a run completes."""
 
-STANDSTILLS = {"freeze", "hang", "hang the write"}
-"""Nobody can write the last checkpoint for a worker that alone has its part of the state."""
+STALLS = {"freeze", "hang", "hang the write"}
+"""If a stalled worker alone holds its part of the state, the last checkpoint cannot be written."""
 
 STORM = 12
 
 
 def draw_faults(random: Random) -> list[Fault]:
-    """None to five, and now and then a storm."""
+    """None to five faults, and sometimes a storm."""
     number = random.choice((0, 1, 1, 2, 2, 2, 3, 3, 4, 5, STORM))
     actions = random.choices(list(ACTIONS), list(ACTIONS.values()), k=number)
     return [_draw_fault(random, action) for action in actions]
@@ -119,47 +120,47 @@ LAYOUTS = (
     "pp=2",
     "dp=9",
 )
-"""What a person may wish for while a run goes on; the last can never be had."""
+"""Layouts that a user may request during a run; the last is never feasible."""
 
 
-def draw_relayouts(random: Random) -> list[Fault]:
-    """One to four wishes for another layout; whoever passes the moment is not harmed."""
+def draw_layout_requests(random: Random) -> list[Fault]:
+    """One to four layout requests; the worker that passes the moment is not harmed."""
     layouts = random.choices(LAYOUTS, k=random.randint(1, 4))
-    return [_draw_fault(random, f"relayout {layout}") for layout in layouts]
+    return [_draw_fault(random, f"request layout {layout}") for layout in layouts]
 
 
 def draw_bad_numbers(random: Random) -> list[Fault]:
-    """One to four workers tell of something that is not so, in the midst of training."""
+    """One to four workers report wrong numbers during training."""
     actions = random.choices(list(NUMBERS), list(NUMBERS.values()), k=random.randint(1, 4))
     moments = ("compute", "vote")
     return [Fault(a, random.choice(moments), random.randrange(60)) for a in actions]
 
 
 def draw_node_faults(random: Random) -> list[Fault]:
-    """Up to three nodes or keepers end at once."""
-    actions = random.choices(("kill the node", "kill the keeper"), k=random.randint(0, 3))
+    """Up to three nodes or snapshot servers end without notice."""
+    actions = random.choices(("kill the node", "kill the snapshot server"), k=random.randint(0, 3))
     return [_draw_fault(random, action) for action in actions]
 
 
-def draw_frozen_keepers(random: Random) -> list[Fault]:
-    """One to three keepers stand still, some for a while."""
-    actions = ("freeze the keeper", "freeze the keeper for a while")
+def draw_frozen_snapshot_servers(random: Random) -> list[Fault]:
+    """One to three snapshot servers freeze, some for a while."""
+    actions = ("freeze the snapshot server", "freeze the snapshot server for a while")
     return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 3))]
 
 
 def draw_drains(random: Random) -> list[Fault]:
-    """One to three nodes announce their end; not all of them do end."""
+    """One to three nodes announce their end; some do not end."""
     actions = ("drain soon", "drain soon", "drain", "drain in vain")
     return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 3))]
 
 
 def draw_long_notices(random: Random) -> list[Fault]:
-    """One or two nodes announce their end in good time."""
+    """One or two nodes announce their end long before."""
     return [_draw_fault(random, "drain late") for _ in range(random.randint(1, 2))]
 
 
 def draw_storage_faults(random: Random) -> list[Fault]:
-    """One to five faults of the storage, and of those who would go back to it."""
+    """One to five faults of the storage, and restarts that read from it."""
     actions = ("damage a checkpoint", "fill the disk", "fill the disk", "kill two", "restart")
     return [_draw_fault(random, a) for a in random.choices(actions, k=random.randint(1, 5))]
 
@@ -171,15 +172,15 @@ def draw_hung_writes(random: Random) -> list[Fault]:
 
 
 def draw_slow_workers(random: Random) -> list[Fault]:
-    """One to four workers turn slow amid training."""
+    """One to four workers turn slow during training."""
     moments = ("compute", "vote", "applied")
     number = random.randint(1, 4)
     return [Fault("slow", random.choice(moments), random.randrange(60)) for _ in range(number)]
 
 
-def draw_spoilt_nodes(random: Random, number: int) -> list[Fault]:
-    """On so many nodes workers die from now on as they start, or soon after."""
-    return [_draw_fault(random, "spoil the node") for _ in range(number)]
+def draw_broken_nodes(random: Random, number: int) -> list[Fault]:
+    """On this many nodes workers die from now on as they start, or soon after."""
+    return [_draw_fault(random, "break the node") for _ in range(number)]
 
 
 def draw_controller_restarts(random: Random) -> list[Fault]:
@@ -189,8 +190,8 @@ def draw_controller_restarts(random: Random) -> list[Fault]:
 
 
 def draw_long_absence(random: Random, num_steps: int) -> list[Fault]:
-    """The controller dies early, for about so many steps; then, while it is away or later, some
-    workers die, mostly with world rank 0 among them."""
+    """The controller dies early, for about this many steps. While it is away or later, some workers
+    die, usually world rank 0 among them."""
     away = Fault("restart the controller", "applied", random.randint(1, 20), only_world_rank_0=True)
     faults = [away]
     for _ in range(random.choice((0, 1, 1, 2))):

@@ -1,7 +1,7 @@
-"""Seeds that are new with each commit, and those on which a test has failed before.
+"""Seeds that are new with each commit, and kept seeds on which a test has failed before.
 
 The base is `ELASTIC_SIM_BASE`, or follows from the commit's hash. `ELASTIC_SIM_SEED` is the only
-seed to run, which replays a failure. A seed in `kept_seeds.txt` is run each time.
+seed to run, which replays a failure. A seed in `kept_seeds.txt` runs each time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 KEPT = FOLDER / "kept_seeds.txt"
 SOAK = 100_000
-"""Where the seeds of `make soak` begin, so that they are others than those of each commit."""
+"""Where the seeds of `make soak` begin, so that they differ from those of each commit."""
 FreshSeeds = Callable[[int, int], Iterator[int]]
 """The fixture `fresh_seeds`: the seeds of a chunk, from its first number and its size."""
 
@@ -55,7 +55,7 @@ def replay(test: str, seed: int) -> str:
 
 
 def keep(test: str, seed: int) -> None:
-    """Write a seed down, once; its reason is written beside it by hand."""
+    """Add a seed to the kept ones, once; its reason is added by hand."""
     if seed not in kept(test):
         with KEPT.open("a") as file:
             file.write(f"{test} {seed} # to be explained\n")

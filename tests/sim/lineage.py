@@ -1,4 +1,4 @@
-"""What simulated tensors hold: numbers that tell who they are and every step applied to them."""
+"""Simulated tensors: their values identify each element and every step applied to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ SPECS = (
     TensorSpec("moment", (5,), layer=1, fsdp_dim=0, layer_costs=(1, 1), kind="optimizer"),
     TensorSpec("scale", (2,), kind="buffer"),
 )
-"""Of the longest, each of up to six shards has some: who lacks a shard lacks a part of it."""
+"""The longest is divided among all of up to six shards: without a shard, a part of it is
+missing."""
 
 MODULUS = (1 << 61) - 1
 FACTOR = 31
@@ -31,7 +32,7 @@ def token_of(step: int, generation: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Lineage:
-    """The steps that were applied, each as the generation that did it, in order."""
+    """The applied steps in order, each as the generation that computed it."""
 
     generations: tuple[int, ...] = ()
     factor: int = 1
@@ -42,7 +43,7 @@ class Lineage:
         return len(self.generations)
 
     def then(self, generation: int, skipped: bool = False) -> Lineage:
-        """One more step; a skipped one changes nothing."""
+        """The lineage with one more step; a skipped step changes no values."""
         if skipped:
             return replace(self, generations=(*self.generations, generation))
         token = token_of(self.step + 1, generation)
@@ -53,7 +54,7 @@ class Lineage:
         )
 
     def values(self, tensor: int, region: Region) -> list[int]:
-        """What a region must hold after these steps."""
+        """The values that a region must hold after these steps."""
         initial = initial_values(tensor, region)
         return [(value * self.factor + self.offset) % MODULUS for value in initial]
 
@@ -68,7 +69,7 @@ class Part:
     pieces: dict[int, list[int]]
 
     def apply(self, step: int, generation: int, skipped: bool = False) -> Iterator[None]:
-        """The optimizer's step, in place: older parts that share a piece see it too.
+        """The optimizer's step, in place: older parts that share a piece change too.
 
         It pauses half-way, where it may break.
         """
@@ -92,34 +93,34 @@ class Part:
 
 
 def regions_under(assignment: Assignment, worker: str) -> dict[int, Region]:
-    """What a worker shall hold, by tensor."""
+    """The regions that a worker holds under an assignment, by tensor."""
     if worker not in assignment.members:
         return {}
-    place = assignment.coordinates(worker)
-    found = ((i, region_of(spec, assignment.layout, place)) for i, spec in enumerate(SPECS))
-    return {i: region for i, region in found if region is not None}
+    coordinates = assignment.coordinates(worker)
+    regions = ((i, region_of(spec, assignment.layout, coordinates)) for i, spec in enumerate(SPECS))
+    return {i: region for i, region in regions if region is not None}
 
 
 @lru_cache(maxsize=4096)
 def initial_values(tensor: int, region: Region) -> tuple[int, ...]:
-    """Step 0: each element's own number."""
+    """The values of step 0: each element's own number."""
     whole = Region.whole(SPECS[tensor].shape)
     return tuple(1000 * (tensor + 1) + i for i in places(whole, region))
 
 
 @lru_cache(maxsize=4096)
 def places(whole: Region, part: Region) -> tuple[int, ...]:
-    """Where the elements of `part` stand in the row of `whole`."""
-    found = []
+    """The positions of the elements of `part` in the flattened `whole`."""
+    positions = []
     begins = [p - w for p, w in zip(part.offsets, whole.offsets, strict=True)]
     for index in product(*map(range, part.shape)):
-        place = 0
+        position = 0
         for begin, i, size in zip(begins, index, whole.shape, strict=True):
-            place = place * size + begin + i
-        found.append(place)
-    return tuple(found)
+            position = position * size + begin + i
+        positions.append(position)
+    return tuple(positions)
 
 
 def cut(piece: Sequence[int], whole: Region, part: Region) -> list[int]:
-    """The values of `part` out of the piece that holds `whole`."""
+    """The values of `part` from the piece that holds `whole`."""
     return [piece[place] for place in places(whole, part)]

@@ -1,4 +1,4 @@
-"""Simulated collectives: who has come with what, and who waits for whom."""
+"""Simulated collectives: which workers have arrived with what, and which wait for others."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Waiting(NamedTuple):
 
 @dataclass
 class Meeting:
-    """One collective; somebody may go on as soon as all whom he needs have come."""
+    """One collective; a worker continues once all workers that it needs have arrived."""
 
     everyone: frozenset[str]
     brought: dict[str, Any] = field(default_factory=dict)
@@ -42,7 +42,8 @@ class Meetings:
         brings: Any = None,
         needs: frozenset[str] | None = None,
     ) -> None:
-        """Arrive; the thread is woken with what all have brought once its needs are there."""
+        """Arrive. The thread wakes with everything brought once the workers that it needs have
+        arrived."""
         meeting = self._meetings.setdefault(key, Meeting(everyone))
         meeting.brought[worker] = brings
         meeting.waiting[worker] = Waiting(thread, everyone if needs is None else needs)
@@ -55,13 +56,13 @@ class Meetings:
             del self._meetings[key]
 
     def leave(self, worker: str) -> None:
-        """Whoever unwinds or dies takes along what nobody has got from him yet."""
+        """A worker that unwinds or dies withdraws what no other worker has received yet."""
         for meeting in self._meetings.values():
             meeting.brought.pop(worker, None)
             meeting.waiting.pop(worker, None)
 
     def break_connections(self, dead: str) -> None:
-        """Some peers of a dead worker see it at once; others block until they are aborted."""
+        """Some peers of a dead worker notice at once; others block until they are aborted."""
         for meeting in self._meetings.values():
             if dead in meeting.everyone:
                 for waiting in meeting.waiting.values():

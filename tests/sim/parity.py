@@ -1,6 +1,6 @@
-"""Simulated parities: XORs of the very values, so that what is made again can be told from others.
+"""Simulated parities: XORs of the real values, so that a rebuilt part can be checked.
 
-A value passes for as many bytes as chunks are aligned to.
+A value counts as many bytes as chunks are aligned to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NUM_VERSIONS = 2
 
 @dataclass
 class SimParity:
-    """As `actors.snapshots.parity.ParityBuffer`: two versions; half a chunk spoils its step."""
+    """Like `actors.snapshots.parity.ParityBuffer`: two versions; half a chunk spoils its step."""
 
     others: frozenset[str]
     whole: dict[int, list[int]] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class SimParity:
     folded: dict[str, list[int]] = field(default_factory=dict)
 
     def begin(self, worker: str, step: int, kept_step: int) -> bool:
-        """Whether its chunk may come, or has."""
+        """Whether its chunk is accepted, or has been."""
         if step > self.step:
             self.step, self.begun, self.folded = step, set(), {}
             if len(self.whole) == NUM_VERSIONS:
@@ -38,7 +38,7 @@ class SimParity:
         return is_able
 
     def end(self, worker: str, step: int, chunk: list[int]) -> bool:
-        """Whether it was in time to be taken."""
+        """Whether it was in time to be used."""
         if step == self.step:
             self.folded[worker] = chunk
             if self.folded.keys() == self.others:
@@ -52,35 +52,35 @@ def sizes_of(assignment: Assignment, members: Sequence[str]) -> list[int]:
 
 
 def chunk_of(part: Part, members: Sequence[str], worker: str, at: str) -> list[int]:
-    """The values of a worker's part that go into the parity at another member's keeper."""
+    """The values of a worker's part that go into the parity at another member's snapshot server."""
     sizes = sizes_of(part.assignment, members)
     chunk = chunk_within(sizes, members.index(worker), members.index(at))
     return flat(part)[chunk.start // ALIGNED_BYTES : chunk.stop // ALIGNED_BYTES]
 
 
 def made_again(
-    lost: str,
+    missing: str,
     parts: Mapping[str, Part],
     parities: Mapping[str, list[int]],
     members: Sequence[str],
     old: Assignment,
 ) -> Part:
-    """A part out of those of the others of its set, and of their keepers' parities."""
+    """Rebuild a part from the parts of the others of its set and the parities at their servers."""
     sizes = sizes_of(old, members)
-    made = [0] * (sizes[members.index(lost)] // ALIGNED_BYTES)
-    for read in reads_for(sizes, members.index(lost)):
-        of = members[read.member]
-        held = parities[of] if read.is_parity else flat(parts[of])
-        held += [0] * (chunk_size(sizes) // ALIGNED_BYTES - len(held)) if read.is_parity else []
+    values = [0] * (sizes[members.index(missing)] // ALIGNED_BYTES)
+    for read in reads_for(sizes, members.index(missing)):
+        holder = members[read.member]
+        source = parities[holder] if read.is_parity else flat(parts[holder])
+        source += [0] * (chunk_size(sizes) // ALIGNED_BYTES - len(source)) if read.is_parity else []
         begin, num_values = read.begin // ALIGNED_BYTES, read.num_bytes // ALIGNED_BYTES
-        for place, value in enumerate(held[begin : begin + num_values]):
-            made[read.into // ALIGNED_BYTES + place] ^= value
+        for place, value in enumerate(source[begin : begin + num_values]):
+            values[read.into // ALIGNED_BYTES + place] ^= value
     [lineage] = {part.lineage for part in parts.values()}
-    regions = regions_under(old, lost)
+    regions = regions_under(old, missing)
     pieces: dict[int, list[int]] = {}
     for tensor in sorted(regions):
         num_values = regions[tensor].num_elements
-        pieces[tensor], made = made[:num_values], made[num_values:]
+        pieces[tensor], values = values[:num_values], values[num_values:]
     return Part(old, lineage, regions, pieces)
 
 
@@ -89,7 +89,7 @@ def flat(part: Part) -> list[int]:
 
 
 def xored(chunks: Iterable[list[int]]) -> list[int]:
-    """Short ones are thought filled up with zeros."""
+    """The XOR of the chunks; short ones are padded with zeros."""
     total: list[int] = []
     for chunk in chunks:
         total = [a ^ b for a, b in zip_longest(total, chunk, fillvalue=0)]

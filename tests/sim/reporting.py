@@ -1,4 +1,4 @@
-"""Events and commands in a few words, for traces and golden files."""
+"""Events, commands and phases in a few words, for traces and golden files."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ from elastic.reshard.reshard_plan import Carried
 
 
 def command_in_words(command: Command) -> str:
-    """The class name, then what matters."""
+    """The class name, then the fields that matter."""
     return f"{type(command).__name__} {_of_command(command)}".strip()
 
 
@@ -64,7 +64,7 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartSnapshotServer():
             return command.node
         case StartSnapshots():
-            return _of_protect(command)
+            return _of_start_snapshots(command)
         case QuerySnapshotServers() | ForgetSnapshots():
             return f"g{command.generation} {_names(command.nodes)}"
         case StopSnapshotServer():
@@ -108,8 +108,9 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case Waited():
             return command.reason
         case LayoutAnswered():
-            told = f"{command.present or 'nothing'} -> {command.planned}"
-            return f"g{command.generation} refused: {command.refusal}" if command.refusal else told
+            layouts = f"{command.present or 'nothing'} -> {command.planned}"
+            refused = f"g{command.generation} refused: {command.refusal}"
+            return refused if command.refusal else layouts
         case Stopped():
             reason = f": {command.reason}" if command.reason else ""
             return f"{command.outcome} at step {command.step}{reason}"
@@ -121,15 +122,15 @@ def _without(command: Resume | RolledBack) -> str:
 
 
 def _of_survivors(command: RollForward | SendRecords) -> str:
-    whom = f"g{command.generation} {_names(command.workers)}"
+    receivers = f"g{command.generation} {_names(command.workers)}"
     if isinstance(command, SendRecords):
-        return f"{whom} after step {command.committed_step}"
-    return f"{whom} at step {command.vote.step}"
+        return f"{receivers} after step {command.committed_step}"
+    return f"{receivers} at step {command.vote.step}"
 
 
 def _of_watching(command: Replaced | NodeQuarantined | NodeReleased) -> str:
-    whom = command.worker if isinstance(command, Replaced) else command.node
-    return f"{whom}: {command.cause}"
+    name = command.worker if isinstance(command, Replaced) else command.node
+    return f"{name}: {command.cause}"
 
 
 def _of_saving(
@@ -150,21 +151,21 @@ def _of_saving(
             return f"step {command.step} g{command.generation} {files}"
 
 
-def _of_protect(command: StartSnapshots) -> str:
+def _of_start_snapshots(command: StartSnapshots) -> str:
     pairs = zip(command.workers, command.snapshot_servers, strict=True)
-    told = [
+    placed = [
         f"{worker}@{'+'.join(k.node for k in snapshot_servers)}"
         for worker, snapshot_servers in pairs
     ]
     sets = "".join(f", parity of {_names(workers)}" for workers in command.sets)
     reason = f": {command.reason}" if command.reason else ""
-    return f"g{command.generation} {_names(told)}{sets}{reason}"
+    return f"g{command.generation} {_names(placed)}{sets}{reason}"
 
 
 def _of_form(form: Form) -> str:
     assignment, plan = form.assignment, form.plan
-    standbys = f", spares {_names(assignment.standbys)}" if assignment.standbys else ""
-    old = f", g{plan.old.generation} is held by {_names(plan.holders)}" if plan.old else ""
+    standbys = f", standbys {_names(assignment.standbys)}" if assignment.standbys else ""
+    old = f", g{plan.old.generation} held by {_names(plan.holders)}" if plan.old else ""
     where = f"{assignment.layout} {_names(assignment.members)}"
     carried = [f"{p.member}@{_where(p)}->{p.carrier}" for p in plan.carried]
     snapshots = f", snapshots {_names(carried)}" if carried else ""
@@ -172,12 +173,12 @@ def _of_form(form: Form) -> str:
 
 
 def _where(part: Carried) -> str:
-    """At which keeper it is; what is made again, of what which of them have."""
+    """The snapshot server that holds a part, or the nodes from which it is rebuilt."""
     return f"({'^'.join(part.nodes)})" if part.others else part.snapshot_server
 
 
 def event_in_words(event: Event) -> str:
-    """The class name, then its fields, shortened where there are many."""
+    """The class name, then its fields, shortened if there are many."""
     match event:
         case RunOpened():
             return f"RunOpened incarnation {event.incarnation}, saved {event.saved}"
@@ -186,11 +187,11 @@ def event_in_words(event: Event) -> str:
         case StepCommitted():
             return f"StepCommitted {event.record.step} g{event.generation}"
         case RolledForward():
-            return f"Settled {event.worker} g{event.generation} at step {event.record.step}"
+            return f"RolledForward {event.worker} g{event.generation} at step {event.record.step}"
         case RecordsSent():
             steps = [record.step for record in event.records]
-            told = f"{steps[0]}..{steps[-1]}" if steps else "none"
-            return f"RecordsSent {event.worker} g{event.generation} {told}"
+            sent = f"{steps[0]}..{steps[-1]}" if steps else "none"
+            return f"RecordsSent {event.worker} g{event.generation} {sent}"
         case Quiesced():
             seen = f", saw the vote of {event.vote.step}" if event.vote else ""
             complete = ", gradients complete" if event.gradients_complete else ""
@@ -201,12 +202,13 @@ def event_in_words(event: Event) -> str:
 
 
 def phase_in_words(phase: Phase) -> str:
-    """The class name, and for whom it waits."""
+    """The class name, and the workers that it waits for."""
     pending = sorted(getattr(phase, "pending", ()))
-    for_whom = f" for {_names(pending)}" if pending else ""
-    rolling_forward = " to settle" if isinstance(phase, Aborting) and phase.rolling_forward else ""
+    waits_for = f" for {_names(pending)}" if pending else ""
+    is_rolling_forward = isinstance(phase, Aborting) and phase.rolling_forward
+    purpose = " to roll forward" if is_rolling_forward else ""
     reason = f": {phase.reason}" if isinstance(phase, Waiting) else ""
-    return f"{type(phase).__name__}{for_whom}{rolling_forward}{reason}"
+    return f"{type(phase).__name__}{waits_for}{purpose}{reason}"
 
 
 def _numbers(numbers: Iterable[int]) -> str:

@@ -1,4 +1,7 @@
-"""What a simulated run is: drawn from a seed, or written down."""
+"""Scenarios of simulated runs: drawn from a seed, or written down.
+
+The strings that seed the draws never change, since kept seeds depend on them.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,16 @@ from random import Random
 from sim.faults import (
     Fault,
     draw_bad_numbers,
+    draw_broken_nodes,
     draw_controller_restarts,
     draw_drains,
     draw_faults,
-    draw_frozen_keepers,
+    draw_frozen_snapshot_servers,
+    draw_layout_requests,
     draw_long_absence,
     draw_long_notices,
     draw_node_faults,
-    draw_relayouts,
     draw_slow_workers,
-    draw_spoilt_nodes,
     draw_storage_faults,
 )
 
@@ -32,7 +35,7 @@ NUM_MICROBATCHES = 12
 
 @dataclass
 class Scenario:
-    """One run: what is asked for, what it runs on, and what befalls it."""
+    """One run: its settings, its cluster, and its faults."""
 
     seed: int = 0
     policy: Policy = field(default_factory=lambda: policy_of(2, 3))
@@ -42,18 +45,18 @@ class Scenario:
     memory_bytes: int | None = None
     workers_per_node: int = 1
     num_nodes: int | None = None
-    """Each with room for so many workers; without a number there is always another."""
+    """Each with capacity for `workers_per_node`; without a number there is always another."""
     num_slow_starters: int = 0
     step_s: tuple[float, float] = (0.02, 0.05)
     unwind_s: tuple[float, float] = (0.001, 0.01)
     form_s: tuple[float, float] = (0.01, 0.03)
     absence_s: tuple[float, float] = (0.3, 4.0)
-    """Of a controller that dies."""
+    """How long a controller that dies is away."""
     num_kept_events: int = NUM_KEPT_EVENTS
     num_kept_records: int = NUM_KEPT_RECORDS
     num_sent_records: int = NUM_SENT_RECORDS
     horizon_s: float = 900.0
-    """By then it is over."""
+    """The run must end by then."""
     faults: list[Fault] = field(default_factory=list)
 
     @property
@@ -84,10 +87,10 @@ def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Po
 
 
 def bound_s(policy: Policy) -> float:
-    """Invariant 9: how long after the last fault until the run trains, waits or has stopped.
+    """Invariant 9: the longest time from the last fault until the run trains, waits or has stopped.
 
-    A hang is noticed, whoever is needed is waited for, a vote is settled, a try at forming and
-    one at moving the state come to nothing, and workers start anew.
+    In that time a hang is noticed, pending workers are waited for, survivors roll forward, one
+    attempt at forming and one at resharding fail, and workers start again.
     """
     return (
         policy.first_step_timeout_s
@@ -131,29 +134,33 @@ def drawn(seed: int) -> Scenario:
 
 
 def drawn_with_snapshots(seed: int) -> Scenario:
-    """The scenario of a seed, with keepers, and faults that strike them and whole nodes."""
+    """The scenario of a seed, with snapshot servers, and faults that strike them and whole
+    nodes."""
     scenario = drawn(seed)
     random = Random(f"snapshots/{seed}")
-    every, most = random.choice((1, 1, 1, 2, 3)), scenario.policy.max_workers
-    if most > 1 and not scenario.memory_bytes:
-        scenario.layout = random.choice((f"fsdp={most}", f"fsdp={most}", "pp=2", "tp=2", ""))
+    every, max_workers = random.choice((1, 1, 1, 2, 3)), scenario.policy.max_workers
+    if max_workers > 1 and not scenario.memory_bytes:
+        scenario.layout = random.choice(
+            (f"fsdp={max_workers}", f"fsdp={max_workers}", "pp=2", "tp=2", "")
+        )
     scenario.policy = replace(scenario.policy, snapshot_every=every, snapshot_server_timeout_s=0.5)
     scenario.faults = [*scenario.faults, *draw_node_faults(random)]
     return scenario
 
 
-def drawn_with_frozen_keepers(seed: int) -> Scenario:
-    """A scenario with keepers, of which some stand still."""
+def drawn_with_frozen_snapshot_servers(seed: int) -> Scenario:
+    """A scenario with snapshot servers, some of which freeze."""
     random = Random(f"frozen/{seed}")
     scenario = random.choice((drawn_with_snapshots, drawn_with_parities))(seed)
-    scenario.faults = [*scenario.faults, *draw_frozen_keepers(random)]
+    scenario.faults = [*scenario.faults, *draw_frozen_snapshot_servers(random)]
     return scenario
 
 
 def drawn_with_scarcity(seed: int) -> Scenario:
-    """A scenario in which growth is weighed, spares are given back, and a run may give way."""
+    """A scenario in which growth may not pay, standby workers are released, and the gang backs
+    off."""
     random = Random(f"scarcity/{seed}")
-    draws = (drawn, drawn_with_snapshots, drawn_with_relayouts)
+    draws = (drawn, drawn_with_snapshots, drawn_with_layout_requests)
     scenario = random.choice(draws)(seed)
     scenario.policy = replace(
         scenario.policy,
@@ -167,23 +174,23 @@ def drawn_with_scarcity(seed: int) -> Scenario:
 
 
 def drawn_with_parities(seed: int) -> Scenario:
-    """The same on several nodes, whose parts are coded in sets."""
+    """The scenario with snapshots, on several nodes, with parities instead of copies."""
     scenario = drawn_with_snapshots(seed)
     random = Random(f"parities/{seed}")
-    most = random.choice((3, 4, 4, 5, 6, 6))
-    scenario.layout, scenario.memory_bytes = f"fsdp={most}", None
-    scenario.workers_per_node = random.choice((1, 1, 2)) if most == 6 else 1
+    max_workers = random.choice((3, 4, 4, 5, 6, 6))
+    scenario.layout, scenario.memory_bytes = f"fsdp={max_workers}", None
+    scenario.workers_per_node = random.choice((1, 1, 2)) if max_workers == 6 else 1
     scenario.policy = replace(
         scenario.policy,
-        min_workers=random.randint(1, most),
-        max_workers=most,
+        min_workers=random.randint(1, max_workers),
+        max_workers=max_workers,
         snapshot_redundancy=random.choice(("xor:2", "xor:3", "xor:5")),
     )
     return scenario
 
 
 def drawn_with_drains(seed: int) -> Scenario:
-    """The scenario of a seed, with keepers and notices of all lengths among what befalls it."""
+    """The scenario of a seed, with snapshot servers and notices of all lengths."""
     scenario = drawn_with_snapshots(seed)
     random = Random(f"drains/{seed}")
     scenario.job = replace(scenario.job, steps=random.choice((40, 120)))
@@ -193,21 +200,21 @@ def drawn_with_drains(seed: int) -> Scenario:
 
 
 def drawn_with_long_notices(seed: int) -> Scenario:
-    """A run to which nothing happens but that nodes announce their end in good time."""
+    """A run whose only faults are notices of nodes long before their end."""
     scenario = drawn_with_snapshots(seed)
     random = Random(f"notices/{seed}")
-    most = random.choice((3, 4, 6))
-    scenario.layout = random.choice(("", f"fsdp={most}", "dp=2", "pp=2", "tp=2"))
+    max_workers = random.choice((3, 4, 6))
+    scenario.layout = random.choice(("", f"fsdp={max_workers}", "dp=2", "pp=2", "tp=2"))
     scenario.memory_bytes, scenario.num_slow_starters = None, 0
     scenario.workers_per_node = random.choice((1, 1, 2))
     scenario.job = replace(scenario.job, steps=250)  # they last beyond the announced ends
-    scenario.policy = replace(scenario.policy, min_workers=1, max_workers=most)
+    scenario.policy = replace(scenario.policy, min_workers=1, max_workers=max_workers)
     scenario.faults = draw_long_notices(random)
     return scenario
 
 
 def drawn_with_storage_faults(seed: int) -> Scenario:
-    """The scenario of a seed, with checkpoints by steps and by time, of which some are dropped, and
+    """The scenario of a seed, with checkpoints by steps and by time, of which some are removed, and
     storage that fills up or flips bits."""
     scenario = drawn(seed)
     random = Random(f"storage/{seed}")
@@ -238,7 +245,7 @@ def drawn_with_bad_numbers(seed: int) -> Scenario:
     random = Random(f"numbers/{seed}")
     scenario.policy = replace(
         scenario.policy,
-        max_skipped=random.choice((0, 5, 5)),  # more than are told one by one
+        max_skipped=random.choice((0, 5, 5)),  # single bad numbers do not end the run
         spike_factor=random.choice((0.0, 2.0, 2.0)),
         spike_window=random.choice((2, 4, 8)),
         audit_every=random.choice((0, 1, 2, 3)),
@@ -248,18 +255,18 @@ def drawn_with_bad_numbers(seed: int) -> Scenario:
     return scenario
 
 
-def drawn_with_relayouts(seed: int) -> Scenario:
-    """The scenario of a seed, with wishes for other layouts among what befalls it."""
+def drawn_with_layout_requests(seed: int) -> Scenario:
+    """The scenario of a seed, with layout requests among its faults."""
     scenario = drawn(seed)
     random = Random(f"relayouts/{seed}")
-    scenario.faults = [*scenario.faults, *draw_relayouts(random)]
+    scenario.faults = [*scenario.faults, *draw_layout_requests(random)]
     return scenario
 
 
 def drawn_with_controller_restarts(seed: int) -> Scenario:
-    """A scenario of any kind, in which the controller dies now and then, and comes back."""
+    """A scenario of any kind, in which the controller dies and restarts."""
     random = Random(f"controller/{seed}")
-    draws = (drawn, drawn_with_snapshots, drawn_with_storage_faults, drawn_with_relayouts)
+    draws = (drawn, drawn_with_snapshots, drawn_with_storage_faults, drawn_with_layout_requests)
     scenario = random.choice(draws)(seed)
     if random.random() < 0.5:
         scenario.faults = random.sample(scenario.faults, min(1, len(scenario.faults)))
@@ -268,17 +275,17 @@ def drawn_with_controller_restarts(seed: int) -> Scenario:
 
 
 def drawn_with_slow_workers(seed: int) -> Scenario:
-    """A scenario with workers that turn slow, and mostly a spare or two."""
+    """A scenario with stragglers, and often one or two standby workers."""
     random = Random(f"slow/{seed}")
-    scenario = random.choice((drawn, drawn_with_snapshots, drawn_with_relayouts))(seed)
-    most = scenario.policy.max_workers + random.choice((0, 1, 1, 2))
-    num_members = max(1, most - random.choice((0, 1, 1, 2)))
+    scenario = random.choice((drawn, drawn_with_snapshots, drawn_with_layout_requests))(seed)
+    max_workers = scenario.policy.max_workers + random.choice((0, 1, 1, 2))
+    num_members = max(1, max_workers - random.choice((0, 1, 1, 2)))
     if not scenario.memory_bytes:
         scenario.layout = random.choice((f"dp={num_members}", f"fsdp={num_members}", ""))
     scenario.job = replace(scenario.job, steps=random.choice((30, 60)))
     scenario.policy = replace(
         scenario.policy,
-        max_workers=most,
+        max_workers=max_workers,
         straggler_every=random.choice((1, 2, 3)),
         straggler_reports=random.choice((1, 2, 3)),
     )
@@ -286,50 +293,52 @@ def drawn_with_slow_workers(seed: int) -> Scenario:
     return scenario
 
 
-def drawn_with_spoilt_nodes(seed: int) -> Scenario:
-    """A few nodes that are used again and again, on some of which workers die and die."""
+def drawn_with_broken_nodes(seed: int) -> Scenario:
+    """A few nodes that are used again and again, on some of which workers die repeatedly."""
     random = Random(f"spoilt/{seed}")
     scenario = random.choice((drawn, drawn_with_snapshots))(seed)
     scenario.num_nodes = random.choice((2, 2, 3, 4))
-    most = scenario.policy.max_workers
-    scenario.workers_per_node = -(-most // scenario.num_nodes) + random.choice((0, 1, most))
+    max_workers = scenario.policy.max_workers
+    scenario.workers_per_node = -(-max_workers // scenario.num_nodes) + random.choice(
+        (0, 1, max_workers)
+    )
     scenario.job = replace(scenario.job, steps=random.choice((60, 200)))
-    num_spoilt = 1 if scenario.num_nodes == 2 else random.choice((1, 2))
+    num_broken = 1 if scenario.num_nodes == 2 else random.choice((1, 2))
     if scenario.num_nodes == 3:
-        num_spoilt = 1  # the median node is healthy, or nobody knows which are not
-    num_spoilt = min(num_spoilt, most - 1)  # so is a node of some worker
-    healthy_room = scenario.workers_per_node * (scenario.num_nodes - num_spoilt)
+        num_broken = 1  # the median node must be healthy to tell which are broken
+    num_broken = min(num_broken, max_workers - 1)  # some worker has a healthy node
+    healthy_capacity = scenario.workers_per_node * (scenario.num_nodes - num_broken)
     scenario.policy = replace(
         scenario.policy,
-        min_workers=min(scenario.policy.min_workers, healthy_room),
+        min_workers=min(scenario.policy.min_workers, healthy_capacity),
         quarantine_after=random.choice((1, 2, 3)),
         crash_window_s=random.choice((10.0, 100.0)),
         quarantine_s=random.choice((1.0, 5.0, 500.0)),
         quarantine_patience_s=Random(f"patience/{seed}").choice((0.5, 10.0, 1e6)),
     )
     others = [fault for fault in scenario.faults if fault.action != "restart"]
-    scenario.faults = [*others[:2], *draw_spoilt_nodes(random, num_spoilt)]
+    scenario.faults = [*others[:2], *draw_broken_nodes(random, num_broken)]
     return scenario
 
 
 def drawn_with_watching_and_restarts(seed: int) -> Scenario:
-    """Slow workers or spoilt nodes, and a controller that dies now and then."""
+    """Stragglers or broken nodes, and a controller that dies and restarts."""
     random = Random(f"watching/{seed}")
-    scenario = random.choice((drawn_with_slow_workers, drawn_with_spoilt_nodes))(seed)
+    scenario = random.choice((drawn_with_slow_workers, drawn_with_broken_nodes))(seed)
     scenario.faults = [*scenario.faults, *draw_controller_restarts(random)]
     return scenario
 
 
 def drawn_with_long_absences(seed: int) -> Scenario:
-    """A controller that is away for many steps, longer than buffers last, and workers that die
-    meanwhile or soon after; a step takes from 1 ms to 60 s."""
+    """A controller that is away for more steps than buffers hold, and workers that die meanwhile or
+    soon after. A step takes from 1 ms to 60 s."""
     random = Random(f"absence/{seed}")
     step_s = random.choice((0.001, 0.01, 0.1, 1.0, 60.0))
     num_steps = random.choice((70, 150, 400, 1200))
-    most = random.choice((1, 2, 2, 3, 4))
+    max_workers = random.choice((1, 2, 2, 3, 4))
     layouts = {1: ("",), 2: ("", "fsdp=2"), 3: ("", "fsdp=3"), 4: ("dp=2,fsdp=2", "", "pp=2")}
     every = random.choice((0, 1, 1))
-    policy = policy_of(random.randint(1, most), most, every)
+    policy = policy_of(random.randint(1, max_workers), max_workers, every)
     policy = replace(
         policy,
         first_step_timeout_s=5.0 + 10 * step_s,
@@ -346,7 +355,7 @@ def drawn_with_long_absences(seed: int) -> Scenario:
     return Scenario(
         seed,
         policy,
-        random.choice(layouts[most]),
+        random.choice(layouts[max_workers]),
         job,
         step_s=(step_s, 2 * step_s),
         absence_s=(0.7 * absence_s, absence_s),
@@ -359,26 +368,25 @@ def drawn_with_long_absences(seed: int) -> Scenario:
 
 
 def drawn_under_load(seed: int, policy: Policy) -> Scenario:
-    """Workers die, hang or stand still on machines so busy that some survivors unwind in
-    milliseconds and others in half a minute, and that groups may form later than they should;
-    `policy` is what users get."""
+    """Workers die, hang or freeze on machines under load. Some survivors unwind in milliseconds,
+    others in half a minute, and forming may exceed its usual time. `policy` is what users get."""
     random = Random(f"load/{seed}")
-    most = random.choice((2, 3, 4, 6, 8))
+    max_workers = random.choice((2, 3, 4, 6, 8))
     can_hang = random.random() < 0.3
     step_s = random.choice((0.001, 0.02, 0.2))
     steps = random.choice((40, 80))
-    actions = ["kill", "kill", "kill two", "kill and tell late", "freeze"]
+    actions = ["kill", "kill", "kill two", "kill and report late", "freeze"]
     faults = [
         Fault(
             "hang" if can_hang and not number else random.choice(actions),
             random.choice(("compute", "vote", "read", "apply", "applied", "reported")),
-            random.randint(most, most * 20),
+            random.randint(max_workers, max_workers * 20),
         )
         for number in range(random.randint(3, 6))
     ]
     return Scenario(
         seed,
-        replace(policy, min_workers=1, max_workers=most),
+        replace(policy, min_workers=1, max_workers=max_workers),
         "",
         Job(24, state_bytes=1000, steps=steps),
         step_s=(step_s, 10 * step_s),

@@ -1,4 +1,4 @@
-"""A simulated controller's shell: one inbox, the real core, a journal, the commands sent out."""
+"""A simulated controller's shell: one inbox, the real core, a journal, and commands sent out."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class Records:
     _written: dict[tuple[int, int], RecordStep] = field(default_factory=dict)
     """The metrics by generation and step."""
 
-    def record(self, told: RecordStep) -> None:
-        """One line of metrics, unless a controller that died has written it already."""
-        key = (told.record.generation, told.record.step)
+    def record(self, command: RecordStep) -> None:
+        """Write one line of metrics, unless a controller that died has written it already."""
+        key = (command.record.generation, command.record.step)
         if key not in self._written:
-            self._written[key] = told
-            self.metrics.append(told)
-        same = replace(told.record, time=0.0, step_s=0.0)  # each worker measures its own
+            self._written[key] = command
+            self.metrics.append(command)
+        same = replace(command.record, time=0.0, step_s=0.0)  # each worker measures its own times
         first = replace(self._written[key].record, time=0.0, step_s=0.0)
-        # What no worker has any more may have been written before the controller died.
-        assert first == same or told.record.missing, "invariant 8: two reports of a step differ"
+        # A record that no worker has any more may have been written before the controller died.
+        assert first == same or command.record.missing, "invariant 8: two reports of a step differ"
 
     def write(self, line: dict[str, Any]) -> None:
         if self.journal is not None:
@@ -48,8 +48,8 @@ class Records:
 
 @dataclass
 class Death:
-    """How far a controller comes with the next event before it dies: so many journal lines, then so
-    many commands."""
+    """How far a controller gets with the next event before it dies: this many journal lines, then
+    this many commands."""
 
     num_lines: int
     num_commands: int
@@ -57,7 +57,7 @@ class Death:
 
 
 class SimShell:
-    """Serves one event after the other, as `actors/controller/shell.py` does."""
+    """Handles one event after the other, as `actors/controller/shell.py` does."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class SimShell:
         check: Callable[[float, Event, list[Command], Core], None],
         before: Replay | None = None,
     ) -> None:
-        """`before` is what the journal leaves behind, if there is one."""
+        """`before` is the replay of an earlier controller's journal, if there is one."""
         self.core = core
         self._writer = (
             JournalWriter(before.unfinished, before.records, before.num_events)
@@ -105,11 +105,11 @@ class SimShell:
         return self._closed
 
     def close(self) -> None:
-        """Its process is gone: nothing is served any more."""
+        """The process is gone: no event is handled any more."""
         self._closed = True
 
     def die_at_next_event(self, death: Death) -> None:
-        """Its process will be gone in the midst of what it does then."""
+        """The process dies while it handles the next event."""
         self._death = death
 
     def _serve(self, event: Event) -> None:
@@ -149,7 +149,7 @@ class SimShell:
             death.then()
 
     def _set_alarm(self) -> None:
-        """Ask the timeline for the core's next deadline; an older alarm then does nothing."""
+        """Schedule the core's next deadline; an older alarm then does nothing."""
         deadline = self.core.next_deadline()
         if self._closed or deadline is None or deadline == self._wake_at:
             return
@@ -167,7 +167,7 @@ class SimShell:
 
 
 def replay(lines: Iterable[str]) -> Replay:
-    """A journal replayed whole, from memory."""
+    """Replay a journal in memory, all of it."""
     replay = Replay()
     for text in lines:
         replay.take(json.loads(text))
@@ -175,19 +175,19 @@ def replay(lines: Iterable[str]) -> Replay:
 
 
 def replay_newest(lines: list[str]) -> Replay:
-    """From the newest full state on: as `actors/controller/journal.py` has it."""
+    """Replay from the newest full state on, as `actors/controller/journal.py` does."""
     begins = [index for index, text in enumerate(lines) if '"CoreState"' in text]
     return replay(lines[begins[-1] if begins else 0 :])
 
 
 def replay_whole(records: Records) -> Replay:
-    """The journal replayed, and the lines added that a controller was about to write."""
+    """Replay the journal, and add the lines that a controller was about to write."""
     before = replay_newest(records.journal or [])
-    untold = before.untold()
-    for command in untold:
+    missing = before.untold()
+    for command in missing:
         records.write(command_line(before.now, command, before.core.state))
-    if any(isinstance(command, Resume) for command in untold):
+    if any(isinstance(command, Resume) for command in missing):
         records.write(state_line(before.now, before.core.state, before.unfinished))
-    for told in before.records:
-        records.record(told)
+    for command in before.records:
+        records.record(command)
     return before

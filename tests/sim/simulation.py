@@ -1,4 +1,4 @@
-"""Go through a scenario to its end, and tell in words what went wrong."""
+"""Simulation of a scenario to its end; a failure comes with a readable trace."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from sim.reporting import command_in_words, event_in_words
 from sim.scenario import Scenario
 from sim.world import World
 
-NUM_TOLD = 60
+NUM_TRACED_EVENTS = 60
 
 
 def simulate(scenario: Scenario, keep_journal: bool = False) -> World:
-    """A run to its end. Raises AssertionError with the seed and a readable trace."""
+    """Simulate a run to its end. Raises AssertionError with the seed and a readable trace."""
     world = World(scenario, inflict, keep_journal)
     try:
         world.run()
@@ -21,10 +21,10 @@ def simulate(scenario: Scenario, keep_journal: bool = False) -> World:
 
 
 def trace(world: World) -> str:
-    """The scenario, the faults, and what happened last: each event with its commands."""
-    faults = [f"{at:9.3f} FAULT {action}: {whom}" for at, action, whom in world.happened]
+    """The scenario, the faults, and the last events with their commands."""
+    faults = [f"{at:9.3f} FAULT {action}: {where}" for at, action, where in world.struck]
     lines = []
-    for now, event, commands, phase in world.records.trace[-NUM_TOLD:]:
+    for now, event, commands, phase in world.records.trace[-NUM_TRACED_EVENTS:]:
         lines.append(f"{now:9.3f} {phase:8} {event_in_words(event)}")
         lines += [f"{'':20}-> {command_in_words(command)}" for command in commands]
     return "\n".join([str(world.scenario), *faults, *lines])

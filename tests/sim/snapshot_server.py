@@ -1,4 +1,4 @@
-"""A simulated keeper: as `actors/snapshots/server.py`, with whole snapshots only."""
+"""A simulated snapshot server: like `actors/snapshots/server.py`, with whole snapshots only."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ NUM_VERSIONS = 2
 
 
 @dataclass
-class SimKeeper:
-    """One a node; each worker's two newest snapshots of a generation, whole ones only, and the
-    parities of sets, each of another member."""
+class SimSnapshotServer:
+    """The snapshots of one node: each worker's two newest ones of a generation, and parities of
+    sets."""
 
     snapshot_server: SnapshotServer
     kept: dict[tuple[str, int], list[Part]] = field(default_factory=dict)
     parities: dict[tuple[tuple[str, ...], str, int], SimParity] = field(default_factory=dict)
     is_frozen: bool = False
-    """It neither answers nor takes anything, and still has what it has."""
+    """It neither answers nor accepts anything, and keeps what it has."""
 
     def put(self, worker: str, part: Part) -> None:
         key = (worker, part.assignment.generation)
         self.kept[key] = [*self.kept.get(key, []), part][-NUM_VERSIONS:]
 
     def begin(self, worker: str, generation: int, safe_step: int) -> None:
-        """The older of two versions is written over from now on, but not the safe one."""
+        """The older of two versions is overwritten from now on, but not the safe one."""
         key = (worker, generation)
         kept = self.kept.get(key, [])
         if len(kept) == NUM_VERSIONS:
@@ -36,7 +36,7 @@ class SimKeeper:
         self.kept[key] = kept[-1:]
 
     def parity(self, members: tuple[str, ...], at: str, generation: int) -> SimParity:
-        """The one at a member's keeper, which is this."""
+        """The parity at a member's snapshot server, which is this one."""
         others = frozenset(members) - {at}
         return self.parities.setdefault((members, at, generation), SimParity(others))
 
@@ -46,15 +46,15 @@ class SimKeeper:
         return any(other.lineage == part.lineage for other in kept)
 
     def read(self, worker: str, generation: int, step: int) -> Part:
-        found = [p for p in self.kept[worker, generation] if p.lineage.step == step]
-        assert found, "invariant 3: a snapshot is not there"
-        return found[0]
+        snapshots = [p for p in self.kept[worker, generation] if p.lineage.step == step]
+        assert snapshots, "invariant 3: a snapshot is not there"
+        return snapshots[0]
 
-    def told(self) -> tuple[Slot, ...]:
+    def slots(self) -> tuple[Slot, ...]:
         slots = (Slot(w, g, p.lineage.step) for (w, g), kept in self.kept.items() for p in kept)
         return tuple(sorted(slots, key=str))
 
-    def told_parities(self) -> tuple[ParitySlot, ...]:
+    def parity_slots(self) -> tuple[ParitySlot, ...]:
         slots = (ParitySlot(*key, step) for key, p in self.parities.items() for step in p.whole)
         return tuple(sorted(slots, key=str))
 

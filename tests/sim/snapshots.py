@@ -8,7 +8,7 @@ from copy import deepcopy
 from sim.control import Control
 from sim.lineage import Part
 from sim.parity import chunk_of
-from sim.snapshot_server import SimKeeper
+from sim.snapshot_server import SimSnapshotServer
 from sim.timeline import Body
 
 from elastic.protocol.commands import StartSnapshots
@@ -47,13 +47,13 @@ class Snapshots:
         return ballot_of(whole.num_changes) if whole else 0.0
 
     def note(self, num_whole: int, num_members: int) -> None:
-        """What a vote has told: that step is kept until another is whole everywhere."""
+        """Note a vote's result: the step is kept until another is whole everywhere."""
         if self._part and num_whole == num_members:
             self._safe_step = self._part.lineage.step
             self._check_parities(self._safe_step)
 
     def take(self, part: Part, every: int) -> None:
-        """Begin one if it is due: it arrives at one keeper after the other."""
+        """Begin a snapshot if it is due: it arrives at one snapshot server after the other."""
         order, self._part = self._order, None
         step, generation = part.lineage.step, part.assignment.generation
         if order is None or order.generation != generation:
@@ -69,7 +69,7 @@ class Snapshots:
         self._pending, self._missed = len(snapshot_servers) + len(mates), 0
         copy, training, delay_s = deepcopy(part), self._control.training, 0.0
         for number, snapshot_server in enumerate(snapshot_servers):
-            there = self._living(snapshot_server)
+            there = self._reachable(snapshot_server)
             if there is None:
                 self._pending -= 1
                 self._missed += 1
@@ -77,8 +77,8 @@ class Snapshots:
             there.begin(name, generation, self._safe_step)
             delay_s += around.draw(0.002, 0.03)
 
-            def arrive(there: SimKeeper = there, first: bool = number == 0) -> None:
-                """The worker copies to the first itself, that one sends it on."""
+            def arrive(there: SimSnapshotServer = there, first: bool = number == 0) -> None:
+                """The worker copies to the first server itself; that one forwards it."""
                 if self._part is not part or order is not self._taken_for:
                     return
                 if first and training.ended:
@@ -101,7 +101,7 @@ class Snapshots:
             delay_s += around.draw(0.002, 0.02)
 
     def wait(self) -> Body:
-        """Before a vote, for what is under way; where a keeper is gone, for another one."""
+        """Wait for the current snapshot before a vote; if a server is gone, send it to another."""
         deadline = self._control.around.timeline.now + PATIENCE_S
         while self._part and not self.are_whole and self._control.around.timeline.now < deadline:
             yield from self._control.work(0.003)
@@ -109,14 +109,14 @@ class Snapshots:
                 self.take(self._part, 1)
 
     def _mates(self, order: StartSnapshots) -> Iterator[tuple[str, SnapshotServer]]:
-        """The others of the worker's set, each with its keeper."""
+        """The other members of the worker's set, each with its snapshot server."""
         for members in order.sets:
             if self._control.name in members:
                 for member in members:
                     if member != self._control.name:
                         yield member, order.snapshot_servers[order.workers.index(member)][0]
 
-    def _living(self, snapshot_server: SnapshotServer) -> SimKeeper | None:
+    def _reachable(self, snapshot_server: SnapshotServer) -> SimSnapshotServer | None:
         there = self._control.around.snapshot_servers.get(snapshot_server.node)
         return (
             there
@@ -129,13 +129,13 @@ class Snapshots:
         order: StartSnapshots,
         copy: Part,
         part: Part,
-        own: SnapshotServer,
+        local: SnapshotServer,
         mate: str,
         snapshot_server: SnapshotServer,
         delay_s: float,
     ) -> None:
-        """The worker's keeper sends a chunk to a mate's, whether or not the worker still lives;
-        if either keeper dies meanwhile, half of it has come."""
+        """The worker's snapshot server sends a chunk to another member's, even if the worker has
+        died. If either server dies meanwhile, half of the chunk has arrived."""
         around, name = self._control.around, self._control.name
         [members] = [workers for workers in order.sets if name in workers]
         generation, step = copy.assignment.generation, copy.lineage.step
@@ -147,7 +147,7 @@ class Snapshots:
                 self._missed += not is_taken
 
         def begin() -> None:
-            here, there = self._living(own), self._living(snapshot_server)
+            here, there = self._reachable(local), self._reachable(snapshot_server)
             if not here or not there or not here.has(name, copy):
                 note(is_taken=False)
             elif there.parity(members, mate, generation).begin(name, step, kept_step):
@@ -156,7 +156,7 @@ class Snapshots:
                 note(is_taken=False)
 
         def end() -> None:
-            here, there = self._living(own), self._living(snapshot_server)
+            here, there = self._reachable(local), self._reachable(snapshot_server)
             if not here or not there:
                 note(is_taken=False)
                 return
@@ -166,16 +166,18 @@ class Snapshots:
         around.timeline.after(delay_s + 0.0001, begin)
 
     def _check_parities(self, step: int) -> None:
-        """What a vote has told is so: all of the set is there, unless a keeper has died since."""
+        """If a vote says that snapshots are whole, all parities of the set exist, unless a server
+        died since."""
         order, name = self._taken_for, self._control.name
         assert order
         for members in order.sets:
             snapshot_servers = {
-                m: self._living(order.snapshot_servers[order.workers.index(m)][0]) for m in members
+                m: self._reachable(order.snapshot_servers[order.workers.index(m)][0])
+                for m in members
             }
             if name not in members or not all(snapshot_servers.values()):
                 continue
             for member, snapshot_server in snapshot_servers.items():
                 assert snapshot_server
                 parity = snapshot_server.parity(members, member, order.generation)
-                assert step in parity.whole, f"counted as whole: {member}'s keeper lacks a parity"
+                assert step in parity.whole, f"counted as whole: {member}'s server lacks a parity"

@@ -7,7 +7,7 @@ from typing import Any
 
 from sim.lineage import SPECS, Lineage, Part, cut, places, regions_under
 from sim.parity import made_again
-from sim.snapshot_server import SimKeeper
+from sim.snapshot_server import SimSnapshotServer
 from sim.storage import Checkpoint
 from sim.timeline import GroupBroken
 
@@ -17,17 +17,17 @@ from elastic.reshard.reshard_plan import Carried, ReshardPlan
 from elastic.reshard.transfers import Transfers, derive
 
 Shipment = list[tuple[int, Region, list[int]]]
-"""What goes from one worker to another: tensor, region, values."""
+"""What one worker sends to another: tensor, region, values."""
 
 
 @dataclass
 class Moving:
-    """One worker's side of a live re-layout."""
+    """One worker's side of a live reshard."""
 
     plan: ReshardPlan
     transfers: Transfers
     parts: dict[int, Part]
-    """What it has of the old assignment, by old world rank."""
+    """The parts of the old assignment that it has, by old world rank."""
 
     @classmethod
     def of(
@@ -35,9 +35,9 @@ class Moving:
         plan: ReshardPlan,
         worker: str,
         held: Part | None,
-        snapshot_servers: dict[str, SimKeeper],
+        snapshot_servers: dict[str, SimSnapshotServer],
     ) -> Moving:
-        """Raises `GroupBroken` if a keeper is gone."""
+        """Raises `GroupBroken` if a snapshot server is gone."""
         assert plan.old
         parts: dict[int, Part] = {}
         if worker in plan.holders:
@@ -46,7 +46,7 @@ class Moving:
         for part in plan.carried:
             if part.carrier == worker:
                 if not snapshot_servers.keys() >= set(part.nodes):
-                    raise GroupBroken("a keeper is gone")
+                    raise GroupBroken("a snapshot server is gone")
                 parts[plan.old.world_rank(part.member)] = _read(
                     part, plan.old, plan.step, snapshot_servers
                 )
@@ -54,11 +54,11 @@ class Moving:
 
     @property
     def sources(self) -> frozenset[str]:
-        """From whom something is to come."""
+        """The workers from which something will arrive."""
         return frozenset(self.plan.participants[piece.peer] for piece in self.transfers.receives)
 
     def outgoing(self) -> tuple[Lineage | None, dict[str, Shipment]]:
-        """What this worker brings, by receiver."""
+        """What this worker sends, by receiver."""
         shipments: dict[str, Shipment] = {}
         for tensor, region, peer, rank in self.transfers.sends:
             values = cut(self.parts[rank].pieces[tensor], self.parts[rank].regions[tensor], region)
@@ -67,7 +67,7 @@ class Moving:
         return next((part.lineage for part in self.parts.values()), None), shipments
 
     def assemble(self, worker: str, brought: dict[str, Any]) -> Part:
-        """The new part: each element comes from exactly one place, all of one lineage."""
+        """The new part: each element comes from exactly one source, all of one lineage."""
         regions = self.transfers.new_regions
         pieces: dict[int, list[int]] = {}
         lineages = [part.lineage for part in self.parts.values()]
@@ -104,7 +104,7 @@ def from_checkpoint(checkpoint: Checkpoint | None, assignment: Assignment, worke
 
 
 def _read(
-    part: Carried, old: Assignment, step: int, snapshot_servers: dict[str, SimKeeper]
+    part: Carried, old: Assignment, step: int, snapshot_servers: dict[str, SimSnapshotServer]
 ) -> Part:
     if not part.others:
         return snapshot_servers[part.snapshot_server].read(part.member, old.generation, step)

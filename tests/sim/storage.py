@@ -1,4 +1,4 @@
-"""Simulated storage: parts of checkpoints, and what has been made visible of them."""
+"""Simulated storage: parts of checkpoints, and the checkpoints published from them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Written(NamedTuple):
     tensors: dict[int, tuple[Region, list[int]]]
 
     def named(self, name: str) -> PartFile:
-        """What is told of it."""
+        """The description of the file that the worker reports."""
         num_bytes = 8 * sum(len(values) for _, values in self.tensors.values())
         return PartFile(name, num_bytes, checksum=sum(self.tensors))
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole one: its tensors, undivided."""
+    """A published checkpoint: its whole tensors."""
 
     lineage: Lineage
     tensors: dict[int, list[int]]
@@ -48,20 +48,21 @@ class Storage:
         self.parts.setdefault((step, generation), {})[file] = part
 
     def publish(self, command: PublishCheckpoint) -> Saved:
-        """Raises OSError if a part is not there as it was told.
+        """Raises OSError if a part differs from its report.
 
-        Asserts that it is whole (invariant 11): each element once, all of the same steps.
+        Asserts that the checkpoint is whole (invariant 11): each element once, all of the same
+        steps.
         """
         files = self.parts.get((command.step, command.generation), {})
-        for told in command.files:
-            if told.name not in files or files[told.name].named(told.name) != told:
-                raise OSError(f"{told.name} is not there in its full size")
-        parts = [files[told.name] for told in command.files]
+        for file in command.files:
+            if file.name not in files or files[file.name].named(file.name) != file:
+                raise OSError(f"{file.name} is not there in its full size")
+        parts = [files[file.name] for file in command.files]
         checkpoint = _whole(command.step, parts)
         path = f"step-{command.step}-g{command.generation}"
         for saved in self._saved:
             if saved.path == path:
-                return saved  # a controller that has come back publishes it again
+                return saved  # a restarted controller publishes it again
         saved = Saved(command.step, command.generation, path)
         self.visible[path] = checkpoint
         self._saved.append(saved)
@@ -80,13 +81,13 @@ class Storage:
                 self._saved.remove(saved)
 
     def whole(self) -> tuple[Saved, ...]:
-        """What a controller that begins anew finds, the oldest first."""
+        """The checkpoints that a new controller finds, the oldest first."""
         return tuple(sorted(self._saved, key=lambda saved: (saved.step, saved.generation)))
 
 
 def _whole(step: int, parts: list[Written]) -> Checkpoint:
     lineages = {part.lineage.generations for part in parts}
-    assert len(lineages) == 1, f"invariant 11: parts of {len(lineages)} histories"
+    assert len(lineages) == 1, f"invariant 11: parts of {len(lineages)} lineages"
     lineage = parts[0].lineage
     assert lineage.step == step, f"invariant 11: step {lineage.step} saved as {step}"
     tensors: dict[int, list[int]] = {}

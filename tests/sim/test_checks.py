@@ -1,4 +1,4 @@
-"""What watches the simulated runs does see what it is there for."""
+"""The checks of simulated runs notice violations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def record(step: int) -> RecordStep:
     return RecordStep(StepRecord(0.0, step, 1, 2, 1.0, 1, 0.1, 1.0, 0.5, skipped=False))
 
 
-def test_a_step_is_seen_in_every_element() -> None:
+def test_a_step_changes_every_element() -> None:
     part = part_of("w0", 1, 1)
     apply(part, 3, generation=2)
     assert part.is_whole()
@@ -52,27 +52,27 @@ def test_a_step_is_seen_in_every_element() -> None:
 
 
 @pytest.mark.parametrize("steps", [(1, 1), (2,), (2, 1)])
-def test_a_step_doubled_skipped_or_out_of_order_is_seen(steps: tuple[int, ...]) -> None:
+def test_a_doubled_skipped_or_reordered_step_is_detected(steps: tuple[int, ...]) -> None:
     part = part_of("w0")
     for step in steps:
         apply(part, step, generation=1)
     assert not part.is_whole()
 
 
-def test_an_apply_that_broke_half_way_is_seen() -> None:
+def test_an_apply_that_broke_half_way_is_detected() -> None:
     part = part_of("w0")
     next(part.apply(1, 1))
     assert not part.is_whole()
 
 
-def test_what_the_living_cover() -> None:
+def test_newest_covered_step_needs_all_shards_of_one_lineage() -> None:
     both = [part_of("w0", 1, 1), part_of("w1", 1, 1)]
     assert newest_covered(both) == 2
     assert newest_covered(both[:1]) == -1
     assert newest_covered([part_of("w0", 1, 1), part_of("w1", 1, 2)]) == -1
 
 
-def test_a_checkpoint_with_a_hole_is_seen() -> None:
+def test_an_incomplete_checkpoint_is_detected() -> None:
     storage = Storage()
     half = file_of(part_of("w0", 1))
     storage.write(1, 1, "part-w0", half)
@@ -88,7 +88,9 @@ def test_a_checkpoint_with_a_hole_is_seen() -> None:
         (RolledBack(2, 0, 2, "initial"), "which is held"),
     ],
 )
-def test_a_wrong_command_is_seen(command: RecordStep | Resume | RolledBack, complaint: str) -> None:
+def test_a_wrong_command_is_detected(
+    command: RecordStep | Resume | RolledBack, complaint: str
+) -> None:
     held = [(name, part_of(name, 1, 1)) for name in TWO_SHARDS.members]
     core = Core(CoreState(worker_records={name: WorkerRecord(0.0) for name in TWO_SHARDS.members}))
     core.state.warm.update(TWO_SHARDS.members)

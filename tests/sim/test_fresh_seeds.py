@@ -1,4 +1,4 @@
-"""A failing seed can be replayed, and is run each time once it is kept."""
+"""A failing seed can be replayed, and runs each time once it is kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_the_first_chunk_runs_kept_seeds_too(file: Path) -> None:
+def test_the_first_chunk_includes_kept_seeds(file: Path) -> None:
     base = fresh_seeds.base()
     assert list(fresh("test_a", 0, 2)) == [7, base, base + 1]
     assert list(fresh("test_a", 2, 2)) == [base + 2, base + 3]

@@ -1,4 +1,4 @@
-"""Simulated time, and threads that live in it."""
+"""Simulated time, and threads that run in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 
 class Timeline:
-    """What is due happens in the order of its moments; of two at one moment, the older first."""
+    """Runs actions in the order of their times; of two at one time, the older first."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -20,29 +20,29 @@ class Timeline:
         heappush(self._due, (self.now + delay_s, next(self._count), action))
 
     def run(self, until_s: float, over: Callable[[], bool]) -> None:
-        """Let time pass until it is over, nothing is due any more, or `until_s` has come."""
+        """Let time pass until `over()`, until nothing is due any more, or until `until_s`."""
         while self._due and not over() and self._due[0][0] <= until_s:
             self.now, _, action = heappop(self._due)
             action()
 
 
 class Block(NamedTuple):
-    """A thread waits for somebody, and after `timeout_s` raises `GroupBroken`."""
+    """A thread waits for others, and raises `GroupBroken` after `timeout_s`."""
 
     on: str
     timeout_s: float | None = None
 
 
 class GroupBroken(Exception):
-    """A collective will never complete: a peer is gone, or the time is over."""
+    """A collective will never complete: a peer is gone, or it timed out."""
 
 
 Body = Generator[float | Block, Any, None]
-"""A thread's code; it yields for how many seconds it is busy, or what it waits for."""
+"""A thread's code; it yields the seconds that it is busy, or what it waits for."""
 
 
 class Thread:
-    """Runs a body; each wait is numbered, so that a wake-up for an older one does nothing."""
+    """Runs a body; each wait is numbered, so that a wake-up for an older wait does nothing."""
 
     def __init__(self, timeline: Timeline, body: Body) -> None:
         self._timeline = timeline
@@ -54,11 +54,11 @@ class Thread:
         self.wake(None, 0.0)
 
     def wake(self, value: Any, delay_s: float) -> None:
-        """End the present wait with a value."""
+        """End the current wait with a value."""
         self._resume_after(delay_s, lambda: self._body.send(value))
 
     def interrupt(self, error: Exception, delay_s: float) -> None:
-        """End the present wait with an exception."""
+        """End the current wait with an exception."""
         self._resume_after(delay_s, lambda: self._body.throw(error))
 
     def stop(self) -> None:
@@ -66,7 +66,7 @@ class Thread:
         self.ended = True
 
     def hold(self) -> None:
-        """As SIGSTOP does: whatever would go on waits for `release`."""
+        """Like SIGSTOP: everything waits for `release`."""
         self._held_up = self._held_up or []
 
     def release(self) -> None:

@@ -1,4 +1,4 @@
-"""What a simulated training thread does with commands: step by step as the real one."""
+"""A simulated training thread: it handles commands step by step as the real one does."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Stepper:
 
 
 class Trainer:
-    """A worker's part of the state and what happens to it; `holdings` as in the real one."""
+    """A worker's part of the state and its changes; `holdings` are as in the real trainer."""
 
     def __init__(self, control: Control, writer: PartWriter) -> None:
         self._control = control
@@ -64,7 +64,7 @@ class Trainer:
         self._writer = writer
         self._order: Form
         self._held_step = NOTHING_HELD
-        self._left_out: tuple[int, ...] = ()
+        self._skipped_batches: tuple[int, ...] = ()
         self._records = RecordRing(control.around.num_kept_records)
         self._known_step = 0
         self.snapshots = Snapshots(control)
@@ -96,12 +96,12 @@ class Trainer:
 
     def reshard(self, command: Reshard) -> Body:
         control, plan, assignment = self._control, self._order.plan, self._order.assignment
-        yield from control.at("relaying")
+        yield from control.at("resharding")
         if command.source in ("live", "snapshot"):
             part = yield from self._move()
         elif command.path in self._around.storage.damaged:
-            told = (control.name, command.generation, command.path, "a flipped bit")
-            control.report(CheckpointDamaged(*told))
+            damage = (control.name, command.generation, command.path, "a flipped bit")
+            control.report(CheckpointDamaged(*damage))
             return
         else:
             checkpoint = self._around.storage.visible.get(command.path)
@@ -110,7 +110,7 @@ class Trainer:
             part = from_checkpoint(checkpoint, assignment, control.name)
         yield from control.at("resharded")
         if control.name in assignment.members:
-            assert part.lineage.step == plan.step, "invariant 3: of another step than chosen"
+            assert part.lineage.step == plan.step, "invariant 3: another step than the plan's"
             assert part.is_whole(), "invariant 3: an element is not what it should be"
             self.holdings[assignment.generation] = part
             self.stepper = Stepper(plan.step)
@@ -124,7 +124,7 @@ class Trainer:
         assert self.stepper
         stepper = self.stepper
         assert stepper.committed_step == resume.step, "invariant 8: resumed from another step"
-        self._left_out = resume.skipped_batches
+        self._skipped_batches = resume.skipped_batches
         evaluated_step = resume.evaluated_step
         self._writer.begun_step = min(self._writer.begun_step, resume.step)
         while True:
@@ -157,7 +157,7 @@ class Trainer:
         yield from control.at("paused")
 
     def _guard(self, generation: int, step: int) -> Body:
-        """The next step has ended workers before: its state is durable before it begins."""
+        """The next step has ended workers before: the state is durable before it begins."""
         if (self._writer.begun_step, self._writer.begun_generation) != (step, generation):
             self._save(generation, step, self.holdings[generation], None)
         while self._writer.is_busy:
@@ -174,7 +174,7 @@ class Trainer:
             yield from self._report_quiesced(command.generation)
             raise
         control.report(RolledForward(control.name, command.generation, record))
-        yield from control.at("settled")
+        yield from control.at("rolled_forward")
 
     def save(self, command: SaveCheckpoint) -> Body:
         part = self.holdings[command.held_generation]
@@ -182,7 +182,7 @@ class Trainer:
         yield from self._control.at("saving")
 
     def quiesce(self, command: Abort) -> Body:
-        """Report the step that this worker stands at, and what the controller lacks of it."""
+        """Report this worker's step, and the records that the controller lacks."""
         self._around.meetings.leave(self._control.name)
         self._known_step = command.committed_step
         yield self._around.draw(*self._around.unwind_s)
@@ -193,9 +193,9 @@ class Trainer:
         control, stepper = self._control, self.stepper
         self._around.meetings.leave(control.name)
         records = self._records.after(self._known_step, NUM_REPORTED_RECORDS + 1)
-        lacking = records if len(records) <= NUM_REPORTED_RECORDS else ()
+        missing = records if len(records) <= NUM_REPORTED_RECORDS else ()
         if stepper is None:
-            control.report(Quiesced(control.name, generation, self._held_step, records=lacking))
+            control.report(Quiesced(control.name, generation, self._held_step, records=missing))
             return
         yield 0.0
         control.report(
@@ -206,12 +206,12 @@ class Trainer:
                 stepper.vote,
                 stepper.gradients_complete,
                 stepper.torn,
-                lacking,
+                missing,
             )
         )
 
     def send_records(self, command: SendRecords) -> None:
-        """Answer at once, beside whatever trains."""
+        """Answer at once, beside training."""
         records = self._records.after(command.committed_step, self._around.num_sent_records)
         vote = self.stepper.vote if self.stepper else None
         name, generation = self._control.name, command.generation
@@ -239,7 +239,7 @@ class Trainer:
         loss, control.next_loss = control.next_loss, 1.0
         is_bad, control.num_nans = control.num_nans > 0, max(0, control.num_nans - 1)
         every, members = around.straggler_every, self._order.assignment.members
-        is_told, rank = bool(every) and step % every == 0, members.index(control.name)
+        is_timed, rank = bool(every) and step % every == 0, members.index(control.name)
         times = [compute_s if i == rank else 0.0 for i in range(len(members))]
         ballot = Ballot(
             step,
@@ -249,14 +249,14 @@ class Trainer:
             self.snapshots.ballot,
             control.is_save_requested_by_vote(self._writer.begun_step),
             self._writer.is_busy,
-            tuple(times) if is_told else (),
+            tuple(times) if is_timed else (),
         )
         cast = (*self._samples(step), pack_vote(ballot))
         brought = yield from control.meet("vote", self._order, step, cast)
         by_rank = {data_rank: ids for data_rank, ids, *_ in brought.values()}
         read = sorted(sample_id for ids in by_rank.values() for sample_id in ids)
-        wanted = list(batch_ids(step, self._batch, self._left_out))
-        assert read == wanted, "invariant 5: samples lost or repeated"
+        expected = list(batch_ids(step, self._batch, self._skipped_batches))
+        assert read == expected, "invariant 5: samples lost or repeated"
         around.read[self._order.generation, step] = read
         voted = (self._order.generation, step)
         assert voted >= around.newest_vote, "invariant 6: two generations run"
@@ -307,25 +307,29 @@ class Trainer:
     def _samples(self, step: int) -> tuple[int, list[int]]:
         """This data rank, and the ids of the samples that it reads for a step."""
         assignment = self._order.assignment
-        place, layout = assignment.coordinates(self._control.name), assignment.layout
-        data_rank = place.dp * layout.fsdp + place.fsdp
+        coordinates, layout = assignment.coordinates(self._control.name), assignment.layout
+        data_rank = coordinates.dp * layout.fsdp + coordinates.fsdp
         dealt = deal(self._around.job.num_microbatches, layout.num_data_ranks)[data_rank]
-        ids = batch_ids(step, self._batch, self._left_out)
+        ids = batch_ids(step, self._batch, self._skipped_batches)
         return data_rank, [i for i in ids if (i - ids[0]) // SAMPLES_PER_MICROBATCH in dealt]
 
     def _audit(self, step: int) -> Body:
-        """Whether all replicas are found equal; a worker that lies tells of another sum."""
+        """Whether all replicas are equal; a faulty worker reports a wrong checksum."""
         every, control, assignment = self._around.audit_every, self._control, self._order.assignment
         if not every or step % every:
             return True
         regions = regions_under(assignment, control.name)
         part = int.from_bytes(repr(sorted(regions.items())).encode(), "big")
-        brought = yield from control.meet("audit", self._order, step, (part, control.lies))
+        brought = yield from control.meet(
+            "audit", self._order, step, (part, control.falsifies_checksum)
+        )
         members = assignment.members
-        told = [brought[worker] for worker in members]
-        fewest, splits = compare(members, [p for p, _ in told], [int(lie) for _, lie in told])
+        reports = [brought[worker] for worker in members]
+        num_replicas, splits = compare(
+            members, [p for p, _ in reports], [int(is_wrong) for _, is_wrong in reports]
+        )
         if splits or control.world_rank == 0:
-            control.report(Audited(self._order.generation, step, fewest, splits))
+            control.report(Audited(self._order.generation, step, num_replicas, splits))
         return not splits
 
     def _evaluation_is_due(self, step: int, evaluated_step: int) -> bool:

@@ -1,4 +1,4 @@
-"""A simulated worker: it takes commands as `actors/worker/worker.py` does."""
+"""A simulated worker: it handles commands as `actors/worker/worker.py` does."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class SimWorker:
         self.control.training = Thread(around.timeline, self._serve(ready, warm_up_s))
 
     def meet(self, incarnation: int, committed_step: int) -> None:
-        """Another controller has the run, and wants to hear again what it may have missed."""
+        """Another controller has the run, and requests the reports that it may have missed."""
         if self.control.frozen:
             self._unread.append(partial(self.meet, incarnation, committed_step))
             return
         self._intake.meet(incarnation)
-        self.control.tell_again(incarnation, committed_step)
+        self.control.repeat_reports(incarnation, committed_step)
 
     def take(self, incarnation: int, order: Order) -> None:
         """A command arrives: an abort acts at once, all else queues."""
@@ -85,13 +85,13 @@ class SimWorker:
         self.control.around.meetings.leave(self.name)
 
     def freeze(self) -> None:
-        """As SIGSTOP does: nothing moves any more, nothing is answered."""
+        """Like SIGSTOP: nothing runs, nothing is answered."""
         self.control.frozen = True
         self.control.training.hold()
         self._writer.thread.hold()
 
     def thaw(self) -> None:
-        """As SIGCONT does, with all that has come meanwhile."""
+        """Like SIGCONT: handle everything that has arrived meanwhile."""
         self.control.frozen = False
         unread, self._unread = self._unread, []
         for read in unread:
@@ -100,7 +100,7 @@ class SimWorker:
         self._writer.thread.release()
 
     def hang(self) -> None:
-        """The training thread alone is stuck, and hears no abort."""
+        """Only the training thread hangs, and no abort reaches it."""
         self.control.training.stop()
 
     def holdings(self) -> list[Part]:
@@ -125,7 +125,7 @@ class SimWorker:
             try:
                 yield from self._obey(order)
             except Interrupted:
-                continue  # the abort that asked for it stands in the queue
+                continue  # the abort that caused it is in the queue
             except (GroupBroken, Raised) as error:
                 control.around.meetings.leave(self.name)
                 if isinstance(order, RollForward) or order.generation > control.aborted_generation:

@@ -9,13 +9,13 @@ from random import Random
 
 from sim.checks import Checks
 from sim.control import Surroundings
-from sim.faults import HARMFUL, STANDSTILLS
+from sim.faults import HARMFUL, STALLS
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.nodes import Nodes
 from sim.scenario import Scenario, bound_s
 from sim.shell import Records, SimShell, replay_whole
-from sim.snapshot_server import SimKeeper
+from sim.snapshot_server import SimSnapshotServer
 from sim.storage import Storage
 from sim.timeline import Channel, Timeline
 from sim.worker import SimWorker
@@ -65,7 +65,7 @@ from elastic.replay.replay import Replay
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 Inflict = Callable[["World", str, SimWorker], None]
-"""Lets a fault, by its name, befall a worker."""
+"""Lets a fault, by its name, strike a worker."""
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Link:
     next_order_delay_s: float = 0.0
     cut: bool = False
     loses_older: bool = False
-    """What a controller that has died had sent is not delivered any more."""
+    """Orders of a controller that has died are not delivered any more."""
 
 
 class World:
@@ -92,17 +92,17 @@ class World:
         self.timeline = Timeline()
         self.storage = Storage()
         self.workers: dict[str, SimWorker] = {}
-        self.bandwidths: dict[str, Link] = {}
+        self.links: dict[str, Link] = {}
         self.faults = [replace(fault) for fault in scenario.faults]
-        self.happened: list[tuple[float, str, str]] = []
+        self.struck: list[tuple[float, str, str]] = []
         self.num_flaps = 0
         self.read: dict[tuple[int, int], list[int]] = {}
         self._num_slow_starters = scenario.num_slow_starters
         self.nodes = Nodes(scenario.num_nodes, scenario.workers_per_node)
-        self._num_stores = self._num_keepers = 0
+        self._num_stores = self._num_snapshot_servers = 0
         self._published = Channel(self.timeline)
-        self.unheard: list[Callable[[], None]] = []
-        """What came while there was no controller: Ray hands it to the next."""
+        self.undelivered: list[Callable[[], None]] = []
+        """Reports that arrived without a controller: Ray delivers them to the next one."""
         restarts = any("restart" in fault.action for fault in self.faults)
         self.records = Records([] if keep_journal or restarts else None)
         self.checks = Checks(
@@ -112,24 +112,24 @@ class World:
         self.open(Core(), scenario.policy)
 
     def run(self) -> Stopped:
-        """To the end, whatever the checks raise on the way."""
+        """Run to the end, or to the first failed check."""
         self.timeline.run(self.scenario.horizon_s, lambda: self.shell.outcome is not None)
         outcome = self.shell.outcome
-        assert outcome, f"invariant 9: no end in sight: {self.shell.core.state.phase}"
+        assert outcome, f"invariant 9: the run does not end: {self.shell.core.state.phase}"
         state = self.shell.core.state
         self.checks.after_end(outcome, state, self.records, self.storage, self.read)
-        happened = {action for _, action, _ in self.happened}
-        stands_still = "took too long" in outcome.reason and happened & STANDSTILLS
-        storm = len(self.happened) >= self.scenario.policy.max_attempts
-        if not (storm or stands_still or happened & HARMFUL):
-            assert outcome.outcome == "completed", f"nothing could hurt it, yet {outcome}"
+        struck = {action for _, action, _ in self.struck}
+        is_stalled = "took too long" in outcome.reason and struck & STALLS
+        storm = len(self.struck) >= self.scenario.policy.max_attempts
+        if not (storm or is_stalled or struck & HARMFUL):
+            assert outcome.outcome == "completed", f"no harmful fault, yet {outcome}"
         return outcome
 
     def open(self, core: Core, policy: Policy) -> None:
-        """A controller takes the run."""
+        """A controller opens the run."""
         scenario = self.scenario
         self.incarnation += 1
-        self.unheard.clear()
+        self.undelivered.clear()
         self.around = Surroundings(
             self.timeline,
             self.random,
@@ -159,10 +159,10 @@ class World:
         self.shell.post(RunOpened(self.incarnation, policy, target_layout, scenario.job, saved))
 
     def restart(self, policy: Policy) -> None:
-        """Everything but the storage dies, and the run is begun anew from its journal."""
+        """Everything but the storage dies, and the run is resumed from its journal."""
         self.shell.close()
         for worker in self.workers.values():
-            self.bandwidths[worker.name].cut = True
+            self.links[worker.name].cut = True
             worker.die()
         self.workers.clear()
         self.nodes.waiting.clear()
@@ -173,21 +173,21 @@ class World:
         return SimShell(self.timeline, core, self.records, self.carry_out, check, before)
 
     def post_soon(self, event: Event, within_s: float = 0.02) -> None:
-        """Tell the controller, if it is still the same by then."""
+        """Post an event to the controller, if it is still the same by then."""
         self.timeline.after(self.random.uniform(0.0, within_s), partial(self.shell.post, event))
 
-    def kill(self, worker: SimWorker, cause: str, told_after_s: float | None = None) -> None:
-        """Its process is gone; the controller hears of it a little later."""
+    def kill(self, worker: SimWorker, cause: str, reported_after_s: float | None = None) -> None:
+        """A worker's process dies; the controller learns of it a little later."""
         if self.workers.pop(worker.name, None) is None:
             return
         worker.die()
         self.around.meetings.break_connections(worker.name)
-        self.bandwidths[worker.name].cut = self.random.random() < 0.3
-        told_after_s = told_after_s or self.random.uniform(0.0005, 0.06)
+        self.links[worker.name].cut = self.random.random() < 0.3
+        reported_after_s = reported_after_s or self.random.uniform(0.0005, 0.06)
         lost = WorkerLost(worker.name, cause, worker.node)
-        self.timeline.after(told_after_s, partial(self.shell.post, lost))
+        self.timeline.after(reported_after_s, partial(self.shell.post, lost))
         self._find_places()
-        if told_after_s > 1.0:
+        if reported_after_s > 1.0:
             self.suspect_later(worker)
 
     def suspect_later(self, worker: SimWorker) -> None:
@@ -196,15 +196,15 @@ class World:
         self.timeline.after(self.random.uniform(1.0, 1.6), partial(self.shell.post, suspected))
 
     def _parts_of(self, names: set[str]) -> list[tuple[str, Part]]:
-        """What these workers, as far as alive, really hold."""
-        living = (worker for name, worker in self.workers.items() if name in names)
-        return [(worker.name, part) for worker in living for part in worker.holdings()]
+        """The parts that these workers, if alive, really hold."""
+        alive = (worker for name, worker in self.workers.items() if name in names)
+        return [(worker.name, part) for worker in alive for part in worker.holdings()]
 
-    def _snapshots_of(self, told: SnapshotServerReported) -> list[Part]:
-        """What a keeper has of what it told of."""
-        snapshot_server = self.around.snapshot_servers.get(told.node)
-        there = snapshot_server.told() if snapshot_server else ()
-        slots = [slot for slot in told.slots if snapshot_server and slot in there]
+    def _snapshots_of(self, report: SnapshotServerReported) -> list[Part]:
+        """The parts that a snapshot server really has of its report."""
+        snapshot_server = self.around.snapshot_servers.get(report.node)
+        present = snapshot_server.slots() if snapshot_server else ()
+        slots = [slot for slot in report.slots if snapshot_server and slot in present]
         return [
             snapshot_server.read(s.worker, s.generation, s.step) for s in slots if snapshot_server
         ]
@@ -216,21 +216,23 @@ class World:
         due = [f for f in self.faults if f.is_due(moment, worker.control.world_rank)]
         for fault in due:
             self.faults.remove(fault)
-            self.happened.append((self.timeline.now, fault.action, f"{name} in {moment}"))
+            self.struck.append((self.timeline.now, fault.action, f"{name} in {moment}"))
             self.checks.note_fault(self.timeline.now)
             self._inflict(self, fault.action, worker)
 
     def _report(self, name: str, incarnation: int, event: Event) -> None:
-        """A worker's words are under way; they arrive in order, or are lost with it."""
-        link = self.bandwidths[name]
-        if link.lose_next and getattr(event, "generation", 0):  # one who starts is never unheard
+        """A worker's report is under way; reports arrive in order, or are lost with the worker."""
+        link = self.links[name]
+        if link.lose_next and getattr(
+            event, "generation", 0
+        ):  # lose no report of a starting worker
             link.lose_next = False
             return
         extra_s, link.next_delay_s = link.next_delay_s, 0.0
 
         def arrive() -> None:
             if self.shell.is_closed and self.shell.outcome is None:
-                self.unheard.append(arrive)
+                self.undelivered.append(arrive)
                 return
             if extra_s:
                 self.checks.note_fault(self.timeline.now)
@@ -267,17 +269,19 @@ class World:
                 start = partial(self._keep, self.shell, command.node)
                 self.timeline.after(self.random.uniform(0.02, 0.5), start)
             case StopSnapshotServer():
-                self.timeline.after(self.latency_s(), partial(self.lose_keeper, command.node))
+                self.timeline.after(
+                    self.latency_s(), partial(self.lose_snapshot_server, command.node)
+                )
             case QuerySnapshotServers() | ForgetSnapshots():
                 for node in command.nodes:
-                    reach = partial(self._reach_keeper, node, command)
+                    reach = partial(self._reach_snapshot_server, node, command)
                     self.timeline.after(self.latency_s(), reach)
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._store(command)
 
     def _send(self, names: tuple[str, ...], order: Order) -> None:
         for name in names:
-            worker, link = self.workers.get(name), self.bandwidths.get(name)
+            worker, link = self.workers.get(name), self.links.get(name)
             if worker and link:
                 extra_s, link.next_order_delay_s = link.next_order_delay_s, 0.0
                 hand = partial(self._hand, worker, self.incarnation, order)
@@ -285,9 +289,7 @@ class World:
 
     def _hand(self, worker: SimWorker, incarnation: int, order: Order) -> None:
         is_lost = self.shell.is_closed or incarnation < self.incarnation
-        if worker.name in self.workers and not (
-            is_lost and self.bandwidths[worker.name].loses_older
-        ):
+        if worker.name in self.workers and not (is_lost and self.links[worker.name].loses_older):
             worker.take(incarnation, order)
 
     def _store(self, command: PublishCheckpoint | DropCheckpoints | SetAside) -> None:
@@ -309,10 +311,10 @@ class World:
         except OSError as error:
             self.shell.post(PartFailed("", command.generation, command.step, str(error)))
         else:
-            # It is visible at once; that the controller hears of it may take its time.
-            told = Checkpointed(saved.step, saved.generation, saved.path)
+            # It is visible at once, but the report to the controller may be late.
+            report = Checkpointed(saved.step, saved.generation, saved.path)
             delay_s = self.random.uniform(0.0, self.random.choice((0.001, 0.03, 0.3)))
-            self._published.send(delay_s, partial(self.shell.post, told))
+            self._published.send(delay_s, partial(self.shell.post, report))
 
     def _store_listens(self, starter: SimShell) -> None:
         if starter is not self.shell:
@@ -325,26 +327,30 @@ class World:
         if starter is not self.shell:
             return
         if all(worker.node != node for worker in self.workers.values()):
-            self.shell.post(SnapshotServerLost(node, "there is no such node any more"))
+            self.shell.post(SnapshotServerLost(node, "its node is gone"))
             return
-        self._num_keepers += 1
-        snapshot_server = SnapshotServer(node, "", f"keeper-{self._num_keepers}", "host", 1)
-        self.around.snapshot_servers[node] = SimKeeper(snapshot_server)
+        self._num_snapshot_servers += 1
+        snapshot_server = SnapshotServer(
+            node, "", f"server-{self._num_snapshot_servers}", "host", 1
+        )
+        self.around.snapshot_servers[node] = SimSnapshotServer(snapshot_server)
         self.shell.post(SnapshotServerReady(snapshot_server))
 
-    def _reach_keeper(self, node: str, command: QuerySnapshotServers | ForgetSnapshots) -> None:
+    def _reach_snapshot_server(
+        self, node: str, command: QuerySnapshotServers | ForgetSnapshots
+    ) -> None:
         snapshot_server = self.around.snapshot_servers.get(node)
         if snapshot_server is None or snapshot_server.is_frozen:
             return
         if isinstance(command, ForgetSnapshots):
             snapshot_server.forget(command.generation)
         else:
-            slots, parities = snapshot_server.told(), snapshot_server.told_parities()
-            told = SnapshotServerReported(node, command.generation, slots, parities=parities)
-            self.post_soon(told, within_s=0.005)
+            slots, parities = snapshot_server.slots(), snapshot_server.parity_slots()
+            report = SnapshotServerReported(node, command.generation, slots, parities=parities)
+            self.post_soon(report, within_s=0.005)
 
-    def lose_keeper(self, node: str) -> None:
-        """Its process is gone, and all that it kept."""
+    def lose_snapshot_server(self, node: str) -> None:
+        """Its process is gone, with all snapshots."""
         if self.around.snapshot_servers.pop(node, None):
             self.post_soon(SnapshotServerLost(node, "killed"))
 
@@ -360,11 +366,11 @@ class World:
         ready = WorkerReady(name, node, 1, memory_bytes=self.scenario.memory_bytes)
         worker = SimWorker(ready, warm_up_s, self.around)
         self.workers[name] = worker
-        self.bandwidths[name] = Link(Channel(self.timeline), Channel(self.timeline))
+        self.links[name] = Link(Channel(self.timeline), Channel(self.timeline))
         if self.num_flaps:
             self.num_flaps -= 1
             self._die_at_start(worker, warm_up_s / 2)
-        elif node in self.nodes.spoilt:
+        elif node in self.nodes.broken:
             self._die_at_start(worker, warm_up_s * self.random.choice((0.5, 1.5, 3.0)))
 
     def _start(self, names: Iterable[str], quarantined: tuple[str, ...]) -> None:
@@ -376,14 +382,14 @@ class World:
         if worker:
             self.timeline.after(self.latency_s(), partial(self.kill, worker, "stopped"))
         elif self.nodes.waiting.pop(name, None) is not None:
-            self.post_soon(WorkerLost(name, "it had found no node"))
+            self.post_soon(WorkerLost(name, "it had no node"))
 
     def _die_at_start(self, worker: SimWorker, after_s: float) -> None:
         self.checks.note_fault(self.timeline.now + after_s)
         self.timeline.after(after_s, partial(self.kill, worker, "dies at each start"))
 
     def _find_places(self) -> None:
-        """For those that wait: there is room again."""
+        """Start waiting workers: there is a free node again."""
         waiting, self.nodes.waiting = self.nodes.waiting, {}
         for name, quarantined in waiting.items():
             self.start_worker(name, quarantined)

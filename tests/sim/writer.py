@@ -1,4 +1,4 @@
-"""A simulated worker's second thread: parts become durable aside training."""
+"""A simulated worker's second thread: it writes checkpoint parts beside training."""
 
 from __future__ import annotations
 

@@ -390,7 +390,7 @@ def extra_commands() -> list[Command]:
         make.Warned(1, 1, "notice", "text"),
         make.Replaced("w9", "slow"),
         make.NodeQuarantined("node9", 0.0, "crashes"),
-        make.NodeReleased("node9", "its time is over"),
+        make.NodeReleased("node9", "its quarantine is over"),
         make.LayoutAnswered(1, "request", "dp=2", "dp=2"),
         make.DropCheckpoints(()),
         make.RequestCheckpoint(1, ("w0", "w1"), EVENTFUL_STEP),

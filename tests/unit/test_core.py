@@ -111,7 +111,7 @@ def test_other_sources_are_turned_away() -> None:
     assert commands[-2:-1] == [StopWorker("w1", commands[-2].cause)]  # type: ignore[attr-defined]
     assert isinstance(commands[-1], Stopped)
     assert commands[-1].outcome == "user_error"
-    assert "w1 on node runs other sources" in commands[-1].reason
+    assert "w1 on node runs other source code" in commands[-1].reason
 
 
 def test_the_drivers_sources_count_from_the_first_worker_on() -> None:
@@ -120,7 +120,7 @@ def test_the_drivers_sources_count_from_the_first_worker_on() -> None:
     told(core, RunOpened(1, Policy(max_workers=2), TargetLayout(), job), StoreReady("host", 1))
     commands = told(core, ready("w0", digest="other"))
     assert isinstance(commands[-1], Stopped)
-    assert "w0 on node runs other sources than the driver" in commands[-1].reason
+    assert "w0 on node runs other source code than the driver" in commands[-1].reason
 
 
 def test_other_sources_do_not_end_a_run_that_trains() -> None:
@@ -176,7 +176,7 @@ def test_an_exception_of_one_who_is_gone_means_nothing() -> None:
 def test_one_who_leaves_while_it_starts_is_no_failed_start() -> None:
     core = opened()
     assert told(core, WorkerDraining("w0", "asked to")) == [
-        StopWorker("w0", "it leaves by plan"),
+        StopWorker("w0", "it was drained"),
         StartWorkers(("w2",)),
     ]
     told(core, WorkerLost("w0", "stopped"))

@@ -181,7 +181,7 @@ def test_bad_numbers_are_told(tmp_path: Path) -> None:
     run.tell(RolledBack(2, 5, 10, "checkpoint", spiked, (5, 6, 7, 8)))
     for step in (5, 10):
         run.hear(Audited(1, step, 1))
-    run.tell(Warned(1, 20, "audit", "w1 holds other bits than 2 replicas: it is replaced"))
+    run.tell(Warned(1, 20, "audit", "w1 holds different bits than 2 replicas: it is replaced"))
     display = Display(console(False), "run")
     follow(display, run)
     told = [line[10:] for line in output(display._console).splitlines()]
@@ -189,7 +189,7 @@ def test_bad_numbers_are_told(tmp_path: Path) -> None:
         "step 1 was skipped: a loss or gradient was not finite",
         f"rolled back from step 10 to 5: {spiked}; the data of 4 steps left out",
         "no audit under dp=2: no worker is a copy of another",
-        "w1 holds other bits than 2 replicas: it is replaced",
+        "w1 holds different bits than 2 replicas: it is replaced",
     ]
     skipped = display.history.membership.run_events[-4]
     assert (skipped.kind, skipped.step) == ("skipped", 1)

@@ -104,7 +104,7 @@ def nodes_of(protect: StartSnapshots) -> list[list[str]]:
 
 def test_a_node_is_left_at_the_next_boundary_if_one_comes_in_time() -> None:
     core = training("aabb")
-    assert drain(core, "b", 30.0) == [Pause(1, ("w0", "w1", "w2", "w3"), "members leave")]
+    assert drain(core, "b", 30.0) == [Pause(1, ("w0", "w1", "w2", "w3"), "members drain")]
     commit(core, 2, START + STEP_S)
     commands = told(core, *(Paused(f"w{i}", 1, 2) for i in range(4)), now=START + STEP_S)
     [form_order] = of(Form, commands)
@@ -207,7 +207,7 @@ def test_a_joiner_on_such_a_node_is_not_kept() -> None:
     commit(core, 2, START)
     drain(core, "b", 120.0)
     assert told(core, WorkerReady("w3", "b", 1), now=START) == [
-        StopWorker("w3", "its node will be gone soon"),
+        StopWorker("w3", "its node is draining"),
         StartWorkers(("w4",)),
     ]
 
@@ -245,7 +245,7 @@ def test_a_node_that_may_be_taken_is_told_of_and_kept() -> None:
     core = training("aabb")
     [warned] = told(core, NodeAtRisk("b", "AWS rebalance recommendation"), now=START)
     assert isinstance(warned, Warned)
-    assert warned.text == "node b may be taken before long: AWS rebalance recommendation"
+    assert warned.text == "node b may be reclaimed soon: AWS rebalance recommendation"
     assert core.state.draining == set()
 
 

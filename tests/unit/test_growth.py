@@ -149,7 +149,7 @@ def test_spares_that_are_of_no_use_are_given_back_until_a_member_is_lost() -> No
     assert "w2" in life.core.state.worker_records
     life.now += 10.0
     [given_back] = life.tell(Woke())
-    assert given_back == StopWorker("w2", "it has been spare for 60 s")
+    assert given_back == StopWorker("w2", "it was on standby for 60 s")
     assert life.tell(WorkerLost("w2", "stopped")) == []
     life.commit(10)
     assert life.core.state.worker_records.keys() == {"w0", "w1"}
@@ -165,9 +165,9 @@ def test_who_has_too_few_for_long_gives_them_back_and_asks_again() -> None:
     assert life.tell(Woke()) == []
     life.now += 20.0
     *stops, waited = life.tell(Woke())
-    cause = "too few others have come"
+    cause = "too few other workers arrived"
     assert stops == [StopWorker(worker, cause) for worker in ("w0", "w1", "w2")]
-    assert isinstance(waited, Waited) and waited.reason.startswith("3 workers could not be had")
+    assert isinstance(waited, Waited) and waited.reason.startswith("3 workers were not available")
     life.tell(*(WorkerLost(worker, "stopped") for worker in ("w0", "w1", "w2")))
     asked_at = life.now + 45.0
     [start, *_] = life.wake()

@@ -137,7 +137,7 @@ def test_late_forming_ends_no_healthy_worker() -> None:
     driven.play([driven.unwind(f"w{i}", 0.1) for i in range(7)])
     driven.tell(GroupFormed("w0", driven.core.state.generation))
     abort = driven.wake_until(Abort)
-    assert isinstance(abort, Abort) and "Forming is late" in abort.cause and not abort.is_hang
+    assert isinstance(abort, Abort) and "Forming timed out" in abort.cause and not abort.is_hang
     unwound_s = (0.2, 20.0, 70.0, 100.0, 101.0, 150.0, 250.0)
     ended = driven.play([driven.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
     assert not ended

@@ -209,8 +209,8 @@ def test_after_a_while_it_is_used_again() -> None:
         commands = life.wake()
     assert life.now == until
     assert commands == [
-        NodeReleased("b", "its time is over"),
-        StopWorker(waiting, "it may be started on more nodes now"),
+        NodeReleased("b", "its quarantine is over"),
+        StopWorker(waiting, "it can now start on more nodes"),
         StartWorkers((newest(life),), ()),
     ]
     assert of(NodeQuarantined, crash_as_they_start(life, "b", 2)) == [], "all is forgiven"
@@ -227,7 +227,8 @@ def test_it_is_used_again_where_there_are_too_few_without_it() -> None:
     while life.core.state.quarantined:
         commands = life.wake()
     assert life.now <= avoided_at + 60.0
-    assert of(NodeReleased, commands) == [NodeReleased("b", "too few workers have come elsewhere")]
+    released = NodeReleased("b", "too few workers arrived on other nodes")
+    assert of(NodeReleased, commands) == [released]
     come(life, newest(life), "b")
     assert isinstance(life.core.state.phase, Forming)
 

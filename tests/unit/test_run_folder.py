@@ -111,7 +111,7 @@ def test_a_planned_departure_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -
     run.hear(WorkerDraining("w3", "asked to"))
     run.resume("w0", "w1", "w2")
     for worker in ("w3", "w4"):
-        run.tell(StopWorker(worker, "it leaves by plan"))
+        run.tell(StopWorker(worker, "it was drained"))
         run.lose(worker, "exited")
     run.tell(StopWorker("w2", "it did not unwind in time"))
     run.lose("w2", "killed by signal 9")
@@ -132,7 +132,7 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     run.hear(ComputeTimed(1, 40, (), ((1, 3.0),)))
     run.tell(Replaced("w1", "it is slow"))
     run.resume("w0", "w2")
-    run.tell(StopWorker("w1", "it leaves by plan"))
+    run.tell(StopWorker("w1", "it was drained"))
     run.tell(NodeQuarantined("node-1", run.now + 60, "3 crashes"))
     run.tell(StopWorker("w3", "its node is avoided"))
     membership = read_history(run.folder).membership
@@ -147,7 +147,7 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     ]
     assert (membership.num_lost, membership.members) == (0, ("w0", "w2"))
     run.lose("w2")
-    run.tell(NodeReleased("node-1", "its time is over"))
+    run.tell(NodeReleased("node-1", "its quarantine is over"))
     membership = read_history(run.folder).membership
     assert (membership.num_lost, membership.quarantined) == (1, {}), (
         "a member there that dies is lost"

@@ -189,7 +189,7 @@ def test_the_next_forming_gets_longer_than_the_one_that_was_late() -> None:
     driven = committed(Driven(20), 1, 2)
     lose(driven, "w19")
     late = driven.wake_until(Abort)
-    assert isinstance(late, Abort) and "Forming is late" in late.cause
+    assert isinstance(late, Abort) and "Forming timed out" in late.cause
     driven.tell(*(driven.unwind(worker, 0.0)[1] for worker in driven.workers))
     late = driven.wake_until(Abort)
     assert isinstance(late, Abort)

@@ -65,7 +65,7 @@ def test_a_straggler_leaves_at_the_boundary_and_a_spare_takes_its_place() -> Non
     replaced, pause = tell(life, {"w1": 3.0})
     told = "it computes 3.0 times as long as the others that do the same work"
     assert replaced == Replaced("w1", told)
-    assert pause == Pause(1, ("w0", "w1", "w2"), "members leave")
+    assert pause == Pause(1, ("w0", "w1", "w2"), "members drain")
     state = life.core.state
     life.pause()
     life.form()

@@ -141,7 +141,7 @@ def test_the_last_checkpoint_is_written_by_those_that_hold_its_step() -> None:
     assert anew == [SaveCheckpoint(3, ("w1",), 5, 1)]
     assert isinstance(core.state.phase, Saving)
     [stopped] = told(core, WorkerRaised("w1", 3, "holding", "it stands at step 4"))
-    assert isinstance(stopped, Stopped) and "not covered by living workers" in stopped.reason
+    assert isinstance(stopped, Stopped) and "do not hold the whole state" in stopped.reason
 
 
 def test_a_worker_that_cannot_settle_a_step_serves_none() -> None:
