@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 from torch.distributed import Work
 
-from actors.runtime.substitute_thread import who_works
+from actors.runtime.substitute_thread import working_thread
 
 STANDSTILL_S = 0.1
 """A thread that is woken raises within 0.01 s after its connections have been shut."""
@@ -46,7 +46,7 @@ class StallDetector:
         ident = self._thread.ident
         if ident is None or not self._thread.is_alive():
             return False
-        ident = who_works(ident)
+        ident = working_thread(ident)
         frame = sys._current_frames().get(ident)
         spent_s = time.clock_gettime(time.pthread_getcpuclockid(ident))
         if frame is None or spent_s != self._spent_s or not _waits_in_torch(frame):

@@ -384,4 +384,4 @@ def test_a_door_without_memory_goes_on_and_says_so_once(capfd: pytest.CaptureFix
     AuthenticatedServer([listener], SECRET, lambda connection: tell(connection, heard=True))
     with connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0) as sock:
         assert hear(sock) == {"heard": True}
-    assert capfd.readouterr().err.count("the door of a server goes on after") == 1
+    assert capfd.readouterr().err.count("the server keeps accepting after") == 1

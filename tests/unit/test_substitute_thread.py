@@ -11,7 +11,12 @@ from test_loop import MODULE, a_step, declare
 
 from actors.runtime.compute_time import ThreadClock
 from actors.runtime.interruption import Interruption
-from actors.runtime.substitute_thread import computed_s, dismiss, stood_in_for, who_works
+from actors.runtime.substitute_thread import (
+    computed_s,
+    forget_substitute,
+    stood_in_for,
+    working_thread,
+)
 from actors.storage.errors import Interrupted
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
@@ -28,18 +33,18 @@ def spend(spent: threading.Event, over: threading.Event) -> None:
 
 
 def test_what_the_stand_in_computes_is_the_workers_own_time() -> None:
-    dismiss(threading.get_ident())  # who stood in for this thread in tests before
+    forget_substitute(threading.get_ident())  # who stood in for this thread in tests before
     spent, over = threading.Event(), threading.Event()
     thread = threading.Thread(target=spend, args=[spent, over])
     clock, begun_s = ThreadClock(), computed_s()
     begun_by_clock_s = clock.now()
     thread.start()
     with stood_in_for(thread):
-        assert who_works(threading.get_ident()) == thread.ident
+        assert working_thread(threading.get_ident()) == thread.ident
         spent.wait()
         assert computed_s() - begun_s >= SPENT_S
         assert clock.now() - begun_by_clock_s >= 0.9 * SPENT_S
-    assert who_works(threading.get_ident()) == threading.get_ident()
+    assert working_thread(threading.get_ident()) == threading.get_ident()
     over.set()
     thread.join()
 
@@ -59,7 +64,7 @@ def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
     loop = Loop(script, 0)
 
     def train() -> None:
-        with pytest.raises(Interrupted, match="left behind"), interruption.leavable():
+        with pytest.raises(Interrupted, match="abandoned"), interruption.leavable():
             try:
                 loop.take(a_step(), MODULE)
             except Interrupted as error:
@@ -75,5 +80,5 @@ def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
     assert thread.ident is not None and interruption.leave(thread.ident)
     go.set()
     thread.join(10)
-    assert told == ["this thread has been left behind"]
+    assert told == ["this thread was abandoned"]
     assert not interruption.is_left()
