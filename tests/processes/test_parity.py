@@ -13,7 +13,7 @@ from test_snapshot_server import HOST, SECRET, Child, never
 
 from actors.runtime.handshake import connect_afar
 from actors.snapshots.memory_layout import read_snapshot, sizes_of
-from actors.snapshots.messages import hear, tell
+from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.server import SnapshotHost
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.duties.recovery import bring_back
@@ -195,15 +195,15 @@ class Chunk:
         )
         about = {"generation": 3, "kept_step": -2, "members": ["w0", "w1", "w2"], "at": "w0"}
         sizes = {"parity_bytes": len(body), "num_bytes": len(body)}
-        tell(self.socket, do="fold", worker=worker, step=step, **about, **sizes)
-        self.answer = hear(self.socket)
+        send_message(self.socket, do="fold", worker=worker, step=step, **about, **sizes)
+        self.answer = receive_message(self.socket)
 
     def send(self, num_bytes: int | None = None) -> None:
         self.socket.sendall(self.body[:num_bytes])
 
     def finish(self) -> bool:
-        tell(self.socket, step=self.step)
-        return bool((hear(self.socket) or {}).get("is_whole"))
+        send_message(self.socket, step=self.step)
+        return bool((receive_message(self.socket) or {}).get("is_whole"))
 
 
 ONES, TWOS = bytes([1]) * 5_000_000, bytes([2]) * 5_000_000
@@ -240,8 +240,8 @@ def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
         (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
     ) as reader:
         about = {"generation": 3, "step": 5, "members": ["w0", "w1", "w2"], "at": "w0"}
-        tell(reader, do="get", **about, begin=10, end=1010)
-        assert hear(reader) == {"num_bytes": 1000}
+        send_message(reader, do="get", **about, begin=10, end=1010)
+        assert receive_message(reader) == {"num_bytes": 1000}
         assert np.all(np.frombuffer(reader.recv(1000, socket.MSG_WAITALL), np.uint8) == 3)
 
 

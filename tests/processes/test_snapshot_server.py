@@ -17,7 +17,7 @@ import torch
 
 from actors.runtime.handshake import connect_afar, new_secret
 from actors.snapshots.memory_layout import read_snapshot
-from actors.snapshots.messages import tell
+from actors.snapshots.messages import send_message
 from actors.snapshots.server import SnapshotHost, host_snapshot_server
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.geometry.assignment import Assignment
@@ -182,12 +182,12 @@ def test_of_two_that_write_the_same_room_the_newer_counts() -> None:
     stuck = connect_afar((snapshot_server.host, snapshot_server.port), SECRET, 30.0)
     about = {"worker": "w0", "generation": 3, "kept_step": -2}
     body = b"x" * 1_000_000
-    tell(stuck, do="put", **about, step=5, num_bytes=len(body))
+    send_message(stuck, do="put", **about, step=5, num_bytes=len(body))
     stuck.sendall(body[:1000])
     with connect_afar((snapshot_server.host, snapshot_server.port), SECRET, 30.0) as newer:
-        tell(newer, do="put", **about, step=6, num_bytes=len(body))
+        send_message(newer, do="put", **about, step=6, num_bytes=len(body))
         newer.sendall(body)
-        tell(newer, step=6)
+        send_message(newer, step=6)
         newer.recv(1)
     with pytest.raises(OSError):
         for _ in range(100):
@@ -202,7 +202,7 @@ def test_what_was_written_over_while_it_was_sent_does_not_count() -> None:
         (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
     ) as sender:
         about = {"worker": "w0", "generation": 3, "kept_step": -2}
-        tell(sender, do="put", **about, step=5, num_bytes=100)
+        send_message(sender, do="put", **about, step=5, num_bytes=100)
         sender.sendall(b"x" * 100)
         sender.shutdown(socket.SHUT_WR)
         assert sender.recv(1) == b""

@@ -25,7 +25,7 @@ from test_snapshots import SETTINGS, kill
 from actors.runtime.authenticated_server import AuthenticatedServer
 from actors.runtime.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
 from actors.snapshots.memory_layout import most_bytes
-from actors.snapshots.messages import hear, tell
+from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.server import SnapshotHost
 from elastic.protocol.events import (
     Event,
@@ -297,15 +297,15 @@ def test_what_one_that_knows_the_secret_asks_for_is_bounded() -> None:
     address = (server.snapshot_server.host, server.snapshot_server.port)
     for request in requests:
         with connect_afar(address, SECRET, 5.0) as peer:
-            tell(peer, **request)
-            assert hear(peer) is None, request
+            send_message(peer, **request)
+            assert receive_message(peer) is None, request
     for body in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1x"):
         with connect_afar(address, SECRET, 5.0) as peer:
             peer.sendall(body)
-            assert hear(peer) is None, body
+            assert receive_message(peer) is None, body
     assert server.told(3).memory_bytes == 0
     with connect_beside(server.snapshot_server.socket, SECRET, 5.0) as peer:
-        tell(peer, do="room", **about, num_bytes=most)
+        send_message(peer, do="room", **about, num_bytes=most)
         assert socket.recv_fds(peer, 1, 2)[1]
 
 
@@ -381,7 +381,7 @@ class Exhausted(socket.socket):
 
 def test_a_door_without_memory_goes_on_and_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
     listener = listening_beside(Exhausted)
-    AuthenticatedServer([listener], SECRET, lambda connection: tell(connection, heard=True))
+    AuthenticatedServer([listener], SECRET, lambda connection: send_message(connection, heard=True))
     with connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0) as sock:
-        assert hear(sock) == {"heard": True}
+        assert receive_message(sock) == {"heard": True}
     assert capfd.readouterr().err.count("the server keeps accepting after") == 1
