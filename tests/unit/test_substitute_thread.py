@@ -1,4 +1,4 @@
-"""A thread that computes in the place of another is watched, timed and left behind with it."""
+"""A substitute thread is watched, timed and abandoned together with the thread it works for."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def spend(spent: threading.Event, over: threading.Event) -> None:
     over.wait()
 
 
-def test_what_the_stand_in_computes_is_the_workers_own_time() -> None:
-    forget_substitute(threading.get_ident())  # who stood in for this thread in tests before
+def test_compute_time_includes_the_substitute() -> None:
+    forget_substitute(threading.get_ident())  # left over from other tests
     spent, over = threading.Event(), threading.Event()
     thread = threading.Thread(target=spend, args=[spent, over])
     clock, begun_s = ThreadClock(), computed_s()
@@ -49,9 +49,9 @@ def test_what_the_stand_in_computes_is_the_workers_own_time() -> None:
     thread.join()
 
 
-def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
-    """Whoever comes back from where it was stuck is told to stop, though the run has gone on."""
-    interruption, go, told = Interruption(), threading.Event(), []
+def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
+    """A thread that wakes up after it was abandoned stops, though the run has continued."""
+    interruption, go, errors = Interruption(), threading.Event(), []
     interruption.running_generation = 1
 
     def script(run: Run) -> None:
@@ -68,7 +68,7 @@ def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
             try:
                 loop.take(a_step(), MODULE)
             except Interrupted as error:
-                told.append(str(error))
+                errors.append(str(error))
                 raise
         interruption.forget()
 
@@ -80,5 +80,5 @@ def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
     assert thread.ident is not None and interruption.leave(thread.ident)
     go.set()
     thread.join(10)
-    assert told == ["this thread was abandoned"]
+    assert errors == ["this thread was abandoned"]
     assert not interruption.is_left()
