@@ -107,7 +107,10 @@ CASES = {
     "a module of dots": (["..:f"], "module:function"),
 }
 BEFORE_RAY = {
-    "no such interface": (["--interface", "nosuch0"], "--interface nosuch0: this machine has no such interface"),
+    "no such interface": (
+        ["--interface", "nosuch0"],
+        "--interface nosuch0: this machine has no such",
+    ),
     "no such accelerator": (["--set", "accelerator=banana"], "accelerator=banana"),
     "nothing to detach from": (["--detach"], "ray start --head"),
 }
