@@ -1,8 +1,7 @@
-"""actors acts: workers, process groups, transfers and the controller's shell around the core.
+"""Workers, process groups, state transfer, storage, and the shell that drives the controller core.
 
-A training program reaches it as a `Program`. `worker` and all below it run without Ray; only the
-files whose names begin with `ray_`, `launch` and `interface` need it.
+A training program reaches a worker through the `Program` protocol. Only `ray_backend` needs Ray.
 
-This file imports nothing: processes that compute nothing, such as a snapshot server, start without
-torch.
+This file imports nothing, so that processes without tensors, such as a snapshot server, start
+without torch.
 """

@@ -1,1 +1,1 @@
-"""Distributed: process groups, meshes, abort, moving bytes, the store."""
+"""Distributed: process groups, device meshes, abort, state transfer, the store."""

@@ -1,4 +1,4 @@
-"""Proof that a worker's device still computes, within a time limit."""
+"""A check that a worker's device still computes, within a time limit."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 from actors.storage.errors import BrokenDevice
 
 LIMIT_S = 10.0
-"""A kernel on a stream of its own takes under a millisecond beside any other work."""
+"""A kernel on its own stream takes under a millisecond beside any other work."""
 NUM_ELEMENTS = 1024
 
 
 def kernel_on(device: torch.device) -> Callable[[], None]:
-    """A small computation on a CUDA device; on a CPU, nothing.
+    """A function that runs a small kernel on a CUDA device; on a CPU it does nothing.
 
-    It has a stream and memory of its own, made here: a collective that never ends does not block
-    it, and it works when no memory is free.
+    Its stream and memory are allocated here: so a collective that never ends does not block the
+    kernel, and it runs when no memory is free.
     """
     if device.type != "cuda":
         return lambda: None
@@ -31,20 +31,20 @@ def kernel_on(device: torch.device) -> Callable[[], None]:
         with torch.cuda.stream(stream):
             torch.add(ones, ones, out=doubled)
             if doubled.tolist() != [2.0] * NUM_ELEMENTS:
-                raise ValueError("1 + 1 is not 2 on it")
+                raise ValueError("1 + 1 is not 2 on this device")
 
     return compute
 
 
 class DeviceCheck:
-    """`failure` runs the computation on a thread that may block for ever without harm."""
+    """Runs a computation on a thread that may block for ever without harm."""
 
     def __init__(self, compute: Callable[[], None], limit_s: float = LIMIT_S) -> None:
         self._compute = compute
         self._limit_s = limit_s
 
     def failure(self) -> BrokenDevice | None:
-        """What is wrong with the device, or None if it computes."""
+        """The device's error, or None if it computes."""
         raised: list[Exception] = []
 
         def run() -> None:
@@ -64,8 +64,11 @@ class DeviceCheck:
 
 
 def prove(make: Callable[[], Callable[[], None]], limit_s: float = LIMIT_S) -> DeviceCheck:
-    """The check of the device for which `make` gives a computation, passed once: what `make` does
-    there may block as well. Raises `BrokenDevice`."""
+    """Create the device check for the computation that `make` returns, and run it once.
+
+    `make` runs within the time limit as well, since it may block on the device. Raises
+    `BrokenDevice`.
+    """
     made: list[Callable[[], None]] = []
 
     def make_and_compute() -> None:

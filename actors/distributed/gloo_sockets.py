@@ -1,8 +1,8 @@
-"""Break Gloo's connections from another thread, which is the only abort that Gloo has.
+"""Abort for Gloo: shut its connections from another thread, which is the only abort it has.
 
-`ProcessGroupGloo.abort` does nothing (torch 2.13 to 2.15), and a rank whose peer died blocks until
-its timeout unless it shares a connection with it. Each Gloo device runs one epoll instance that
-holds exactly one pipe and one listening socket besides its connections; those are shut here.
+`ProcessGroupGloo.abort` does nothing (torch 2.13 to 2.15). A rank whose peer died blocks until its
+timeout, unless it shares a connection with that peer. Each Gloo device runs one epoll instance with
+exactly one pipe and one listening socket besides its connections, which are shut here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MEMBER = re.compile(r"^tfd:\s*(\d+).*?\bino:\s*([0-9a-f]+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class _Member:
-    """A file descriptor in an epoll instance, and the inode that it had when that was read."""
+    """A file descriptor in an epoll instance, and its inode at that time."""
 
     fd: int
     inode: int
@@ -37,7 +37,7 @@ def shut_gloo_connections() -> int:
 
 
 def shut_connections_to(host: str, port: int) -> int:
-    """Shut this process' connections to an address, such as the store's; return how many."""
+    """Shut this process's connections to an address, such as the store's; return how many."""
     address = (socket.gethostbyname(host), port)
     num_shut = 0
     for fd in _open_fds():
@@ -53,8 +53,8 @@ def _epoll_instances() -> Iterator[list[_Member]]:
         with suppress(OSError):  # closed meanwhile by its owner
             if os.readlink(f"/proc/self/fd/{fd}") == "anon_inode:[eventpoll]":
                 with open(f"/proc/self/fdinfo/{fd}") as info:
-                    found = _MEMBER.findall(info.read())
-                yield [_Member(int(number), int(inode, 16)) for number, inode in found]
+                    entries = _MEMBER.findall(info.read())
+                yield [_Member(int(number), int(inode, 16)) for number, inode in entries]
 
 
 def _open_fds() -> list[int]:
@@ -86,7 +86,7 @@ def _peer(fd: int) -> tuple[str, int] | None:
 
 
 def _shut(member: _Member) -> bool:
-    """Shut the socket if the descriptor still means the same one."""
+    """Shut the socket if the descriptor still refers to the same inode."""
     with suppress(OSError), _borrowed(member.fd) as sock:
         if os.fstat(sock.fileno()).st_ino == member.inode:
             sock.shutdown(socket.SHUT_RDWR)
@@ -95,5 +95,5 @@ def _shut(member: _Member) -> bool:
 
 
 def _borrowed(fd: int) -> socket.socket:
-    """A duplicate of the descriptor: closing it leaves the owner's alone."""
+    """A duplicate of the descriptor: closing it does not close the owner's."""
     return socket.socket(fileno=os.dup(fd))

@@ -1,4 +1,4 @@
-"""Form, break and dissolve the process groups of a generation; runs without Ray."""
+"""Forming, aborting and dissolving the process groups of a generation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from actors.distributed.meshes import form_groups
 from actors.distributed.torch_private import (
     abort_nccl_groups,
     bare_group,
+    disable_nccl_watchdog,
     group_options,
-    leave_aborts_to_us,
     reset_group_tables,
 )
 from actors.runtime.handshake import store_prefix
@@ -25,10 +25,10 @@ from elastic.protocol.commands import Form
 
 
 class Formation:
-    """The groups that one process is in for one generation.
+    """The process groups of one process in one generation.
 
-    `form` and `dissolve` belong to the training thread; `break_off` may be called from any other
-    at any time, also while `form` blocks, and makes the training thread's calls raise.
+    The training thread calls `form` and `dissolve`. Any other thread may call `break_off` at any
+    time, also while `form` blocks: it makes the training thread's calls raise.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Formation:
         has_experts: bool = False,
         secret: bytes = b"",
     ) -> None:
-        """`secret` is the run's: without it nobody guesses the keys through which groups form."""
+        """`secret` is the run's: without it the store keys of the groups cannot be guessed."""
         self._worker = worker
         self._order = order
         self._device = device
@@ -54,13 +54,13 @@ class Formation:
 
     @property
     def can_lose_wake_ups(self) -> bool:
-        """Whether a broken group may leave a call waiting: Gloo does, NCCL's abort ends all."""
+        """Whether an aborted group may leave a call blocked: Gloo does; NCCL's abort ends all."""
         return self._device.type == "cpu"
 
     def form(self) -> None:
-        """Meet the others of the generation at the store.
+        """Form the groups with the other workers of the generation, through the store.
 
-        Raises torch's errors if the store or a peer is gone or the time is over.
+        Raises torch's errors if the store or a peer is gone, or after the timeout.
         """
         order = self._order
         client = TCPStore(
@@ -76,7 +76,7 @@ class Formation:
         self.transfer = self._form_transfer(store)
 
     def break_off(self) -> None:
-        """Make every blocked or coming call on these groups raise."""
+        """Abort: make every blocked or future call on these groups raise."""
         with self._breaking:
             if self._dissolved:
                 return
@@ -87,7 +87,7 @@ class Formation:
                 shut_gloo_connections()
 
     def dissolve(self) -> None:
-        """Leave no trace of the generation in torch; the caller has dropped model and mesh."""
+        """Remove the generation from torch's tables; the caller has dropped model and mesh."""
         with self._breaking:
             self._dissolved = True
             self.groups = self.transfer = None
@@ -97,7 +97,7 @@ class Formation:
     def _form_world(self, store: Store) -> Groups:
         order, device_type = self._order, self._device.type
         world_rank = order.assignment.world_rank(self._worker)
-        leave_aborts_to_us()
+        disable_nccl_watchdog()
         backend, options = group_options(device_type, self._timeout)
         dist.init_process_group(
             backend,
@@ -106,14 +106,14 @@ class Formation:
             world_size=order.assignment.layout.num_workers,
             timeout=self._timeout,
             pg_options=options,
-            device_id=_own_gpu() if device_type == "cuda" else None,
+            device_id=_current_gpu() if device_type == "cuda" else None,
         )
         return form_groups(
             order.assignment, world_rank, self._device, self._timeout, self._has_experts
         )
 
     def _form_transfer(self, store: Store) -> ProcessGroup | None:
-        """The world's own group where nobody else takes part in the transfers."""
+        """The world's own group if all participants of the transfers are its members."""
         plan = self._order.plan
         if plan.participants == self._order.assignment.members:
             assert self.groups is not None
@@ -127,6 +127,6 @@ class Formation:
         )
 
 
-def _own_gpu() -> torch.device:
-    """With its index, which torch wants to bind a group to a device."""
+def _current_gpu() -> torch.device:
+    """The device with its index, which torch needs to bind a group to a device."""
     return torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""The meshes of a layout, as torch wants them: which ranks talk along which axis."""
+"""Device meshes and groups of a layout: which ranks communicate along which axis."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def form_groups(
     layout = assignment.layout
     world = dist.group.WORLD
     assert world is not None
-    by_cp = _by_axis(layout).transpose(3, 4).reshape(-1, layout.cp)
-    by_sequence = _by_axis(layout).reshape(-1, layout.cp * layout.tp)
+    by_cp = _ranks_by_axis(layout).transpose(3, 4).reshape(-1, layout.cp)
+    by_sequence = _ranks_by_axis(layout).reshape(-1, layout.cp * layout.tp)
     spreads_tokens = by_sequence.shape[1] > 1
     return Groups(
         assignment,
@@ -39,8 +39,8 @@ def form_groups(
         device,
         world,
         _mesh(dense_ranks(layout), device, timeout),
-        cp=_own_group(by_cp, world_rank, device, timeout),
-        sequence=_own_group(by_sequence, world_rank, device, timeout)
+        cp=_group_of_rank(by_cp, world_rank, device, timeout),
+        sequence=_group_of_rank(by_sequence, world_rank, device, timeout)
         if has_experts and spreads_tokens
         else None,
         experts=_mesh(expert_ranks(layout), device, timeout)
@@ -50,51 +50,50 @@ def form_groups(
 
 
 def dense_ranks(layout: Layout) -> tuple[Tensor, tuple[str, ...]]:
-    """World ranks by the axes `pp, replica, fsdp, tp`, of which `pp` and `tp` only where they
-    have a degree.
+    """World ranks by the axes `pp, replica, fsdp, tp`; `pp` and `tp` only if larger than 1.
 
-    Ranks along `replica` hold the same part of a dense tensor: those of `dp` and `cp`, and at
-    ZeRO's stage 0 those of `fsdp` as well.
+    Ranks along `replica` hold the same part of a dense tensor: those of `dp` and `cp`, and at ZeRO
+    stage 0 those of `fsdp` as well.
     """
     num_shards = layout.fsdp if layout.zero else 1
-    by_shard = _by_axis(layout).transpose(2, 3)
+    by_shard = _ranks_by_axis(layout).transpose(2, 3)
     ranks = by_shard.reshape(layout.pp, -1, num_shards, layout.tp)
-    return _without_ones(ranks, ("pp", "replica", "fsdp", "tp"), ("pp", "tp"))
+    return _drop_trivial_axes(ranks, ("pp", "replica", "fsdp", "tp"), ("pp", "tp"))
 
 
 def expert_ranks(layout: Layout) -> tuple[Tensor, tuple[str, ...]]:
-    """World ranks by the axes `pp, replica, fsdp, ep` that expert tensors see."""
+    """World ranks by the axes `pp, replica, fsdp, ep` of expert tensors."""
     rest = layout.fsdp * layout.cp * layout.tp // layout.ep
     shape = (layout.pp, layout.dp, rest, layout.ep)
     if not layout.zero:
         shape = (layout.pp, layout.dp * rest, 1, layout.ep)
-    return _without_ones(
+    return _drop_trivial_axes(
         torch.arange(layout.num_workers).reshape(shape), ("pp", "replica", "fsdp", "ep"), ("pp",)
     )
 
 
-def _by_axis(layout: Layout) -> Tensor:
+def _ranks_by_axis(layout: Layout) -> Tensor:
     return torch.arange(layout.num_workers).reshape(layout.degrees)
 
 
-def _without_ones(
+def _drop_trivial_axes(
     ranks: Tensor, axes: tuple[str, ...], optional: tuple[str, ...]
 ) -> tuple[Tensor, tuple[str, ...]]:
-    """A group of one costs as much forming as any other: what nobody talks along is left out."""
+    """Drop optional axes of degree 1: a group of one rank costs as much forming as any other."""
     kept = [i for i, axis in enumerate(axes) if ranks.shape[i] > 1 or axis not in optional]
     return ranks.reshape([ranks.shape[i] for i in kept]), tuple(axes[i] for i in kept)
 
 
-def _own_group(
+def _group_of_rank(
     rows: Tensor, world_rank: int, device: torch.device, timeout: timedelta
 ) -> ProcessGroup | None:
-    """The group of the row that this rank stands in, None where it stands alone."""
+    """The group of the row that contains this rank; None if the row has only this rank."""
     if rows.shape[1] == 1:
         return None
-    own = next(row for row in rows.tolist() if world_rank in row)
+    ranks = next(row for row in rows.tolist() if world_rank in row)
     backend, options = group_options(device.type, timeout)
     group: ProcessGroup = dist.new_group(
-        own, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
     )
     return group
 

@@ -1,8 +1,8 @@
-"""Notice a training thread that Gloo will not wake before the group's timeout.
+"""Detection of a training thread that Gloo will not wake before the group's timeout.
 
-When a connection breaks, Gloo (`Pair::signalException` in transport/tcp/pair.cc) tells neither the
-messages that are queued to be written nor the one that has come in half, so whoever waits for
-them goes on waiting. Such a thread is left behind, and another takes its place.
+When a connection breaks, Gloo (`Pair::signalException` in transport/tcp/pair.cc) fails neither the
+queued outgoing messages nor a half-received one, so a thread that waits for them stays blocked.
+Such a thread is abandoned, and another replaces it.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from types import FrameType
 import torch
 from torch.distributed import Work
 
-from actors.runtime.substitute_thread import who_works
+from actors.runtime.substitute_thread import working_thread
 
-STANDSTILL_S = 0.1
-"""A thread that is woken raises within 0.01 s after its connections have been shut."""
+STALL_S = 0.1
+"""A thread that Gloo wakes raises within 0.01 s after its connections have been shut."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOADERS = os.path.join(_TORCH, "utils", "data")
 
 
 def wait_for(work: Work) -> None:
-    """Wait for a transfer from code that is not torch's, where a watcher knows it for a wait."""
+    """Wait for a transfer, in a frame that `StallDetector` recognizes as a wait in torch."""
     work.wait()
 
 
 class StallDetector:
-    """Watches one thread; `lasts` is to be asked again and again."""
+    """Watches one thread; `lasts` is to be polled."""
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
@@ -39,19 +39,19 @@ class StallDetector:
         self._since = 0.0
 
     def lasts(self) -> bool:
-        """Whether it has waited in torch, and used no processor, for a while.
+        """Whether the thread has waited in torch, without processor time, for `STALL_S`.
 
-        Code of the user's that hangs is not meant: another thread would hang there again.
+        User code that hangs does not count: another thread would hang there again.
         """
         ident = self._thread.ident
         if ident is None or not self._thread.is_alive():
             return False
-        ident = who_works(ident)
+        ident = working_thread(ident)
         frame = sys._current_frames().get(ident)
         spent_s = time.clock_gettime(time.pthread_getcpuclockid(ident))
         if frame is None or spent_s != self._spent_s or not _waits_in_torch(frame):
             self._spent_s, self._since = spent_s, time.monotonic()
-        return time.monotonic() - self._since > STANDSTILL_S
+        return time.monotonic() - self._since > STALL_S
 
 
 def _waits_in_torch(frame: FrameType) -> bool:

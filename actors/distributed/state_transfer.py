@@ -1,11 +1,11 @@
-"""Carry out one worker's part of a re-layout: keep, copy, send and receive; runs without Ray.
+"""State transfer: one worker's part of a reshard, by keeping, copying, sending and receiving.
 
-Pieces for one peer are coalesced into windows, and large ones cut into several; sender and
-receiver derive the same windows, since both derive the same pieces in the same order. The
-exchange goes by steps: in those of shift s a worker sends to the s-th worker after it and
-receives from the s-th before it, one window each way. All go through the steps in this order,
-so that none waits for one that waits for it, and few windows are packed at a time however many
-peers there are. On Gloo, what needs no packing is under way from the beginning.
+Pieces for one peer are coalesced into windows, and a large piece is cut into several. Sender and
+receiver derive the same windows, since both derive the same pieces in the same order. The exchange
+goes by steps: in the steps of shift s a worker sends to the s-th worker after it and receives from
+the s-th before it, one window each way. All workers take the steps in this order. So no cyclic wait
+can arise, and few windows are packed at a time, however many peers there are. On Gloo, windows
+that need no packing are sent from the beginning.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from actors.distributed.stall import wait_for
-from actors.distributed.torch_private import exchanged_together
+from actors.distributed.torch_private import coalesced_exchange
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.reshard.transfers import Piece, Transfers
 
 WINDOW_BYTES = {"cpu": 2 * 2**20, "cuda": 4 * 2**20}
-"""Pieces that do not travel alone share windows of at least this size."""
+"""Pieces that are not sent alone share windows of at least this size."""
 LARGEST_BYTES = {kind: 2 * size for kind, size in WINDOW_BYTES.items()}
-"""No window is larger: pieces that are travel as several."""
+"""The largest window: a larger piece is cut into several."""
 ALONE_BYTES = {"cpu": 2**18, "cuda": WINDOW_BYTES["cuda"]}
-"""A piece of this size travels alone. Gloo takes 15 % longer for such messages than for large
-ones if many are under way, which is less than to pack them; a GPU packs in no time."""
+"""A piece of at least this size is sent alone. If many are under way, Gloo takes 15 % longer for
+such messages than for large ones, which is less than packing takes; a GPU packs in no time."""
 AHEAD = 8
-"""So many steps with packed windows are under way at once on Gloo. With half as many, of twice
-the size, a packed exchange on two cores took 1.1 of the time."""
+"""How many steps with packed windows are under way at once on Gloo. With half as many, of twice the
+size, a packed exchange on two cores took 1.1 times as long."""
 
 
 @dataclass
 class Moved:
-    """What was counted where send is called."""
+    """Bytes moved, counted where the transfers are issued."""
 
     bytes_sent: int = 0
     bytes_received: int = 0
@@ -50,7 +50,7 @@ class Moved:
 class TransferWindow:
     """One message to or from a peer: views into local tensors, all of one dtype.
 
-    `number` is its place among the messages of this pair of workers.
+    `number` is its index among the messages of this pair of workers.
     """
 
     peer: int
@@ -59,13 +59,13 @@ class TransferWindow:
     num_bytes: int = 0
 
     @property
-    def is_one_run(self) -> bool:
-        """Whether it lies in one run of memory as it is."""
+    def is_contiguous(self) -> bool:
+        """Whether it is one contiguous piece of memory, so that it needs no packing."""
         return len(self.parts) == 1 and self.parts[0].is_contiguous()
 
-    def within(self, room: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each part, and its place in a buffer where they lie one behind the other."""
-        typed, begin = room.view(self.parts[0].dtype), 0
+    def within(self, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each part, and its view of a buffer into which the parts are packed."""
+        typed, begin = buffer.view(self.parts[0].dtype), 0
         for part in self.parts:
             end = begin + part.numel()
             yield part, typed[begin:end].view(part.shape)
@@ -73,10 +73,10 @@ class TransferWindow:
 
 
 TensorPieces = Mapping[int, Mapping[str, Tensor]]
-"""What a worker has of the old assignment: local tensors by name, by old world rank."""
+"""What a worker holds of the old assignment: local tensors by name, by old world rank."""
 
 TransferStep = tuple[TransferWindow | None, TransferWindow | None]
-"""What goes out and what comes in."""
+"""The outgoing and the incoming window of one step."""
 
 
 def move(
@@ -89,22 +89,22 @@ def move(
 ) -> tuple[dict[str, Tensor], Moved]:
     """The local tensors under the new assignment, by name.
 
-    Unchanged regions are the old tensors themselves; `old` stays whole, so that a failure in the
-    middle starts over from it. `check` may raise between two steps of the exchange.
+    Unchanged regions are the old tensors themselves. `old` stays complete, so that a failed
+    transfer can be repeated. `check` may raise between two steps of the exchange.
     """
     new, moved = _allocate(specs, transfers, old, device), Moved()
 
-    def leaving(piece: Piece) -> Tensor:
+    def source_of(piece: Piece) -> Tensor:
         held = old[piece.part][specs[piece.tensor].name]
         return _view(held, transfers.old_regions[piece.part][piece.tensor], piece.region)
 
-    def coming(piece: Piece) -> Tensor:
+    def target_of(piece: Piece) -> Tensor:
         return _view(
             new[specs[piece.tensor].name], transfers.new_regions[piece.tensor], piece.region
         )
 
-    outgoing = _windows(specs, transfers.sends, leaving, device.type)
-    incoming = _windows(specs, transfers.receives, coming, device.type)
+    outgoing = _windows(specs, transfers.sends, source_of, device.type)
+    incoming = _windows(specs, transfers.receives, target_of, device.type)
     exchange = None
     if outgoing or incoming:
         assert group is not None
@@ -124,8 +124,10 @@ def move(
 def stage(
     specs: Sequence[TensorSpec], transfers: Transfers, held: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The held tensors, those that do not stay in place moved to pinned host memory, one by one,
-    so that a GPU never holds the old and the new part at once."""
+    """Move the held tensors that do not stay in place to pinned host memory, one by one.
+
+    So a GPU never holds the old and the new part at once. Empties `held`; returns all of them.
+    """
     staged: dict[str, Tensor] = {}
     for index in sorted(transfers.own_regions):
         name = specs[index].name
@@ -137,7 +139,7 @@ def stage(
 
 
 class _Exchange:
-    """All messages of one worker in one re-layout."""
+    """All messages of one worker in one reshard."""
 
     def __init__(
         self,
@@ -154,20 +156,20 @@ class _Exchange:
         self._steps: list[TransferStep] = []
 
     def begin(self, steps: Iterator[TransferStep]) -> None:
-        """On Gloo, send and receive what lies in one run of memory; the rest is left for later.
+        """On Gloo, start all contiguous windows; the others are left to `finish`.
 
-        NCCL would run these in order, and both sides do not agree on what needs packing.
+        NCCL would run these in order, and the two sides may differ in what needs packing.
         """
         for step in steps:
             if self._is_gloo:
-                outgoing, incoming = (w if w and w.is_one_run else None for w in step)
+                outgoing, incoming = (w if w and w.is_contiguous else None for w in step)
                 self._early.begin(outgoing, incoming)
                 step = (None if outgoing else step[0], None if incoming else step[1])
             if any(step):
                 self._steps.append(step)
 
     def finish(self) -> None:
-        """The steps in order, some ahead on Gloo; NCCL's are waited for on the GPU alone."""
+        """Run the steps in order, on Gloo several at once; on NCCL only the GPU waits for them."""
         for step in self._steps:
             self._check()
             self._slots[0].finish()
@@ -180,20 +182,20 @@ class _Exchange:
 
 @dataclass
 class _Slot:
-    """A step under way, with room for a window each way that the next one uses again."""
+    """A step under way, with one buffer for each direction, which the next step reuses."""
 
     group: ProcessGroup
     device: torch.device
     moved: Moved
-    rooms: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
     works: list[Work] = field(default_factory=list)
-    landed: tuple[TransferWindow, Tensor] | None = None
+    to_unpack: tuple[TransferWindow, Tensor] | None = None
 
     def begin(self, outgoing: TransferWindow | None, incoming: TransferWindow | None) -> None:
-        message = self._packed(outgoing) if outgoing else None
-        with exchanged_together(self.group, self.device):
+        message = self._pack(outgoing) if outgoing else None
+        with coalesced_exchange(self.group, self.device):
             if incoming:
-                buffer = self._landing(incoming)
+                buffer = self._receive_buffer(incoming)
                 self.works.append(self.group.recv([buffer], incoming.peer, incoming.number))
                 self.moved.bytes_received += buffer.nbytes
             if outgoing and message is not None:
@@ -201,40 +203,40 @@ class _Slot:
                 self.moved.bytes_sent += message.nbytes
 
     def finish(self) -> None:
-        """Wait for what was begun, and take apart what has come."""
-        if self.device.type != "cuda":  # a coalesced exchange has been waited for as a whole
+        """Wait for the step's transfers, and unpack the received window."""
+        if self.device.type != "cuda":  # a coalesced exchange has already been waited for
             for work in self.works:
                 wait_for(work)
         self.works.clear()
-        if self.landed is not None:
-            window, buffer = self.landed
-            for part, place in window.within(buffer):
-                part.copy_(place)
-        self.landed = None
+        if self.to_unpack is not None:
+            window, buffer = self.to_unpack
+            for part, packed in window.within(buffer):
+                part.copy_(packed)
+        self.to_unpack = None
 
-    def _packed(self, window: TransferWindow) -> Tensor:
-        """A window's bytes where the group sends from; staged parts come back to the device."""
-        if window.is_one_run and window.parts[0].device.type == self.device.type:
+    def _pack(self, window: TransferWindow) -> Tensor:
+        """A window's bytes on the group's device; staged parts are copied back to it."""
+        if window.is_contiguous and window.parts[0].device.type == self.device.type:
             return _as_bytes(window.parts[0])
-        room = self._room("outgoing", window)
-        for part, place in window.within(room):
-            place.copy_(part)
-        return room
+        buffer = self._buffer("outgoing", window)
+        for part, packed in window.within(buffer):
+            packed.copy_(part)
+        return buffer
 
-    def _landing(self, window: TransferWindow) -> Tensor:
-        """Where a window comes in: its only part itself if that lies in one run of memory."""
-        if window.is_one_run:
+    def _receive_buffer(self, window: TransferWindow) -> Tensor:
+        """The memory that receives a window: its only part if that is contiguous."""
+        if window.is_contiguous:
             return _as_bytes(window.parts[0])
-        room = self._room("incoming", window)
-        self.landed = (window, room)
-        return room
+        buffer = self._buffer("incoming", window)
+        self.to_unpack = (window, buffer)
+        return buffer
 
-    def _room(self, direction: str, window: TransferWindow) -> Tensor:
-        if direction not in self.rooms:
-            self.rooms[direction] = torch.empty(
+    def _buffer(self, direction: str, window: TransferWindow) -> Tensor:
+        if direction not in self.buffers:
+            self.buffers[direction] = torch.empty(
                 LARGEST_BYTES[self.device.type], dtype=torch.uint8, device=self.device
             )
-        return self.rooms[direction][: window.num_bytes]
+        return self.buffers[direction][: window.num_bytes]
 
 
 def _steps(
@@ -242,7 +244,7 @@ def _steps(
     outgoing: Mapping[int, list[TransferWindow]],
     incoming: Mapping[int, list[TransferWindow]],
 ) -> Iterator[TransferStep]:
-    """What this worker sends and receives in each step."""
+    """The windows that this worker sends and receives in each step."""
     me, num_peers = group.rank(), group.size()
     for shift in range(1, num_peers):
         after, before = (me + shift) % num_peers, (me - shift) % num_peers
@@ -252,10 +254,10 @@ def _steps(
 def _windows(
     specs: Sequence[TensorSpec],
     pieces: Sequence[Piece],
-    memory: Callable[[Piece], Tensor],
+    view_of: Callable[[Piece], Tensor],
     device_type: str,
 ) -> dict[int, list[TransferWindow]]:
-    """The messages for each peer, in order; `memory` is where a piece lies."""
+    """The messages for each peer, in order; `view_of` gives the memory of a piece."""
     alone_bytes, window_bytes = ALONE_BYTES[device_type], WINDOW_BYTES[device_type]
     largest_bytes = LARGEST_BYTES[device_type]
     windows: dict[int, list[TransferWindow]] = {}
@@ -271,14 +273,14 @@ def _windows(
                 queue.append(window)
                 if not is_alone:
                     shared[peer, spec.dtype] = window
-            part = memory(piece._replace(region=block))
+            part = view_of(piece._replace(region=block))
             window.parts.append(part)
             window.num_bytes += part.nbytes
     return windows
 
 
 def _blocks(region: Region, max_elements: int) -> Iterator[Region]:
-    """A region, halved along its outermost dims until no block has more elements."""
+    """A region, halved along its outermost dims until no block exceeds `max_elements`."""
     if region.num_elements <= max_elements:
         yield region
         return
@@ -307,7 +309,7 @@ def _allocate(
 
 
 def _view(local: Tensor, held: Region, wanted: Region) -> Tensor:
-    """The part of a local tensor that is `wanted` of the logical one."""
+    """The view of a local tensor (region `held`) that is the region `wanted`."""
     strides = local.stride()
     begin = local.storage_offset()
     for offset, origin, stride in zip(wanted.offsets, held.offsets, strides, strict=True):

@@ -1,4 +1,4 @@
-"""The store: a TCPStore in a process of its own, so that it outlives any worker."""
+"""The store: a TCPStore in its own process, so that it outlives any worker."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from actors.runtime.network import ANYWHERE, Network, listen
 
 
 def open_store(host: str, network: Network = ANYWHERE) -> TCPStore:
-    """Listen on a free port of `host`, which torch by itself would do on all addresses.
+    """Open a store on a free port of `host`; by itself, torch would listen on all addresses.
 
-    Raises `UnfitMachine` if there is none.
+    Raises `UnfitMachine` if no port is free.
     """
     listener = listen(host, network)
     port = listener.getsockname()[1]
@@ -24,7 +24,7 @@ def open_store(host: str, network: Network = ANYWHERE) -> TCPStore:
 
 
 def host_store(pipe: Connection, host: str, network: Network = ANYWHERE) -> None:
-    """A child's main: tell the port, then serve until the parent is gone."""
+    """A child process's main function: send the port, then serve until the parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     store = open_store(host, network)
     pipe.send(store.port)

@@ -1,4 +1,4 @@
-"""The only file that touches torch's private names; each use says why there is no public way."""
+"""All uses of torch's private names, each with the reason why the public API does not suffice."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from torch.distributed.tensor import DTensor
 
 SHARED_GLOO = "shared_gloo"
 NUM_GLOO_THREADS = 2
-"""Of each group; as many as torch itself gives it."""
+"""Threads of each group: torch's own default."""
 _gloo_device: list[Any] = []
-"""The device of this generation's Gloo groups, once there is one."""
+"""The device shared by this generation's Gloo groups; empty until the first group."""
 
 
 def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
-    """Backend name and options for one group: a mesh ignores the world's timeout."""
+    """Backend name and options of one group. They are explicit: a mesh ignores the world's
+    timeout."""
     if device_type == "cuda":
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return "nccl", options
     if not _gloo_device:
-        _gloo_device.append(_device_of(os.environ.get("GLOO_SOCKET_IFNAME", "")))
+        _gloo_device.append(_create_gloo_device(os.environ.get("GLOO_SOCKET_IFNAME", "")))
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timeout
     options._devices = list(_gloo_device)
@@ -37,17 +38,20 @@ def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
     return SHARED_GLOO, options
 
 
-def _device_of(interface: str) -> Any:
-    """The default one does not look at the variable, and where the machine's name does not resolve
-    to an address that others reach, it offers them the loopback."""
+def _create_gloo_device(interface: str) -> Any:
+    """The default device ignores the variable. If the machine's name does not resolve to a
+    reachable address, it announces the loopback address to the peers."""
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
     return dist.ProcessGroupGloo.create_default_device()
 
 
 def _gloo_group(arguments: Any, options: Any) -> Any:
-    """What torch calls for a group of this backend. Its own `gloo` makes a device a group, and
-    each device has a thread that wakes a hundred times a second, whether anything comes or not."""
+    """Called by torch to create a group of this backend.
+
+    Torch's own `gloo` creates one device a group, and each device has a thread that wakes a hundred
+    times a second, even if idle.
+    """
     options.global_ranks_in_group = arguments.global_ranks_in_group
     options.group_name = arguments.group_id
     return dist.ProcessGroupGloo(
@@ -61,9 +65,9 @@ dist.Backend.register_backend(SHARED_GLOO, _gloo_group, extended_api=True, devic
 def bare_group(
     device_type: str, store: Store, group_rank: int, num_ranks: int, timeout: timedelta
 ) -> ProcessGroup:
-    """A group beside the world's, which may hold processes that are not in the world.
+    """A group outside of the world, which may contain processes that are not in the world.
 
-    `new_group` would only take ranks of the world.
+    `new_group` accepts only ranks of the world.
     """
     group = ProcessGroup(store, group_rank, num_ranks)
     _, options = group_options(device_type, timeout)
@@ -80,9 +84,12 @@ def bare_group(
 
 
 @contextmanager
-def exchanged_together(group: ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Sends and receives inside of it are one operation on NCCL, which runs those of a pair of
-    ranks in order: two that both receive first would wait for each other for ever."""
+def coalesced_exchange(group: ProcessGroup, device: torch.device) -> Iterator[None]:
+    """On NCCL, coalesce the sends and receives inside into one operation.
+
+    NCCL runs the operations of a pair of ranks in order: two ranks that both receive first would
+    deadlock.
+    """
     if device.type != "cuda":
         yield
         return
@@ -92,15 +99,18 @@ def exchanged_together(group: ProcessGroup, device: torch.device) -> Iterator[No
 
 
 def all_threads() -> Any:
-    """For torch.profiler, which would trace the calling thread alone: a user's own loop trains on
-    another, and who ends the trace may be another. There is no public way to ask for it."""
+    """The option that makes torch.profiler trace all threads; the public API has none.
+
+    By default it traces the calling thread alone. But a custom training loop runs in another
+    thread, and another thread may end the trace.
+    """
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 
 
-def leave_aborts_to_us() -> None:
-    """Keep NCCL's watchdog from ending a survivor's process; to be called before the first group.
+def disable_nccl_watchdog() -> None:
+    """Keep NCCL's watchdog from ending a survivor's process; call it before forming groups.
 
-    By default it tears the process down when a peer dies; the controller decides that here.
+    By default the watchdog ends the process when a peer dies; here the controller decides that.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
@@ -109,7 +119,7 @@ def leave_aborts_to_us() -> None:
 def abort_nccl_groups(bare: ProcessGroup | None) -> None:
     """Abort every NCCL communicator of this process, from any thread.
 
-    `bare` is a group that torch's own tables do not know of.
+    `bare` is a group that is not in torch's tables.
     """
     groups = groups_in_use()
     for group in groups:
@@ -119,20 +129,20 @@ def abort_nccl_groups(bare: ProcessGroup | None) -> None:
 
 
 def groups_in_use() -> list[ProcessGroup]:
-    """Every group that torch's tables know of."""
+    """Every group in torch's tables."""
     return list(c10d._world.pg_map)
 
 
 def reset_group_tables() -> None:
-    """Make torch forget all groups, also half-formed ones.
+    """Remove all groups from torch's tables, half-formed ones as well.
 
-    A failed `init_process_group` leaves a group count behind with which the next forming never
-    meets the other ranks (FACTS: process groups), and the cache of sharding decisions hands out
-    meshes of dead generations.
+    A failed `init_process_group` leaves a group count with which the next one never meets the other
+    ranks (FACTS: process groups). The cache of sharding decisions returns meshes of old
+    generations.
     """
     world = c10d._world
     for group in sorted(world.pg_names, key=lambda g: world.pg_names[g], reverse=True):
-        # An aborted group may refuse to close in order; it is forgotten below all the same.
+        # An aborted group may fail to shut down; it is removed below all the same.
         with suppress(RuntimeError):
             group.shutdown()
     c10d._update_default_pg(None)
@@ -153,8 +163,8 @@ def reset_group_tables() -> None:
 
 
 def _clear_sharding_caches() -> None:
-    """As `torch.distributed.tensor.debug` does it; to import that takes 1 s, as it imports the
-    compiler, and each command and worker would pay for it."""
+    """As `torch.distributed.tensor.debug` does it, without importing it: it imports the compiler,
+    which would cost each command and worker 1 s."""
     clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
     if clear_fast_path is None:  # another version of torch
         import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()

@@ -1,1 +1,1 @@
-"""Runtime of a process: the `Program` protocol, faults, threads, sockets, clocks."""
+"""The runtime of one process: the `Program` protocol, fault injection, threads, sockets, clocks."""

@@ -1,8 +1,8 @@
-"""The door of a server: accepts connections, authenticates them, and gives each a thread.
+"""Authenticated server: accepts connections, runs the handshake, and gives each its own thread.
 
-Until a connection is authenticated it has no thread and few bytes: one thread reads them all, drops
-those that are late or wrong, and, where there are too many, the one that has waited longest. So no
-stranger holds up others, and nothing that one sends, or lacks, ends the loop.
+Until a connection is authenticated it has no thread and few bytes. One thread reads all pending
+connections. It drops late and wrong ones and, if there are too many, the one that has waited
+longest. So no stranger delays the run's own processes, and no input ends the loop.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from actors.runtime.handshake import (
 )
 
 MAX_PENDING = 128
-"""Connections at once that have not yet been authenticated; fewer where descriptors are few."""
+"""Simultaneous connections that are not yet authenticated; fewer if descriptors are few."""
 MAX_OPEN = 4096
-"""Connections at once that have been; each has a thread."""
-ACCEPTED_AT_ONCE = 64
-NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
-NO_ROOM_PAUSE_S = 0.05
+"""Simultaneous authenticated connections; each has a thread."""
+ACCEPT_BATCH = 64
+EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
+EXHAUSTED_PAUSE_S = 0.05
 
 
 @dataclass(eq=False)
@@ -49,11 +49,11 @@ class _Pending:
     deadline: float
     received: bytearray = field(default_factory=bytearray)
     expected: bytes = b""
-    """The proof that must come, once the opening has."""
+    """The proof that the peer must send, set once its opening has arrived."""
 
 
 class AuthenticatedServer:
-    """Serves `listeners` from construction on, until its process ends."""
+    """Serves `listeners` from construction until its process ends."""
 
     def __init__(
         self,
@@ -61,36 +61,35 @@ class AuthenticatedServer:
         secret: bytes,
         serve: Callable[[socket.socket], None],
     ) -> None:
-        """`serve` is called with each authenticated connection, in a thread of its own."""
+        """`serve` is called with each authenticated connection, in its own thread."""
         self._secret = secret
         self._serve = serve
         self._pending: dict[socket.socket, _Pending] = {}
         self._open = threading.BoundedSemaphore(MAX_OPEN)
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
-        """A descriptor to give up, so that a connection can be accepted and closed without one."""
-        self._said: set[type[Exception]] = set()
+        self._reserve_fd: int | None = os.open(os.devnull, os.O_RDONLY)
+        """Closed when descriptors run out, so that a connection can be accepted and closed."""
+        self._logged: set[type[Exception]] = set()
         self._selector = selectors.DefaultSelector()
         for listener in listeners:
             listener.setblocking(False)
             self._selector.register(listener, selectors.EVENT_READ)
-        threading.Thread(target=self._run, name="door", daemon=True).start()
+        threading.Thread(target=self._run, name="accept", daemon=True).start()
 
     def _run(self) -> None:
-        """Whatever the code of one round raises, as `MemoryError` anywhere: connections that are
-        open, and those to come, are not to be lost by it."""
+        """No exception of one round, such as a `MemoryError`, may end the accept loop."""
         while True:
             try:
                 self._serve_round()
             except Exception as error:
-                self._say_once(error)
-                time.sleep(NO_ROOM_PAUSE_S)
+                self._log_once(error)
+                time.sleep(EXHAUSTED_PAUSE_S)
 
-    def _say_once(self, error: Exception) -> None:
-        with suppress(Exception):  # there may be no memory for a message, or nobody to read it
-            if type(error) not in self._said:
-                self._said.add(type(error))
+    def _log_once(self, error: Exception) -> None:
+        with suppress(Exception):  # there may be no memory for a message, or stderr is closed
+            if type(error) not in self._logged:
+                self._logged.add(type(error))
                 text = "".join(traceback.format_exception(error))
-                print(f"the door of a server goes on after\n{text}", file=sys.stderr, flush=True)
+                print(f"the server keeps accepting after\n{text}", file=sys.stderr, flush=True)
 
     def _serve_round(self) -> None:
         for key, _ in self._selector.select(self._until_next_deadline()):
@@ -99,8 +98,8 @@ class AuthenticatedServer:
             pending = self._pending.get(sock)
             if pending is not None:
                 self._advance(pending)
-            elif sock.fileno() >= 0:  # one that was dropped meanwhile is closed
-                for _ in range(ACCEPTED_AT_ONCE):
+            elif sock.fileno() >= 0:  # a connection dropped in this round is closed
+                for _ in range(ACCEPT_BATCH):
                     if not self._accept(sock):
                         break
         now = time.monotonic()
@@ -108,18 +107,18 @@ class AuthenticatedServer:
             self._drop(pending)
 
     def _until_next_deadline(self) -> float | None:
-        first = next(iter(self._pending.values()), None)  # the first to come is the first due
+        first = next(iter(self._pending.values()), None)  # the oldest is due first
         return None if first is None else max(0.0, first.deadline - time.monotonic())
 
     def _accept(self, listener: socket.socket) -> bool:
-        """One connection; whether there may be more."""
+        """Accept one connection; returns whether there may be more."""
         try:
             connection, _ = listener.accept()
         except BlockingIOError:
             return False
         except OSError as error:
-            if error.errno in NO_ROOM:
-                self._make_room(listener)
+            if error.errno in EXHAUSTED:
+                self._free_descriptor(listener)
             return False
         try:
             if listener.family == socket.AF_UNIX:
@@ -136,31 +135,31 @@ class AuthenticatedServer:
             raise
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         pending = self._pending[connection] = _Pending(connection, deadline)
-        self._advance(pending)  # of the run's own processes the opening is there already
+        self._advance(pending)  # the run's own processes have sent their opening already
         return True
 
     def _least_promising(self) -> _Pending:
-        """The oldest of those that have not sent their opening, or else the oldest."""
+        """The oldest connection that has not sent its opening, or else the oldest of all."""
         oldest = next(iter(self._pending.values()))
         return next((p for p in self._pending.values() if not p.expected), oldest)
 
-    def _make_room(self, listener: socket.socket) -> None:
-        """There is no descriptor for another connection: end the oldest that is pending, or else
-        the new one, which would otherwise wait, and wake this loop, for ever."""
+    def _free_descriptor(self, listener: socket.socket) -> None:
+        """Close a connection because descriptors have run out: the oldest pending one, or else the
+        new one, which would otherwise wait, and wake this loop, for ever."""
         if self._pending:
             self._drop(self._least_promising())
             return
-        if self._spare is not None:
-            os.close(self._spare)
-            self._spare = None
+        if self._reserve_fd is not None:
+            os.close(self._reserve_fd)
+            self._reserve_fd = None
             with suppress(OSError):
                 listener.accept()[0].close()
         with suppress(OSError):
-            self._spare = os.open(os.devnull, os.O_RDONLY)
-        time.sleep(NO_ROOM_PAUSE_S)
+            self._reserve_fd = os.open(os.devnull, os.O_RDONLY)
+        time.sleep(EXHAUSTED_PAUSE_S)
 
     def _advance(self, pending: _Pending) -> None:
-        """Read what has come of a handshake."""
+        """Read the available bytes of a handshake."""
         try:
             self._read(pending)
         except BlockingIOError:
@@ -169,13 +168,13 @@ class AuthenticatedServer:
             self._drop(pending)
 
     def _read(self, pending: _Pending) -> None:
-        """Raises OSError for what is no handshake."""
+        """Raises OSError if the bytes are not a handshake with the run's secret."""
         wanted = PROOF_BYTES if pending.expected else OPENING_BYTES
         more = pending.socket.recv(wanted - len(pending.received))
         pending.received += more
         received = bytes(pending.received)
         if not more or not (pending.expected or GREETING.startswith(received[: len(GREETING)])):
-            raise ConnectionError("it is no handshake")
+            raise ConnectionError("not a handshake")
         if len(received) < wanted:
             return
         if not pending.expected:
@@ -184,15 +183,15 @@ class AuthenticatedServer:
             pending.received.clear()
             shown = mine + proof(self._secret, b"listening", theirs, mine)
             if pending.socket.send(shown) != len(shown):
-                raise ConnectionError("it takes nothing")
+                raise ConnectionError("the peer does not read")
         elif hmac.compare_digest(received, pending.expected):
             self._admit(pending)
         else:
-            raise ConnectionError("it does not know the secret")
+            raise ConnectionError("the peer does not know the secret")
 
     def _admit(self, pending: _Pending) -> None:
         if not self._open.acquire(blocking=False):
-            raise ConnectionError("there are too many")
+            raise ConnectionError(f"more than {MAX_OPEN} connections")
         try:
             self._forget(pending)
             pending.socket.setblocking(True)
@@ -219,5 +218,5 @@ class AuthenticatedServer:
 
 
 def _num_descriptors() -> int:
-    """How many this process may have: most of them are not for strangers."""
+    """The descriptor limit of this process; only a part of it is for pending connections."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]

@@ -1,10 +1,10 @@
-"""How long a worker itself computes for its steps: that tells a slow one from those that wait.
+"""Compute time: how long a worker itself computes in a step, which identifies stragglers.
 
-In synchronous training all steps last equally long. What a thread has spent on a processor, or
-queued for one, has none of its waits for others in it: these it sleeps through. Both are counted,
-since a machine that has other things to do is as slow as one whose clock is low. On a GPU the
-host's thread only gives orders, and the device waits in the midst of its work: there the same
-product of two matrices is timed by events now and then.
+In synchronous training all workers' steps last equally long, so the step time shows no straggler.
+The time that a thread spends on a processor, or queued for one, excludes its waits for other
+workers: it sleeps through these. Queue time counts, since a machine that is busy with other work is
+as slow as one with a low clock. On a GPU the host thread only launches kernels, and the device
+waits amid its work. There, the same matrix product is timed with events now and then.
 """
 
 from __future__ import annotations
@@ -18,38 +18,40 @@ from typing import Protocol
 
 import torch
 
-from actors.runtime.substitute_thread import computed_s, stand_in_of
+from actors.runtime.substitute_thread import computed_s, substitute_of
 
 SCHEDSTAT = Path("/proc/thread-self/schedstat")
 SCHEDSTAT_OF = "/proc/self/task/{}/schedstat"
-"""Nanoseconds on a processor and in the queue for one; not every kernel has it."""
+"""Nanoseconds on a processor and in the queue for one; not every kernel provides it."""
 WIDTH = 4096
-"""Of the matrices that a GPU multiplies: in float16 a product takes 0.2 ms of a fast one."""
+"""The width of the matrices that a GPU multiplies: in float16 a fast GPU takes 0.2 ms a product."""
 NUM_PRODUCTS = 4
 
 
 class ComputeTimes(Protocol):
-    """One rank's, in one generation; told by the vote of each `every`-th step."""
+    """Measures one rank in one generation; the vote of each `every`-th step reports the result."""
 
     def begin(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
 
     def end(self, step: int) -> None:
-        """It has been applied."""
+        """Called when the step has been applied."""
 
     def ballot(self, step: int, world_rank: int, num_workers: int) -> list[float]:
-        """What this rank adds to the vote, so that all read everybody's: a place for each rank, in
-        seconds, 0 if nothing was timed; or no place at all."""
+        """What this rank adds to the vote, so that every rank reads all compute times.
+
+        One entry a rank, in seconds, 0 if nothing was timed; empty if no report is due.
+        """
 
 
 def compute_times(every: int, device: torch.device) -> ComputeTimes:
-    """To be called by the thread that trains; `every` is in steps, 0 for never."""
+    """To be called by the training thread; `every` is in steps, 0 for never."""
     return ProductTimes(every, device) if device.type == "cuda" else ThreadTimes(every)
 
 
 class ThreadTimes:
-    """The mean of the steps since it was last told; the first is left out, since in it much is
-    done for the first time."""
+    """Reports the mean over the steps since the last report. The first step is excluded, since it
+    does one-time work."""
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -72,15 +74,15 @@ class ThreadTimes:
     def ballot(self, step: int, world_rank: int, num_workers: int) -> list[float]:
         if not _is_due(step, self._every):
             return []
-        places = [0.0] * num_workers
+        times_s = [0.0] * num_workers
         if self._num_steps > 0:
-            places[world_rank] = self._spent_s / self._num_steps
+            times_s[world_rank] = self._spent_s / self._num_steps
             self._spent_s, self._num_steps = 0.0, 0
-        return places
+        return times_s
 
 
 class ProductTimes:
-    """A few products after the step before; they are done when the next one's orders are given."""
+    """Times a few products after the step before; they finish while the host launches the next."""
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every = every
@@ -88,7 +90,7 @@ class ProductTimes:
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def begin(self) -> None:
-        """Nothing is timed amid a step."""
+        """Nothing is timed within a step."""
 
     def end(self, step: int) -> None:
         if self._product is None or not _is_due(step + 1, self._every):
@@ -103,17 +105,17 @@ class ProductTimes:
     def ballot(self, step: int, world_rank: int, num_workers: int) -> list[float]:
         if not _is_due(step, self._every):
             return []
-        places = [0.0] * num_workers
+        times_s = [0.0] * num_workers
         if self._events is not None:
             first, last = self._events
             last.synchronize()
-            places[world_rank] = first.elapsed_time(last) / 1000
+            times_s[world_rank] = first.elapsed_time(last) / 1000
             self._events = None
-        return places
+        return times_s
 
 
 class Product:
-    """The same work on each GPU."""
+    """A matrix product: the same work on each GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._factor = torch.ones(WIDTH, WIDTH, dtype=torch.float16, device=device)
@@ -124,7 +126,7 @@ class Product:
 
 
 class ThreadClock:
-    """Of the thread that makes it, and of who stands in for it."""
+    """Compute time of the thread that creates it, and of that thread's substitute."""
 
     def __init__(self, schedstat: Path = SCHEDSTAT) -> None:
         self._file = None
@@ -133,13 +135,13 @@ class ThreadClock:
             self._file = schedstat.open("rb", buffering=0)
 
     def now(self) -> float:
-        """Seconds that it has computed, or would have."""
+        """Seconds on a processor and queued for one; without schedstat, on a processor alone."""
         if self._file is None:
             return computed_s()
-        return _spent_s(self._file) + self._of_stand_in()
+        return _spent_s(self._file) + self._substitute_spent_s()
 
-    def _of_stand_in(self) -> float:
-        thread = stand_in_of(threading.get_ident())
+    def _substitute_spent_s(self) -> float:
+        thread = substitute_of(threading.get_ident())
         if thread is None or thread.native_id is None or not thread.is_alive():
             return 0.0
         if thread.native_id not in self._files:

@@ -1,4 +1,4 @@
-"""How an object is made in another process, of which only plain values travel there."""
+"""A recipe for making an object in another process, which is sent as plain values only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Factory:
 
     target: str
     kwargs: dict[str, Any] = field(repr=False)
-    """Not shown where this is: there may be secrets among them."""
+    """Not in the repr: there may be secrets among them."""
     environment: dict[str, str] = field(default_factory=dict)
 
     def make(self) -> Any:

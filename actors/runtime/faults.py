@@ -1,4 +1,4 @@
-"""Faults on purpose: a worker does itself harm at a stated moment, as a sentence asked for."""
+"""Fault injection: a worker kills, stops, slows or corrupts itself at a given moment."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from actors.runtime.fault_spec import Fault, Moment
 from actors.runtime.substitute_thread import computed_s
 from elastic.protocol.votes import BrokenVote
 
-IN_VAIN = 64
-"""The width of the matrices that a slow worker multiplies."""
+WASTED_WIDTH = 64
+"""The width of the matrices that a slowed worker multiplies."""
 
 
 class FaultInjector:
-    """One worker's share of the run's faults."""
+    """Injects one worker's faults among those of a run."""
 
     def __init__(self, worker: str, faults: tuple[Fault, ...] = ()) -> None:
         self._due = [fault for fault in faults if fault.worker == worker]
         self._computed_s = 0.0
 
     def at(self, moment: Moment, step: int) -> None:
-        """Do what is due now. `hang` blocks without ever asking for interruptions."""
+        """Inject the faults that are due now. `hang` blocks without checking for interruption."""
         for fault in self._take(("kill", "stop", "hang", "raise"), moment, step):
             match fault.action:
                 case "kill":
@@ -39,47 +39,49 @@ class FaultInjector:
                 case "hang":
                     time.sleep(3600)
                 case "raise":
-                    # No code of the user's runs there: what breaks is the collective.
+                    # No user code runs in `reading`: the collective fails there.
                     kind = BrokenVote if moment == "reading" else RuntimeError
-                    raise kind(f"{fault.worker} was told to raise at step {step}")
+                    raise kind(f"injected fault: {fault.worker} raises at step {step}")
 
     def flip_a_bit(self, step: int, tensors: Callable[[], Mapping[str, Tensor]]) -> None:
-        """As a cosmic ray or a broken device does: nobody is told. It is a high bit of the mantissa
-        of the first parameter's first element."""
+        """Silently corrupt the state, as a cosmic ray or a broken device does.
+
+        It flips a high mantissa bit of the first element of the first parameter.
+        """
         for _ in self._take(("flip",), "compute", step):
             tensor = next(tensor for tensor in tensors().values() if tensor.numel())
             element = tensor[(0,) * tensor.ndim].reshape(1)
             element.view(torch.uint8)[-2].bitwise_xor_(0b1000)
 
     def poison(self, step: int, sums: Tensor) -> None:
-        """Its loss, and what it tells of its gradients, are no numbers."""
+        """Set this worker's loss sum and its squared gradient norm to NaN."""
         for _ in self._take(("nan",), "compute", step):
             sums[0] = sums[2] = math.nan
 
     def slow_down(self, step: int, device: torch.device, interrupt: Callable[[], None]) -> None:
-        """Compute in vain beside the work: on a CPU by so much longer than since the last time, on
-        a GPU as if others used it as well."""
+        """Waste compute: on a CPU `factor` times the time since the last call, on a GPU as if other
+        processes used it as well."""
         slow = [fault for fault in self._due if fault.action == "slow" and fault.step <= step]
         if slow and device.type == "cuda":
             self._due = [fault for fault in self._due if fault not in slow]
             for _ in range(max(1, round(slow[-1].factor) - 1)):
                 threading.Thread(target=_occupy, args=(device,), daemon=True).start()
         elif slow:
-            self._compute_in_vain(slow[-1].factor, interrupt)
+            self._waste_time(slow[-1].factor, interrupt)
 
-    def _compute_in_vain(self, factor: float, interrupt: Callable[[], None]) -> None:
+    def _waste_time(self, factor: float, interrupt: Callable[[], None]) -> None:
         begun_s, self._computed_s = self._computed_s, computed_s()
         if not begun_s:
             return
         surplus_s = (factor - 1.0) * (self._computed_s - begun_s)
-        numbers = torch.ones(IN_VAIN, IN_VAIN)
+        numbers = torch.ones(WASTED_WIDTH, WASTED_WIDTH)
         while computed_s() < self._computed_s + surplus_s:
             numbers.mm(numbers)
             interrupt()
         self._computed_s = computed_s()
 
     def _take(self, actions: tuple[str, ...], moment: Moment, step: int) -> list[Fault]:
-        """What of this is due now; it happens once."""
+        """The faults with these actions that are due now; each is injected once."""
         due = [
             fault
             for fault in self._due

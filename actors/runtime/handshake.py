@@ -1,8 +1,8 @@
-"""Mutual authentication of our connections: both sides prove that they know the run's secret.
+"""Mutual authentication of connections: both sides prove that they know the run's secret.
 
-The side that connects sends a fresh nonce. The other answers with a nonce of its own and an HMAC of
-both, and gets another HMAC back. The secret itself is never sent, and what is recorded on the wire
-proves nothing later. The bytes after the handshake are neither encrypted nor authenticated.
+The connecting side sends a fresh nonce. The listening side answers with its own nonce and an HMAC
+of both, and receives another HMAC. The secret is never sent, and a recorded handshake cannot be
+replayed. The bytes after the handshake are neither encrypted nor authenticated.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ GREETING = b"elastic-snapshots-1\n"
 NONCE_BYTES = PROOF_BYTES = 32
 OPENING_BYTES = len(GREETING) + NONCE_BYTES
 HANDSHAKE_TIMEOUT_S = 10.0
-"""For all of it: a machine with far more processes than cores takes its time."""
+"""For the whole handshake: a machine with far more processes than cores is slow."""
 NUM_TRIES, RETRY_PAUSE_S = 20, 0.1
 _CREDENTIALS = struct.Struct("3i")
 
@@ -35,18 +35,17 @@ class HungUp(Unauthenticated):
 
 
 def new_secret() -> bytes:
-    """For one run: handed to its own processes by Ray or through pipes, and written nowhere."""
+    """A secret for one run: its processes get it through Ray or pipes; it is written nowhere."""
     return secrets.token_bytes(SECRET_BYTES)
 
 
 def proof(secret: bytes, role: bytes, connecting: bytes, listening: bytes) -> bytes:
-    """What one side shows: `role` keeps one's proof from being shown back as the other's."""
+    """The HMAC that one side sends; `role` keeps a proof from being reflected to its sender."""
     return hmac.digest(secret, role + b":" + connecting + listening, "sha256")
 
 
 def store_prefix(secret: bytes, generation: int) -> str:
-    """What the names of a generation's keys in the store begin with: nobody without the secret can
-    guess it."""
+    """The prefix of a generation's store keys, which cannot be guessed without the secret."""
     return hmac.digest(secret, b"store:%d" % generation, "sha256").hex()
 
 
@@ -64,32 +63,32 @@ def connect_beside(name: str, secret: bytes, timeout_s: float) -> socket.socket:
             raise
         return sock
 
-    return _introduced(connect, secret, timeout_s)
+    return _authenticated(connect, secret, timeout_s)
 
 
 def connect_afar(address: tuple[str, int], secret: bytes, timeout_s: float) -> socket.socket:
     """An authenticated connection over the network. Raises OSError."""
-    return _introduced(lambda: socket.create_connection(address, timeout_s), secret, timeout_s)
+    return _authenticated(lambda: socket.create_connection(address, timeout_s), secret, timeout_s)
 
 
 def refuse_other_users(sock: socket.socket) -> None:
     """Raises `Unauthenticated` if another user's process is at the other end of a Unix socket."""
-    told = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    _, uid, _ = _CREDENTIALS.unpack(told)
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
     if uid != os.geteuid():
-        raise Unauthenticated(f"the process at the other end is user {uid}'s")
+        raise Unauthenticated(f"the process at the other end belongs to user {uid}")
 
 
-def _introduced(
+def _authenticated(
     connect: Callable[[], socket.socket], secret: bytes, timeout_s: float
 ) -> socket.socket:
-    """A server that strangers crowd may drop a connection in its handshake, or have no place for it
-    yet: it is made again."""
+    """Connect and run the handshake, with retries: a server flooded by strangers may drop a
+    connection during its handshake, or have no place for it yet."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     for tries_left in reversed(range(NUM_TRIES)):
-        sock = _connected(connect, deadline)
+        sock = _connect_retrying(connect, deadline)
         try:
-            _introduce(sock, secret)
+            _authenticate(sock, secret)
             sock.settimeout(timeout_s)
             return sock
         except (ConnectionResetError, BrokenPipeError, HungUp):
@@ -103,9 +102,9 @@ def _introduced(
     raise AssertionError("the last try returns or raises")
 
 
-def _connected(connect: Callable[[], socket.socket], deadline: float) -> socket.socket:
-    """The kernel refuses a connection to a Unix socket at once while the listener's queue is full,
-    if the socket has a timeout."""
+def _connect_retrying(connect: Callable[[], socket.socket], deadline: float) -> socket.socket:
+    """Retry while the listener's queue is full: then, if a Unix socket has a timeout, the kernel
+    refuses the connection at once."""
     while True:
         try:
             return connect()
@@ -115,7 +114,7 @@ def _connected(connect: Callable[[], socket.socket], deadline: float) -> socket.
             time.sleep(random.uniform(0.0, RETRY_PAUSE_S))
 
 
-def _introduce(sock: socket.socket, secret: bytes) -> None:
+def _authenticate(sock: socket.socket, secret: bytes) -> None:
     """The connecting side of the handshake."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
     mine = secrets.token_bytes(NONCE_BYTES)
@@ -123,19 +122,19 @@ def _introduce(sock: socket.socket, secret: bytes) -> None:
     answer = _exactly(sock, NONCE_BYTES + PROOF_BYTES, deadline)
     theirs, shown = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
     if not hmac.compare_digest(shown, proof(secret, b"listening", mine, theirs)):
-        raise Unauthenticated("who listens there does not know this run's secret")
+        raise Unauthenticated("the listening process does not know this run's secret")
     sock.sendall(proof(secret, b"connecting", mine, theirs))
 
 
 def _exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    found = b""
-    while len(found) < num_bytes:
+    received = b""
+    while len(received) < num_bytes:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the handshake took too long")
         sock.settimeout(left_s)
-        more = sock.recv(num_bytes - len(found))
+        more = sock.recv(num_bytes - len(received))
         if not more:
-            raise HungUp("it hung up during the handshake")
-        found += more
-    return found
+            raise HungUp("the other side closed the connection during the handshake")
+        received += more
+    return received

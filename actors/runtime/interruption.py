@@ -1,4 +1,4 @@
-"""What the control thread tells the training thread without waiting for it."""
+"""Requests from the control thread to the training thread: abort, pause, save, abandon."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from actors.runtime.substitute_thread import dismiss, who_works
+from actors.runtime.substitute_thread import forget_substitute, working_thread
 from actors.storage.errors import Interrupted
 
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """That a step after `after_step` be saved, in a generation."""
+    """A request to save a step after `after_step`, in a generation."""
 
     generation: int
     after_step: int
 
 
 class Interruption:
-    """Flags between two threads; each is one integer, written by one side.
+    """Flags between the control thread and the training thread; one side alone writes each.
 
-    A training thread may be left behind where it is `leavable`: it never comes out of there but
-    by `Interrupted`, so that the thread in its place need not fear it.
+    A training thread that is blocked inside `leavable` may be abandoned. It then leaves that block
+    only by `Interrupted`, so it cannot interfere with the thread that replaces it.
     """
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Interruption:
         self._leaving = threading.Lock()
         self._leavable: set[int] = set()
         self._left: dict[int, int] = {}
-        """The threads, and who stood in for each."""
+        """The abandoned threads; for each, the thread that worked for it."""
 
     def check(self) -> None:
-        """Called by the training thread wherever it may stop. Raises `Interrupted`."""
+        """Called by the training thread wherever it can stop. Raises `Interrupted`."""
         self._stop_if_left()
         self.num_signs_of_life += 1
         if self.running_generation <= self.aborted_generation:
@@ -49,16 +49,13 @@ class Interruption:
         return self.pause_requested_generation >= self.running_generation
 
     def is_save_requested_by_vote(self, saved_step: int) -> bool:
-        """Whether a checkpoint after `saved_step`, the last, is wished for."""
-        target_layout = self.save_request
-        return (
-            target_layout.generation >= self.running_generation
-            and target_layout.after_step >= saved_step
-        )
+        """Whether a checkpoint after `saved_step`, the last saved step, is requested."""
+        request = self.save_request
+        return request.generation >= self.running_generation and request.after_step >= saved_step
 
     @contextmanager
     def leavable(self) -> Iterator[None]:
-        """For calls that wait for others, and change nothing that outlives them."""
+        """For calls that wait for other workers, and change nothing that outlives the call."""
         me = threading.get_ident()
         self._leavable.add(me)
         try:
@@ -69,24 +66,24 @@ class Interruption:
             self._stop_if_left()
 
     def leave(self, thread: int) -> bool:
-        """Leave a thread behind, and who stands in for it, if that does no harm where it stands."""
+        """Abandon a thread and its substitute if that is safe; returns whether it was."""
         with self._leaving:
             can_leave = thread in self._leavable - self._left.keys()
             if can_leave:
-                self._left[thread] = who_works(thread)
+                self._left[thread] = working_thread(thread)
         return can_leave
 
     def is_left(self) -> bool:
-        """Whether the calling thread has been left behind."""
+        """Whether the calling thread has been abandoned."""
         me = threading.get_ident()
         return me in self._left or me in self._left.values()
 
     def forget(self) -> None:
-        """The calling thread ends; another may get its number."""
+        """Called by a thread that ends: another thread may get its ident."""
         me = threading.get_ident()
         self._left.pop(me, None)
-        dismiss(me)
+        forget_substitute(me)
 
     def _stop_if_left(self) -> None:
         if self.is_left():
-            raise Interrupted("this thread has been left behind")
+            raise Interrupted("this thread was abandoned")

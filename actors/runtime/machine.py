@@ -1,4 +1,4 @@
-"""What a worker uses of its machine."""
+"""The machine under a worker: allocator and processor settings, resource usage."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import psutil
 import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""As glibc's malloc.h has them."""
+"""From glibc's malloc.h."""
 LARGEST_TRIM, LARGEST_MMAP = 2**30, 2**25
-"""Bytes; glibc takes no larger threshold for what it maps apart."""
+"""Bytes; glibc accepts no larger mmap threshold."""
 
 
 def keep_freed_memory() -> None:
-    """Have the host's allocator keep what is freed, as that of a GPU does.
+    """Make the host's allocator keep freed memory, as a GPU's caching allocator does.
 
-    Each step wants the same again, and to fetch pages anew takes time (docs/facts.md). Only glibc
-    can be asked to; elsewhere nothing changes.
+    Each step allocates the same again, and new pages cost time (docs/facts.md). Only glibc has this
+    option; with other allocators nothing changes.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -30,16 +30,16 @@ def keep_freed_memory() -> None:
 
 
 def drop_tiny_numbers() -> None:
-    """Have the processor take subnormal numbers for 0, on this thread.
+    """Make the processor treat subnormal numbers as 0, on this thread.
 
-    Adam's moments of a weight that gets no gradient fade into them after some hundred steps, and a
-    CPU computes with them many times slower (docs/facts.md).
+    Adam's moments of a weight without gradient become subnormal after some hundred steps, and a CPU
+    computes with subnormal numbers many times slower (docs/facts.md).
     """
     torch.set_flush_denormal(True)
 
 
 def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
-    """One line of `system.jsonl`; CPU use is since the last call, in percent of one core."""
+    """One line of `system.jsonl`; CPU usage is since the last call, in percent of one core."""
     line: dict[str, Any] = {
         "time": time.time(),
         "worker": worker,
@@ -59,15 +59,15 @@ def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
 
 
 def peak_bytes() -> int:
-    """The most that this process ever held where it trains: on its GPU, or in host memory."""
+    """The peak memory of this process on the device that it trains on: its GPU, or the host."""
     on_gpu = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     return on_gpu or host_peak_bytes()
 
 
 def host_peak_bytes() -> int:
-    """The most of this process that was ever resident, as Linux keeps it.
+    """The peak resident memory of this process, from Linux's VmHWM.
 
-    Not `ru_maxrss`, which begins with the peak of the process that this one was forked from.
+    Not `ru_maxrss`, which starts with the peak of the process that this one was forked from.
     """
     status = Path("/proc/self/status").read_text()
     [peak] = [line for line in status.splitlines() if line.startswith("VmHWM:")]

@@ -1,4 +1,4 @@
-"""A process that ends itself when nobody is there for it any more."""
+"""A guard that ends a detached process when neither controller nor driver is heard any more."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ def end_process() -> None:
 
 
 class OrphanGuard:
-    """Ends this process when nobody has been heard for too long: detached, never orphaned.
+    """Ends this process after `timeout_s` without a call of `hear`, so that it is never orphaned.
 
-    Silence is counted only while this process runs: a machine that stood still has missed nothing.
+    Silence counts only while this process runs: time for which the machine was suspended does not.
     """
 
     def __init__(self, timeout_s: float, end: Callable[[], None] = end_process) -> None:
         self._timeout_s = timeout_s
         self._end = end
         self._silence_s = 0.0
-        threading.Thread(target=self._serve, name="orphan_guard", daemon=True).start()
+        threading.Thread(target=self._watch, name="orphan_guard", daemon=True).start()
 
     def hear(self) -> None:
         self._silence_s = 0.0
 
-    def _serve(self) -> None:
+    def _watch(self) -> None:
         pause_s = min(1.0, self._timeout_s / 4)
         while self._silence_s < self._timeout_s:
             time.sleep(pause_s)

@@ -1,4 +1,4 @@
-"""Whether what a run sends to its workers can be sent, before any process is started for it."""
+"""A check that the objects sent to workers can be pickled, before any process is started."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 from ray import cloudpickle
 
 
-class _Nowhere:
-    """Takes bytes and keeps none."""
+class _NullFile:
+    """A file that discards its bytes."""
 
     def write(self, data: Any) -> int:
         return len(data)
 
 
 def why_unpicklable(value: object) -> str | None:
-    """Why a value cannot be sent to another process, in one line; None if it can be.
+    """Why a value cannot be pickled, in one line; None if it can.
 
-    It is pickled as Ray does it; nothing is kept, and large buffers are not copied.
+    It is pickled as Ray does it; the result is discarded, and large buffers are not copied.
     """
     try:
-        cloudpickle.Pickler(_Nowhere(), protocol=5, buffer_callback=_ignore).dump(value)
+        cloudpickle.Pickler(_NullFile(), protocol=5, buffer_callback=_ignore).dump(value)
     except Exception as error:
-        told = " ".join(str(error).split()) or "it gives no reason"
-        return f"{type(error).__name__}: {told}"
+        reason = " ".join(str(error).split()) or "no reason given"
+        return f"{type(error).__name__}: {reason}"
     return None
 
 
 def first_unpicklable(parts: Mapping[str, object]) -> tuple[str, str] | None:
-    """The first of these parts that cannot be sent, by its name, and why."""
+    """The name of the first part that cannot be pickled, and why."""
     for name, part in parts.items():
         if why := why_unpicklable(part):
             return name, why
@@ -37,4 +37,4 @@ def first_unpicklable(parts: Mapping[str, object]) -> tuple[str, str] | None:
 
 
 def _ignore(buffer: object) -> None:
-    """A false answer leaves the buffer out of the stream."""
+    """Returning a false value keeps the buffer out of the stream."""

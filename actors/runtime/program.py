@@ -1,4 +1,4 @@
-"""The seam to the training program: all that a worker knows of models, data and files."""
+"""The `Program` protocol: the interface through which a worker uses models, data and files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from elastic.protocol.votes import Vote
 __all__ = ["Groups", "Program", "Replica"]
 
 Interrupt = Callable[[], None]
-"""Raises if the generation is being aborted; a program calls it at least once a layer."""
+"""Raises if the generation is being aborted. A program calls it at least once a layer."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Groups:
     device: torch.device
     world: ProcessGroup
     mesh: DeviceMesh
-    """Axes `replica` and `fsdp`, around them `pp` and `tp` if they have a degree; see
+    """Axes `replica` and `fsdp`, around them `pp` and `tp` if their degree exceeds 1; see
     `actors.distributed.meshes`."""
     cp: ProcessGroup | None = None
-    """Those that share this rank's sequences by `cp`; None if it has them alone."""
+    """The ranks that share this rank's sequences along `cp`; None if cp=1."""
     sequence: ProcessGroup | None = None
-    """Those that share them by `cp` or `tp`, where there are experts."""
+    """The ranks that share them along `cp` or `tp`; only for models with experts."""
     experts: DeviceMesh | None = None
-    """Axes `replica`, `fsdp` and `ep`, before them `pp`, for expert tensors where they see
-    another mesh than the dense."""
+    """Axes `replica`, `fsdp` and `ep`, before them `pp`: the mesh of expert tensors, if it differs
+    from that of dense tensors."""
 
     @property
     def layout(self) -> Layout:
@@ -53,7 +53,7 @@ class Groups:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What a replica holds on its device, read from torch's storages."""
+    """A replica's memory on its device, read from torch's storages."""
 
     param_bytes: int
     grad_bytes: int
@@ -62,18 +62,17 @@ class StateBytes:
 
 @dataclass(frozen=True)
 class Applied:
-    """What apply has to tell of a step."""
+    """The outcome of applying a step."""
 
     lr: float
-    """Not finite only if the schedule gave such a value, and the step is skipped."""
+    """Not finite only if the schedule returned such a value; then the step is skipped."""
     grad_norm: float | None
     skipped: bool
 
 
 @dataclass(frozen=True)
 class WrittenPart:
-    """A file of a checkpoint as it now lies in storage; `checksum` is of its header, which has
-    `header_bytes`."""
+    """A file of a checkpoint in storage; `checksum` covers its header of `header_bytes`."""
 
     num_bytes: int
     checksum: int
@@ -82,9 +81,9 @@ class WrittenPart:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What the held-out split gives: the mean loss, and further metrics by name.
+    """Results on the held-out split: the mean loss, and further metrics by name.
 
-    The loss is None if the evaluation counted nothing; values may be infinite or NaN.
+    The loss is None if the evaluation counted no tokens; values may be infinite or NaN.
     """
 
     loss: float | None
@@ -98,18 +97,18 @@ class Replica(Protocol):
     """
 
     def adopt(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take these as the local state, one for each tensor that this rank holds, uncopied
-        where the program can. Each has the shape of the rank's region in the shard map."""
+        """Use these tensors as the local state, one for each tensor that this rank holds, without
+        a copy if possible. Each has the shape of the rank's region in the shard map."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The local state by logical name, sharing memory with what is trained."""
+        """The local state by logical name, sharing memory with the trained tensors."""
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> torch.Tensor:
         """Forward, backward and gradient reduction for this rank's microbatches of a step.
 
-        No step reads the batches with the numbers in `skipped_batches`.
+        No step reads the batches numbered in `skipped_batches`.
 
         Returns float64 `(loss sum, token count, squared norm of the local gradients, each
         divided by its number of copies)`, shape (3,), on the device. When the host has read a
@@ -117,10 +116,10 @@ class Replica(Protocol):
         """
 
     def apply(self, step: int, vote: Vote) -> Applied:
-        """Scale by 1/tokens, clip, step the optimizer: local, without any collective."""
+        """Scale by 1/tokens, clip, step the optimizer: local, without a collective."""
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step that nobody has seen the vote of."""
+        """Drop the gradients of a step whose vote no worker has seen."""
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
         """The held-out split's loss and metrics: the same values under any layout."""
@@ -128,42 +127,44 @@ class Replica(Protocol):
     def state_bytes(self) -> StateBytes: ...
 
     def statistics(self) -> Mapping[str, Mapping[str, float | None]] | None:
-        """By part of the model, and by name, numbers of the step just applied; None if it is to be
-        told of none. All ranks call it, and the same ones have collectives in it."""
+        """Statistics of the step just applied, by part of the model and by name; None if disabled.
+
+        All ranks call it. Either all ranks of a group run collectives in it, or none.
+        """
 
 
 class Program(Protocol):
-    """One training job as a worker process sees it; made once a process from JSON settings."""
+    """One training job as a worker process sees it; created once a process from JSON settings."""
 
     device: torch.device
     steps: int
     """The run is complete when this step has committed."""
     eval_every: int
-    """Evaluate after each so many steps; 0 is never."""
+    """Evaluate every so many steps; 0 for never."""
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state, in a fixed order, whatever the layout."""
 
     def warm_up(self) -> None:
-        """One throw-away build and step without groups, so that the first real ones are quick."""
+        """Build and run one throw-away step without groups, so that the first real step is fast."""
 
     def build(self, groups: Groups) -> Replica: ...
 
     def initial(self, spec: TensorSpec, region: Region, interrupt: Interrupt) -> torch.Tensor:
         """A region of a tensor at step 0: a function of (seed, name) alone, on the device.
 
-        `interrupt` is called at least each second while a large one is drawn.
+        `interrupt` is called at least every second while a large tensor is drawn.
         """
 
     def write_part(
         self, checkpoint: Storage, name: str, parts: Mapping[str, tuple[Region, torch.Tensor]]
     ) -> WrittenPart:
-        """Write one worker's regions of a checkpoint to one file (host tensors). Raises OSError."""
+        """Write one worker's regions (host tensors) to one checkpoint file. Raises OSError."""
 
     def read_regions(
         self, checkpoint: Storage, wanted: Mapping[str, Region]
     ) -> dict[str, torch.Tensor]:
-        """Read regions from a whole checkpoint, whatever layout wrote it (host tensors).
+        """Read regions (host tensors) from a complete checkpoint, written under any layout.
 
-        Raises `DamagedCheckpoint` if it is not what was written, OSError if the storage refuses.
+        Raises `DamagedCheckpoint` if a file is damaged, OSError if storage fails.
         """

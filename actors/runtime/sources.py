@@ -1,4 +1,4 @@
-"""One digest of all sources that driver, controller and workers must agree on."""
+"""A digest of the sources that driver, controller and workers must agree on."""
 
 from __future__ import annotations
 
@@ -25,5 +25,5 @@ def digest_of_sources() -> str:
 
 
 def digest_of_program(specs: Sequence[TensorSpec]) -> str:
-    """SHA-256 over the sources and the tensors that they make of a run's settings."""
+    """SHA-256 over the sources and the tensor specs of a run's program."""
     return hashlib.sha256(f"{digest_of_sources()} {tuple(specs)}".encode()).hexdigest()

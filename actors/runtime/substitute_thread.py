@@ -1,6 +1,7 @@
-"""A thread that computes in the place of another, which waits for it meanwhile.
+"""Substitute threads: a thread that computes for another one, which waits for it meanwhile.
 
-Who watches the one, times it or leaves it behind means both.
+A custom training loop runs in a thread of its own while the training thread waits for it. Code that
+watches, times or abandons the training thread must cover both.
 """
 
 from __future__ import annotations
@@ -14,52 +15,53 @@ from dataclasses import dataclass
 
 @dataclass
 class SubstituteThread:
-    """Whom a thread lets compute, and whether it waits for that now."""
+    """The substitute of a thread, and whether that thread waits for it now."""
 
     thread: threading.Thread
     is_at_work: bool = False
 
 
-_stand_ins: dict[int, SubstituteThread] = {}
+_substitutes: dict[int, SubstituteThread] = {}
+"""By the ident of the waiting thread."""
 
 
 @contextmanager
 def stood_in_for(thread: threading.Thread) -> Iterator[None]:
-    """The calling thread waits for what this one does."""
+    """While inside, `thread` computes for the calling thread, which waits for it."""
     me = threading.get_ident()
-    stand_in = _stand_ins.get(me)
-    if stand_in is None or stand_in.thread is not thread:
-        stand_in = _stand_ins[me] = SubstituteThread(thread)
-    stand_in.is_at_work = True
+    substitute = _substitutes.get(me)
+    if substitute is None or substitute.thread is not thread:
+        substitute = _substitutes[me] = SubstituteThread(thread)
+    substitute.is_at_work = True
     try:
         yield
     finally:
-        stand_in.is_at_work = False
+        substitute.is_at_work = False
 
 
-def stand_in_of(ident: int) -> threading.Thread | None:
-    """Who computes for this thread, now or at other times."""
-    stand_in = _stand_ins.get(ident)
-    return stand_in.thread if stand_in else None
+def substitute_of(ident: int) -> threading.Thread | None:
+    """The last substitute of a thread, whether it computes now or not."""
+    substitute = _substitutes.get(ident)
+    return substitute.thread if substitute else None
 
 
-def who_works(ident: int) -> int:
-    """The thread that computes now: this one, or who stands in for it."""
-    stand_in = _stand_ins.get(ident)
-    if stand_in is None or not stand_in.is_at_work:
+def working_thread(ident: int) -> int:
+    """The ident of the thread that computes now: this thread, or its substitute."""
+    substitute = _substitutes.get(ident)
+    if substitute is None or not substitute.is_at_work:
         return ident
-    return stand_in.thread.ident or ident
+    return substitute.thread.ident or ident
 
 
-def dismiss(ident: int) -> None:
-    """This thread ends; another may get its number."""
-    _stand_ins.pop(ident, None)
+def forget_substitute(ident: int) -> None:
+    """Called when a thread ends: another thread may get its ident."""
+    _substitutes.pop(ident, None)
 
 
 def computed_s() -> float:
-    """Processor time of the calling thread and of who stands in for it."""
+    """Processor time of the calling thread and its substitute."""
     spent_s = time.thread_time()
-    thread = stand_in_of(threading.get_ident())
+    thread = substitute_of(threading.get_ident())
     if thread is not None and thread.is_alive() and thread.ident is not None:
         spent_s += time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
     return spent_s

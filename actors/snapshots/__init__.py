@@ -1,1 +1,1 @@
-"""Snapshots: the snapshot server, its buffers, and the way there."""
+"""Snapshots: the snapshot server, its buffers and parities, and the workers' side of them."""

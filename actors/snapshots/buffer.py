@@ -1,7 +1,7 @@
-"""Room for one worker's snapshots: two versions in shared memory, one of them always whole.
+"""The buffer of one worker's snapshots: two versions in shared memory, one of them always complete.
 
-A version begins with the step that it is of, written last; while it is written over it is of none.
-So whoever dies amid writing leaves no half snapshot that looks whole.
+A version begins with its step, which is written last; while it is overwritten it has no step. So a
+process that dies while writing leaves no half snapshot that looks complete.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import weakref
 
 HEAD_BYTES = 64
 _STEP = struct.Struct("@q")
-"""Native, so that it is written at once."""
+"""Native alignment, so that the write is atomic."""
 NOT_WHOLE = -1
-NOTHING = -2
-"""No step at all, where one might be kept."""
+NO_STEP = -2
+"""The value of `kept_step` while no step is to be kept."""
 NUM_VERSIONS = 2
 PEER_TIMEOUT_S = 30.0
-"""A keeper elsewhere that is silent for so long has no copy."""
+"""A snapshot server on another node that is silent for so long counts as having no copy."""
 
 
 class Version:
-    """One version's memory, of `num_bytes` behind its head; the descriptor is closed with it."""
+    """The memory of one version: a head and `num_bytes`. Its descriptor is closed with it."""
 
     def __init__(self, fd: int, num_bytes: int) -> None:
         self.fd = fd
@@ -35,7 +35,7 @@ class Version:
 
     @property
     def step(self) -> int:
-        """Of which step it is, or `NOT_WHOLE`."""
+        """The step of the snapshot, or `NOT_WHOLE`."""
         step: int = _STEP.unpack_from(self._map)[0]
         return step
 
@@ -45,39 +45,39 @@ class Version:
 
     @property
     def memory(self) -> memoryview:
-        """What it holds, to be read and written in place."""
+        """The snapshot's bytes, to be read and written in place."""
         return memoryview(self._map)[HEAD_BYTES:]
 
 
 class SnapshotBuffer:
-    """Both versions. The memory is freed when the last process has let go of it."""
+    """Both versions. The memory is freed when no process maps it any more."""
 
     def __init__(self, fds: list[int], num_bytes: int) -> None:
         self.versions = [Version(fd, num_bytes) for fd in fds]
         self.num_bytes = num_bytes
-        self.turn = threading.Lock()
-        """Of those who write from elsewhere; the one with the newest step counts."""
+        self.write_lock = threading.Lock()
+        """Held by a connection that writes from another node; the newest step wins."""
         self.claimed_step = NOT_WHOLE
         self.writer: socket.socket | None = None
 
     @classmethod
     def new(cls, num_bytes: int) -> SnapshotBuffer:
-        """Memory without a name: nothing is left of it, however its users end."""
+        """Allocate memory without a name: it is freed however its users end."""
         fds = [os.memfd_create("snapshot") for _ in range(NUM_VERSIONS)]
         for fd in fds:
             os.ftruncate(fd, HEAD_BYTES + num_bytes)
-        room = cls(fds, num_bytes)
-        for version in room.versions:
+        buffer = cls(fds, num_bytes)
+        for version in buffer.versions:
             version.step = NOT_WHOLE
-        return room
+        return buffer
 
-    def spare(self, kept_step: int) -> Version:
-        """The one to be written over next, never that of a step which is to be kept."""
-        able = [version for version in self.versions if version.step != kept_step]
-        return min(able, key=lambda version: version.step)
+    def version_to_overwrite(self, kept_step: int) -> Version:
+        """The oldest version, but never that of `kept_step`."""
+        candidates = [version for version in self.versions if version.step != kept_step]
+        return min(candidates, key=lambda version: version.step)
 
-    def of(self, step: int) -> Version | None:
-        """The whole version of a step, if there is one."""
+    def version_of(self, step: int) -> Version | None:
+        """The complete version of a step, if there is one."""
         return next((version for version in self.versions if version.step == step), None)
 
     def steps(self) -> list[int]:

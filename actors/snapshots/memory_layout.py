@@ -1,4 +1,4 @@
-"""Where a part's tensors lie in the memory of its snapshot, and how one is read again."""
+"""The memory layout of a snapshot, and reading a worker's part from snapshot servers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 from actors.runtime.handshake import connect_afar, connect_beside
 from actors.snapshots.buffer import NOT_WHOLE, PEER_TIMEOUT_S, Version
-from actors.snapshots.messages import hear, receive_into, tell
-from actors.snapshots.parity import make_again
+from actors.snapshots.messages import receive_into, receive_message, send_message
+from actors.snapshots.parity import rebuild_part
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.shard_map import region_of
 from elastic.geometry.tensor_specs import TensorSpec
@@ -28,6 +28,7 @@ class MemoryLayout:
     """Where each tensor of a part lies in a snapshot: a function of the part alone."""
 
     places: tuple[tuple[str, int, tuple[int, ...], torch.dtype], ...]
+    """Name, first byte, shape and dtype of each tensor."""
     num_bytes: int
 
     @classmethod
@@ -44,26 +45,26 @@ class MemoryLayout:
         return cls(tuple(places), end)
 
     def tensors(self, memory: memoryview) -> dict[str, Tensor]:
-        """A part's tensors as they lie in the memory of a snapshot."""
-        found = {}
+        """A part's tensors, as views into the memory of a snapshot."""
+        tensors = {}
         for name, begin, shape, dtype in self.places:
             count = prod(shape)
             flat = torch.empty(0, dtype=dtype)
             if count:
                 flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=begin)
-            found[name] = flat.view(shape)
-        return found
+            tensors[name] = flat.view(shape)
+        return tensors
 
 
 def most_bytes(specs: Sequence[TensorSpec]) -> int:
-    """No snapshot of any part under any assignment takes more: that of the whole state."""
+    """The size of a snapshot of the whole state: the largest that any part can have."""
     return sum(-(-spec.num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES for spec in specs)
 
 
 def sizes_of(
     specs: Sequence[TensorSpec], assignment: Assignment, members: Sequence[str]
 ) -> list[int]:
-    """How many bytes a snapshot of each of these members has."""
+    """The snapshot size in bytes of each of these members."""
     return [MemoryLayout.of(specs, assignment, member).num_bytes for member in members]
 
 
@@ -76,56 +77,64 @@ def read_snapshot(
     step: int,
     secret: bytes,
 ) -> dict[str, Tensor]:
-    """An old member's part out of its snapshot: in place where the keeper is beside this worker,
-    else over the network; or made again of those of others. `keepers` are by node.
+    """Read an old member's part from its snapshot, or rebuild it from the rest of its parity set.
 
-    Raises ConnectionError if it is not there any more.
+    The snapshot is mapped in place if its server is on this worker's node, else fetched over the
+    network. `snapshot_servers` are by node. Raises ConnectionError if the snapshot is gone.
     """
-    plan = MemoryLayout.of(specs, old, part.member)
-    named = {"generation": old.generation, "step": step}
-    asked = {"worker": part.member, **named}
+    layout = MemoryLayout.of(specs, old, part.member)
+    version = {"generation": old.generation, "step": step}
+    request = {"worker": part.member, **version}
     try:
         if part.others:
             sizes = sizes_of(specs, old, [worker for worker, _ in part.others])
-            memory = make_again(part.member, part.others, snapshot_servers, sizes, named, secret)
-        elif part.snapshot_server == node:
-            memory = _opened(snapshot_servers[part.snapshot_server], asked, plan.num_bytes, secret)
+            memory = rebuild_part(
+                part.member, part.others, snapshot_servers, sizes, version, secret
+            )
         else:
-            memory = _fetched(snapshot_servers[part.snapshot_server], asked, plan.num_bytes, secret)
+            server = snapshot_servers[part.snapshot_server]
+            read = _map_snapshot if part.snapshot_server == node else _fetch_snapshot
+            memory = read(server, request, layout.num_bytes, secret)
     except OSError as error:
-        raise ConnectionError(f"the keeper on {', '.join(part.nodes)}: {error}") from error
-    if len(memory) != plan.num_bytes:
-        raise ConnectionError(f"{part.member}'s snapshot has {len(memory)} bytes")
-    return plan.tensors(memory)
+        nodes = ", ".join(part.nodes)
+        raise ConnectionError(f"the snapshot server on {nodes}: {error}") from error
+    if len(memory) != layout.num_bytes:
+        raise ConnectionError(
+            f"{part.member}'s snapshot has {len(memory)} bytes, not {layout.num_bytes}"
+        )
+    return layout.tensors(memory)
 
 
-def _opened(
-    snapshot_server: SnapshotServer, asked: Mapping[str, object], num_bytes: int, secret: bytes
+def _map_snapshot(
+    snapshot_server: SnapshotServer, request: Mapping[str, object], num_bytes: int, secret: bytes
 ) -> memoryview:
-    with connect_beside(snapshot_server.socket, secret, PEER_TIMEOUT_S) as beside:
-        tell(beside, do="open", **asked)
-        _check_found(hear(beside), num_bytes)
-        _, fds, *_ = socket.recv_fds(beside, 1, 1)
+    """Map a snapshot of the server on this node."""
+    with connect_beside(snapshot_server.socket, secret, PEER_TIMEOUT_S) as connection:
+        send_message(connection, do="open", **request)
+        _check_size(receive_message(connection), num_bytes)
+        _, fds, *_ = socket.recv_fds(connection, 1, 1)
     if not fds:
-        raise ConnectionError("it hung up")
+        raise ConnectionError("it closed the connection")
     return Version(fds[0], num_bytes).memory
 
 
-def _fetched(
-    snapshot_server: SnapshotServer, asked: Mapping[str, object], num_bytes: int, secret: bytes
+def _fetch_snapshot(
+    snapshot_server: SnapshotServer, request: Mapping[str, object], num_bytes: int, secret: bytes
 ) -> memoryview:
-    with connect_afar((snapshot_server.host, snapshot_server.port), secret, PEER_TIMEOUT_S) as afar:
-        tell(afar, do="get", **asked)
-        _check_found(hear(afar), num_bytes)
+    """Fetch a snapshot over the network."""
+    address = (snapshot_server.host, snapshot_server.port)
+    with connect_afar(address, secret, PEER_TIMEOUT_S) as connection:
+        send_message(connection, do="get", **request)
+        _check_size(receive_message(connection), num_bytes)
         memory = memoryview(bytearray(num_bytes))
-        receive_into(afar, memory)
+        receive_into(connection, memory)
     return memory
 
 
-def _check_found(answer: Mapping[str, int] | None, num_bytes: int) -> None:
-    """Raises ConnectionError, before memory is taken, for a snapshot of another size or none."""
-    found = (answer or {}).get("num_bytes", NOT_WHOLE)
-    if found == NOT_WHOLE:
+def _check_size(answer: Mapping[str, int] | None, num_bytes: int) -> None:
+    """Raises ConnectionError if there is no snapshot or it has another size, before allocating."""
+    held_bytes = (answer or {}).get("num_bytes", NOT_WHOLE)
+    if held_bytes == NOT_WHOLE:
         raise ConnectionError("it has no such snapshot")
-    if found != num_bytes:
-        raise ConnectionError(f"its snapshot has {found} bytes, not {num_bytes}")
+    if held_bytes != num_bytes:
+        raise ConnectionError(f"its snapshot has {held_bytes} bytes, not {num_bytes}")

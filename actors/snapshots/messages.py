@@ -1,4 +1,4 @@
-"""Small messages between keepers and workers over sockets: JSON, with its length before it."""
+"""Messages between snapshot servers and workers: length-prefixed JSON over sockets."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ from typing import Any
 
 CHUNK_BYTES = 2**22
 MAX_MESSAGE_BYTES = 2**22
-"""The longest names every member of the largest set of a parity."""
+"""The longest message names every member of the largest parity set."""
 _LENGTH = struct.Struct("!I")
 
 
 class MalformedMessage(ConnectionError):
-    """What came is none of the messages that are sent."""
+    """The received bytes are not a valid message."""
 
 
-def tell(sock: socket.socket, **message: Any) -> None:
+def send_message(sock: socket.socket, **message: Any) -> None:
     """Send one message. Raises OSError if the other side is gone."""
     body = json.dumps(message).encode()
     sock.sendall(_LENGTH.pack(len(body)) + body)
 
 
-def hear(sock: socket.socket) -> dict[str, Any] | None:
-    """The next message, or None if the other side has hung up. Raises OSError, also for one that is
-    too long or no message."""
+def receive_message(sock: socket.socket) -> dict[str, Any] | None:
+    """The next message, or None if the other side has closed the connection.
+
+    Raises OSError; `MalformedMessage` if the message is too long or invalid.
+    """
     head = _exactly(sock, _LENGTH.size)
     if head is None:
         return None
     [num_bytes] = _LENGTH.unpack(head)
     if num_bytes > MAX_MESSAGE_BYTES:
-        raise MalformedMessage(f"a message of {num_bytes} bytes: no more than {MAX_MESSAGE_BYTES}")
+        raise MalformedMessage(f"a message of {num_bytes} bytes (maximum: {MAX_MESSAGE_BYTES})")
     body = _exactly(sock, num_bytes)
     if body is None:
         return None
@@ -40,16 +42,16 @@ def hear(sock: socket.socket) -> dict[str, Any] | None:
     except ValueError:
         raise MalformedMessage("a message that is not JSON") from None
     if not isinstance(message, dict):
-        raise MalformedMessage("a message that is no JSON object")
+        raise MalformedMessage("a message that is not a JSON object")
     return message
 
 
 def receive_into(sock: socket.socket, memory: memoryview) -> None:
-    """Fill `memory`. Raises ConnectionError if the other side hangs up before."""
+    """Fill `memory`. Raises ConnectionError if the other side closes the connection before."""
     while memory:
         num_bytes = sock.recv_into(memory)
         if not num_bytes:
-            raise ConnectionError("the other side hung up amid a snapshot")
+            raise ConnectionError("the other side closed the connection amid a snapshot")
         memory = memory[num_bytes:]
 
 
@@ -60,10 +62,10 @@ def send_all(sock: socket.socket, memory: memoryview) -> None:
 
 
 def _exactly(sock: socket.socket, num_bytes: int) -> bytes | None:
-    found = bytearray()
-    while len(found) < num_bytes:
-        more = sock.recv(num_bytes - len(found))
+    received = bytearray()
+    while len(received) < num_bytes:
+        more = sock.recv(num_bytes - len(received))
         if not more:
             return None
-        found += more
-    return bytes(found)
+        received += more
+    return bytes(received)

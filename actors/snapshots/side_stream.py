@@ -1,4 +1,4 @@
-"""Copying out of a GPU beside what it computes; on a CPU it is plain copying."""
+"""Copying from a GPU on a side stream while it computes; on a CPU, plain copying."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from elastic.geometry.tensor_specs import TensorSpec
 
 
 def held_still(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the state, by name, as they may be copied while the next step computes.
+    """Tensors of the state, by name, that can be copied while the next step computes.
 
-    A pass forward may change buffers, and nothing else: those are copied here.
+    A forward pass may change buffers, and nothing else: so buffers are cloned here.
     """
     buffers = {spec.name for spec in specs if spec.kind == "buffer"}
     return {n: t.detach().clone() if n in buffers else t for n, t in tensors.items()}
 
 
 class SideStream:
-    """Made where the tensors are as they are to be copied, used in whatever thread."""
+    """A stream for copies. It is created when the tensors have the values to be copied, and may be
+    used in any thread."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
@@ -31,7 +32,7 @@ class SideStream:
 
     @contextmanager
     def copying(self) -> Iterator[None]:
-        """What is copied herein is there at the end."""
+        """Copies issued inside are complete when the context ends."""
         if self._stream is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""The way of one worker's snapshots to the keepers that one `StartSnapshots` names."""
+"""Sending one worker's snapshots to the servers that a `StartSnapshots` command names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from actors.runtime.faults import FaultInjector
 from actors.runtime.handshake import connect_afar, connect_beside
 from actors.snapshots.buffer import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, SnapshotBuffer, Version
 from actors.snapshots.memory_layout import MemoryLayout
-from actors.snapshots.messages import hear, tell
-from actors.snapshots.parity import spreading
+from actors.snapshots.messages import receive_message, send_message
+from actors.snapshots.parity import parity_request
 from actors.snapshots.server import put_snapshot
 from actors.snapshots.side_stream import SideStream
 from elastic.geometry.assignment import Assignment
@@ -25,7 +25,7 @@ from elastic.reshard.snapshot_placement import SnapshotServer
 
 
 @dataclass
-class Taking:
+class PendingSnapshot:
     """A snapshot under way."""
 
     step: int
@@ -43,7 +43,7 @@ class Taking:
         self._stream = SideStream(self.tensors.values())
 
     def copy_to(self, places: Mapping[str, Tensor]) -> bool:
-        """Copy the tensors, unless they may have changed by now."""
+        """Copy the tensors, unless the copy was cancelled; returns whether they were copied."""
         with self._beginning:
             self._has_begun = not self._is_cancelled
         try:
@@ -55,8 +55,8 @@ class Taking:
             self._copied.set()
         return self._has_begun
 
-    def roll_forward(self) -> None:
-        """Wait until the tensors have been copied; if that has not begun, it will not."""
+    def await_copied(self) -> None:
+        """Wait until the tensors have been copied; cancel the copy if it has not begun."""
         with self._beginning:
             self._is_cancelled = not self._has_begun
         if not self._is_cancelled:
@@ -64,118 +64,126 @@ class Taking:
 
 
 class Sink:
-    """Brings one snapshot after the other in a thread of its own, to the keeper beside this worker
-    through memory, and by that one, whole or in chunks, to the others."""
+    """Sends one snapshot after the other, in its own thread.
+
+    A snapshot goes through shared memory to the server on this node, which passes it on, whole or
+    in chunks, to the other servers.
+    """
 
     def __init__(
         self,
         order: StartSnapshots,
         worker: str,
         node: str,
-        plan: MemoryLayout,
+        layout: MemoryLayout,
         set_sizes: Sequence[int],
         faults: FaultInjector,
         secret: bytes,
     ) -> None:
-        """`set_sizes` are of the parts of the worker's set, none if it is in no set."""
+        """`set_sizes` are of the parts of the worker's parity set; empty if it is in none."""
         self.order = order
         self._faults = faults
         self._secret = secret
-        self._parity = spreading(order, worker, set_sizes) if set_sizes else None
+        self._parity = parity_request(order, worker, set_sizes) if set_sizes else None
         self.snapshot_servers: tuple[SnapshotServer, ...] = order.snapshot_servers[
             order.workers.index(worker)
         ]
         self._worker = worker
-        self._plan = plan
-        self._is_beside = bool(self.snapshot_servers) and self.snapshot_servers[0].node == node
-        self._others = self.snapshot_servers[1:] if self._is_beside else self.snapshot_servers
-        self._beside: socket.socket | None = None
+        self._layout = layout
+        self._has_local = bool(self.snapshot_servers) and self.snapshot_servers[0].node == node
+        self._others = self.snapshot_servers[1:] if self._has_local else self.snapshot_servers
+        self._local: socket.socket | None = None
+        """The connection to the server on this node."""
         self._sockets: set[socket.socket] = set()
-        self._room: SnapshotBuffer | None = None
-        self._takings: queue.SimpleQueue[Taking | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="snapshots", daemon=True).start()
+        self._buffer: SnapshotBuffer | None = None
+        self._pending: queue.SimpleQueue[PendingSnapshot | None] = queue.SimpleQueue()
+        threading.Thread(target=self._send_all, name="snapshots", daemon=True).start()
 
-    def begin(self, taking: Taking) -> None:
-        self._takings.put(taking)
+    def begin(self, snapshot: PendingSnapshot) -> None:
+        self._pending.put(snapshot)
 
     def close(self) -> None:
-        """Break off what is under way, and end the thread."""
-        self._takings.put(None)
+        """Break off the snapshot under way, and end the thread."""
+        self._pending.put(None)
         for sock in tuple(self._sockets):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
-    def _serve(self) -> None:
-        while (taking := self._takings.get()) is not None:
+    def _send_all(self) -> None:
+        while (snapshot := self._pending.get()) is not None:
             try:
-                taking.is_whole = self._bring(taking)
+                snapshot.is_whole = self._send(snapshot)
             except OSError:
-                pass  # a keeper is gone: it is not whole, and the controller learns by itself
+                pass  # a server is gone: the snapshot is incomplete; the controller notices
             except Exception as error:
-                taking.error = error  # raised where it is awaited
-            taking.done.set()
-            del taking  # and with it the tensors of its step
+                snapshot.error = error  # `await_whole` raises it
+            snapshot.done.set()
+            del snapshot  # and with it the tensors of its step
         for sock in self._sockets:
             sock.close()
 
-    def _bring(self, taking: Taking) -> bool:
-        """Copy to host memory, that of the keeper beside if there is one, then to the others;
-        whether it is whole at all of them. Raises OSError if the one beside is gone."""
-        room = self._room = self._room or self._make_room()
-        version = room.spare(taking.kept_step)
-        version.step = NOT_WHOLE
-        if not taking.copy_to(self._plan.tensors(version.memory)):
-            return False
-        version.step = taking.step
-        self._faults.at("snapshot", taking.step)
-        is_taken = self._beside is None or self._asked("taken", taking)
-        if is_taken and self._parity:
-            is_taken = self._asked("spread", taking, **self._parity)
-        return is_taken and all([self._pass_on(k, taking, version) for k in self._others])  # noqa: C419 (each is to have it)
+    def _send(self, snapshot: PendingSnapshot) -> bool:
+        """Copy to host memory (the local server's, if there is one), then to the other servers.
 
-    def _make_room(self) -> SnapshotBuffer:
-        if not self._is_beside:
-            return SnapshotBuffer.new(self._plan.num_bytes)
-        beside = connect_beside(self.snapshot_servers[0].socket, self._secret, PEER_TIMEOUT_S)
-        self._sockets.add(beside)
-        tell(
-            beside,
+        Returns whether the snapshot is complete at all servers. Raises OSError if the local server
+        is gone.
+        """
+        buffer = self._buffer = self._buffer or self._open_buffer()
+        version = buffer.version_to_overwrite(snapshot.kept_step)
+        version.step = NOT_WHOLE
+        if not snapshot.copy_to(self._layout.tensors(version.memory)):
+            return False
+        version.step = snapshot.step
+        self._faults.at("snapshot", snapshot.step)
+        is_taken = self._local is None or self._request("taken", snapshot)
+        if is_taken and self._parity:
+            is_taken = self._request("spread", snapshot, **self._parity)
+        return is_taken and all([self._pass_on(s, snapshot, version) for s in self._others])  # noqa: C419 (send to each)
+
+    def _open_buffer(self) -> SnapshotBuffer:
+        if not self._has_local:
+            return SnapshotBuffer.new(self._layout.num_bytes)
+        local = connect_beside(self.snapshot_servers[0].socket, self._secret, PEER_TIMEOUT_S)
+        self._sockets.add(local)
+        send_message(
+            local,
             do="room",
             worker=self._worker,
             generation=self.order.generation,
-            num_bytes=self._plan.num_bytes,
+            num_bytes=self._layout.num_bytes,
         )
-        _, fds, *_ = socket.recv_fds(beside, 1, NUM_VERSIONS)
+        _, fds, *_ = socket.recv_fds(local, 1, NUM_VERSIONS)
         if len(fds) < NUM_VERSIONS:
-            raise ConnectionError("the keeper hung up")
-        beside.settimeout(None)  # to copy to another node takes what it takes
-        self._beside = beside
-        return SnapshotBuffer(fds, self._plan.num_bytes)
+            raise ConnectionError("the snapshot server closed the connection")
+        local.settimeout(None)  # copying to another node has no time limit here
+        self._local = local
+        return SnapshotBuffer(fds, self._layout.num_bytes)
 
-    def _pass_on(self, snapshot_server: SnapshotServer, taking: Taking, version: Version) -> bool:
-        """By the keeper beside, which has a heap of its own, else from here."""
-        if self._beside is not None:
-            return self._asked("copy", taking, host=snapshot_server.host, port=snapshot_server.port)
-        address = (snapshot_server.host, snapshot_server.port)
-        with suppress(OSError), connect_afar(address, self._secret, PEER_TIMEOUT_S) as peer:
+    def _pass_on(
+        self, snapshot_server: SnapshotServer, snapshot: PendingSnapshot, version: Version
+    ) -> bool:
+        """Copy to another server: by the local server, in its own process, else from here."""
+        host, port = snapshot_server.host, snapshot_server.port
+        if self._local is not None:
+            return self._request("copy", snapshot, host=host, port=port)
+        with suppress(OSError), connect_afar((host, port), self._secret, PEER_TIMEOUT_S) as peer:
             self._sockets.add(peer)
             try:
-                return put_snapshot(peer, version, self._named(taking))
+                return put_snapshot(peer, version, self._fields(snapshot))
             finally:
                 self._sockets.discard(peer)
         return False
 
-    def _asked(self, what: str, taking: Taking, **more: object) -> bool:
-        """Have the keeper beside do something with a snapshot; whether that has succeeded."""
-        assert self._beside is not None
-        tell(self._beside, do=what, **self._named(taking), **more)
-        return bool((hear(self._beside) or {}).get("is_whole"))
+    def _request(self, action: str, snapshot: PendingSnapshot, **more: object) -> bool:
+        """Have the local server do something with a snapshot; returns whether it succeeded."""
+        assert self._local is not None
+        send_message(self._local, do=action, **self._fields(snapshot), **more)
+        return bool((receive_message(self._local) or {}).get("is_whole"))
 
-    def _named(self, taking: Taking) -> dict[str, object]:
-        generation = self.order.generation
+    def _fields(self, snapshot: PendingSnapshot) -> dict[str, object]:
         return {
             "worker": self._worker,
-            "generation": generation,
-            "step": taking.step,
-            "kept_step": taking.kept_step,
+            "generation": self.order.generation,
+            "step": snapshot.step,
+            "kept_step": snapshot.kept_step,
         }

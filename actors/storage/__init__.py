@@ -1,1 +1,1 @@
-"""Storage: files by URL, line logs, the lease, checkpoint files."""
+"""Storage: files by URL, append-only line logs, the run's lease, checkpoint files."""

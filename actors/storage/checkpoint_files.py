@@ -1,4 +1,4 @@
-"""Where checkpoints lie, when one is whole, and how it is made visible and removed."""
+"""Checkpoint folders: names, manifest, publishing, finding complete and damaged ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MANIFEST, ASIDE = "manifest.json", "manifest.damaged.json"
 FORMAT_VERSION = 4
 
 READABLE_VERSIONS = (3, 4)
-"""Files of version 3 have no `header_bytes`: reading one takes a request more."""
+"""Files of version 3 have no `header_bytes`: reading one takes one more request."""
 
 ONE_WORKER = Layout()
 
@@ -34,12 +34,12 @@ NOT_A_MANIFEST = (
     TypeError,
     AttributeError,
 )
-"""What reading JSON of another kind raises."""
+"""Raised while parsing a file that is not a valid manifest."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint consists of."""
+    """The contents of a checkpoint: its files, and the layout and workers that wrote them."""
 
     step: int
     generation: int
@@ -50,36 +50,41 @@ class Manifest:
 
 
 def part_name(worker: str) -> str:
-    """The file that a worker writes."""
+    """The name of the file that a worker writes."""
     return f"part-{worker}.safetensors"
 
 
 def folder_of(step: int, generation: int) -> str:
-    """A folder of its own for each try: a redone step never meets the files of the first."""
+    """The folder of one attempt: a recomputed step never mixes with files of the first attempt."""
     return f"{FOLDER}/step-{step:08d}-g{generation}"
 
 
 def read_manifest(checkpoint: Storage) -> Manifest:
-    """Raises `DamagedCheckpoint` if there is none that can be read, or of another format."""
-    place = checkpoint.at(MANIFEST).url
+    """Read a checkpoint's manifest.
+
+    Raises `DamagedCheckpoint` if it is missing, unreadable, or of another format.
+    """
+    manifest_url = checkpoint.at(MANIFEST).url
     try:
         fields = json.loads(checkpoint.read(MANIFEST))
         version = fields["format_version"]
         if version not in READABLE_VERSIONS:
             raise DamagedCheckpoint(
-                f"{place}: format_version {version}, and this reads {FORMAT_VERSION}"
+                f"{manifest_url}: format_version {version} is not supported; this version reads "
+                f"up to {FORMAT_VERSION}"
             )
-        files = tuple(PartFile(name, **told) for name, told in fields["files"].items())
+        files = tuple(PartFile(name, **entry) for name, entry in fields["files"].items())
         layout, members = Layout(**fields["layout"]), tuple(fields["members"])
         manifest = Manifest(int(fields["step"]), int(fields["generation"]), files, layout, members)
     except FileNotFoundError:
-        raise DamagedCheckpoint(f"{place}: it is not there") from None
+        raise DamagedCheckpoint(f"{manifest_url}: the file is missing") from None
     except NOT_A_MANIFEST as error:
-        raise DamagedCheckpoint(f"{place}: it is no manifest ({error})") from None
+        raise DamagedCheckpoint(f"{manifest_url}: not a valid manifest ({error})") from None
     key = (manifest.step, manifest.generation)
     if _key(urlsplit(checkpoint.url).path) not in (None, key):
         raise DamagedCheckpoint(
-            f"{place}: it is of step {key[0]} and generation {key[1]}, and its folder is of others"
+            f"{manifest_url}: the manifest is of step {key[0]}, generation {key[1]}, but its "
+            "folder is named for another checkpoint"
         )
     return manifest
 
@@ -94,67 +99,67 @@ def publish(
 ) -> str:
     """Make a checkpoint visible by writing its manifest last (invariant 11); returns its URL.
 
-    Raises `OSError` if a part is not there in its full size, or the storage refuses.
+    Raises `OSError` if a part is missing or has another size, or if storage fails.
     """
     checkpoint, files = run.at(folder_of(step, generation)), tuple(files)
-    there = checkpoint.files()
+    sizes = checkpoint.files()
     for file in files:
-        if there.get(file.name) != file.num_bytes:
+        if sizes.get(file.name) != file.num_bytes:
             url = checkpoint.at(file.name).url
-            raise OSError(f"{url} has {there.get(file.name)} bytes, not {file.num_bytes}")
+            raise OSError(f"{url} has {sizes.get(file.name)} bytes, not {file.num_bytes}")
     manifest = {
         "format_version": FORMAT_VERSION,
         "step": step,
         "generation": generation,
         "layout": asdict(layout),
         "members": list(members),
-        "files": {file.name: _facts(file) for file in files},
+        "files": {file.name: _manifest_entry(file) for file in files},
     }
     checkpoint.write(MANIFEST, json.dumps(manifest, indent=1).encode())
     return checkpoint.url
 
 
-def _facts(file: PartFile) -> dict[str, int]:
+def _manifest_entry(file: PartFile) -> dict[str, int]:
     return {key: value for key, value in asdict(file).items() if key != "name"}
 
 
 def set_aside(checkpoint: Storage) -> None:
-    """Hide a damaged checkpoint; all its files stay."""
+    """Hide a damaged checkpoint by renaming its manifest; no file is deleted."""
     checkpoint.write(ASIDE, checkpoint.read(MANIFEST))
     checkpoint.remove(MANIFEST)
 
 
 @dataclass(frozen=True)
 class FoundCheckpoints:
-    """What lies in storage when a run is opened.
+    """The checkpoints in storage when a run is opened.
 
-    `whole` are the checkpoints whose parts are all there in their full size, the oldest first (what
-    the parts contain is checked when they are read); `complaints` tell of others that have been
-    published; `unfinished` never were (step, generation).
+    `whole`: published, every part present in its full size, oldest first (the contents of a part
+    are checked when it is read). `complaints`: one message for each other published checkpoint.
+    `unfinished`: (step, generation) of those never published.
     """
 
     whole: tuple[Saved, ...]
     complaints: tuple[str, ...]
     unfinished: tuple[tuple[int, int], ...]
     damaged: tuple[str, ...] = ()
-    """The folders of which there are complaints."""
+    """The folders that the complaints are about."""
     newest_generation: int = 0
-    """Of all folders."""
+    """The newest generation of any checkpoint folder."""
 
 
 def find_checkpoints(run: Storage) -> FoundCheckpoints:
-    """Raises OSError if the storage does not answer."""
-    there = run.files(FOLDER)
+    """List a run's checkpoints. Raises OSError if storage does not answer."""
+    sizes = run.files(FOLDER)
     whole: list[Saved] = []
     complaints: list[str] = []
     unfinished: list[tuple[int, int]] = []
     damaged_folders: list[str] = []
     generations: list[int] = []
-    for name in sorted({"/".join(file.split("/")[:2]) for file in there}):
+    for name in sorted({"/".join(file.split("/")[:2]) for file in sizes}):
         checkpoint, key = run.at(name), _key(name)
         generations += [key[1]] if key else []
-        if f"{name}/{MANIFEST}" not in there:
-            is_aside = f"{name}/{ASIDE}" in there
+        if f"{name}/{MANIFEST}" not in sizes:
+            is_aside = f"{name}/{ASIDE}" in sizes
             unfinished += [key] if key and not is_aside else []
             continue
         try:
@@ -163,10 +168,10 @@ def find_checkpoints(run: Storage) -> FoundCheckpoints:
             complaints.append(f"{error}: skipped")
             damaged_folders.append(name)
             continue
-        damaged = [f for f in manifest.files if there.get(f"{name}/{f.name}") != f.num_bytes]
+        damaged = [f for f in manifest.files if sizes.get(f"{name}/{f.name}") != f.num_bytes]
         if damaged:
             url = checkpoint.at(damaged[0].name).url
-            complaints.append(f"{url}: it is missing or cut short: skipped")
+            complaints.append(f"{url}: the file is missing or truncated: skipped")
             damaged_folders.append(name)
         else:
             whole.append(Saved(manifest.step, manifest.generation, checkpoint.url))
@@ -181,5 +186,5 @@ def find_checkpoints(run: Storage) -> FoundCheckpoints:
 
 
 def _key(folder: str) -> tuple[int, int] | None:
-    found = re.fullmatch(r".*/step-(\d+)-g(\d+)", folder)
-    return (int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r".*/step-(\d+)-g(\d+)", folder)
+    return (int(match[1]), int(match[2])) if match else None

@@ -1,4 +1,4 @@
-"""Credentials in URLs, which are refused where they would be kept, and never shown."""
+"""Credentials in URLs: detected, so that they are never stored, and removed from messages."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SECRET = re.compile(
 
 
 def has_credentials(url: str) -> bool:
-    """Whether it has a password, or a query that looks like one."""
+    """Whether a URL has a password, or a query value that looks like a secret."""
     return bool(PASSWORD.search(url) or SECRET.search(url))
 
 
 def without_credentials(text: str) -> str:
-    """A text without the `user:password@` of its URLs, and the values of such queries."""
+    """Remove `user:password@` and the values of secret query parameters from a text."""
     return SECRET.sub(r"\1=...", LOGIN.sub("//", text))

@@ -1,24 +1,24 @@
-"""What can go wrong in a worker, by what must be done about it."""
+"""Exceptions of `actors`, one for each reaction that they call for."""
 
 
 class Interrupted(Exception):
-    """The generation is being aborted: unwind, nothing is wrong here."""
+    """The generation is being aborted: unwind. This worker is healthy."""
 
 
 class TornApply(RuntimeError):
-    """An apply broke half-way: this worker's state is of no step."""
+    """An apply failed half-way: this worker's state belongs to no step."""
 
 
 class LeaseLost(RuntimeError):
-    """Somebody else drives the run now: nothing more may be written."""
+    """Another process drives the run now: this one must not write any more."""
 
 
 class DamagedCheckpoint(Exception):
-    """A file of a checkpoint is not what was written; the message names it."""
+    """A file of a checkpoint is missing or damaged; the message names the file."""
 
 
 class DamagedLog(Exception):
-    """A log cannot be read from a byte on; `reason` says what is wrong with the line there."""
+    """A log cannot be read beyond byte `offset`; `reason` completes "the line at byte N ..."."""
 
     def __init__(self, url: str, offset: int, reason: str) -> None:
         super().__init__(f"{url} is damaged: the line at byte {offset} {reason}")
@@ -27,35 +27,35 @@ class DamagedLog(Exception):
 
 
 class LostLease(Exception):
-    """Files of a run's lease were removed: its epochs would begin anew."""
+    """Files of a run's lease were removed: epochs would be reused."""
 
 
 class BrokenDevice(RuntimeError):
-    """The device of this worker does not compute any more."""
+    """The device of this worker no longer computes."""
 
 
 class UnfitMachine(Exception):
-    """A worker cannot serve the run where it is: the message says what this machine lacks."""
+    """This machine cannot host a worker; the message says what it lacks."""
 
 
 class ControllerLost(RuntimeError):
-    """The controller's process is gone, and with it the run, until it is resumed."""
+    """The controller process is gone for good: the run stops until it is resumed."""
 
 
 class ControllerAway(RuntimeError):
-    """The controller's process is gone, and Ray is about to start it again."""
+    """The controller process is gone, and Ray is about to restart it."""
 
 
 class RunNotDriven(RuntimeError):
-    """Nobody drives the run now: there is nobody to ask."""
+    """No controller drives the run now, so none can answer."""
 
 
 class RunRefused(RuntimeError):
-    """No controller can take the run as it lies in storage; the message says why."""
+    """No controller can open the run from storage; the message says why."""
 
 
 class ClusterNotJoined(ConnectionError):
-    """Something answers at the address of a Ray cluster, but Ray cannot join it."""
+    """A process answers at the address of a Ray cluster, but Ray cannot join it."""
 
 
 class ClusterNotStarted(RuntimeError):
@@ -63,9 +63,8 @@ class ClusterNotStarted(RuntimeError):
 
 
 class RunTaken(RunRefused):
-    """The run is being driven by somebody else."""
+    """Another process drives the run."""
 
 
 class WrongHolding(Exception):
-    """A plan, a checkpoint or a vote counts on this worker's part of the state at a step that it
-    does not stand at."""
+    """A plan, a checkpoint or a vote expects this worker's state at another step than it has."""

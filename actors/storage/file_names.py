@@ -1,4 +1,4 @@
-"""The names of a run's files and folders, for those who write them and those who read them."""
+"""The names of a run's files and folders, shared by writers and readers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Logs of JSON lines that only grow, as their readers see them, also where storage cannot append.
+"""Readers of append-only logs of JSON lines, on a disk or on an object store.
 
-On a disk a log is one file. On an object store it is a folder of segments.
-Offsets are bytes of the whole log; they stay valid when old segments are compacted or dropped. How
-a log is written: `actors.storage.line_writers`.
+On a disk a log is one file. On an object store, which cannot append, it is a folder of segments.
+Offsets are bytes of the whole log; they stay valid when old segments are compacted or dropped.
+The writers are in `actors.storage.line_writers`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class LineLog:
-    """One JSON object a line: `name` in `storage`. All methods may raise OSError."""
+    """The log `name` in `storage`: one JSON object a line. All methods may raise OSError."""
 
     storage: Storage
     name: str
@@ -37,34 +37,36 @@ class LineLog:
         return bool(self.segments())
 
     def segments(self) -> list[LogSegment]:
-        """Those in force, in order: one listing. A file on a disk is one segment."""
+        """The segments in force, in order: one listing. A file on a disk is one segment."""
         if isinstance(self.storage, DiskStorage):
             size = self.storage.size(self.name)
             return [LogSegment(self.name, 0, 0, size)] if size else []
         return segments_in_force(self.all_segments())
 
     def all_segments(self) -> list[LogSegment]:
-        """On an object store: also the superseded ones, in no order."""
+        """On an object store: all segments, superseded ones as well, in no order."""
         return parse_segments(self.storage.files(self.name))
 
     def reader(self, offset: int = 0, strict: bool = False) -> LogReader:
-        """Reads from a byte on, and goes on as the log grows."""
+        """A reader that starts at byte `offset` and follows the log as it grows."""
         return LogReader(self, offset, strict)
 
     def blocks(self, offset: int = 0) -> Iterator[bytes]:
-        """The whole lines from a byte on, about a MiB at a time; lost ones are left out."""
+        """The whole lines from byte `offset` on, about a MiB at a time; lost lines are skipped."""
         return self.reader(offset).blocks()
 
     def lines(self, offset: int = 0) -> Iterator[dict[str, Any]]:
-        """The whole lines from a byte on. Raises `DamagedLog` for a hole, and a line that is no
-        JSON object."""
+        """The whole lines from byte `offset` on. Raises `DamagedLog` for a gap, and for a line that
+        is no JSON object."""
         return (row for _, row in self.lines_with_offsets(offset))
 
     def lines_with_offsets(
         self, offset: int = 0, end: int | None = None
     ) -> Iterator[tuple[int, dict[str, Any]]]:
-        """The same, each with the byte at which it begins, up to the byte `end`; all lines of a
-        compacted segment with that of the segment."""
+        """As `lines`, up to byte `end`, each line with the byte at which it begins.
+
+        All lines of a compacted segment have the offset of the segment.
+        """
         reader = self.reader(offset, strict=True)
         while (end is None or reader.offset < end) and (block := reader.read()):
             begin = reader.begin
@@ -79,7 +81,8 @@ class LineLog:
                     begin += len(line) + 1
 
     def rows(self, offset: int = 0) -> Iterator[dict[str, Any]]:
-        """The whole lines from a byte on, without those that are lost or no JSON objects."""
+        """The whole lines from byte `offset` on, without lost lines and lines that are no JSON
+        objects."""
         for block in self.blocks(offset):
             for line in block.split(b"\n")[:-1]:
                 row = parse_line(line)
@@ -87,16 +90,16 @@ class LineLog:
                     yield row
 
     def lines_from_end(self) -> Iterator[tuple[int, bytes]]:
-        """Each whole line with its offset, the newest first; reads a block at a time.
+        """Each whole line with its offset, newest first; reads a block at a time.
 
-        All lines of a compacted segment have the offset at which it begins.
+        All lines of a compacted segment have the offset of the segment.
         """
         for segment in reversed(self.segments()):
             lines = _lines_from_end(self.storage, segment)
             yield from in_force_from_end(lines) if segment.name == self.name else lines
 
     def last_rows(self, num_rows: int) -> list[dict[str, Any]]:
-        """The newest JSON objects, in the order of the log."""
+        """The newest `num_rows` JSON objects, in the order of the log."""
         rows: list[dict[str, Any]] = []
         for _, line in self.lines_from_end():
             if len(rows) >= num_rows:
@@ -107,8 +110,7 @@ class LineLog:
         return rows[::-1]
 
     def find_newest(self, marker: bytes, end: int | None = None) -> int | None:
-        """The offset of the newest line before the byte `end` that contains these bytes and is a
-        JSON object."""
+        """The offset of the newest JSON object before byte `end` whose line contains `marker`."""
         for offset, line in self.lines_from_end():
             if end is not None and offset >= end:
                 continue
@@ -117,45 +119,45 @@ class LineLog:
         return None
 
     def compact(self, segments: Sequence[LogSegment], lines: bytes) -> None:
-        """On an object store: write one segment that stands for these, adjacent ones in force.
+        """On an object store: write one segment that replaces these adjacent segments in force.
 
-        The caller checks its lease before, and again before it removes them. If it is interrupted,
-        nothing is lost: readers prefer the compacted segment once it is there.
+        The caller checks its lease before this call, and again before it removes the segments. An
+        interruption loses nothing: readers prefer the compacted segment once it exists.
         """
         epoch = max(segment.epoch for segment in segments)
         name = segment_name(self.name, epoch, segments[0].begin, segments[-1].end)
         self.storage.write(name, lines)
 
     def remove_segments(self, segments: Sequence[LogSegment]) -> None:
-        """On an object store: remove these, because they are compacted or of no use any more."""
+        """On an object store: remove segments that are compacted or no longer needed."""
         for segment in segments:
             self.storage.remove(segment.name)
 
 
 class LogReader:
-    """Reads whole lines from a byte of a log on; `offset` is the end of the last one given out.
+    """Reads whole lines from a byte of a log on; `offset` is the end of the last returned line.
 
-    It lists the segments once, and again only when it has come to their end. `strict` raises
-    `DamagedLog` for bytes that are lost; else they are left out and counted in `num_lost_bytes`.
+    It lists the segments once, and again only when it has reached their end. With `strict` it
+    raises `DamagedLog` for lost bytes; otherwise it skips and counts them in `num_lost_bytes`.
     """
 
     def __init__(self, log: LineLog, offset: int = 0, strict: bool = False) -> None:
         self.offset = offset
         self.begin = offset
-        """The byte at which the lines that were read last begin."""
+        """The byte at which the last returned lines begin."""
         self.is_compacted = False
-        """Whether they are of a compacted segment."""
+        """Whether they come from a compacted segment."""
         self.num_lost_bytes = 0
         self._log = log
         self._strict = strict
         self._segments: list[LogSegment] = []
         self._is_begun = offset > 0
-        """Bytes that are lacking before the first line are not lost, but dropped on purpose."""
+        """Bytes missing before the first line are not lost: they were dropped on purpose."""
         self._newest_epoch: int | None = None
-        """Of a file on a disk, as far as it has been read; None is not known yet."""
+        """The newest epoch so far in a file on a disk; None while it is unknown."""
 
     def read(self, max_bytes: int = BLOCK_BYTES) -> bytes:
-        """The next whole lines, about so many bytes; empty if no more are there now."""
+        """The next whole lines, about `max_bytes` of them; empty if there are no more now."""
         lines = self._next_lines(max_bytes)
         if not lines:
             self._segments = self._log.segments()
@@ -163,7 +165,7 @@ class LogReader:
         return lines
 
     def blocks(self, max_bytes: int = BLOCK_BYTES) -> Iterator[bytes]:
-        """All whole lines that are there now, some at a time."""
+        """All whole lines that exist now, about `max_bytes` at a time."""
         self._segments = self._log.segments()
         while block := self._next_lines(max_bytes):
             yield block
@@ -180,11 +182,11 @@ class LogReader:
                 if lines:
                     return lines
                 if self.offset == before:
-                    break  # there is half a line
+                    break  # only half a line is left
         return b""
 
     def _enter(self, segment: LogSegment) -> None:
-        """Go over what is lacking between the last segment and this one."""
+        """Skip the gap between the previous segment and this one."""
         if segment.begin > self.offset:
             if self._is_begun:
                 self._lose(segment.begin - self.offset)
@@ -216,7 +218,7 @@ class LogReader:
         return lines
 
     def _in_force(self, lines: bytes) -> bytes:
-        """Go over stale lines; the lines from there up to the next stale one."""
+        """Skip stale lines; returns the lines from there up to the next stale one."""
         if self._newest_epoch is None:
             before = LogSegment(self._log.name, 0, 0, self.offset)
             from_end = _lines_from_end(self._log.storage, before)
@@ -235,7 +237,7 @@ class LogReader:
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """A line's JSON object; None if it is none."""
+    """A line's JSON object; None if the line is not one."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -252,7 +254,7 @@ def _lines_from_end(storage: Storage, segment: LogSegment) -> Iterator[tuple[int
     while end > segment.begin:
         begin = max(segment.begin, end - BLOCK_BYTES)
         block = storage.read(segment.name, begin - segment.object_begin, end - begin) + later
-        *lines, half = block.split(b"\n")  # only at the end of the segment there is half a line
+        *lines, half = block.split(b"\n")  # half a line can only be at the end of the segment
         offset = begin + len(block) - len(half)
         is_first_half = begin > segment.begin and bool(lines)
         for line in reversed(lines[is_first_half:]):

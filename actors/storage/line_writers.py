@@ -1,7 +1,7 @@
-"""The writers of logs of lines; training never waits for them.
+"""Writers of line logs, for which training never waits.
 
-Lines that storage does not take now are kept in memory until it does. A writer that has lost its
-lease writes nothing any more.
+Lines that storage does not accept wait in memory until it does. A writer that has lost its lease
+writes nothing more.
 """
 
 from __future__ import annotations
@@ -28,38 +28,39 @@ SEGMENT_BYTES = 1 << 20
 SHIP_EVERY_S = 1.0
 RETRY_EVERY_S = 0.5
 CLOSE_PATIENCE_S = 120.0
-"""How long closing a log tries to bring the last lines to storage."""
+"""How long closing a log tries to write the last lines."""
 CUT_PATIENCE_S, CUT_PAUSE_S = 10.0, 0.02
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 Check = Callable[[], None]
-"""Raises `LeaseLost` if this process may not write any more."""
+"""Raises `LeaseLost` if this process must not write any more."""
 
 
 class Lines(Protocol):
-    """The one writer of a log. `trouble` is why storage takes nothing at present, or empty."""
+    """The only writer of a log. `trouble` says why storage accepts nothing now, or is empty."""
 
     trouble: str
 
     @property
     def num_waiting(self) -> int:
-        """How many lines storage has not taken yet."""
+        """How many lines storage has not accepted yet."""
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line; if storage does not take it, it waits in memory."""
+        """Append a line; if storage does not accept it, it waits in memory."""
 
     def flush(self) -> None:
-        """Try again to write what waits."""
+        """Try again to write the waiting lines."""
 
     def make_durable(self) -> None:
-        """Make what has been written outlive the machine, if storage allows it."""
+        """Make the written lines survive a crash of the machine, if storage allows it."""
 
     def close(self, patience_s: float = CLOSE_PATIENCE_S) -> str:
-        """Try for so long to write what waits; returns what could not be written, or ""."""
+        """Try for `patience_s` to write the waiting lines; returns a message about the lines that
+        could not be written, or ""."""
 
 
 def check_nothing() -> None:
-    """For logs that no lease guards."""
+    """The check of a log that no lease guards."""
 
 
 def open_lines(
@@ -68,12 +69,12 @@ def open_lines(
     check: Check = check_nothing,
     opens_later: bool = False,
 ) -> Lines:
-    """Go on writing where the log ends; from now on, what older epochs write does not count.
+    """Open a log for appending; from now on, readers ignore what older epochs write.
 
     `epoch` is that of the writer's lease; by default one more than the newest in the log. `check`
-    is called before each shipment. Raises OSError, and `LostLease` if the log has a newer epoch.
-    With `opens_later` it raises neither and does not wait for an object store: the log is opened
-    when the first lines are written, and lines are dropped if the log has a newer epoch.
+    is called before each upload. Raises OSError, and `LostLease` if the log has a newer epoch. With
+    `opens_later` it raises neither and does not wait for an object store: the log is opened when
+    the first lines are written, and lines are dropped if the log has a newer epoch.
     """
     if isinstance(log.storage, DiskStorage):
         return LineFile(log.storage.path / log.name, check, opens_later)
@@ -81,10 +82,10 @@ def open_lines(
 
 
 class LineFile:
-    """A file on a disk, flushed line by line, so that a reader may follow it live.
+    """A file on a disk, flushed line by line, so that a reader can follow it live.
 
-    `write` and `flush` raise `LeaseLost` once `check` does; nothing is written then. With an
-    `epoch`, each line has it, and readers leave out what an older epoch writes after such a line.
+    `write` and `flush` raise `LeaseLost` once `check` does, and then write nothing. With an
+    `epoch`, each line carries it, and readers skip lines of an older epoch after such a line.
     """
 
     def __init__(
@@ -112,13 +113,13 @@ class LineFile:
     def flush(self) -> None:
         try:
             while self._pending:
-                self._check()  # before each line: one at most comes after those of a newer owner
+                self._check()  # before each line: at most one follows those of a newer owner
                 self._file = self._file or _open_at_end(self._path, self._check)
                 line = self._pending[: self._pending.index(b"\n") + 1]
-                del self._pending[: self._file.write(line)]  # a full disk may take a part of it
+                del self._pending[: self._file.write(line)]  # a full disk may accept a part of it
             self.trouble = ""
         except LeaseLost:
-            self._pending.clear()  # the newer owner has read what counts
+            self._pending.clear()  # the newer owner goes on from the lines that it has read
             raise
         except OSError as error:
             self.trouble = str(error)
@@ -140,17 +141,17 @@ class LineFile:
                     break
                 time.sleep(RETRY_EVERY_S)
         except LeaseLost:
-            pass  # `flush` has dropped what waited: it does not count
+            pass  # `flush` has dropped the waiting lines: readers would ignore them
         if self._file is not None:
             self._file.close()
-        return _lost(self._path.name, self.num_waiting, self.trouble)
+        return _lost_lines_message(self._path.name, self.num_waiting, self.trouble)
 
 
 class SegmentWriter:
-    """Writes segments of one epoch, when `ship` is called; lines wait until storage takes them.
+    """Writes segments of one epoch when `ship` is called; lines wait until storage accepts them.
 
     Raises OSError, and `LostLease` if the log has segments of a newer epoch. With `opens_later`,
-    it is opened by the first `ship`, and its first segment supersedes older epochs.
+    the first `ship` opens the log, and its first segment supersedes older epochs.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class SegmentWriter:
         begin: int | None = None,
         opens_later: bool = False,
     ) -> None:
-        """`begin` is the byte from which on what there is does not count; by default the end."""
+        """`begin` is the byte from which existing content is superseded; by default the end."""
         self._log = log
         self._wanted_epoch, self._wanted_begin = epoch, begin
         self._epoch = self._begin = 0
@@ -170,7 +171,7 @@ class SegmentWriter:
         self._segment_bytes = segment_bytes
         self._segment = b""
         self._num_tried = 0
-        """So many lines of those that wait were in a shipment that failed."""
+        """How many of the waiting lines were in an upload that failed."""
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()
         self._is_open = self._is_lost = False
@@ -186,26 +187,29 @@ class SegmentWriter:
     def _open(self) -> None:
         """Only reads, so it can be tried again."""
         epoch, begin = self._wanted_epoch, self._wanted_begin
-        there = self._log.all_segments()
-        newest = max((segment.epoch for segment in there), default=0)
+        segments = self._log.all_segments()
+        newest = max((segment.epoch for segment in segments), default=0)
         self._epoch = newest + 1 if epoch is None else epoch
         if newest > self._epoch:
             raise LostLease(
                 f"{self._log.url} has segments of epoch {newest}, but the lease is of epoch "
                 f"{self._epoch}: files of lease/ were removed"
             )
-        self._begin = _end_of(self._log, segments_in_force(there)) if begin is None else begin
+        self._begin = _end_of(self._log, segments_in_force(segments)) if begin is None else begin
         self._is_open = True
 
     def append(self, line: dict[str, Any]) -> None:
-        """From any thread."""
+        """Queue a line; from any thread."""
         with self._lock:
             if not self._is_lost:
                 self._waiting.append(json.dumps(line, allow_nan=False).encode() + b"\n")
 
     def ship(self) -> None:
-        """Bring what waits there, a segment at a time. Raises OSError, or `LeaseLost`: then nothing
-        waits any more, since what the newer owner has read is what counts."""
+        """Write the waiting lines, a segment at a time.
+
+        Raises OSError, or `LeaseLost`: then the waiting lines are dropped, since the newer owner
+        goes on from the lines that it has read.
+        """
         if self._waiting and not self._is_open:
             self._open_late()
         while self._waiting:
@@ -217,20 +221,20 @@ class SegmentWriter:
                         break
                     segment += self._waiting[num_lines]
                     num_lines += 1
-            self._bring(segment, num_lines)
+            self._upload(segment, num_lines)
             with self._lock:
                 del self._waiting[:num_lines]
 
-    def _bring(self, segment: bytes, num_lines: int) -> None:
-        """A write that failed may still come about, at any time. So it is tried again with the same
-        content, and once that is there, the object is never replaced again."""
+    def _upload(self, segment: bytes, num_lines: int) -> None:
+        """A failed write may still take effect at any time. So it is repeated with the same
+        content, and once that has succeeded, the object is never replaced again."""
         try:
             self._check()
             self._log.storage.write(self._name(), segment)
         except LeaseLost:
             self._drop_all()
             raise
-        except Exception:  # of whatever kind: the write may have reached the storage
+        except Exception:  # of any kind: the write may have reached the storage
             self._num_tried = num_lines
             raise
         self._segment = segment
@@ -246,7 +250,7 @@ class SegmentWriter:
             raise LeaseLost(str(error)) from error
 
     def _drop_all(self) -> None:
-        """What waits, and what comes: it would not count."""
+        """Drop all waiting and future lines: readers would ignore them."""
         with self._lock:
             self._is_lost = True
             self._waiting.clear()
@@ -256,7 +260,7 @@ class SegmentWriter:
 
 
 class ShippedLines:
-    """Segments on an object store, brought there by a thread: durable within about a second."""
+    """Segments on an object store, uploaded by a thread: durable within about a second."""
 
     def __init__(
         self, log: LineLog, epoch: int | None, check: Check, opens_later: bool = False
@@ -267,7 +271,7 @@ class ShippedLines:
         self._deadline = float("inf")
         self._is_closed = False
         self.trouble = ""
-        self._thread = threading.Thread(target=self._serve, name="lines", daemon=True)
+        self._thread = threading.Thread(target=self._ship_until_closed, name="lines", daemon=True)
         self._thread.start()
 
     @property
@@ -281,7 +285,7 @@ class ShippedLines:
         """The thread tries again by itself."""
 
     def make_durable(self) -> None:
-        """It is under way at once: nothing waits for an object store."""
+        """Start the upload at once, without waiting for the object store."""
         self._is_due.set()
 
     def close(self, patience_s: float = CLOSE_PATIENCE_S) -> str:
@@ -289,9 +293,9 @@ class ShippedLines:
         self._is_closed = True
         self._is_due.set()
         self._thread.join(patience_s + RETRY_EVERY_S)
-        return _lost(self._name, self.num_waiting, self.trouble)
+        return _lost_lines_message(self._name, self.num_waiting, self.trouble)
 
-    def _serve(self) -> None:
+    def _ship_until_closed(self) -> None:
         with suppress(LeaseLost):
             while not self._is_closed:
                 self._is_due.wait(SHIP_EVERY_S)
@@ -306,19 +310,19 @@ class ShippedLines:
             self.trouble = ""
         except LeaseLost:
             raise
-        except Exception as error:  # whatever it is, the lines still wait, and the thread goes on
+        except Exception as error:  # of any kind: the lines still wait, and the thread goes on
             self.trouble = _cause_of(error)
         return not self.trouble
 
 
 def _cause_of(error: Exception) -> str:
-    """Never empty. An OSError's text says enough; that of others is clearer with its type."""
+    """A message that is never empty. An OSError's text is enough; others need their type."""
     if isinstance(error, OSError) and str(error):
         return str(error)
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
-def _lost(name: str, num_lines: int, cause: str) -> str:
+def _lost_lines_message(name: str, num_lines: int, cause: str) -> str:
     if not num_lines:
         return ""
     cause = cause or "the storage has not answered"
@@ -348,11 +352,11 @@ def _open_at_end(path: Path, check: Check) -> FileIO:
 
 @contextmanager
 def cutting(file: FileIO) -> Iterator[None]:
-    """Keep other processes from opening a log while this one cuts its end, or else a process that
-    is stopped before it cuts would cut off what a newer owner has written.
+    """Lock a log against other processes while this one truncates its end.
 
-    Raises `OSError` if another process has been at it for `CUT_PATIENCE_S`. A file system without
-    locks is used without.
+    Otherwise a process that is stopped before it truncates could cut off what a newer owner has
+    written. Raises `OSError` if another process holds the lock for `CUT_PATIENCE_S`. On a file
+    system without locks, nothing is locked.
     """
     deadline = time.monotonic() + CUT_PATIENCE_S
     while True:
@@ -362,7 +366,7 @@ def cutting(file: FileIO) -> Iterator[None]:
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise OSError(
-                    errno.EAGAIN, "another process is just opening this log", file.name
+                    errno.EAGAIN, "another process is opening this log", file.name
                 ) from None
             time.sleep(CUT_PAUSE_S)
         except OSError as error:
@@ -377,7 +381,7 @@ def cutting(file: FileIO) -> Iterator[None]:
 
 
 def _cut_half_line(path: Path) -> None:
-    """A writer that died in the middle of a line has written nothing."""
+    """Remove half a line at the end: its writer died before the line was complete."""
     with open(path, "rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:

@@ -1,4 +1,4 @@
-"""Whether anybody answers at the address of an object store: a bounded look, before retries."""
+"""A bounded check that the endpoint of an object store accepts connections, before retries."""
 
 from __future__ import annotations
 
@@ -15,63 +15,62 @@ PROXIES = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy"
 
 
 def refuse_unreachable(url: str) -> None:
-    """Raises OSError if nobody accepts a connection at the endpoint of an s3:// URL within
-    `KNOCK_TIMEOUT_S`.
+    """Raises OSError if the endpoint of an s3:// URL accepts no connection in `KNOCK_TIMEOUT_S`.
 
-    Arrow tries for more than 20 s. Where connections go through a proxy, or the endpoint is not
-    known, nothing is refused.
+    Arrow itself retries for more than 20 s. If connections go through a proxy, or the endpoint is
+    unknown, the URL is accepted.
     """
     endpoint = endpoint_of(url)
     if endpoint is None or any(os.environ.get(name) for name in PROXIES):
         return
     host, port = endpoint
     failure: list[OSError] = []
-    knocked = threading.Thread(target=_knock, args=(host, port, failure), daemon=True)
-    knocked.start()
-    knocked.join(KNOCK_TIMEOUT_S + 0.5)  # a name may take longer to resolve than a connection
+    attempt = threading.Thread(target=_try_to_connect, args=(host, port, failure), daemon=True)
+    attempt.start()
+    attempt.join(KNOCK_TIMEOUT_S + 0.5)  # resolving a name may take longer than connecting
     if failure:
         raise OSError(f"{host}:{port}: {failure[0].strerror or failure[0]}")
-    if knocked.is_alive():
+    if attempt.is_alive():
         raise OSError(f"{host}:{port}: no answer within {KNOCK_TIMEOUT_S:g} s")
 
 
-def _knock(host: str, port: int, failure: list[OSError]) -> None:
+def _try_to_connect(host: str, port: int, failure: list[OSError]) -> None:
     try:
         socket.create_connection((host, port), KNOCK_TIMEOUT_S).close()
     except OSError as error:
         failure.append(error)
-    except ValueError as error:  # a name that no resolver takes, or a port over 65535
+    except ValueError as error:  # a name that no resolver accepts, or a port over 65535
         failure.append(OSError(str(error)))
 
 
 def endpoint_of(url: str) -> tuple[str, int] | None:
-    """Host and port of the object store of a URL: what its query or the environment names, or
-    Amazon's of the region; None if it is not s3://, or only the SDK's configuration file says.
+    """Host and port of a URL's object store: from its query, the environment, or AWS's region.
 
-    Raises OSError for an endpoint with a port that is none.
+    None if the URL is not s3://, or only the SDK's configuration file can name the endpoint.
+    Raises OSError for an endpoint with an invalid port.
     """
     parts = urlsplit(url)
     if parts.scheme != "s3":
         return None
     query = dict(parse_qsl(parts.query))
-    region = query.get("region") or _of_environment(REGIONS)
-    named = query.get("endpoint_override") or _of_environment(ENDPOINTS)
-    if not named and not region and _has_configuration():
+    region = query.get("region") or _first_in_environment(REGIONS)
+    endpoint = query.get("endpoint_override") or _first_in_environment(ENDPOINTS)
+    if not endpoint and not region and _has_configuration():
         return None
-    named = named or (_of_amazon(region) if region else "s3.amazonaws.com")
-    place = urlsplit(named if "://" in named else f"https://{named}")
+    endpoint = endpoint or (_aws_endpoint(region) if region else "s3.amazonaws.com")
+    address = urlsplit(endpoint if "://" in endpoint else f"https://{endpoint}")
     try:
-        port = place.port
+        port = address.port
     except ValueError as error:
-        raise OSError(f"{named}: {error}") from None
-    return place.hostname or "", port or (80 if place.scheme == "http" else 443)
+        raise OSError(f"{endpoint}: {error}") from None
+    return address.hostname or "", port or (80 if address.scheme == "http" else 443)
 
 
-def _of_environment(names: tuple[str, ...]) -> str | None:
+def _first_in_environment(names: tuple[str, ...]) -> str | None:
     return next((os.environ[name] for name in names if os.environ.get(name)), None)
 
 
-def _of_amazon(region: str) -> str:
+def _aws_endpoint(region: str) -> str:
     return f"s3.{region}.amazonaws.com{'.cn' if region.startswith('cn-') else ''}"
 
 

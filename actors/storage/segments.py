@@ -1,10 +1,10 @@
-"""Segments: the objects of which a log consists on an object store, and which of them count.
+"""Segments: the objects that make up a log on an object store, and which of them are in force.
 
-A segment's name carries the epoch of its writer and the byte of the log at which it begins, so two
+A segment's name carries its writer's epoch and the byte of the log at which it begins, so two
 writers never write the same object. A writer of a newer epoch begins at the byte up to which it has
-read the log: everything from that byte on that an older epoch has written, or writes later, is
-superseded. A compacted segment stands for the bytes up to the end that its name carries, whatever
-its own size is.
+read the log. Everything that an older epoch has written, or writes later, from that byte on is
+superseded. A compacted segment replaces the bytes up to the end that its name carries, whatever its
+own size is.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class LogSegment:
     end: int
     object_begin: int = 0
     is_compacted: bool = False
-    """It has fewer bytes than it stands for, and is read as a whole."""
+    """It has fewer bytes than it replaces, and is read as a whole."""
     is_joined: bool = False
-    """It stands for several others, compacted or byte for byte."""
+    """It replaces several others, compacted or byte for byte."""
 
 
 def segment_name(log: str, epoch: int, begin: int, end: int | None = None) -> str:
-    """The name of a segment; `end` only if it stands for several others."""
+    """The name of a segment; `end` is given only if it replaces several others."""
     name = f"{log}/{epoch:08d}-{begin:016d}"
     return name if end is None else f"{name}-{end:016d}"
 
 
 def parse_segments(files: Mapping[str, int]) -> list[LogSegment]:
-    """All segments among these files (name, size in bytes), also superseded ones."""
+    """All segments among these files (name: size in bytes), superseded ones as well."""
     segments = []
     for name, size in files.items():
         match = _NAME.fullmatch(name.rpartition("/")[2])
@@ -52,22 +52,22 @@ def parse_segments(files: Mapping[str, int]) -> list[LogSegment]:
 
 
 def segments_in_force(segments: Iterable[LogSegment]) -> list[LogSegment]:
-    """Those that count, in the order of the log, without overlaps and empty ones.
+    """The segments that readers use, in the order of the log, without overlaps and empty ones.
 
-    Where one ends before the next begins, the bytes between are lost.
+    If a segment ends before the next begins, the bytes between them are lost.
     """
     segments = list(segments)
-    limits = _begins_of_newer(segments)
-    counting = []
+    limits = _begins_of_newer_epochs(segments)
+    valid = []
     for segment in segments:
         limit = limits.get(segment.epoch, segment.end)
         if segment.end > limit and segment.is_compacted:
-            continue  # its writer had lost the lease, and has left what it compacted in place
+            continue  # its writer had lost the lease, so the segments that it compacted remain
         if segment.begin < min(segment.end, limit):
-            counting.append(replace(segment, end=min(segment.end, limit)))
-    counting.sort(key=lambda segment: (segment.begin, -segment.end))
+            valid.append(replace(segment, end=min(segment.end, limit)))
+    valid.sort(key=lambda segment: (segment.begin, -segment.end))
     chosen: list[LogSegment] = []
-    for segment in counting:
+    for segment in valid:
         position = chosen[-1].end if chosen else 0
         if segment.end <= position or (segment.is_compacted and segment.begin < position):
             continue  # left over from a compaction that was interrupted
@@ -75,8 +75,8 @@ def segments_in_force(segments: Iterable[LogSegment]) -> list[LogSegment]:
     return chosen
 
 
-def _begins_of_newer(segments: Iterable[LogSegment]) -> dict[int, int]:
-    """By epoch, the first byte that a newer epoch has written; the newest has none."""
+def _begins_of_newer_epochs(segments: Iterable[LogSegment]) -> dict[int, int]:
+    """By epoch, the first byte that a newer epoch has written; the newest epoch has no entry."""
     begins: dict[int, int] = {}
     for segment in segments:
         begins[segment.epoch] = min(segment.begin, begins.get(segment.epoch, segment.begin))

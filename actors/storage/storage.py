@@ -1,4 +1,4 @@
-"""Storage by URL: a folder on a disk, or a prefix of an object store, as files with names."""
+"""Storage by URL: named files in a folder on a disk, or under a prefix of an object store."""
 
 from __future__ import annotations
 
@@ -18,57 +18,59 @@ from actors.storage.credentials import has_credentials
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 5.0, 60.0
 S3_OPTIONS = ("region", "endpoint_override")
-"""What the query of an s3:// URL may say; credentials come from the environment."""
+"""The options in the query of an s3:// URL; credentials come from the environment."""
 
 
 class Output(Protocol):
-    """Takes a file's bytes, one after the other."""
+    """A file opened for writing its bytes in order."""
 
     def write(self, data: Any, /) -> object: ...
 
 
 class Storage(Protocol):
-    """Files by names relative to `url`. All methods raise `OSError` if the storage refuses."""
+    """Files by names relative to `url`. All methods raise `OSError` if storage fails."""
 
     url: str
 
     def at(self, folder: str) -> Storage:
-        """The storage of a folder in this one."""
+        """The storage of a subfolder."""
 
     def size(self, name: str) -> int | None:
-        """In bytes; None if there is no such file."""
+        """A file's size in bytes; None if it does not exist."""
 
     def modified(self, name: str) -> float | None:
-        """When a file was written by the storage's clock, in seconds since the epoch, if it tells;
-        None if there is no such file."""
+        """When a file was written, by the storage's clock, in seconds since 1970.
+
+        None if the file does not exist or the storage reports no times.
+        """
 
     def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
-        """A file from `offset` on. Raises `FileNotFoundError`."""
+        """A file's bytes from `offset` on. Raises `FileNotFoundError`."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Make or replace a file: it is whole and durable, or as it was before."""
+        """Create or replace a file: afterwards it is complete and durable, or unchanged."""
 
     def writing(self, name: str) -> Any:
-        """A context that gives an `Output`; at its end the file is whole and durable.
+        """A context that yields an `Output`; at its end the file is complete and durable.
 
-        If it ends by an exception there is no such file.
+        If it ends with an exception, the file does not exist.
         """
 
     def files(self, folder: str = "") -> dict[str, int]:
-        """Names and sizes (bytes) of all files below a folder; none if it is not there."""
+        """Names and sizes (bytes) of all files below a folder; empty if it does not exist."""
 
     def folders(self) -> list[str]:
-        """The names of the folders in it, sorted."""
+        """The names of the subfolders, sorted."""
 
     def remove(self, name: str) -> None:
-        """A file, or a folder with all in it; nothing if it is not there."""
+        """Remove a file, or a folder with its contents, if it exists."""
 
     def in_arrow(self) -> tuple[fs.FileSystem, str]:
-        """The file system that other libraries read it through, and the path there."""
+        """The Arrow file system and path, for other libraries that read this storage."""
 
 
 def open_storage(url: str) -> Storage:
-    """The storage at a URL or path. Raises `ValueError` for a URL that names none."""
+    """The storage at a URL or path. Raises `ValueError` for an invalid URL."""
     if not is_remote(url):
         return DiskStorage(Path(url.removeprefix("file://")).resolve())
     parts = urlsplit(url)
@@ -84,16 +86,16 @@ def open_storage(url: str) -> Storage:
 
 
 def make_durable(path: Path) -> None:
-    """Have what a file holds, or which entries a folder has, outlive the machine's end."""
-    number = os.open(path, os.O_RDONLY)
+    """Make a file's content, or a folder's entries, survive a crash of the machine."""
+    fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(fd)
     finally:
-        os.close(number)
+        os.close(fd)
 
 
 def is_remote(url: str) -> bool:
-    """Whether it lies elsewhere than on a disk of this machine."""
+    """Whether a URL names another place than a disk of this machine."""
     return bool(re.match(r"[a-z][a-z0-9+.-]*://", url)) and not url.startswith("file://")
 
 
@@ -138,19 +140,19 @@ class DiskStorage:
                 os.fsync(out.fileno())
             os.replace(draft, target)
         except BaseException:
-            with suppress(OSError):  # what has happened is told by the exception
+            with suppress(OSError):  # the first exception says what happened
                 draft.unlink()
             raise
         make_durable(target.parent)
 
     def files(self, folder: str = "") -> dict[str, int]:
-        found = {}
+        sizes = {}
         for root, _, names in os.walk(self.path / folder):
             for name in names:
                 file = Path(root) / name
                 with suppress(FileNotFoundError):  # removed meanwhile
-                    found[str(file.relative_to(self.path))] = file.stat().st_size
-        return found
+                    sizes[str(file.relative_to(self.path))] = file.stat().st_size
+        return sizes
 
     def folders(self) -> list[str]:
         if not self.path.is_dir():
@@ -169,7 +171,7 @@ class DiskStorage:
 
 
 class ObjectStorage:
-    """A prefix of an object store, through Arrow's file systems: an object appears whole."""
+    """A prefix of an object store, through Arrow's file systems: an object appears complete."""
 
     def __init__(self, url: str, system: fs.FileSystem, path: str) -> None:
         self.url = url
@@ -196,13 +198,13 @@ class ObjectStorage:
             return bytes(file.read_at(wanted, offset)) if wanted else b""
 
     def write(self, name: str, data: bytes) -> None:
-        content = pyarrow.py_buffer(data)  # what is no bytes is refused before anything is opened
+        content = pyarrow.py_buffer(data)  # raises for other types before anything is opened
         out = self._system.open_output_stream(f"{self._path}/{name}", compression=None)
         try:
             out.write(content)
         except BaseException:
-            # The object is not removed: what was there before may have been acknowledged.
-            with suppress(Exception):  # the first exception says what has happened
+            # The object is not removed: its old content may have been acknowledged.
+            with suppress(Exception):  # the first exception says what happened
                 out.close()
             raise
         out.close()
@@ -220,8 +222,8 @@ class ObjectStorage:
         out.close()
 
     def files(self, folder: str = "") -> dict[str, int]:
-        place = f"{self._path}/{folder}".rstrip("/")
-        below = fs.FileSelector(place, allow_not_found=True, recursive=True)
+        root = f"{self._path}/{folder}".rstrip("/")
+        below = fs.FileSelector(root, allow_not_found=True, recursive=True)
         infos = self._system.get_file_info(below)
         start = len(self._path) + 1
         return {i.path[start:]: int(i.size) for i in infos if i.type == fs.FileType.File}
@@ -231,9 +233,8 @@ class ObjectStorage:
         return sorted(i.base_name for i in infos if i.type == fs.FileType.Directory)
 
     def remove(self, name: str) -> None:
-        place = f"{self._path}/{name}"
         if self.size(name) is not None:
-            self._system.delete_file(place)
+            self._system.delete_file(f"{self._path}/{name}")
             return
         for file in self.files(name):
             self._system.delete_file(f"{self._path}/{file}")
@@ -245,7 +246,9 @@ class ObjectStorage:
 def _s3(options: dict[str, str]) -> fs.S3FileSystem:
     unknown = sorted(options.keys() - set(S3_OPTIONS))
     if unknown:
-        raise ValueError(f"unknown {unknown[0]!r} in the query; known: {', '.join(S3_OPTIONS)}")
+        raise ValueError(
+            f"unknown option {unknown[0]!r} in the URL's query; use {', '.join(S3_OPTIONS)}"
+        )
     endpoint = options.get("endpoint_override", "")
     scheme, separator, host = endpoint.rpartition("://")
     return fs.S3FileSystem(
@@ -254,11 +257,11 @@ def _s3(options: dict[str, str]) -> fs.S3FileSystem:
         scheme=scheme if separator else "https",
         connect_timeout=CONNECT_TIMEOUT_S,
         request_timeout=REQUEST_TIMEOUT_S,
-        allow_delayed_open=True,  # one request for what is small
+        allow_delayed_open=True,  # one request for a small object
     )
 
 
 def _path(parts: Any) -> str:
     if not parts.netloc:
-        raise ValueError("it names no bucket")
+        raise ValueError("the URL names no bucket")
     return f"{parts.netloc}{parts.path}"

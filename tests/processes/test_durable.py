@@ -1,4 +1,4 @@
-"""Checkpoints in real storage that breaks: damaged files, full disks, an S3 server that goes."""
+"""Checkpoints in failing storage: damaged files, full disks, an S3 outage."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def saved_steps(run: Outcome) -> list[int]:
     return [json.loads(run.run.read(n))["step"] for n in sorted(manifests) if "manifest.json" in n]
 
 
-def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Of 8, 16, 24 and 30 the newest has a flipped bit, the one before is cut short."""
+def test_damaged_checkpoints_are_skipped(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Of 8, 16, 24 and 30 the newest has a flipped bit, and the one before is truncated."""
     first = run_plainly(tmp_path, until_step(30), 2, layout="fsdp=2")
     assert saved_steps(first) == [8, 16, 24, 30]
     flipped, cut = (
@@ -71,11 +71,11 @@ def test_damaged_checkpoints_are_passed_over(tmp_path: Path, undisturbed: Outcom
 
 
 @pytest.mark.parametrize("moment", ["writing", pytest.param("written", marks=pytest.mark.slow)])
-def test_who_dies_over_a_part_leaves_nothing_visible(
+def test_worker_death_while_writing_a_part_publishes_nothing(
     tmp_path: Path, undisturbed: Outcome, moment: str
 ) -> None:
-    """The checkpoint that was due is made again by the worker that is left: at once, since it alone
-    has the state and the next step has ended the other one, or at the next boundary."""
+    """The surviving worker makes the due checkpoint again: at once, since it alone has the state
+    and the next step has ended the other attempt, or at the next boundary."""
     fault = Fault("kill", "w1", 16, moment)
     run = run_plainly(tmp_path, SETTINGS, 2, layout="dp=2", faults=(fault,), keep_last=0)
     assert_same_losses(run, undisturbed)
@@ -87,11 +87,11 @@ def test_who_dies_over_a_part_leaves_nothing_visible(
     assert min(s for s in steps if s >= 16) < 24
     assert saved_steps(run) == steps
     folders = {path.name for path in (tmp_path / "checkpoints").iterdir()}
-    assert len(folders) == len(steps), "what was left of the other is removed"
+    assert len(folders) == len(steps), "the files of the failed attempt are removed"
 
 
 @pytest.mark.slow
-def test_the_newest_the_multiples_and_the_best_are_kept(
+def test_newest_multiples_and_best_checkpoints_are_kept(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
     run = run_plainly(tmp_path, SETTINGS, 2, keep_last=2, keep_every=16)
@@ -111,7 +111,7 @@ def test_checkpoints_by_time(tmp_path: Path, undisturbed: Outcome) -> None:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MB, of which a checkpoint takes 2.4."""
+    """A file system of 6 MB; a checkpoint takes 2.4 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder], check=True)
@@ -121,8 +121,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a small disk")
-def test_a_full_disk_stops_no_training(small_disk: Path, undisturbed: Outcome) -> None:
-    """Two checkpoints fit; a fifth of a second after the third has failed there is more space."""
+def test_training_continues_on_a_full_disk(small_disk: Path, undisturbed: Outcome) -> None:
+    """Two checkpoints fit; 0.2 s after the third has failed, the disk grows."""
 
     def grow() -> None:
         subprocess.run(["mount", "-o", "remount,size=60m", small_disk], check=True)
@@ -146,10 +146,8 @@ def test_a_full_disk_stops_no_training(small_disk: Path, undisturbed: Outcome) -
 
 
 @pytest.mark.slow
-def test_on_s3_through_an_outage_and_on_under_another_layout(
-    door: Door, undisturbed: Outcome
-) -> None:
-    """The server is gone from step 20 on, until the last checkpoint could not be written."""
+def test_s3_outage_then_resume_under_another_layout(door: Door, undisturbed: Outcome) -> None:
+    """The server is down from step 20 until writing the last checkpoint has failed."""
 
     def hear(event: Event) -> None:
         if isinstance(event, StepCommitted) and event.record.step == 20:

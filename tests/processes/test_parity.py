@@ -1,4 +1,4 @@
-"""Parities at real keepers: what comes together, what is made again, and what does not count."""
+"""Parity at real snapshot servers: folding chunks, rebuilding a lost part, discarded steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from test_snapshot_server import HOST, SECRET, Child, never
 
 from actors.runtime.handshake import connect_afar
 from actors.snapshots.memory_layout import read_snapshot, sizes_of
-from actors.snapshots.messages import hear, tell
+from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.server import SnapshotHost
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.duties.recovery import bring_back
@@ -33,7 +33,7 @@ SPECS = (
     TensorSpec("scalar", (), dtype="int64"),
     TensorSpec("running", (5,), kind="buffer"),
 )
-"""Parts of 6 MB, more than any socket's buffers take, and not all of one size."""
+"""Parts of 6 MB, more than any socket's buffers hold, of different sizes."""
 MEMBERS = tuple(f"w{rank}" for rank in range(NUM_NODES))
 ASSIGNMENT = Assignment(3, Layout(fsdp=NUM_NODES), MEMBERS)
 
@@ -47,34 +47,34 @@ def children() -> Iterator[list[Child]]:
 
 
 def part(rank: int, step: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(100 * step + rank)
+    generator = torch.Generator().manual_seed(100 * step + rank)
     size = [1_500_001, 1_500_001, 1_500_001, 1_499_998][rank]
     rows = [2, 2, 1, 0][rank]
     return {
-        "large": torch.rand(size, generator=made),
-        "uneven": torch.rand(rows, 3, dtype=torch.float64, generator=made),
+        "large": torch.rand(size, generator=generator),
+        "uneven": torch.rand(rows, 3, dtype=torch.float64, generator=generator),
         "scalar": torch.tensor(step),
-        "running": torch.rand(5, generator=made),
+        "running": torch.rand(5, generator=generator),
     }
 
 
 def order_for(snapshot_servers: list[SnapshotServer], num_changes: int = 1) -> StartSnapshots:
     return StartSnapshots(
-        3, MEMBERS, tuple((k,) for k in snapshot_servers), (MEMBERS,), num_changes
+        3, MEMBERS, tuple((s,) for s in snapshot_servers), (MEMBERS,), num_changes
     )
 
 
 def snapshots_at(order: StartSnapshots) -> list[Snapshots]:
-    """One worker's on each node."""
-    found = []
+    """The snapshots of one worker on each node."""
+    all_snapshots = []
     for rank, worker in enumerate(MEMBERS):
-        found.append(Snapshots(worker, f"n{rank}", SPECS, every=1, secret=SECRET))
-        found[-1].protect(order)
-    return found
+        all_snapshots.append(Snapshots(worker, f"n{rank}", SPECS, every=1, secret=SECRET))
+        all_snapshots[-1].protect(order)
+    return all_snapshots
 
 
 def take(snapshots: list[Snapshots], step: int) -> None:
-    """All of them at once, and the vote after."""
+    """Take a snapshot on all workers, and vote."""
     for rank, mine in enumerate(snapshots):
         mine.take(step, ASSIGNMENT, part(rank, step))
     for mine in snapshots:
@@ -84,19 +84,19 @@ def take(snapshots: list[Snapshots], step: int) -> None:
         mine.note_vote(num, NUM_NODES)
 
 
-def told(children: list[Child]) -> dict[str, SnapshotServerReported]:
-    """What those keepers that live tell."""
-    found = {}
+def query(children: list[Child]) -> dict[str, SnapshotServerReported]:
+    """The reports of the live snapshot servers, by node."""
+    reports = {}
     for child in children:
         if child.process.is_alive():
             child.pipe.send((True, 3))
             answer = child.pipe.recv()
-            found[answer.node] = answer
-    return found
+            reports[answer.node] = answer
+    return reports
 
 
-def made_again(children: list[Child], lost: int, step: int) -> dict[str, torch.Tensor]:
-    answers = told(children)
+def rebuild(children: list[Child], lost: int, step: int) -> dict[str, torch.Tensor]:
+    answers = query(children)
     back = bring_back(
         {node: answer.slots for node, answer in answers.items()},
         {node: answer.parities for node, answer in answers.items()},
@@ -108,45 +108,45 @@ def made_again(children: list[Child], lost: int, step: int) -> dict[str, torch.T
 
 
 @pytest.mark.parametrize("lost", range(NUM_NODES))
-def test_what_a_node_had_is_made_again_bit_for_bit(children: list[Child], lost: int) -> None:
+def test_lost_part_is_rebuilt_bit_for_bit(children: list[Child], lost: int) -> None:
     snapshots = snapshots_at(order_for([child.snapshot_server for child in children]))
     for step in (1, 2, 3):
         take(snapshots, step)
         assert all(mine.are_whole for mine in snapshots)
     sizes = sizes_of(SPECS, ASSIGNMENT, MEMBERS)
-    answers = told(children)
+    answers = query(children)
     assert sum(answer.received_bytes for answer in answers.values()) == 3 * sum(sizes)
     kept_bytes = sum(answer.memory_bytes for answer in answers.values())
     assert kept_bytes == 2 * (sum(sizes) + NUM_NODES * chunk_size(sizes))
     assert chunk_size(sizes) <= max(sizes) / (NUM_NODES - 1) + 64
     children[lost].end()
     for step in (2, 3):
-        found = made_again(children, lost, step)
+        tensors = rebuild(children, lost, step)
         for name, tensor in part(lost, step).items():
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(tensors[name], tensor), name
     for mine in snapshots:
         mine.end_generation()
 
 
-def test_without_one_contribution_nothing_is_whole_and_what_was_is_kept(
+def test_step_without_all_chunks_is_incomplete_and_the_older_is_kept(
     children: list[Child],
 ) -> None:
-    """One worker takes none of step 2: the others' parities of it lack its chunks."""
+    """One worker takes no snapshot of step 2, so the others' parities lack its chunks."""
     snapshots = snapshots_at(order_for([child.snapshot_server for child in children]))
     take(snapshots, 1)
     take(snapshots[:3], 2)
     take(snapshots[:3], 3)
-    for answer in told(children).values():
+    for answer in query(children).values():
         assert 1 in {slot.step for slot in answer.parities}
         if answer.node != "n3":
             assert {slot.step for slot in answer.parities} == {1}
     children[1].end()
-    assert torch.equal(made_again(children, 1, 1)["large"], part(1, 1)["large"])
+    assert torch.equal(rebuild(children, 1, 1)["large"], part(1, 1)["large"])
     for mine in snapshots:
         mine.end_generation()
 
 
-def test_a_keeper_begun_anew_gets_all_again_under_the_next_order(children: list[Child]) -> None:
+def test_replaced_server_gets_all_chunks_under_the_next_order(children: list[Child]) -> None:
     snapshot_servers = [child.snapshot_server for child in children]
     snapshots = snapshots_at(order_for(snapshot_servers))
     take(snapshots, 1)
@@ -162,12 +162,12 @@ def test_a_keeper_begun_anew_gets_all_again_under_the_next_order(children: list[
     assert all(mine.are_whole for mine in snapshots)
     children[0].end()
     for name, tensor in part(0, 2).items():
-        assert torch.equal(made_again(children, 0, 2)[name], tensor), name
+        assert torch.equal(rebuild(children, 0, 2)[name], tensor), name
     for mine in snapshots:
         mine.end_generation()
 
 
-def test_what_other_sets_had_is_freed_once_something_newer_is_whole(
+def test_parities_of_old_sets_are_freed_once_a_newer_step_is_complete(
     children: list[Child],
 ) -> None:
     snapshot_servers = [child.snapshot_server for child in children]
@@ -179,31 +179,31 @@ def test_what_other_sets_had_is_freed_once_something_newer_is_whole(
     for step in (2, 3):
         take(snapshots, step)
         assert all(mine.are_whole for mine in snapshots)
-        sets = {p.members for answer in told(children).values() for p in answer.parities}
+        sets = {p.members for answer in query(children).values() for p in answer.parities}
         assert sets == ({MEMBERS, MEMBERS[:3]} if step == 2 else {MEMBERS[:3]})
     for mine in snapshots:
         mine.end_generation()
 
 
 class Chunk:
-    """One other keeper's connection that brings a chunk, at the test's own pace."""
+    """A connection of another server that sends a chunk at the test's pace."""
 
     def __init__(self, server: SnapshotHost, worker: str, step: int, body: bytes) -> None:
         self.step, self.body = step, body
         self.socket = connect_afar(
             (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
         )
-        about = {"generation": 3, "kept_step": -2, "members": ["w0", "w1", "w2"], "at": "w0"}
+        header = {"generation": 3, "kept_step": -2, "members": ["w0", "w1", "w2"], "at": "w0"}
         sizes = {"parity_bytes": len(body), "num_bytes": len(body)}
-        tell(self.socket, do="fold", worker=worker, step=step, **about, **sizes)
-        self.answer = hear(self.socket)
+        send_message(self.socket, do="fold", worker=worker, step=step, **header, **sizes)
+        self.answer = receive_message(self.socket)
 
     def send(self, num_bytes: int | None = None) -> None:
         self.socket.sendall(self.body[:num_bytes])
 
     def finish(self) -> bool:
-        tell(self.socket, step=self.step)
-        return bool((hear(self.socket) or {}).get("is_whole"))
+        send_message(self.socket, step=self.step)
+        return bool((receive_message(self.socket) or {}).get("is_whole"))
 
 
 ONES, TWOS = bytes([1]) * 5_000_000, bytes([2]) * 5_000_000
@@ -213,7 +213,7 @@ def parities_of(server: SnapshotHost) -> list[int]:
     return [parity.step for parity in server.told(3).parities]
 
 
-def test_a_chunk_that_breaks_off_spoils_its_step_alone() -> None:
+def test_broken_chunk_spoils_only_its_step() -> None:
     server = SnapshotHost("n0", "", HOST, SECRET)
     torn, other = Chunk(server, "w1", 5, ONES), Chunk(server, "w2", 5, TWOS)
     torn.send(4_500_000)
@@ -229,7 +229,7 @@ def test_a_chunk_that_breaks_off_spoils_its_step_alone() -> None:
     assert parities_of(server) == [6]
 
 
-def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
+def test_repeated_chunk_is_folded_once() -> None:
     server = SnapshotHost("n0", "", HOST, SECRET)
     for worker, body in (("w1", ONES), ("w2", TWOS)):
         chunk = Chunk(server, worker, 5, body)
@@ -239,13 +239,13 @@ def test_a_chunk_that_comes_again_is_not_folded_in_again() -> None:
     with connect_afar(
         (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
     ) as reader:
-        about = {"generation": 3, "step": 5, "members": ["w0", "w1", "w2"], "at": "w0"}
-        tell(reader, do="get", **about, begin=10, end=1010)
-        assert hear(reader) == {"num_bytes": 1000}
+        header = {"generation": 3, "step": 5, "members": ["w0", "w1", "w2"], "at": "w0"}
+        send_message(reader, do="get", **header, begin=10, end=1010)
+        assert receive_message(reader) == {"num_bytes": 1000}
         assert np.all(np.frombuffer(reader.recv(1000, socket.MSG_WAITALL), np.uint8) == 3)
 
 
-def test_a_slow_chunk_of_an_older_step_does_not_reach_the_newer() -> None:
+def test_slow_chunk_of_an_older_step_is_refused() -> None:
     server = SnapshotHost("n0", "", HOST, SECRET)
     slow = Chunk(server, "w1", 5, ONES)
     slow.send(1000)

@@ -309,7 +309,7 @@ def test_a_bug_in_the_program_stops_the_run_and_names_the_worker(tmp_path: Path)
     fault = Fault("raise", "w1", 20, "compute")
     run = run_plainly(tmp_path, SETTINGS, 2, faults=(fault,))
     assert run.stopped.outcome == "failed"
-    assert run.stopped.reason.startswith("w1: RuntimeError: w1 was told to raise at step 20")
+    assert run.stopped.reason.startswith("w1: RuntimeError: injected fault: w1 raises at step 20")
     assert "Traceback" in run.stopped.traceback
     assert run.told("Checkpointed")[-1]["step"] == 19
 

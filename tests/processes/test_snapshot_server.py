@@ -1,4 +1,4 @@
-"""Keepers and the way to them: real sockets, real memory, and what happens when one is gone."""
+"""Snapshot servers and their clients: real sockets, real memory, and the loss of a server."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from actors.runtime.handshake import connect_afar, new_secret
 from actors.snapshots.memory_layout import read_snapshot
-from actors.snapshots.messages import tell
+from actors.snapshots.messages import send_message
 from actors.snapshots.server import SnapshotHost, host_snapshot_server
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.geometry.assignment import Assignment
@@ -41,7 +41,7 @@ SECRET = new_secret()
 
 
 class Child:
-    """A keeper in a process of its own."""
+    """A snapshot server in its own process."""
 
     def __init__(self, node: str) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -71,12 +71,12 @@ def children() -> Iterator[list[Child]]:
 
 
 def part(step: int) -> dict[str, torch.Tensor]:
-    made = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(step)
     return {
-        "large": torch.rand(5_000_000, generator=made),
-        "odd": torch.rand(7, 3, dtype=torch.float64, generator=made),
+        "large": torch.rand(5_000_000, generator=generator),
+        "odd": torch.rand(7, 3, dtype=torch.float64, generator=generator),
         "scalar": torch.tensor(step),
-        "running": torch.rand(5, generator=made),
+        "running": torch.rand(5, generator=generator),
     }
 
 
@@ -91,18 +91,20 @@ def never() -> None:
 
 
 def assert_has(snapshot_server: SnapshotServer, step: int, node: str) -> None:
-    """Whether it is read in place or over the network is by the reader's node."""
+    """Read the snapshot as a worker on `node`: in place or over the network."""
     carried, snapshot_servers = (
         Carried("w0", "w1", snapshot_server.node),
         {snapshot_server.node: snapshot_server},
     )
-    found = read_snapshot(carried, snapshot_servers, node, SPECS, ASSIGNMENT, step, SECRET)
+    tensors = read_snapshot(carried, snapshot_servers, node, SPECS, ASSIGNMENT, step, SECRET)
     for name, tensor in part(step).items():
-        assert torch.equal(found[name], tensor), name
+        assert torch.equal(tensors[name], tensor), name
 
 
 @pytest.mark.parametrize("reader", ["here", "there", "elsewhere"])
-def test_a_large_part_comes_to_both_nodes_and_back(children: list[Child], reader: str) -> None:
+def test_large_part_is_copied_to_both_nodes_and_read_back(
+    children: list[Child], reader: str
+) -> None:
     here, there = (child.snapshot_server for child in children)
     snapshots = snapshots_at(here, there)
     for step in (1, 2, 3):
@@ -116,7 +118,7 @@ def test_a_large_part_comes_to_both_nodes_and_back(children: list[Child], reader
     snapshots.end_generation()
 
 
-def test_without_a_keeper_beside_it_goes_straight_to_the_other(children: list[Child]) -> None:
+def test_worker_without_local_server_sends_to_the_remote_one(children: list[Child]) -> None:
     snapshots = snapshots_at(children[1].snapshot_server)
     snapshots.take(1, ASSIGNMENT, part(1))
     snapshots.await_whole(never)
@@ -125,7 +127,7 @@ def test_without_a_keeper_beside_it_goes_straight_to_the_other(children: list[Ch
     snapshots.end_generation()
 
 
-def test_what_is_whole_everywhere_is_kept_while_others_fail(children: list[Child]) -> None:
+def test_complete_snapshot_is_kept_while_later_ones_fail(children: list[Child]) -> None:
     here, there = (child.snapshot_server for child in children)
     snapshots = snapshots_at(here, there)
     snapshots.take(1, ASSIGNMENT, part(1))
@@ -138,12 +140,12 @@ def test_what_is_whole_everywhere_is_kept_while_others_fail(children: list[Child
         snapshots.await_whole(never)
         assert not snapshots.are_whole
         snapshots.note_vote(0, 1)
-    assert time.monotonic() - began < 15.0, "it is patient once, not every step"
+    assert time.monotonic() - began < 15.0, "only the first step waits"
     assert_has(here, 1, "here")
     snapshots.end_generation()
 
 
-def test_another_keeper_is_named_while_the_vote_waits(children: list[Child]) -> None:
+def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
     here, there = (child.snapshot_server for child in children)
     snapshots = snapshots_at(here, there)
     children[1].end()
@@ -156,8 +158,8 @@ def test_another_keeper_is_named_while_the_vote_waits(children: list[Child]) -> 
     snapshots.end_generation()
 
 
-def test_a_frozen_keeper_holds_nobody_up(children: list[Child]) -> None:
-    """Neither an abort, nor the end of a generation, nor the next apply."""
+def test_frozen_server_blocks_neither_abort_nor_next_apply(children: list[Child]) -> None:
+    """Nor does it block the end of a generation."""
     pid = children[0].process.pid
     assert pid
     os.kill(pid, signal.SIGSTOP)
@@ -175,19 +177,19 @@ def test_a_frozen_keeper_holds_nobody_up(children: list[Child]) -> None:
     assert time.monotonic() - began < 1.0
 
 
-def test_of_two_that_write_the_same_room_the_newer_counts() -> None:
-    """The older sender stands still half-way, as on a machine that was stopped."""
+def test_newer_of_two_writers_to_a_buffer_wins() -> None:
+    """The older sender stalls half-way, as on a suspended machine."""
     server = SnapshotHost("there", "", HOST, SECRET)
     snapshot_server = server.snapshot_server
     stuck = connect_afar((snapshot_server.host, snapshot_server.port), SECRET, 30.0)
-    about = {"worker": "w0", "generation": 3, "kept_step": -2}
+    header = {"worker": "w0", "generation": 3, "kept_step": -2}
     body = b"x" * 1_000_000
-    tell(stuck, do="put", **about, step=5, num_bytes=len(body))
+    send_message(stuck, do="put", **header, step=5, num_bytes=len(body))
     stuck.sendall(body[:1000])
     with connect_afar((snapshot_server.host, snapshot_server.port), SECRET, 30.0) as newer:
-        tell(newer, do="put", **about, step=6, num_bytes=len(body))
+        send_message(newer, do="put", **header, step=6, num_bytes=len(body))
         newer.sendall(body)
-        tell(newer, step=6)
+        send_message(newer, step=6)
         newer.recv(1)
     with pytest.raises(OSError):
         for _ in range(100):
@@ -196,13 +198,13 @@ def test_of_two_that_write_the_same_room_the_newer_counts() -> None:
     stuck.close()
 
 
-def test_what_was_written_over_while_it_was_sent_does_not_count() -> None:
+def test_snapshot_overwritten_while_sent_is_discarded() -> None:
     server = SnapshotHost("there", "", HOST, SECRET)
     with connect_afar(
         (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
     ) as sender:
-        about = {"worker": "w0", "generation": 3, "kept_step": -2}
-        tell(sender, do="put", **about, step=5, num_bytes=100)
+        header = {"worker": "w0", "generation": 3, "kept_step": -2}
+        send_message(sender, do="put", **header, step=5, num_bytes=100)
         sender.sendall(b"x" * 100)
         sender.shutdown(socket.SHUT_WR)
         assert sender.recv(1) == b""

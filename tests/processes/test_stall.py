@@ -15,7 +15,7 @@ from harness import run_plainly
 from run_checks import assert_nothing_redone, survivors_keep_their_processes
 from torch.distributed import HashStore, ProcessGroup
 
-from actors.distributed.stall import STANDSTILL_S, StallDetector, wait_for
+from actors.distributed.stall import STALL_S, StallDetector, wait_for
 from actors.distributed.torch_private import bare_group
 from actors.runtime.interruption import Interruption
 from actors.storage.errors import Interrupted
@@ -71,7 +71,7 @@ def test_only_who_waits_for_others_stands_still() -> None:
     threads = in_threads(lambda: wait_for(first.recv([message], 1, 0)), compute, over.wait)
     watched = [StallDetector(thread) for thread in threads]
     begun = time.monotonic()
-    while time.monotonic() - begun < 5 * STANDSTILL_S:
+    while time.monotonic() - begun < 5 * STALL_S:
         lasting = [standstill.lasts() for standstill in watched]
         time.sleep(0.02)
     over.set()

@@ -1,4 +1,4 @@
-"""Storage by URL: a folder and a real S3 server keep the same promises."""
+"""Storage by URL: a folder and a real S3 server behave the same."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path, door: Door) -> Stora
     return open_storage(door.url).at(tmp_path.name)
 
 
-def test_files_are_whole_and_found_by_name(storage: Storage) -> None:
+def test_files_are_complete_and_listed(storage: Storage) -> None:
     assert storage.files() == {} and storage.folders() == []
     storage.write("a/b/c", b"0123456789")
     storage.write("a/d", b"")
@@ -50,7 +50,7 @@ def test_files_are_whole_and_found_by_name(storage: Storage) -> None:
     assert written_at is not None and abs(time.time() - written_at) < 60.0
 
 
-def test_what_is_not_there(storage: Storage) -> None:
+def test_missing_files(storage: Storage) -> None:
     assert storage.size("none") is None and storage.modified("none") is None
     with pytest.raises(FileNotFoundError):
         storage.read("none")
@@ -65,7 +65,7 @@ def test_files_and_folders_are_removed(storage: Storage) -> None:
     assert storage.files() == {"a/e": 1}
 
 
-def test_what_breaks_while_it_is_written_is_never_seen(storage: Storage) -> None:
+def test_interrupted_write_is_never_visible(storage: Storage) -> None:
     storage.write("kept", b"old")
     for name in ("kept", "new"):
         with pytest.raises(RuntimeError, match="broke"), storage.writing(f"{name}-file") as out:
@@ -74,8 +74,8 @@ def test_what_breaks_while_it_is_written_is_never_seen(storage: Storage) -> None
     assert storage.files() == {"kept": 3}
 
 
-def test_a_log_reads_back_as_one(storage: Storage) -> None:
-    """Two writers after each other; 2,000 lines of 1 KB make several segments on S3."""
+def test_log_of_two_writers_reads_back_as_one(storage: Storage) -> None:
+    """Two consecutive writers; 2,000 lines of 1 KB make several segments on S3."""
     log = LineLog(storage, "log.jsonl")
     assert not log.exists() and list(log.lines()) == []
     for first in (0, 1000):
@@ -96,7 +96,7 @@ def test_a_log_reads_back_as_one(storage: Storage) -> None:
         assert len(log.segments()) == 2 and len(whole) > 2e6
 
 
-def test_lines_wait_until_storage_takes_them(door: Door, tmp_path: Path) -> None:
+def test_lines_wait_until_storage_accepts_them(door: Door, tmp_path: Path) -> None:
     log = LineLog(open_storage(door.url).at(tmp_path.name), "log.jsonl")
     lines = open_lines(log)
     lines.write({"number": 1})
@@ -111,8 +111,10 @@ def test_lines_wait_until_storage_takes_them(door: Door, tmp_path: Path) -> None
     assert [line["number"] for line in log.lines()] == [1, 2, 3]
 
 
-def test_a_process_that_was_cut_off_and_returns_changes_nothing(door: Door, tmp_path: Path) -> None:
-    """A is cut off with lines that it has not shipped, B takes over and writes, A comes back."""
+def test_process_that_returns_after_losing_its_lease_changes_nothing(
+    door: Door, tmp_path: Path
+) -> None:
+    """A is cut off with lines that it has not uploaded, B takes over and writes, A returns."""
     other_door = Door(door.target)
     other_door.open()
     there, there_for_a = (
@@ -136,7 +138,7 @@ def test_a_process_that_was_cut_off_and_returns_changes_nothing(door: Door, tmp_
         of_b.write({"number": number})
     assert of_b.close() == ""
     other_door.open()
-    assert of_a.close() == ""  # nothing of it is lost, since nothing of it counts
+    assert of_a.close() == ""  # its lines are dropped, not lost
     first.release()
     assert [line["number"] for line in log.lines()] == [0, *range(100, 111)]
     second.release()
@@ -144,15 +146,15 @@ def test_a_process_that_was_cut_off_and_returns_changes_nothing(door: Door, tmp_
     other_door.shut()
 
 
-def test_one_of_many_who_claim_at_once_has_the_run_at_most(storage: Storage) -> None:
+def test_at_most_one_of_many_claimants_gets_the_run(storage: Storage) -> None:
     claimed, barrier = [], threading.Barrier(6)
 
-    def try_it() -> None:
+    def try_to_claim() -> None:
         barrier.wait()
-        with suppress(RunTaken):  # as most must
+        with suppress(RunTaken):  # at most one succeeds
             claimed.append(claim(storage))
 
-    threads = [threading.Thread(target=try_it) for _ in range(6)]
+    threads = [threading.Thread(target=try_to_claim) for _ in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -164,7 +166,7 @@ def test_one_of_many_who_claim_at_once_has_the_run_at_most(storage: Storage) -> 
             claim(storage)
 
 
-def test_a_lease_that_was_given_back_or_ran_out_is_taken_over(storage: Storage) -> None:
+def test_released_or_stale_lease_is_taken_over(storage: Storage) -> None:
     first = claim(storage)
     first.renew()
     first.release()
@@ -180,7 +182,7 @@ def test_a_lease_that_was_given_back_or_ran_out_is_taken_over(storage: Storage) 
         claim(storage)
     third = when_stale(storage)
     assert third.epoch == second.epoch + 1
-    second.release()  # it has been lost, so nothing is written
+    second.release()  # the lease is lost, so nothing is written
     assert len(storage.files("lease")) == 1 and owner_of(storage) is not None
 
 
@@ -210,6 +212,6 @@ def until(condition: Callable[[], bool]) -> None:
         ("ftp://host/x", "ftp"),
     ],
 )
-def test_urls_that_cannot_be_are_refused(url: str, complaint: str) -> None:
+def test_invalid_urls_are_rejected(url: str, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         open_storage(url)

@@ -1,4 +1,4 @@
-"""Storage that takes nothing for a while, to the end of the run and beyond: nothing is lost."""
+"""Storage outages that outlast the training: nothing is lost."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DISK_BYTES, OUTAGE_S = 32 << 20, 20.0
 
 @contextmanager
 def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of its own, in memory; unmounted in the end."""
+    """A separate in-memory file system."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
@@ -44,7 +44,7 @@ def small_disk(folder: Path) -> Iterator[Path]:
 
 
 class Outage:
-    """Begins when step 30 commits, and ends so long after the last one has."""
+    """Begins when step 30 commits, and ends `OUTAGE_S` after the last step has committed."""
 
     def __init__(self, begin: Callable[[], None], end: Callable[[], None]) -> None:
         self.troubles: list[str] = []
@@ -66,7 +66,7 @@ class Outage:
         self._over.set()
 
     def _watch(self) -> None:
-        """As the display asks for it."""
+        """Poll the trouble, as the display does."""
         assert self._shell is not None
         while not self._over.wait(0.2):
             trouble = self._shell.trouble
@@ -96,7 +96,7 @@ def is_complete(outcome: Outcome) -> bool:
 
 
 @pytest.mark.slow
-def test_a_full_disk_that_gets_space_again_within_a_minute(tmp_path: Path) -> None:
+def test_run_completes_if_a_full_disk_gets_space_within_a_minute(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         filler = disk / "filler"
 
@@ -111,17 +111,17 @@ def test_a_full_disk_that_gets_space_again_within_a_minute(tmp_path: Path) -> No
         outage = Outage(fill, filler.unlink)
         outcome = train(disk / "run", outage)
         assert is_complete(outcome)
-        told = outage.troubles[-1]
-        assert "the checkpoint of step" in told and "No space left on device" in told
+        trouble = outage.troubles[-1]
+        assert "the checkpoint of step" in trouble and "No space left on device" in trouble
         assert any("of journal.jsonl" in trouble for trouble in outage.troubles)
 
 
 @pytest.mark.slow
-def test_an_object_store_that_answers_again_within_a_minute(door: Door) -> None:
+def test_run_completes_if_an_object_store_answers_within_a_minute(door: Door) -> None:
     outage = Outage(door.shut, door.open)
     outcome = train(door.url_of("run"), outage)
-    # Once, in a whole CI run, each part of one worker lay there with the framing of its upload
-    # (aws-chunked): how it was sent tells whether the client or the server is to blame.
+    # Once, in a whole CI run, each part of one worker was stored with the framing of its upload
+    # (aws-chunked). The uploads show whether the client or the server is at fault.
     assert outcome.stopped.outcome == "completed", "\n\n".join(door.uploads)
     assert is_complete(outcome)
     assert any("the checkpoint of step" in trouble for trouble in outage.troubles)

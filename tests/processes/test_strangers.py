@@ -1,4 +1,4 @@
-"""A stranger's process on the same machine: it reads nothing, and breaks nothing."""
+"""Strangers: processes without the run's secret read no snapshot and stop no run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from test_snapshots import SETTINGS, kill
 from actors.runtime.authenticated_server import AuthenticatedServer
 from actors.runtime.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
 from actors.snapshots.memory_layout import most_bytes
-from actors.snapshots.messages import hear, tell
+from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.server import SnapshotHost
 from elastic.protocol.events import (
     Event,
@@ -58,7 +58,7 @@ def command(deed: str, snapshot_server: SnapshotServer) -> list[str]:
 
 @contextmanager
 def stranger(deed: str, snapshot_server: SnapshotServer) -> Iterator[None]:
-    """At its deed until the block ends, and well under way when it begins."""
+    """A stranger's process that performs `deed` from before the block begins until it ends."""
     process = subprocess.Popen(command(deed, snapshot_server), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(2):
@@ -83,7 +83,7 @@ def child() -> Iterator[Child]:
 
 
 def take_and_read(child: Child, steps: range) -> None:
-    """Snapshots are taken, and read in place and over the network, as if nobody else were there."""
+    """Take snapshots, and read them in place and over the network."""
     snapshots = snapshots_at(child.snapshot_server)
     for step in steps:
         deadline = time.monotonic() + PATIENCE_S
@@ -100,7 +100,7 @@ def take_and_read(child: Child, steps: range) -> None:
 
 
 @pytest.mark.parametrize("deed", ["read", "replay"])
-def test_a_stranger_reads_nothing(child: Child, deed: str) -> None:
+def test_stranger_reads_no_snapshot(child: Child, deed: str) -> None:
     take_and_read(child, range(1, 2))
     done = subprocess.run(
         command(deed, child.snapshot_server), capture_output=True, text=True, timeout=60
@@ -112,8 +112,8 @@ def test_a_stranger_reads_nothing(child: Child, deed: str) -> None:
 
 
 @pytest.mark.parametrize("deed", ["harm", "flood"])
-def test_a_stranger_breaks_nothing(child: Child, deed: str) -> None:
-    """The server has few descriptors, so that a flood of connections takes the last of them."""
+def test_stranger_disturbs_no_snapshots(child: Child, deed: str) -> None:
+    """The server has few descriptors, so a flood of connections exhausts them."""
     assert child.process.pid
     resource.prlimit(child.process.pid, resource.RLIMIT_NOFILE, (NUM_DESCRIPTORS, NUM_DESCRIPTORS))
     take_and_read(child, range(1, 2))
@@ -122,12 +122,12 @@ def test_a_stranger_breaks_nothing(child: Child, deed: str) -> None:
     take_and_read(child, range(5, 6))
     memory = Path(f"/proc/{child.process.pid}/status").read_text()
     [peak_kb] = [int(line.split()[1]) for line in memory.splitlines() if line.startswith("VmHWM")]
-    assert peak_kb < 2**21, "it has allocated what a stranger asked for"
+    assert peak_kb < 2**21, "it has allocated what a stranger requested"
 
 
 @pytest.mark.slow
-def test_a_run_under_strangers_loses_nothing(tmp_path: Path) -> None:
-    """Its snapshots are what it goes on from when a worker that alone had its part is killed."""
+def test_run_recovers_from_snapshots_despite_strangers(tmp_path: Path) -> None:
+    """It recovers from snapshots when the only worker with a part is killed."""
     strangers: list[subprocess.Popen[bytes]] = []
     lasting: list[bool] = []
 
@@ -164,8 +164,8 @@ STORE_DEEDS = ("store garbage", "store flood", "store overwrite")
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
-    """They are at it when groups form without the worker that was killed."""
+def test_run_recovers_while_strangers_attack_its_store(tmp_path: Path) -> None:
+    """They still attack when groups form without the killed worker."""
     strangers: list[subprocess.Popen[str]] = []
     drains: list[threading.Thread] = []
     lasting: list[bool] = []
@@ -175,8 +175,8 @@ def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
 
     def begin(store: StoreReady) -> None:
         for deed in STORE_DEEDS:
-            asked = [sys.executable, STRANGER, deed, "", store.host, str(store.port)]
-            strangers.append(subprocess.Popen(asked, stdout=subprocess.PIPE, text=True))
+            arguments = [sys.executable, STRANGER, deed, "", store.host, str(store.port)]
+            strangers.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
         for process in strangers:
             assert process.stdout and process.stdout.readline(), f"{process.args}: it has ended"
             drains.append(threading.Thread(target=process.stdout.read, daemon=True))
@@ -212,7 +212,7 @@ def test_a_run_goes_on_while_strangers_harm_its_store(tmp_path: Path) -> None:
     assert generations == list(range(1, len(generations) + 1)), "no generation formed in vain"
 
 
-def test_another_secret_is_refused_on_both_sides(child: Child) -> None:
+def test_other_secret_is_refused_on_both_sockets(child: Child) -> None:
     snapshot_server, other = child.snapshot_server, new_secret()
     with pytest.raises(Unauthenticated):
         connect_beside(snapshot_server.socket, other, 5.0)
@@ -220,8 +220,8 @@ def test_another_secret_is_refused_on_both_sides(child: Child) -> None:
         connect_afar((snapshot_server.host, snapshot_server.port), other, 5.0)
 
 
-def test_who_listens_where_a_server_was_gets_nothing() -> None:
-    """It answers the handshake at random; what would follow is not sent to it."""
+def test_impostor_on_a_servers_port_receives_nothing() -> None:
+    """An impostor answers the handshake with random bytes; nothing further is sent to it."""
     with socket.create_server((HOST, 0)) as impostor:
         address = impostor.getsockname()
         heard: list[bytes] = []
@@ -241,7 +241,7 @@ def test_who_listens_where_a_server_was_gets_nothing() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_another_user_is_refused_whatever_it_knows(child: Child) -> None:
+def test_other_user_is_refused_despite_the_secret(child: Child) -> None:
     script = (
         "import os, sys\n"
         "from actors.runtime.handshake import connect_beside\n"
@@ -256,8 +256,8 @@ def test_another_user_is_refused_whatever_it_knows(child: Child) -> None:
     assert done.stdout.strip() == "Unauthenticated", done.stderr
 
 
-def test_a_server_refuses_another_users_process_by_itself() -> None:
-    """Also one that does not look at whom it talks to."""
+def test_server_refuses_other_users_processes() -> None:
+    """The client here does not check the server's user itself."""
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
     server = SnapshotHost("n0", "", HOST, SECRET)
@@ -277,17 +277,17 @@ def test_a_server_refuses_another_users_process_by_itself() -> None:
     assert done.stdout.strip() == "0", done.stderr
 
 
-def test_what_one_that_knows_the_secret_asks_for_is_bounded() -> None:
-    """By what the whole state takes; a message that is none ends its connection and no other."""
+def test_requests_with_the_secret_are_bounded() -> None:
+    """The size of the whole state is the limit. A malformed message ends only its connection."""
     most = most_bytes(SPECS)
     server = SnapshotHost("n0", "", HOST, SECRET, max_snapshot_bytes=most)
-    about = {"worker": "w0", "generation": 3}
+    header = {"worker": "w0", "generation": 3}
     requests = [
-        {"do": "room", **about, "num_bytes": most + 1},
-        {"do": "room", **about, "num_bytes": -1},
-        {"do": "put", **about, "step": 1, "kept_step": -2, "num_bytes": 2**60},
+        {"do": "room", **header, "num_bytes": most + 1},
+        {"do": "room", **header, "num_bytes": -1},
+        {"do": "put", **header, "step": 1, "kept_step": -2, "num_bytes": 2**60},
         {
-            "do": "fold", **about, "step": 1, "kept_step": -2, "num_bytes": 5,
+            "do": "fold", **header, "step": 1, "kept_step": -2, "num_bytes": 5,
             "members": ["w0", "w1", "w2"], "at": "w1", "parity_bytes": 2**60,
         },
         {"do": "nothing"},
@@ -297,20 +297,20 @@ def test_what_one_that_knows_the_secret_asks_for_is_bounded() -> None:
     address = (server.snapshot_server.host, server.snapshot_server.port)
     for request in requests:
         with connect_afar(address, SECRET, 5.0) as peer:
-            tell(peer, **request)
-            assert hear(peer) is None, request
+            send_message(peer, **request)
+            assert receive_message(peer) is None, request
     for body in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1x"):
         with connect_afar(address, SECRET, 5.0) as peer:
             peer.sendall(body)
-            assert hear(peer) is None, body
+            assert receive_message(peer) is None, body
     assert server.told(3).memory_bytes == 0
     with connect_beside(server.snapshot_server.socket, SECRET, 5.0) as peer:
-        tell(peer, do="room", **about, num_bytes=most)
+        send_message(peer, do="room", **header, num_bytes=most)
         assert socket.recv_fds(peer, 1, 2)[1]
 
 
-def test_a_server_without_descriptors_accepts_again_once_it_has_some(child: Child) -> None:
-    """With nobody pending whom it could drop."""
+def test_server_accepts_again_once_it_has_descriptors(child: Child) -> None:
+    """No pending connection exists that it could drop."""
     pid = child.process.pid
     assert pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -324,7 +324,7 @@ def test_a_server_without_descriptors_accepts_again_once_it_has_some(child: Chil
 
 
 def full_queue(listener: socket.socket) -> list[socket.socket]:
-    """Connections that nobody has accepted, until the kernel takes no more."""
+    """Unaccepted connections, until the kernel refuses more."""
     waiting: list[socket.socket] = []
     while True:
         sock = socket.socket(socket.AF_UNIX)
@@ -336,15 +336,15 @@ def full_queue(listener: socket.socket) -> list[socket.socket]:
             return waiting
 
 
-def listening_beside(kind: type[socket.socket] = socket.socket) -> socket.socket:
+def local_listener(kind: type[socket.socket] = socket.socket) -> socket.socket:
     listener = kind(socket.AF_UNIX)
-    listener.bind(f"\0elastic-test-door-{os.getpid()}-{time.monotonic_ns()}")
+    listener.bind(f"\0elastic-test-listener-{os.getpid()}-{time.monotonic_ns()}")
     listener.listen(2)
     return listener
 
 
-def test_a_connection_for_which_there_is_no_place_yet_is_made_again() -> None:
-    listener = listening_beside()
+def test_connection_is_retried_while_the_queue_is_full() -> None:
+    listener = local_listener()
     waiting = full_queue(listener)
     connected: list[object] = []
 
@@ -363,12 +363,12 @@ def test_a_connection_for_which_there_is_no_place_yet_is_made_again() -> None:
     assert served.wait(20.0), connected
     [sock] = connected
     assert isinstance(sock, socket.socket)
-    for each in (sock, *waiting):
-        each.close()
+    for connection in (sock, *waiting):
+        connection.close()
 
 
 class Exhausted(socket.socket):
-    """The first connections find no memory."""
+    """Accepting the first connections raises `MemoryError`."""
 
     num_left = 3
 
@@ -379,9 +379,11 @@ class Exhausted(socket.socket):
         return super().accept()
 
 
-def test_a_door_without_memory_goes_on_and_says_so_once(capfd: pytest.CaptureFixture[str]) -> None:
-    listener = listening_beside(Exhausted)
-    AuthenticatedServer([listener], SECRET, lambda connection: tell(connection, heard=True))
+def test_server_without_memory_keeps_accepting_and_logs_once(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    listener = local_listener(Exhausted)
+    AuthenticatedServer([listener], SECRET, lambda connection: send_message(connection, heard=True))
     with connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0) as sock:
-        assert hear(sock) == {"heard": True}
-    assert capfd.readouterr().err.count("the door of a server goes on after") == 1
+        assert receive_message(sock) == {"heard": True}
+    assert capfd.readouterr().err.count("the server keeps accepting after") == 1

@@ -126,7 +126,7 @@ def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path)
     ) as command:
         code, output = command.finish()
     assert code == 1
-    assert "w1: RuntimeError: w1 was told to raise at step 7" in output
+    assert "w1: RuntimeError: injected fault: w1 raises at step 7" in output
     assert "Traceback (most recent call last)" in output
 
 

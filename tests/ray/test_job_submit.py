@@ -142,7 +142,7 @@ def test_exit_codes_stand_in_the_jobs_status(tmp_path: Path, cluster: Head, tree
     assert told == {"bad": 2, "broken": 1, "passing": 2}
     assert {details["status"] for details in codes.values()} == {"FAILED"}
     assert "optimizer.lrr: there is no such setting" in codes["bad"]["message"]
-    assert "w1: RuntimeError: w1 was told to raise at step 7" in codes["broken"]["message"]
+    assert "w1: RuntimeError: injected fault: w1 raises at step 7" in codes["broken"]["message"]
     assert "which Ray deletes with the job" in codes["passing"]["message"]
     assert not (tmp_path / "run").exists()
 

@@ -107,7 +107,10 @@ CASES = {
     "a module of dots": (["..:f"], "module:function"),
 }
 BEFORE_RAY = {
-    "no such interface": (["--interface", "nosuch0"], "--interface nosuch0: this machine has none"),
+    "no such interface": (
+        ["--interface", "nosuch0"],
+        "--interface nosuch0: this machine has no such",
+    ),
     "no such accelerator": (["--set", "accelerator=banana"], "accelerator=banana"),
     "nothing to detach from": (["--detach"], "ray start --head"),
 }
@@ -170,7 +173,7 @@ def test_a_used_port_is_refused_before_ray_starts(storage: Path, capsys, no_clus
     with socket.create_server((own_node_address(), 0)) as taken:
         port = taken.getsockname()[1]
         line = refused_in_time(capsys, storage, "--ports", f"{port}:{port}")
-    assert f"--ports {port}:{port}: none of them can be listened on" in line
+    assert f"--ports {port}:{port}: no port of the range can be opened" in line
 
 
 def test_unreachable_storage_is_refused_before_arrow_retries(

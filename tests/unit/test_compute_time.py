@@ -1,4 +1,4 @@
-"""What a worker counts as its own time: its work, and not its waits."""
+"""Compute time: a worker's work counts, its waits do not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def work(seconds: float) -> None:
         pass
 
 
-def test_work_counts_and_waiting_does_not() -> None:
+def test_compute_time_counts_work_but_not_waits() -> None:
     clock = ThreadClock()
     before = clock.now()
     time.sleep(1.0)
@@ -33,7 +33,7 @@ def test_work_counts_and_waiting_does_not() -> None:
     assert waited_s < 0.5 and worked_s > 0.29
 
 
-def test_others_work_does_not_count() -> None:
+def test_work_of_other_threads_does_not_count() -> None:
     clock = ThreadClock()
     other = threading.Thread(target=work, args=(0.3,))
     before = clock.now()
@@ -42,31 +42,31 @@ def test_others_work_does_not_count() -> None:
     assert clock.now() - before < 0.2
 
 
-def test_where_the_kernel_does_not_count_queues_the_processor_time_does(tmp_path: Path) -> None:
+def test_processor_time_is_used_without_schedstat(tmp_path: Path) -> None:
     clock = ThreadClock(tmp_path / "none")
     work(0.1)
     assert clock.now() == pytest.approx(time.thread_time(), abs=0.05)
 
 
-def test_the_mean_of_the_steps_is_told_in_ones_own_place() -> None:
-    """The first step, in which all is done for the first time, is left out."""
+def test_mean_over_steps_is_reported_at_the_ranks_index() -> None:
+    """The first step is excluded, since it does one-time work."""
     times, clock = ThreadTimes(every=3), ThreadClock()
-    told, spent = [], []
+    ballots, spent = [], []
     for step, seconds in enumerate((0.5, 0.1, 0.2, 0.1, 0.1, 0.1, 0.1), start=1):
         before = clock.now()
         times.begin()
         work(seconds)
-        told.append(times.ballot(step, 1, NUM_RANKS))
+        ballots.append(times.ballot(step, 1, NUM_RANKS))
         times.end(step)
         spent.append(clock.now() - before)
-    assert [bool(places) for places in told] == [False, False, True, False, False, True, False]
-    assert [places[0] for places in told if places] == [0.0, 0.0]
-    first, second = (places[1] for places in told if places)
-    assert first == pytest.approx(spent[1], rel=0.1, abs=0.02), "the report goes out amid step 3"
+    assert [bool(ballot) for ballot in ballots] == [False, False, True, False, False, True, False]
+    assert [ballot[0] for ballot in ballots if ballot] == [0.0, 0.0]
+    first, second = (ballot[1] for ballot in ballots if ballot)
+    assert first == pytest.approx(spent[1], rel=0.1, abs=0.02), "step 3 votes before it ends"
     assert second == pytest.approx(sum(spent[2:5]) / 3, rel=0.1, abs=0.02)
 
 
-def test_nothing_is_told_where_nothing_was_timed() -> None:
+def test_nothing_is_reported_if_nothing_was_timed() -> None:
     assert ThreadTimes(every=1).ballot(1, 0, 2) == [0.0, 0.0]
     never = ThreadTimes(every=0)
     never.begin()
@@ -74,7 +74,7 @@ def test_nothing_is_told_where_nothing_was_timed() -> None:
     assert never.ballot(1, 0, 2) == []
 
 
-def test_a_slow_worker_computes_so_much_longer() -> None:
+def test_slowed_worker_computes_longer_by_the_factor() -> None:
     faults = FaultInjector(
         "w1", (Fault("slow", "w1", 3, factor=4.0), Fault("slow", "w0", 1, factor=9.0))
     )
@@ -84,6 +84,6 @@ def test_a_slow_worker_computes_so_much_longer() -> None:
         work(0.05)
         faults.slow_down(step, torch.device("cpu"), lambda: None)
         spent.append(time.thread_time() - begun_s)
-    # It learns in the third step how long one takes.
+    # In the third step it measures how long a step takes.
     assert max(spent[:3]) < 0.1 and min(spent[3:]) > 0.19
     assert all(later < 3 * earlier for earlier, later in pairwise(spent[3:]))

@@ -37,7 +37,7 @@ def test_a_manifest_of_impossible_numbers_or_depth_is_skipped(tmp_path: Path, co
     publish(run, 8, 1, ())
     folder = folder_of(8, 1)
     run.write(f"{folder}/{MANIFEST}", content.encode())
-    with pytest.raises(DamagedCheckpoint, match="it is no manifest"):
+    with pytest.raises(DamagedCheckpoint, match="not a valid manifest"):
         read_manifest(run.at(folder))
     found = find_checkpoints(run)
     assert [saved.step for saved in found.whole] == [4]

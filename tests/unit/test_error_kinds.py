@@ -183,8 +183,8 @@ def test_a_device_is_proven_before_a_worker_is_ready_also_where_its_memory_hangs
     over.set()
 
     def wrong() -> None:
-        raise ValueError("1 + 1 is not 2 on it")
+        raise ValueError("1 + 1 is not 2 on this device")
 
-    with pytest.raises(BrokenDevice, match="is not 2 on it"):
+    with pytest.raises(BrokenDevice, match="is not 2 on this device"):
         prove(lambda: wrong)
     assert prove(lambda: kernel_on(torch.device("cpu"))).failure() is None

@@ -1,4 +1,4 @@
-"""The lease: whose clock says that it is stale, files that cannot be read, and a lost one."""
+"""The lease: staleness by the storage's clock, unreadable files, renewal, and a lost lease."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ELSEWHERE = {"host": "elsewhere", "pid": 1, "started": 0.0, "cluster": "", "acto
 
 
 @pytest.mark.parametrize("clock", [0.0, 4e9])
-def test_only_the_clock_of_the_storage_says_that_a_lease_is_stale(clock: float) -> None:
-    """The storage's clock is decades behind or ahead of this process's."""
+def test_staleness_depends_only_on_the_storages_clock(clock: float) -> None:
+    """The storage's clock is decades behind or ahead of this process's clock."""
     run: Any = MemoryStorage()
     run.now = clock
     run.write("lease/5-0", json.dumps({**ELSEWHERE, "renewed": 2e9 - clock}).encode())
@@ -47,7 +47,7 @@ def test_only_the_clock_of_the_storage_says_that_a_lease_is_stale(clock: float) 
         b"[" * 99999,
     ],
 )
-def test_a_lease_that_cannot_be_read_counts_by_its_age(tmp_path: Path, content: bytes) -> None:
+def test_unreadable_lease_holds_the_run_until_it_is_stale(tmp_path: Path, content: bytes) -> None:
     run = DiskStorage(tmp_path)
     run.write("lease/7-0", content)
     with pytest.raises(RunTaken) as refusal:
@@ -63,8 +63,8 @@ def test_a_lease_that_cannot_be_read_counts_by_its_age(tmp_path: Path, content: 
     assert claim(run).epoch == 8
 
 
-def test_a_disk_lease_is_renewed_without_being_written(tmp_path: Path) -> None:
-    """So that a full disk does not end it."""
+def test_renewal_on_disk_writes_no_data(tmp_path: Path) -> None:
+    """So a full disk does not cost the lease."""
     lease = claim(DiskStorage(tmp_path))
     [file] = (tmp_path / "lease").iterdir()
     number = file.stat().st_ino
@@ -76,7 +76,7 @@ def test_a_disk_lease_is_renewed_without_being_written(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["host"] == socket.gethostname()
 
 
-def test_a_lost_lease_writes_nothing_not_even_when_it_is_released() -> None:
+def test_lost_lease_writes_nothing_even_on_release() -> None:
     run: Any = MemoryStorage()
     first = claim(run, actor="a")
     second = claim(run, actor="a")
@@ -91,7 +91,7 @@ def test_a_lost_lease_writes_nothing_not_even_when_it_is_released() -> None:
 
 
 class Refusing(MemoryStorage):
-    """Counts the writes that it refuses."""
+    """Counts its failed writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Refusing(MemoryStorage):
 
 
 @pytest.mark.parametrize("refusal", [ValueError("broken answer"), OSError("away"), MemoryError()])
-def test_a_lease_is_renewed_again_after_an_exception_of_any_kind(refusal: Exception) -> None:
+def test_renewal_continues_after_any_exception(refusal: Exception) -> None:
     run: Any = Refusing()
     lease = claim(run)
     [name] = run.times

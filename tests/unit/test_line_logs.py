@@ -1,4 +1,4 @@
-"""Logs of lines: offsets, reading from the end, and which segments count."""
+"""Reading line logs: offsets, reading from the end, and which segments are in force."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def body(first: int, num_lines: int, width: int = 20) -> bytes:
 
 
 def segmented(*parts: tuple[int, int, bytes]) -> LineLog:
-    """A log of segments: epoch, begin, content."""
+    """A log of segments, each given as epoch, begin, content."""
     storage: Any = MemoryStorage()
     for epoch, begin, content in parts:
         storage.write(segment_name("log", epoch, begin), content)
@@ -47,7 +47,7 @@ def log(request: pytest.FixtureRequest, tmp_path: Path) -> LineLog:
     return segmented(*((1, begin, part) for begin, part in zip(begins, content, strict=True)))
 
 
-def test_lines_from_the_end_are_those_from_the_begin_reversed(
+def test_lines_from_end_are_the_lines_reversed(
     log: LineLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = b"".join(log.blocks())
@@ -67,7 +67,7 @@ def test_lines_are_read_up_to_a_byte(log: LineLog) -> None:
     assert list(log.lines_with_offsets(0, 0)) == []
 
 
-def test_a_line_is_found_from_the_end_and_read_from_its_offset(log: LineLog) -> None:
+def test_find_newest_returns_the_offset_of_a_line(log: LineLog) -> None:
     offset = log.find_newest(b'"number": 1234,')
     assert offset is not None
     assert numbers(log, offset) == list(range(1234, 3000))
@@ -75,7 +75,7 @@ def test_a_line_is_found_from_the_end_and_read_from_its_offset(log: LineLog) -> 
     assert [row["number"] for row in log.last_rows(3)] == [2997, 2998, 2999]
 
 
-def test_a_reader_goes_on_as_the_log_grows_and_lists_once_a_poll(log: LineLog) -> None:
+def test_reader_follows_a_growing_log_with_one_listing_a_poll(log: LineLog) -> None:
     reader = log.reader()
     got = b""
     while block := reader.read(5000):
@@ -96,16 +96,16 @@ def test_a_reader_goes_on_as_the_log_grows_and_lists_once_a_poll(log: LineLog) -
     assert reader.read() == b""
 
 
-def test_what_an_older_epoch_writes_late_does_not_count() -> None:
+def test_late_segments_of_an_older_epoch_are_ignored() -> None:
     first = body(0, 10)
     limit = len(body(0, 4))
     log = segmented((1, 0, first), (1, len(first), body(90, 3)), (2, limit, body(4, 3)))
     assert numbers(log) == list(range(7))
-    log.storage.write(segment_name("log", 3, limit), b"")  # a third has begun at the same byte
+    log.storage.write(segment_name("log", 3, limit), b"")  # epoch 3 begins at the same byte
     assert numbers(log) == list(range(4))
 
 
-def test_a_hole_and_a_cut_segment_are_found() -> None:
+def test_gap_and_truncated_segment_are_detected() -> None:
     content = [body(10 * i, 10) for i in range(3)]
     begins = [sum(map(len, content[:i])) for i in range(3)]
     hole = segmented((1, 0, content[0]), (1, begins[2], content[2]))
@@ -116,12 +116,12 @@ def test_a_hole_and_a_cut_segment_are_found() -> None:
         assert [row["number"] for row in log.rows()] == rest
 
 
-def test_a_log_whose_old_segments_were_dropped_begins_later() -> None:
+def test_log_begins_after_its_dropped_segments() -> None:
     log = segmented((1, 1000, body(5, 5)))
     assert numbers(log) == list(range(5, 10))
 
 
-def test_a_line_that_is_no_json_object_is_named_by_its_byte(tmp_path: Path) -> None:
+def test_damaged_line_is_reported_by_its_offset(tmp_path: Path) -> None:
     before = body(0, 3)
     for garbage in (b"\x00\xff{", b"[1, 2]", b"", b"null"):
         (tmp_path / "log").write_bytes(before + garbage + b"\n" + body(3, 2))
@@ -131,16 +131,16 @@ def test_a_line_that_is_no_json_object_is_named_by_its_byte(tmp_path: Path) -> N
         assert [row["number"] for row in log.rows()] == list(range(5))
 
 
-def test_a_compacted_segment_stands_for_those_it_replaces() -> None:
+def test_compacted_segment_replaces_its_segments() -> None:
     content = [body(10 * i, 10) for i in range(3)]
     begins = [sum(map(len, content[:i])) for i in range(3)]
     log = segmented(*((1, begin, part) for begin, part in zip(begins, content, strict=True)))
     closed = log.segments()[:2]
     log.compact(closed, body(3, 1))
-    assert numbers(log) == [3, *range(20, 30)]  # also before the others are removed
+    assert numbers(log) == [3, *range(20, 30)]  # before the replaced segments are removed
     log.remove_segments(closed)
     assert numbers(log) == [3, *range(20, 30)]
-    assert numbers(log, begins[1]) == list(range(20, 30))  # it has been given out already
+    assert numbers(log, begins[1]) == list(range(20, 30))  # the compacted segment has been read
     assert log.find_newest(b'"number": 3,') == 0
     writer = open_lines(log)
     writer.write({"number": 30})
@@ -148,14 +148,14 @@ def test_a_compacted_segment_stands_for_those_it_replaces() -> None:
     assert numbers(log) == [3, *range(20, 31)]
 
 
-def test_a_compaction_by_an_older_epoch_does_not_count() -> None:
+def test_compaction_by_an_older_epoch_is_ignored() -> None:
     names = {segment_name("log", 1, 0): 100, segment_name("log", 2, 60): 10}
     late = {segment_name("log", 1, 0, 100): 5}
     in_force = segments_in_force(parse_segments({**names, **late}))
     assert [(s.epoch, s.begin, s.end) for s in in_force] == [(1, 0, 60), (2, 60, 70)]
 
 
-def test_segments_that_partly_overlap_are_read_once() -> None:
+def test_overlapping_segments_are_read_once() -> None:
     whole = body(0, 4)
     half = len(body(0, 2))
     log = segmented((1, 0, body(0, 3)), (1, half, whole[half:]))
@@ -163,7 +163,7 @@ def test_segments_that_partly_overlap_are_read_once() -> None:
     assert isinstance(log.segments()[1], LogSegment)
 
 
-def test_opening_cuts_half_a_line_and_reads_only_the_end(tmp_path: Path) -> None:
+def test_opening_truncates_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_bytes(body(0, 2) + b'{"number": 2, "fil')
     with opened(LineLog(DiskStorage(tmp_path), "log")) as log:
@@ -180,14 +180,14 @@ def opened(log: LineLog) -> Iterator[LineLog]:
     assert writer.close() == ""
 
 
-def test_a_log_with_segments_of_a_newer_epoch_is_not_written() -> None:
+def test_log_with_segments_of_a_newer_epoch_is_not_opened() -> None:
     with pytest.raises(LostLease, match="files of lease/ were removed"):
         open_lines(segmented((7, 0, body(0, 1))), epoch=3)
 
 
 @pytest.mark.parametrize("appends_between", [False, True])
-def test_a_write_that_failed_and_comes_about_later_undoes_nothing(appends_between: bool) -> None:
-    """An object store may carry a request out whose answer was lost, after newer ones."""
+def test_failed_write_that_takes_effect_later_loses_no_line(appends_between: bool) -> None:
+    """An object store may execute a request whose answer was lost after newer requests."""
     storage: Any = MemoryStorage()
     log = LineLog(storage, "log")
     writer = SegmentWriter(log)

@@ -1,4 +1,4 @@
-"""Writers of logs while storage takes nothing: real refusals by the operating system."""
+"""Writers of line logs while storage fails: real failures by the operating system."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LINE = {"filler": "x" * 1000}
 
 @contextmanager
 def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses what goes beyond, as a full disk does, and takes a part of a line."""
+    """The kernel rejects bytes beyond the limit, as a full disk does: part of a line is written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -39,19 +39,19 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_full_disk_gets_the_lines_once_it_has_space_again(tmp_path: Path) -> None:
+def test_lines_reach_a_full_disk_once_it_has_space(tmp_path: Path) -> None:
     lines = LineFile(tmp_path / "log")
     with files_limited_to(LIMIT_BYTES):
         for number in range(100):
             lines.write({"number": number, **LINE})
         assert "File too large" in lines.trouble and lines.num_waiting > 30
-    lines.flush()  # also if no other line comes
+    lines.flush()  # without a further line
     assert (lines.trouble, lines.num_waiting) == ("", 0)
     assert [row["number"] for row in rows(tmp_path / "log")] == list(range(100))
     assert lines.close() == ""
 
 
-def test_closing_tries_for_as_long_as_it_says_and_reports_what_is_lost(tmp_path: Path) -> None:
+def test_close_retries_for_its_patience_and_reports_lost_lines(tmp_path: Path) -> None:
     with files_limited_to(LIMIT_BYTES):
         lines = LineFile(tmp_path / "log")
         for number in range(100):
@@ -65,7 +65,7 @@ def test_closing_tries_for_as_long_as_it_says_and_reports_what_is_lost(tmp_path:
     assert len(rows(tmp_path / "log")) == 100 - num_waiting
 
 
-def test_space_that_comes_back_while_the_log_is_closed_is_used(tmp_path: Path) -> None:
+def test_close_writes_lines_once_there_is_space(tmp_path: Path) -> None:
     closed: list[str] = []
     with files_limited_to(LIMIT_BYTES):
         lines = LineFile(tmp_path / "log")
@@ -78,7 +78,7 @@ def test_space_that_comes_back_while_the_log_is_closed_is_used(tmp_path: Path) -
     assert closed == [""] and len(rows(tmp_path / "log")) == 100
 
 
-def test_a_process_that_lost_its_lease_does_not_write_what_waits(tmp_path: Path) -> None:
+def test_waiting_lines_are_dropped_after_a_lost_lease(tmp_path: Path) -> None:
     run = DiskStorage(tmp_path)
     lease = claim(run, actor="a")
     lines = LineFile(tmp_path / "log", lease.look)
@@ -91,7 +91,7 @@ def test_a_process_that_lost_its_lease_does_not_write_what_waits(tmp_path: Path)
     assert (tmp_path / "log").stat().st_size == size
 
 
-def test_an_object_store_gets_the_lines_once_it_takes_them_again() -> None:
+def test_lines_reach_an_object_store_once_it_accepts_writes() -> None:
     storage: Any = MemoryStorage()
     log = LineLog(storage, "log")
     lines = open_lines(log)
@@ -113,7 +113,7 @@ def test_an_object_store_gets_the_lines_once_it_takes_them_again() -> None:
     assert [row["number"] for row in log.lines()] == [10]
 
 
-def test_a_shipment_under_a_lost_lease_is_not_made() -> None:
+def test_nothing_is_uploaded_after_a_lost_lease() -> None:
     storage: Any = MemoryStorage()
     lease = claim(storage, actor="a")
     lines = open_lines(LineLog(storage, "log"), lease.epoch, lease.look)
@@ -160,7 +160,7 @@ def test_lines_are_written_after_an_exception_of_any_kind(refusal: Exception, tr
     assert [row["number"] for row in log.lines()] == [0, 1]
 
 
-def test_lines_that_no_exception_lets_through_are_lost_with_their_cause() -> None:
+def test_lines_lost_to_an_exception_are_reported_with_its_cause() -> None:
     storage: Any = MemoryStorage()
     lines = open_lines(LineLog(storage, "log"))
     storage.refusal = ValueError("broken answer")
@@ -169,7 +169,7 @@ def test_lines_that_no_exception_lets_through_are_lost_with_their_cause() -> Non
 
 
 class Blocked(MemoryStorage):
-    """A storage that does not answer until `answers` is set, and then as `refusal` says."""
+    """A storage that blocks until `answers` is set, and then raises `refusal` if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Blocked(MemoryStorage):
         return super().files(folder)
 
 
-def test_a_log_that_opens_later_waits_for_no_storage_and_loses_no_line() -> None:
+def test_log_that_opens_later_does_not_wait_and_loses_no_line() -> None:
     storage: Any = Blocked()
     storage.write("log/00000002-0000000000000000", b'{"number": 0}\n')
     storage.refusal = OSError(110, "Connection timed out")
@@ -241,17 +241,17 @@ def test_a_process_that_lost_its_lease_writes_nothing_at_the_next_flush(
     assert [row["number"] for row in rows(tmp_path / "log")] == [0]
 
 
-def test_a_process_that_is_stopped_before_it_cuts_half_a_line_cuts_no_newer_line(
+def test_process_stopped_before_truncating_truncates_no_newer_line(
     tmp_path: Path,
 ) -> None:
-    """The newer one waits until it has gone on, or has ended."""
+    """The newer process waits until the older one continues or ends."""
     (tmp_path / "log").write_bytes(b'{"number": 0}\n{"num')
-    stands, may_go_on = threading.Event(), threading.Event()
+    is_stopped, may_continue = threading.Event(), threading.Event()
     opened: list[LineFile] = []
 
     def check() -> None:
-        stands.set()
-        assert may_go_on.wait(20.0)
+        is_stopped.set()
+        assert may_continue.wait(20.0)
 
     def open_and_write() -> None:
         opened.append(LineFile(tmp_path / "log"))
@@ -259,12 +259,12 @@ def test_a_process_that_is_stopped_before_it_cuts_half_a_line_cuts_no_newer_line
 
     older = threading.Thread(target=lambda: opened.append(LineFile(tmp_path / "log", check)))
     older.start()
-    assert stands.wait(20.0)
+    assert is_stopped.wait(20.0)
     newer = threading.Thread(target=open_and_write)
     newer.start()
     newer.join(0.3)
-    assert newer.is_alive(), "it has not waited"
-    may_go_on.set()
+    assert newer.is_alive(), "the newer process has not waited"
+    may_continue.set()
     for thread in (older, newer):
         thread.join()
     assert [row["number"] for row in rows(tmp_path / "log")] == [0, 1]

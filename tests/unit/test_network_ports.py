@@ -40,7 +40,7 @@ def test_ports_come_from_the_range_until_none_is_free() -> None:
         SnapshotHost("n", "", HOST, b"s", network).snapshot_server,
     )
     assert {one.getsockname()[1], store.port, snapshot_server.port} == set(range(first, last + 1))
-    with pytest.raises(UnfitMachine, match=f"--ports {first}:{last}: none .* at {HOST}") as told:
+    with pytest.raises(UnfitMachine, match=f"--ports {first}:{last}: no port .* at {HOST}") as told:
         listen(HOST, network)
     assert "\n" not in str(told.value)
     one.close()
@@ -63,7 +63,7 @@ def test_an_interface_by_name_and_by_the_route() -> None:
 
 
 def test_an_interface_that_is_not_there_is_told_in_one_line() -> None:
-    with pytest.raises(UnfitMachine, match=r"--interface eth77: .* none of that name; it has .*lo"):
+    with pytest.raises(UnfitMachine, match=r"--interface eth77: .* no such interface; use .*lo"):
         own_address(Network("eth77"), HOST)
 
 

@@ -1,4 +1,4 @@
-"""Objects that are rewritten while a store refuses what is written to them."""
+"""Rewriting an object while the object store fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.storage.storage import ObjectStorage
 
 
 class Store:
-    """As much of an Arrow file system as one object takes; `refusal` is what a write raises."""
+    """The part of an Arrow file system that one object needs; a write raises `refusal`."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -33,7 +33,7 @@ class Store:
 
 
 class Stream:
-    """Publishes at its end what it has taken; nothing, if it has taken nothing."""
+    """Publishes its content on close, if it was written at all."""
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path
@@ -50,7 +50,7 @@ class Stream:
 
 
 @pytest.mark.parametrize("refusal", [OSError("slow down"), ValueError("broken answer")])
-def test_a_rewrite_that_fails_leaves_what_was_there(refusal: Exception) -> None:
+def test_failed_rewrite_keeps_the_old_object(refusal: Exception) -> None:
     store: Any = Store()
     storage = ObjectStorage("s3://bucket/run", store, "bucket/run")
     storage.write("log/1", b"acknowledged")
@@ -63,7 +63,7 @@ def test_a_rewrite_that_fails_leaves_what_was_there(refusal: Exception) -> None:
     assert store.objects == {"bucket/run/log/1": b"acknowledged and more"}
 
 
-def test_what_is_no_bytes_is_refused_before_the_object_is_opened() -> None:
+def test_wrong_type_is_rejected_before_the_object_is_opened() -> None:
     store: Any = Store()
     storage = ObjectStorage("s3://bucket/run", store, "bucket/run")
     text: Any = "text"

@@ -1,4 +1,4 @@
-"""A thread that computes in the place of another is watched, timed and left behind with it."""
+"""A substitute thread is watched, timed and abandoned together with the thread it works for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from test_loop import MODULE, a_step, declare
 
 from actors.runtime.compute_time import ThreadClock
 from actors.runtime.interruption import Interruption
-from actors.runtime.substitute_thread import computed_s, dismiss, stood_in_for, who_works
+from actors.runtime.substitute_thread import (
+    computed_s,
+    forget_substitute,
+    stood_in_for,
+    working_thread,
+)
 from actors.storage.errors import Interrupted
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
@@ -27,26 +32,26 @@ def spend(spent: threading.Event, over: threading.Event) -> None:
     over.wait()
 
 
-def test_what_the_stand_in_computes_is_the_workers_own_time() -> None:
-    dismiss(threading.get_ident())  # who stood in for this thread in tests before
+def test_compute_time_includes_the_substitute() -> None:
+    forget_substitute(threading.get_ident())  # left over from other tests
     spent, over = threading.Event(), threading.Event()
     thread = threading.Thread(target=spend, args=[spent, over])
     clock, begun_s = ThreadClock(), computed_s()
     begun_by_clock_s = clock.now()
     thread.start()
     with stood_in_for(thread):
-        assert who_works(threading.get_ident()) == thread.ident
+        assert working_thread(threading.get_ident()) == thread.ident
         spent.wait()
         assert computed_s() - begun_s >= SPENT_S
         assert clock.now() - begun_by_clock_s >= 0.9 * SPENT_S
-    assert who_works(threading.get_ident()) == threading.get_ident()
+    assert working_thread(threading.get_ident()) == threading.get_ident()
     over.set()
     thread.join()
 
 
-def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
-    """Whoever comes back from where it was stuck is told to stop, though the run has gone on."""
-    interruption, go, told = Interruption(), threading.Event(), []
+def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
+    """A thread that wakes up after it was abandoned stops, though the run has continued."""
+    interruption, go, errors = Interruption(), threading.Event(), []
     interruption.running_generation = 1
 
     def script(run: Run) -> None:
@@ -59,11 +64,11 @@ def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
     loop = Loop(script, 0)
 
     def train() -> None:
-        with pytest.raises(Interrupted, match="left behind"), interruption.leavable():
+        with pytest.raises(Interrupted, match="abandoned"), interruption.leavable():
             try:
                 loop.take(a_step(), MODULE)
             except Interrupted as error:
-                told.append(str(error))
+                errors.append(str(error))
                 raise
         interruption.forget()
 
@@ -75,5 +80,5 @@ def test_a_loop_is_left_behind_with_the_thread_that_waits_for_it() -> None:
     assert thread.ident is not None and interruption.leave(thread.ident)
     go.set()
     thread.join(10)
-    assert told == ["this thread has been left behind"]
+    assert errors == ["this thread was abandoned"]
     assert not interruption.is_left()
