@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from urllib.error import HTTPError
 
-from actors.notices.notice import LINK_LOCAL, Notice, query_metadata, epoch_of
+from actors.notices.notice import LINK_LOCAL, Notice, epoch_of, query_metadata
 
 TOKEN_LIFE_S = 21600
 UNAUTHORIZED = 401
@@ -44,7 +44,9 @@ class Aws:
     def _get_once(self, path: str) -> str | None:
         if not self._token:
             life = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
-            self._token = query_metadata(f"{self._address}/latest/api/token", life, method="PUT") or ""
+            self._token = (
+                query_metadata(f"{self._address}/latest/api/token", life, method="PUT") or ""
+            )
             if not self._token:
                 raise OSError("the metadata server gives no session token: this is not AWS")
         headers = {"X-aws-ec2-metadata-token": self._token}

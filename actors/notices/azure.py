@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from email.utils import parsedate_to_datetime
 from typing import Any
 
-from actors.notices.notice import LINK_LOCAL, Notice, query_metadata, epoch_of
+from actors.notices.notice import LINK_LOCAL, Notice, epoch_of, query_metadata
 
 HEADERS = {"Metadata": "true"}
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
