@@ -50,5 +50,5 @@ def test_without_gpus(cluster: None) -> None:
     if ray.cluster_resources().get("CPU"):
         assert choose_resources("auto") == {"num_cpus": 1}
         return
-    with pytest.raises(NoSuchAccelerator, match="say what its autoscaler shall start"):
+    with pytest.raises(NoSuchAccelerator, match="choose what its autoscaler starts"):
         choose_resources("auto")

@@ -158,8 +158,8 @@ def test_where_spot_cannot_be_had_the_rest_is_on_demand(tmp_path: Path) -> None:
     lacking = partial(autoscaling, lacking={"l4-spot": str(tmp_path / "never")})
     with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
         for name, told in (
-            ("auto", "say what its autoscaler shall start"),
-            ("L5", "knows of none"),
+            ("auto", "choose what its autoscaler starts"),
+            ("L5", "knows no accelerator of that name"),
         ):
             unknown = [*command(tmp_path, "2:6", 20), "--set", f"accelerator={name}"]
             cluster.submit(name, None, *unknown)
