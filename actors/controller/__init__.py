@@ -1,1 +1,1 @@
-"""The controller's shell around the core: inbox, journal, watch, fleet protocol."""
+"""The controller's shell around the pure core: inbox, journal, watch, fleet protocol."""

@@ -1,10 +1,10 @@
-"""Old segments of a run's logs on an object store: joined, and those of the journal made smaller.
+"""Log compaction on an object store: old segments are joined, and those of the journal shrunk.
 
-A log of millions of steps would be thousands of objects. The metrics are joined byte for byte. In
-the journal, lines of steps and full states become lines that say only how far the run had come, and
-the lines in `DROPPED`, of which there are as many as steps or workers, are removed; other events
-and commands stay. Nothing is touched that a replay may need, nor the newest segments, so
-that readers that follow a run do not notice. On a disk a log is one file, and stays as it is.
+Without it, a log of millions of steps would be thousands of objects. Metrics are joined byte for
+byte. In the journal, lines of steps and full states become lines that give only the progress of the
+run. The lines in `DROPPED`, as many as steps or workers, are removed; other events and commands
+stay. Compaction leaves alone whatever a replay may need, and the newest segments, so that readers
+that follow a run do not notice it. On a disk a log is one file, which is never compacted.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from elastic.protocol.wire import is_progress, is_steps, progress_line
 
 LOOK_EVERY_S = 600.0
 NUM_JOINED = 16
-"""So many segments become one."""
+"""The number of segments that become one."""
 NUM_LEFT = 16
-"""So many of the newest stay as they are."""
+"""The number of newest segments that are left alone."""
 DROPPED = {"ComputeTimed", "Progressed", "Woke", "PartWritten", "PublishCheckpoint"}
-"""Events and commands that only a replay needs: `Checkpointed` tells of the checkpoint itself."""
+"""Events and commands that only a replay needs; `Checkpointed` reports the checkpoint itself."""
 RECORD_FIELDS = ("generation", "step", "step_s")
-"""What readers need of the records in `RecordsSent`."""
+"""The fields that readers need of the records in `RecordsSent`."""
 
 
 class Compactor:
-    """Looks now and then, in a thread of its own, whether there is anything to compact."""
+    """Compacts the logs in a background thread whenever enough segments have gathered."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Compactor:
         check: Callable[[], None],
         every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """`check` raises `LeaseLost` once this process may not write any more."""
+        """`check` raises `LeaseLost` once this process has lost its lease."""
         self._journal = journal
         self._others = others
         self._check = check
@@ -51,7 +51,7 @@ class Compactor:
         self._thread.start()
 
     def close(self) -> None:
-        """What is under way is still done."""
+        """Finish the compaction under way, then end the thread."""
         self._closed.set()
         self._thread.join()
 
@@ -62,9 +62,9 @@ class Compactor:
                     while not self._closed.is_set() and self._compact_once(log):
                         continue
             except LeaseLost:
-                return  # the shell sees the same, and ends
-            except Exception:  # mostly OSError: storage does not answer; any other likewise
-                continue  # nothing is lost, and the next look tries it again: there is time
+                return  # the shell sees the lost lease, too, and ends the run
+            except Exception:  # usually OSError: storage does not answer
+                continue  # nothing is lost: try again at the next interval
 
     def _compact_once(self, log: LineLog) -> bool:
         return compact_oldest(log, self._check, is_journal=log is self._journal)
@@ -77,10 +77,8 @@ def compact_oldest(
     num_joined: int = NUM_JOINED,
     num_left: int = NUM_LEFT,
 ) -> bool:
-    """Let one segment stand for the `num_joined` oldest that are left; whether there were so many.
-
-    Raises OSError, or `LeaseLost`; in either case nothing is lost.
-    """
+    """Replace the `num_joined` oldest uncompacted segments by one; return whether there were so
+    many. Raises OSError or `LeaseLost`; in either case nothing is lost."""
     leftovers = _superseded(log)
     if leftovers:
         check()
@@ -101,7 +99,7 @@ def compact_oldest(
 
 
 def shrink_journal(lines: bytes) -> bytes:
-    """Without what only a replay needs."""
+    """The lines of a journal without what only a replay needs."""
     kept: list[bytes] = []
     dropped: dict[str, Any] | None = None
     for line in lines.split(b"\n")[:-1]:
@@ -131,35 +129,35 @@ def _shrunk(row: dict[str, Any], name: str, line: bytes) -> bytes:
 
 
 def _time_line(row: Mapping[str, Any]) -> bytes:
-    """What stands for the last line of a session, or perhaps of one: readers take its time for the
-    end of the session."""
-    told = {name: row[name] for name in ("time", "generation", "format")}
-    return json.dumps(told).encode() + b"\n"
+    """The replacement of a dropped line that may be the last of its session: readers take its time
+    as the end of the session."""
+    fields = {name: row[name] for name in ("time", "generation", "format")}
+    return json.dumps(fields).encode() + b"\n"
 
 
 def _oldest_uncompacted(
     segments: list[LogSegment], num_joined: int, num_left: int
 ) -> list[LogSegment]:
-    """Whole objects that lie one after the other, and were not joined or compacted before."""
-    found: list[LogSegment] = []
+    """The oldest adjacent segments that are whole objects and were never joined."""
+    adjacent: list[LogSegment] = []
     for segment in segments[: max(0, len(segments) - num_left)]:
-        follows = not found or found[-1].end == segment.begin
+        follows = not adjacent or adjacent[-1].end == segment.begin
         if segment.is_joined or segment.begin != segment.object_begin or not follows:
-            found = []
+            adjacent = []
             continue
-        found.append(segment)
-        if len(found) == num_joined:
-            return found
+        adjacent.append(segment)
+        if len(adjacent) == num_joined:
+            return adjacent
     return []
 
 
 def _superseded(log: LineLog) -> list[LogSegment]:
-    """What an interrupted compaction has left: objects within a joined one that is in force."""
+    """The segments that an interrupted compaction left behind: a valid joined one covers them."""
     joined = [segment for segment in log.segments() if segment.is_joined]
     names = {segment.name for segment in joined}
     return [
         segment
         for segment in (log.all_segments() if joined else ())
         if segment.name not in names
-        and any(one.begin <= segment.begin and segment.end <= one.end for one in joined)
+        and any(whole.begin <= segment.begin and segment.end <= whole.end for whole in joined)
     ]

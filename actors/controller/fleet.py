@@ -1,4 +1,8 @@
-"""What the controller's shell needs of the world: to start, command, probe and end workers."""
+"""The fleet protocol: how the controller's shell starts, commands, probes and ends processes.
+
+Every backend implements `Fleet`. A backend whose processes outlive a controller also implements
+`Survivors`. `dispatch` maps each command of the core to a method of the fleet.
+"""
 
 from __future__ import annotations
 
@@ -34,84 +38,60 @@ T = TypeVar("T")
 
 
 class Fleet(Protocol):
-    """Workers and the store, however they run; what happens to them comes back as events."""
+    """Workers, snapshot servers and the store; their outcomes come back as events."""
 
     def start_store(self) -> None:
-        """Answered by `StoreReady`; later, perhaps, `StoreLost`."""
+        """Start the store. `StoreReady` answers; `StoreLost` may follow later."""
 
     def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        """Each is answered by `WorkerReady`, or by `WorkerLost`; none is started on the nodes
-        `avoided`: who finds no other waits for one."""
+        """Start workers. `WorkerReady` or `WorkerLost` answers for each. No worker starts on a
+        quarantined node; a worker that finds no other node waits for one."""
 
     def start_snapshot_server(self, node: str) -> None:
-        """Answered by `SnapshotServerReady`, or later by `SnapshotServerLost`."""
+        """Start a node's snapshot server. `SnapshotServerReady` or `SnapshotServerLost` answers."""
 
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
-        """Each is answered by `SnapshotServerReported`, if it lives."""
+        """Query what snapshot servers hold. Each one alive answers by `SnapshotServerReported`."""
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        """Free what is of earlier generations."""
+        """Free the snapshots of earlier generations."""
 
     def stop_worker(self, worker: str) -> None:
-        """End a process at once, even a stopped one; answered by `WorkerLost`."""
+        """End a process at once, even a stopped one. `WorkerLost` answers."""
 
     def send(self, workers: Iterable[str], order: Order) -> None:
-        """Orders for one worker arrive in the order in which they were sent."""
+        """Send an order. A worker gets its orders in the order in which they were sent."""
 
     def probe(self, worker: str) -> Future[int]:
-        """Ask for the worker's number of signs of life."""
+        """Query a worker's count of signs of life."""
 
     def process_state(self, worker: str) -> Future[str]:
-        """Ask the worker's node what its process does: `runs`, `stopped` (by a signal) or `gone`;
-        `may run` where there is nobody to ask."""
+        """Query the worker's node for the state of its process: `runs`, `stopped` (by a signal) or
+        `gone`; `may run` if there is no agent to query."""
 
     def probe_snapshot_server(self, node: str) -> Future[None]:
-        """Ask the node's keeper for an answer, of whatever kind."""
+        """Query the node's snapshot server for any answer."""
 
     def stop_snapshot_server(self, node: str) -> None:
-        """End a process, even a stopped one; answered by `SnapshotServerLost`."""
+        """End a process, even a stopped one. `SnapshotServerLost` answers."""
 
     def close(self) -> None:
         """End every process; return when none is left (invariant 12)."""
 
 
-def missing(name: str) -> Future[Any]:
-    """The answer of a process that is not there."""
-    answer: Future[Any] = Future()
-    answer.set_exception(ProcessLookupError(name))
-    return answer
-
-
-def answered(value: T) -> Future[T]:
-    """An answer that is there at once."""
-    answer: Future[T] = Future()
-    answer.set_result(value)
-    return answer
-
-
 class Survivors(Protocol):
-    """What a controller that died has left alive, and the fleet of the next one can find."""
+    """The processes that a dead controller left alive, as the fleet of the next one finds them."""
 
     def newest_generation(self) -> int:
-        """Of all orders that workers have taken; those that do not answer do not count."""
+        """The newest generation of all orders that workers have; silent workers do not count."""
 
     def attach(self, state: CoreState) -> None:
-        """Take over what lives of that which should be there; what has gone is told as lost, what
-        has never come is started. Workers tell once more what may not have been heard."""
+        """Take over the processes that `state` expects and that still live. Report those that died
+        as lost, and start those that never started. Workers report again what the dead controller
+        may not have received."""
 
     def clear_away(self) -> None:
-        """End all of it."""
-
-
-def process_state(pid: int) -> str:
-    """`runs`, `stopped` by a signal, or `gone`, of a process of this machine."""
-    try:
-        status = psutil.Process(pid).status()
-    except psutil.NoSuchProcess:
-        return "gone"
-    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
-        return "gone"
-    return "stopped" if status == psutil.STATUS_STOPPED else "runs"
+        """End every survivor."""
 
 
 ToWorkers = (
@@ -133,8 +113,8 @@ FleetCommand = (
 )
 
 
-def pass_on(fleet: Fleet, command: FleetCommand) -> None:
-    """Have the fleet do it; it returns at once."""
+def dispatch(fleet: Fleet, command: FleetCommand) -> None:
+    """Pass a command to the fleet, which returns at once."""
     match command:
         case StartStore():
             fleet.start_store()
@@ -167,3 +147,28 @@ def pass_on(fleet: Fleet, command: FleetCommand) -> None:
             fleet.forget_snapshots(command.nodes, command.generation)
         case _:
             assert_never(command)
+
+
+def process_state(pid: int) -> str:
+    """The state of a process of this machine: `runs`, `stopped` (by a signal) or `gone`."""
+    try:
+        status = psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
+        return "gone"
+    return "stopped" if status == psutil.STATUS_STOPPED else "runs"
+
+
+def answered(value: T) -> Future[T]:
+    """A future that has its answer already."""
+    answer: Future[T] = Future()
+    answer.set_result(value)
+    return answer
+
+
+def missing(name: str) -> Future[Any]:
+    """The future of a process that does not exist: it raises `ProcessLookupError`."""
+    answer: Future[Any] = Future()
+    answer.set_exception(ProcessLookupError(name))
+    return answer

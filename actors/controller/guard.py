@@ -1,7 +1,7 @@
-"""Unexpected exceptions in the controller: what raised is tried again, twice, and then given up.
+"""Guard against unexpected exceptions in the controller: retry an action twice, then give it up.
 
-Each is reported by `ControllerRaised`, so that it is in the journal; the core has the run saved,
-and after the third in a row ended. See `elastic.controller.controller_errors`.
+`ControllerRaised` reports each exception, so that it is in the journal. The core saves the run, and
+ends it after the third exception in a row. See `elastic.controller.controller_errors`.
 """
 
 from __future__ import annotations
@@ -21,40 +21,40 @@ from elastic.protocol.phases import Ended as StoppedPhase
 from elastic.replay.undo import UndoableCore
 
 PAUSE_S = 0.1
-"""Before another try; twice as long before the next."""
+"""The pause before the first retry; before the second it is twice as long."""
 NEXT_EVENT = "next event"
 OWN_PLACES = (NEXT_EVENT, Woke.__name__)
-"""What the shell comes to by itself, again at once if it fails."""
+"""The places that the shell reaches without an event; it would repeat a failure there at once."""
 GIVEN_UP_PAUSE_S = 1.0
-"""After a failure there once nothing is tried again."""
+"""The pause after a failure at such a place that is not retried any more."""
 
 
 def describe(place: str, error: Exception) -> ControllerRaised:
-    """The event of an exception."""
+    """The event that reports an exception."""
     text = "".join(traceback.format_exception(error))
     first_line = (str(error).splitlines() or [""])[0]
     return ControllerRaised(place, f"{type(error).__name__}: {first_line}", text)
 
 
 class GuardedCore:
-    """The core as the shell drives it; every action of the shell that may raise passes here.
+    """The core as the shell drives it; it guards every action of the shell that may raise.
 
-    `LeaseLost` is no such exception: another controller has the run.
+    It does not guard against `LeaseLost`: then another controller drives the run.
     """
 
     def __init__(self, core: Core, serve: Callable[[Event], None]) -> None:
-        """`serve` takes an event as any other, in the shell's thread."""
+        """`serve` processes an event on the shell's thread."""
         self._core = core
         self._undoable = UndoableCore(core)
         self._serve = serve
         self._is_reporting = False
         self._postponed: list[ControllerRaised] | None = None
-        """While lines are written: what raised meanwhile."""
+        """The exceptions so far while lines are being written, else None."""
         self._lacks_lines = False
-        """Whether the journal lacks lines that have been given up."""
+        """Whether the journal lacks lines whose writing was given up."""
         self._force_at: float | None = None
         self._has_begun = False
-        """Whether an event of this session of the run has been taken, or given up."""
+        """Whether this session of the run has processed, or given up, an event."""
 
     @property
     def is_failing(self) -> bool:
@@ -62,15 +62,15 @@ class GuardedCore:
         return is_failing(self._core.state)
 
     def step(self, now: float, event: Event) -> list[Command] | None:
-        """As `Core.step`; None if the event was given up, which has then changed nothing."""
-        taken: list[list[Command]] = []
+        """As `Core.step`; None if the event was given up, in which case it changed nothing."""
+        results: list[list[Command]] = []
         place = type(event).__name__
-        is_taken = self.attempt(place, lambda: taken.append(self._undoable.step(now, event)))
+        is_done = self.attempt(place, lambda: results.append(self._undoable.step(now, event)))
         self._has_begun = True
-        return taken[0] if is_taken else None
+        return results[0] if is_done else None
 
     def next(self, wait: Callable[[], Event]) -> Event:
-        """The next event; if it cannot be waited for, the time has come to look around."""
+        """The next event; `Woke` if waiting for it was given up."""
         events: list[Event] = []
         is_there = self.attempt(NEXT_EVENT, lambda: events.append(wait()))
         return events[0] if is_there else Woke()
@@ -81,31 +81,31 @@ class GuardedCore:
         find_actions: Callable[[], Sequence[Callable[[], None]]],
         write_state: Callable[[], None],
     ) -> None:
-        """Do these actions in turn, each once. Exceptions are reported after them, since the lines
-        of one event belong together; after lines that were given up, the whole state is written."""
-        found: list[deque[Callable[[], None]]] = []
+        """Run these actions in turn, each once. Exceptions are reported afterwards, since the lines
+        of one event belong together. If lines were given up before, the full state is written."""
+        queues: list[deque[Callable[[], None]]] = []
 
-        def go_on() -> None:
-            if not found:
-                found.append(deque(find_actions()))
-            [left] = found
-            while left:
-                left[0]()
-                left.popleft()
+        def run_remaining() -> None:
+            if not queues:
+                queues.append(deque(find_actions()))
+            [remaining] = queues
+            while remaining:
+                remaining[0]()
+                remaining.popleft()
             if self._lacks_lines:
                 write_state()
                 self._lacks_lines = False
 
         self._postponed = []
         try:
-            self._lacks_lines |= not self.attempt(place, go_on)
+            self._lacks_lines |= not self.attempt(place, run_remaining)
         finally:
             postponed, self._postponed = self._postponed, None
         for error in postponed:
             self._report(error)
 
     def attempt(self, place: str, action: Callable[[], object]) -> bool:
-        """Do it; False if it was given up."""
+        """Run the action, with retries; return False if it was given up."""
         for number in range(1, MAX_IN_A_ROW + 1):
             was_given_up = is_given_up(self._core.state, place) and self.is_failing
             try:
@@ -130,8 +130,8 @@ class GuardedCore:
             self._serve(ControllerRecovered(place))
 
     def forced_end(self, now: float) -> Stopped | None:
-        """How a run ends that its controller's exceptions end, if the core does not get there: the
-        last checkpoint has had its time, or the core has stopped before."""
+        """The end of a run that the controller's exceptions end, if the core does not end it: the
+        time for the last checkpoint has passed, or the core had stopped before."""
         state = self._core.state
         if not (self.is_failing and self._has_begun):
             return None
@@ -146,7 +146,7 @@ class GuardedCore:
         return Stopped("failed", state.committed_step, ending.reason, ending.traceback)
 
     def _report(self, error: ControllerRaised) -> None:
-        """Never raises, whatever is broken: the count is kept at least in memory."""
+        """Report an exception. This never raises; at the least it counts the error in memory."""
         if self._postponed is not None:
             self._postponed.append(error)
             return
@@ -165,7 +165,7 @@ class GuardedCore:
 
 
 class ThreadGuard:
-    """Reports what raises in another of the controller's threads, which then goes on."""
+    """Reports exceptions of the controller's other threads, which then go on."""
 
     def __init__(self, place: str, post: Callable[[Event], None]) -> None:
         self._place = place
@@ -177,7 +177,7 @@ class ThreadGuard:
         self._post(describe(self._place, error))
 
     def note_success(self) -> None:
-        """It has done its work once more."""
+        """Report the recovery if the thread had failed before."""
         if self._has_failed:
             self._has_failed = False
             self._post(ControllerRecovered(self._place))

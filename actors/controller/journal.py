@@ -1,4 +1,4 @@
-"""The journal: replaying it brings the core back."""
+"""The journal of a run: opened for writing, and replayed to restore the core."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ NUM_TAIL_ROWS = 4 * NUM_KEPT_RECORDS
 
 
 def open_journal(journal: LineLog, lease: Lease) -> Lines:
-    """Go on writing where the journal ends; from now on, what older epochs write does not count.
-    Raises OSError, `LostLease` and `LeaseLost`.
+    """Append to the journal. From now on, lines of older epochs do not count. Raises OSError,
+    `LostLease` and `LeaseLost`.
 
-    On a disk the first line does that. It has the time of the line before, since nobody has driven
-    the run in between.
+    On a disk an opening line fences the older epochs. It has the time of the line before it, since
+    no process has driven the run in between.
     """
     if not isinstance(journal.storage, DiskStorage):
         return open_lines(journal, lease.epoch, lease.look)
@@ -33,9 +33,9 @@ def open_journal(journal: LineLog, lease: Lease) -> Lines:
         raise _removed_lease(journal, newest, lease)
     writer = LineFile(journal.storage.path / journal.name, lease.look, epoch=lease.epoch)
     try:
-        [before] = journal.last_rows(1) or [{}]
-        told = before.get("time")
-        writer.write(opening_line(told if isinstance(told, int | float) else time.time()))
+        [last_row] = journal.last_rows(1) or [{}]
+        last = last_row.get("time")
+        writer.write(opening_line(last if isinstance(last, int | float) else time.time()))
     except BaseException:
         writer.close(patience_s=0.0)
         raise
@@ -43,8 +43,7 @@ def open_journal(journal: LineLog, lease: Lease) -> Lines:
 
 
 def replay(journal: LineLog, end: int | None = None) -> Replay:
-    """What the journal leaves behind, up to the byte `end`, from its newest full state on
-    (invariant 10).
+    """Replay the journal from its newest full state up to the byte `end` (invariant 10).
 
     Raises `UnreadableJournal` for a line of another format, and `DamagedLog` for one that cannot
     be replayed.
@@ -56,8 +55,8 @@ def replay(journal: LineLog, end: int | None = None) -> Replay:
 
 
 def replay_of(lease: Lease, journal: LineLog) -> Replay:
-    """What the journal leaves behind to a process that has opened it for writing: no older epoch
-    can add to it any more. Raises `LostLease`, and as `replay` does."""
+    """Replay the journal for the process that opened it for writing: no older epoch can append to
+    it any more. Raises `LostLease`, and as `replay` does."""
     before = replay(journal)
     incarnation = before.core.state.incarnation
     if incarnation >= lease.epoch:
@@ -68,7 +67,7 @@ def replay_of(lease: Lease, journal: LineLog) -> Replay:
 def _removed_lease(journal: LineLog, epoch: int, lease: Lease) -> LostLease:
     return LostLease(
         f"{journal.url} has lines of epoch {epoch}, but the lease is of epoch {lease.epoch}: files "
-        "of lease/ were removed"
+        "of the lease/ folder were removed"
     )
 
 
@@ -76,7 +75,7 @@ def take_line(replay: Replay, journal: LineLog, offset: int, line: dict[str, Any
     """Replay one line; raises as `replay` does."""
     try:
         replay.take(line)
-    except Exception as error:  # whatever a line breaks that no controller wrote
+    except Exception as error:  # a line that no controller wrote may break anything
         is_of_other_format = isinstance(line.get("format"), int) and line["format"] != FORMAT
         if isinstance(error, UnreadableJournal) and is_of_other_format:
             raise
@@ -85,8 +84,8 @@ def take_line(replay: Replay, journal: LineLog, offset: int, line: dict[str, Any
 
 
 def newest_rows(metrics: LineLog, replay: Replay) -> list[dict[str, Any]]:
-    """The newest lines of metrics back to the oldest step whose line may be lacking, or else to the
-    newest step that the journal knows; the newest first, at most `NUM_TAIL_ROWS`."""
+    """The newest lines of the metrics, newest first, at most `NUM_TAIL_ROWS`: back to the oldest
+    step whose line may be missing, else to the newest step that the journal knows."""
     state = replay.core.state
     oldest = (state.generation, state.committed_step)
     if replay.records:
@@ -95,7 +94,7 @@ def newest_rows(metrics: LineLog, replay: Replay) -> list[dict[str, Any]]:
     for _, text in metrics.lines_from_end():
         row = parse_line(text)
         if row is None or not is_step_line(row):
-            continue  # a line that cannot be read is of no step
+            continue  # an unreadable line belongs to no step
         rows.append(row)
         is_oldest = row["step"] == oldest[1] and row["generation"] <= oldest[0]
         if is_oldest or len(rows) >= NUM_TAIL_ROWS:
@@ -109,7 +108,7 @@ def is_step_line(row: dict[str, Any]) -> bool:
 
 
 def _newest_state(journal: LineLog, end: int | None) -> int:
-    """Where the newest full state before `end` begins; 0 if there is none."""
+    """The offset of the newest full state before `end`; 0 if there is none."""
     for offset, line in journal.lines_from_end():
         is_before = end is None or offset + len(line) < end
         if is_before and MARKER in line and parse_line(line) is not None:

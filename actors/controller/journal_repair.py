@@ -1,4 +1,4 @@
-"""Repair of a journal: what can be replayed stays, the rest is set aside; nothing is deleted."""
+"""Journal repair: what can be replayed stays, the rest is set aside, nothing is deleted."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from elastic.protocol.wire import FORMAT, state_line
 from elastic.replay.replay import Replay
 
 ASIDE = "damaged"
-"""The folder in that of a run for what is set aside."""
+"""The folder inside the run folder for what is set aside."""
 
 
 @dataclass(frozen=True)
 class Damage:
-    """The journal can be replayed up to the byte `offset`, to `whole`; then comes what is lost."""
+    """Damage at the byte `offset`: `whole` is the replay up to there, later lines are lost."""
 
     offset: int
     cause: str
@@ -36,7 +36,7 @@ class Damage:
 
 
 def examine_journal(journal: LineLog) -> Damage | None:
-    """What is wrong with a journal, if anything is.
+    """Find a journal's damage; None if it has none.
 
     Raises `UnreadableJournal` if it is of another format, and `OSError`.
     """
@@ -55,9 +55,9 @@ def examine_journal(journal: LineLog) -> Damage | None:
 
 
 def repair_journal(journal: LineLog, damage: Damage, lease: Lease) -> str:
-    """Have the journal end before its damage, with a full state line; returns where the rest is.
+    """End the journal before its damage, with a full state line; return where the rest is.
 
-    The generations of what is lost are not used again.
+    The generations of the lost lines are not used again.
     """
     state = damage.whole.core.state
     state.generation = max([state.generation, *_generations(journal, damage.offset)])
@@ -102,7 +102,7 @@ def _repair_file(
 
 
 def _generations(journal: LineLog, offset: int) -> Iterator[int]:
-    """Those that the lost lines name; what other files name is looked up when a run is opened."""
+    """The generations in the lost lines. Opening a run looks up those in its other files."""
     for row in journal.rows(offset):
         if isinstance(row.get("generation"), int):
             yield row["generation"]

@@ -1,4 +1,4 @@
-"""Ask a run that goes on for another layout, and wait for what becomes of it; runs without Ray."""
+"""Layout requests to a running run: post one and follow it to its end. Runs without Ray."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ LOOK_EVERY_S = 0.2
 
 @dataclass(frozen=True)
 class LayoutReply:
-    """How far a request has come; later fields are empty where it has not come so far.
+    """The progress of a request; the fields of later stages are empty until it reaches them.
 
-    Unless it is refused, already so, or nothing trains, it is done once `relaid` and `layout`
-    tell of the generation that trains now.
+    A request is done at once if it is refused, if the layout is the present one, or if nothing
+    trains. Else it is done once `resharded` and `layout` describe the generation that trains now.
     """
 
     answered: LayoutAnswered | None = None
     resharded: Resharded | None = None
     layout: str = ""
     ended: bool = False
-    """The run has ended before."""
+    """Whether the run ended before the request was done."""
 
     @property
     def is_done(self) -> bool:
-        told = self.answered
-        changes = told is not None and not told.refusal and told.present not in ("", told.planned)
-        return self.ended or bool(self.layout) or (told is not None and not changes)
+        answer = self.answered
+        if answer is None:
+            return self.ended or bool(self.layout)
+        changes = not answer.refusal and answer.present not in ("", answer.planned)
+        return self.ended or bool(self.layout) or not changes
 
 
 def ask_for_layout(shell: Shell, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
-    """Post the request and follow it to its end, or as far as it comes within `patience_s`."""
+    """Post the request and follow it to its end, for at most `patience_s`."""
     request, reply = uuid.uuid4().hex, LayoutReply()
     deadline = time.monotonic() + patience_s
-    # What is posted before the run is opened would be of an earlier session.
+    # An event posted before the run is opened would belong to an earlier session.
     shell.opened.wait(patience_s)
-    with shell.listening() as told:
+    with shell.listening() as commands:
         shell.post(LayoutRequested(request, target_layout))
         while not reply.is_done and time.monotonic() < deadline:
             try:
-                reply = _taken(reply, told.get(timeout=LOOK_EVERY_S), request)
+                reply = _updated(reply, commands.get(timeout=LOOK_EVERY_S), request)
             except queue.Empty:
                 reply = replace(reply, ended=shell.ended.is_set())
     return reply
 
 
-def _taken(reply: LayoutReply, command: Command, request: str) -> LayoutReply:
+def _updated(reply: LayoutReply, command: Command, request: str) -> LayoutReply:
     match command:
         case LayoutAnswered() if command.request == request:
             return replace(reply, answered=command)

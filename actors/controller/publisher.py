@@ -1,4 +1,4 @@
-"""Where checkpoints lie, when one is whole, and how it is made visible and removed."""
+"""Publisher of checkpoints: it makes whole ones visible and removes old ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ StorageOrder = PublishCheckpoint | DropCheckpoints | SetAside
 
 
 class Publisher:
-    """Publishes and removes in a thread of its own: the controller never waits for storage."""
+    """Publishes and removes checkpoints in a thread, so that the controller never waits for
+    storage."""
 
     def __init__(self, run: Storage, lease: Lease, post: Callable[[Event], None]) -> None:
         self._run = run
@@ -31,7 +32,7 @@ class Publisher:
         self._orders: queue.SimpleQueue[StorageOrder | None]
         self._orders = queue.SimpleQueue()
         self._to_remove: deque[tuple[int, int]] = deque()
-        """Step and generation of checkpoints that are to be removed, and may have been refused."""
+        """Step and generation of the checkpoints to remove; storage may have refused some."""
         self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
         self._thread.start()
 
@@ -39,7 +40,7 @@ class Publisher:
         self._orders.put(command)
 
     def close(self) -> None:
-        """What has been ordered is still done."""
+        """Finish the queued orders, then end the thread."""
         self._orders.put(None)
         self._thread.join()
 
@@ -58,12 +59,12 @@ class Publisher:
                 elif isinstance(order, SetAside):
                     self._attempt(partial(self._set_aside, order))
             except LeaseLost:
-                return  # the shell sees the same, and ends
+                return  # the shell sees the lost lease, too, and ends the run
 
     def _attempt(
         self, act: Callable[[], None], fail: Callable[[Exception], None] = lambda error: None
     ) -> None:
-        """Raises `LeaseLost`."""
+        """Run `act` under the lease; on an exception call `fail`. Raises `LeaseLost`."""
         try:
             self._lease.look()
             act()
@@ -84,8 +85,8 @@ class Publisher:
         self._post(Checkpointed(order.step, order.generation, url))
 
     def _remove(self) -> None:
-        """First the manifest: what is removed half is invisible. What storage refuses to remove is
-        tried again before the next order, after the others."""
+        """Remove checkpoints, each one's manifest first, so that a half removed one is invisible.
+        If storage refuses, retry before the next order, after the other checkpoints."""
         removed: list[tuple[int, int]] = []
         try:
             while self._to_remove:
@@ -99,7 +100,8 @@ class Publisher:
                 self._post(CheckpointsRemoved(tuple(removed)))
 
     def _set_aside(self, order: SetAside) -> None:
-        """If storage refuses, its damage is found again when the run is opened again."""
+        """Set a damaged checkpoint aside. If storage refuses, the next opening of the run finds the
+        damage again."""
         set_aside(self._run.at(folder_of(order.step, order.generation)))
         self._post(CheckpointsRemoved(((order.step, order.generation),)))
 

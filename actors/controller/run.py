@@ -1,4 +1,4 @@
-"""The controller as a named Ray actor: the shell in a thread, and doors for workers and driver."""
+"""Specification of a run: all that a controller needs to drive it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.protocol.events import Event, RunOpened
 
 @dataclass(frozen=True)
 class RunSpec:
-    """All that a controller needs to drive a run."""
+    """A run to drive; the driver sends it to the controller."""
 
     name: str
     folder: str
@@ -20,14 +20,14 @@ class RunSpec:
     program: Factory
     options: WorkerOptions
     draining_workers: tuple[tuple[int, Event], ...] = ()
-    """What shall be posted once a step has committed: planned removals."""
+    """Events to post once their step has committed: planned removals."""
     observers: tuple[Factory, ...] = ()
     resources: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
-    """What each worker asks the cluster for, as options of its actor."""
+    """The resources that each worker requests, as options of its Ray actor."""
     driver_timeout_s: float = 60.0
     orphan_timeout_s: float = 300.0
     detached: bool = False
     head_patience_s: float = 30.0
-    """How long Ray's GCS may be away until the run is saved and ends."""
+    """How long Ray's GCS may be unreachable before the run is saved and ends."""
     sources: str = ""
-    """The digest of the driver's, which the controller's must equal."""
+    """The digest of the driver's sources; the controller's must equal it."""

@@ -1,7 +1,7 @@
-"""The run's time: seconds since the epoch that pass like a stopwatch, whatever clocks are set to.
+"""The run's clock: monotonic time with an offset, in seconds since the epoch.
 
-The offset to the wall clock is taken once. Where the journal is ahead of it, time continues from
-the last line of the journal, so that no deadline waits until the wall clock has caught up.
+The offset to the wall clock is taken once. If the journal is ahead of the wall clock, time
+continues from its last line, so that no deadline waits until the wall clock has caught up.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class RunClock:
         return self._offset + self._monotonic()
 
     def on_this_clock(self, event: Event) -> Event:
-        """An announced end is posted in the time of this machine's wall clock, whatever the clock
-        of the node says; it is converted once, here."""
+        """Convert the deadline of a drain, which is given in this machine's wall time, to this
+        clock; leave other events alone."""
         if isinstance(event, NodeDraining):
             return replace(event, deadline=self.now() + event.deadline - self._wall())
         return event

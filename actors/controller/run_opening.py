@@ -1,4 +1,4 @@
-"""Opening a run: its lease and its journal, or one line that says why it cannot be opened."""
+"""Opening a run, and the one-line reason if it cannot be opened or cannot go on."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from elastic.protocol.wire import UnreadableJournal
 def open_run(
     run: Storage, cluster: str = "", actor: str = "", due: tuple[tuple[int, Event], ...] = ()
 ) -> tuple[Lease, Shell]:
-    """Claim a run and replay its journal; `cluster` and `actor` as for `claim`.
+    """Claim a run's lease and replay its journal; `cluster` and `actor` as for `claim`.
 
-    Raises `RunTaken` if somebody drives it, `RunRefused` if it cannot be opened, `OSError` if the
-    storage refuses.
+    Raises `RunTaken` if another process drives the run, `RunRefused` if it cannot be opened,
+    `OSError` if the storage refuses.
     """
     lease = claim(run, cluster, actor)
     try:
@@ -36,15 +36,10 @@ def open_run(
         ) from None
     except (DamagedLog, LostLease) as error:
         lease.release()
-        raise RunRefused(f"{error}; {way_on(run)}") from None
-
-
-def way_on(run: Storage) -> str:
-    """How a run with damaged files is continued."""
-    return (
-        f"`{repair_command(run)}` sets the damaged part aside, and the run continues from its "
-        "newest whole checkpoint"
-    )
+        raise RunRefused(
+            f"{error}; `{repair_command(run)}` sets the damaged part aside, and the run continues "
+            "from its newest whole checkpoint"
+        ) from None
 
 
 def repair_command(run: Storage) -> str:
@@ -59,8 +54,9 @@ def repair_command(run: Storage) -> str:
     return f"elastic doctor {path.name} --storage {shlex.quote(storage)} --repair"
 
 
-def told_in_one_line(error: Exception, url: str, step: int) -> Stopped | None:
-    """The end of a run at `url` for a reason that is no bug; None for any other exception."""
+def expected_end(error: Exception, url: str, step: int) -> Stopped | None:
+    """The end, with a one-line reason, of a run at `url` whose shell raised `error`; None if the
+    error is unexpected."""
     match error:
         case LeaseLost():
             reason = (
@@ -78,7 +74,7 @@ def told_in_one_line(error: Exception, url: str, step: int) -> Stopped | None:
 
 
 def outcome_of(error: Exception, url: str, step: int) -> Stopped:
-    """The end of a run at `url` whose shell has raised this."""
+    """The end of a run at `url` whose shell raised `error`; with the traceback if unexpected."""
     text = "".join(traceback.format_exception(error))
-    reason = f"the controller broke: {type(error).__name__}: {error}"
-    return told_in_one_line(error, url, step) or Stopped("failed", step, reason, text)
+    reason = f"the controller failed: {type(error).__name__}: {error}"
+    return expected_end(error, url, step) or Stopped("failed", step, reason, text)

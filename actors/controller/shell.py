@@ -1,4 +1,5 @@
-"""The controller's shell: one inbox, the core, the journal, and the commands carried out."""
+"""The controller's shell: it takes events from one inbox, steps the core, makes the journal durable
+and executes the commands."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from actors.controller.compaction import Compactor
-from actors.controller.fleet import Fleet, Survivors, pass_on
+from actors.controller.fleet import Fleet, Survivors, dispatch
 from actors.controller.guard import GuardedCore
 from actors.controller.journal import is_step_line, newest_rows, open_journal, replay_of
 from actors.controller.publisher import Publisher
@@ -64,7 +65,7 @@ class Shell:
         due: tuple[tuple[int, Event], ...] = (),
         wall: Clock = time.time,
     ) -> None:
-        """`due` are events to be posted once their step has committed."""
+        """`due` are events to post once their step has committed."""
         self._due = list(due)
         self._run = run
         self._lease = lease
@@ -87,22 +88,22 @@ class Shell:
         counted = self._core.state.controller_errors.keys()
         self._start_guard = StartGuard(run.url, patience_s, counted)
         self._ahead: set[tuple[int, int]] = set()
-        """Generation and step of lines of metrics that the journal does not account for."""
+        """Generation and step of the metrics lines that the journal does not know of."""
         self._listeners: list[queue.Queue[Command]] = []
         self._unsaved: PartFailed | None = None
-        """The newest checkpoint that could not be written, until one can."""
+        """The newest checkpoint whose writing failed, until a later one succeeds."""
         self.outcome: Stopped | None = None
         self.opened = threading.Event()
-        """What is posted from now on is of this session of the run."""
+        """Set once posted events belong to this session of the run."""
         self.ended = threading.Event()
-        """Nothing is served any more, whatever the reason."""
+        """Set once the shell processes no more events, for whatever reason."""
 
     def post(self, event: Event) -> None:
         self._inbox.put(event)
 
     @property
     def trouble(self) -> str:
-        """What waits for storage at present, and why; empty if nothing does."""
+        """What currently waits for storage, and why; empty if nothing does."""
         if self._start_guard.trouble:
             return self._start_guard.trouble
         return waiting_for_storage(self._unsaved, {JOURNAL: self._journal, METRICS: self._metrics})
@@ -114,17 +115,17 @@ class Shell:
 
     @contextmanager
     def listening(self) -> Iterator[queue.Queue[Command]]:
-        """Each command from now on, once it is durable and under way; for any thread."""
-        told: queue.Queue[Command] = queue.Queue()
-        self._listeners.append(told)
+        """Receive each command from now on, once it is durable and under way; for any thread."""
+        commands: queue.Queue[Command] = queue.Queue()
+        self._listeners.append(commands)
         try:
-            yield told
+            yield commands
         finally:
-            self._listeners.remove(told)
+            self._listeners.remove(commands)
 
     def run(self, fleet: Fleet, opening: RunOpened, survivors: Survivors | None = None) -> Stopped:
-        """Open the run, or go on with what a controller of the same actor has left alive, and serve
-        it until it has stopped. `opening.saved` is found here."""
+        """Open the run, or take over what an earlier controller of the same actor left alive, and
+        process events until the run has stopped. This fills in `opening.saved`."""
         self._fleet = fleet
         state, silence_s = self._core.state, opening.policy.silence_timeout_s
         members, step_s = state.members(), state.median_step_s()
@@ -150,13 +151,13 @@ class Shell:
         return with_shortfall(self.outcome, unwritten)
 
     def _start(self, opening: RunOpened, survivors: Survivors | None, watch: Watch) -> None:
-        """Whatever raises on the way is guarded as an event is. Raises `RunRefused`."""
-        attempt, lacking = self._start_guard.attempt, deque[dict[str, Any]]()
-        attempt("journal", lambda: lacking.extend(self._lacking_lines()))
-        attempt("journal", partial(self._write_all, lacking))
+        """Open the run or take it over, guarded like an event. Raises `RunRefused`."""
+        attempt, missing_lines = self._start_guard.attempt, deque[dict[str, Any]]()
+        attempt("journal", lambda: missing_lines.extend(self._missing_lines()))
+        attempt("journal", partial(self._write_all, missing_lines))
         attempt("metrics", self._complete_metrics)
-        if survivors and self._goes_on(survivors):
-            self._go_on(survivors, watch)
+        if survivors and self._can_take_over(survivors):
+            self._take_over(survivors, watch)
         else:
             if survivors:
                 attempt("survivors", survivors.clear_away)
@@ -166,15 +167,15 @@ class Shell:
             self.post(event)
 
     def _give_up_opening(self) -> None:
-        """Nothing of this session of the run is there yet that could be saved."""
+        """End the run: this session has nothing yet that could be saved."""
         raised = [e for e in self._start_guard.events if isinstance(e, ControllerRaised)][-1]
         reason = f"the controller failed {MAX_IN_A_ROW} times in a row at {raised.place}"
         step = self.committed_step
-        told = Stopped("failed", step, f"{reason}: {raised.message}", raised.traceback)
-        self._serve_forced(told)
+        stopped = Stopped("failed", step, f"{reason}: {raised.message}", raised.traceback)
+        self._serve_forced(stopped)
 
     def _close(self, watch: Watch) -> str:
-        """End everything, whatever raises on the way; returns which lines were not written."""
+        """End everything, whatever raises on the way; return which lines were not written."""
         unwritten: list[str] = []
         with ExitStack() as closing:
             closing.callback(self._lease.let_go)
@@ -187,7 +188,7 @@ class Shell:
         return "".join(unwritten)
 
     def _open_compactor(self) -> Compactor | None:
-        """On an object store, where a log is many objects."""
+        """Start compaction if the run is on an object store, where a log is many objects."""
         if isinstance(self._run, DiskStorage):
             return None
         others = LineLog(self._run, METRICS), LineLog(self._run, SYSTEM)
@@ -195,75 +196,75 @@ class Shell:
 
     def _open(self, opening: RunOpened) -> None:
         if self._is_heir() and self._before.stopped:
-            self.outcome = self._before.stopped  # that controller died before it could tell
+            self.outcome = self._before.stopped  # that controller died before it reported the end
             return
-        found = find_checkpoints(self._run)
+        checkpoints = find_checkpoints(self._run)
         newest = LineLog(self._run, METRICS).last_rows(1)
         generations = [row["generation"] for row in newest if is_step_line(row)]
-        for complaint in found.complaints:
+        for complaint in checkpoints.complaints:
             self._journal.write({"time": self._clock.now(), "warning": complaint, "format": FORMAT})
         self.post(
             dataclasses.replace(
                 opening,
                 incarnation=self._lease.epoch,
-                saved=found.whole,
-                newest_generation=max([found.newest_generation, *generations]),
+                saved=checkpoints.whole,
+                newest_generation=max([checkpoints.newest_generation, *generations]),
             )
         )
-        # What the publisher answers is of this session, so its answer must not come before it.
-        self._publisher.order(DropCheckpoints(found.unfinished))
+        # The publisher's answer belongs to this session, so it must not come before `RunOpened`.
+        self._publisher.order(DropCheckpoints(checkpoints.unfinished))
 
     def _is_heir(self) -> bool:
-        """Whether it was the same actor that wrote the journal's last lines."""
+        """Whether a controller of the same actor wrote the journal's last lines."""
         return self._lease.since <= self._core.state.incarnation
 
-    def _goes_on(self, survivors: Survivors) -> bool:
-        """Whether what lives is what the journal tells of: an object store's may lack the last
-        second, and with it a generation."""
+    def _can_take_over(self, survivors: Survivors) -> bool:
+        """Whether the survivors match the journal: on an object store it may lack the last second,
+        and with it a generation."""
         if not self._is_heir() or self._before.stopped:
             return False
         generations: list[int] = []
 
-        def ask() -> None:
+        def query() -> None:
             generations.append(survivors.newest_generation())
 
-        if not self._start_guard.attempt("survivors", ask):
-            return True  # the run ends for that, and what lives is to be saved
+        if not self._start_guard.attempt("survivors", query):
+            return True  # the failure ends the run, and the survivors' state must be saved
         return generations[0] <= self._core.state.generation
 
-    def _go_on(self, survivors: Survivors, watch: Watch) -> None:
-        """Take over what lives, and have done what may not have been done."""
+    def _take_over(self, survivors: Survivors, watch: Watch) -> None:
+        """Take over the survivors, and repeat the commands that may not have been executed."""
         state, again = self._core.state, self._before.again()
         attempt = self._start_guard.attempt
         self.post(ControllerRestarted(self._lease.epoch, self._before.now))
         for worker in sorted(state.warm):
-            seat = state.worker_records[worker]
-            watch.note(WorkerReady(worker, seat.node, seat.pid))
+            record = state.worker_records[worker]
+            watch.note(WorkerReady(worker, record.node, record.pid))
         attempt("survivors", partial(survivors.attach, state))
         for command in again:
-            attempt(type(command).__name__, partial(self._carry_out, command))
+            attempt(type(command).__name__, partial(self._execute, command))
 
-    def _lacking_lines(self) -> list[dict[str, Any]]:
-        """Whoever wrote last may have died between an event's line and those that follow it."""
-        untold, now = self._before.untold(), self._before.now
-        lines = [command_line(now, command, self._core.state) for command in untold]
-        if any(isinstance(command, Resume) for command in untold):
+    def _missing_lines(self) -> list[dict[str, Any]]:
+        """The lines of the last event's commands, if the last writer died before it wrote them."""
+        commands, now = self._before.untold(), self._before.now
+        lines = [command_line(now, command, self._core.state) for command in commands]
+        if any(isinstance(command, Resume) for command in commands):
             lines.append(self._writer.full_state(now, self._core.state))
         return lines
 
     def _complete_metrics(self) -> None:
-        """They may be behind the journal, or ahead of it."""
+        """Write the metrics lines that only the journal has, and note those that it lacks."""
         rows = newest_rows(LineLog(self._run, METRICS), self._before)
-        there = {(row["generation"], row["step"]) for row in rows}
-        lacking = self._before.records
-        while lacking:  # each once, also if one raises and this is tried again
-            record = lacking[0].record
-            if (record.generation, record.step) not in there:
+        written = {(row["generation"], row["step"]) for row in rows}
+        records = self._before.records
+        while records:  # each once, even if one raises and this is repeated
+            record = records[0].record
+            if (record.generation, record.step) not in written:
                 self._metrics.write(dataclasses.asdict(record))
-            lacking.popleft()
-        known = self._core.state.committed_step
+            records.popleft()
+        known_step = self._core.state.committed_step
         generation = self._core.state.generation
-        self._ahead = {key for key in there if key[0] <= generation and key[1] > known}
+        self._ahead = {key for key in written if key[0] <= generation and key[1] > known_step}
 
     def _next_event(self) -> Event:
         while True:
@@ -283,19 +284,19 @@ class Shell:
                     return Woke()
 
     def _serve(self, event: Event) -> None:
-        """One event: decide, make the decision durable, carry it out. What raises on the way is
-        tried again, and after the third time given up: then the run ends, saved."""
+        """Process an event: decide, make the decision durable, execute it. What raises is retried
+        and given up after the third time; then the run is saved and ends."""
         self._now, event = self._clock.now(), self._clock.on_this_clock(event)
         guarded, place = self._guarded, type(event).__name__
         self._note_storage(event)
         self._write_lines(place, self._writer.before(event, self._core.state, self._num_waiting()))
         commands = guarded.step(self._now, event)
         if commands is None:
-            self.post(Woke())  # what else there is to be done is done without it
+            self.post(Woke())  # the core goes on without the event
             return
         self._write_event(place, event, commands)
         for command in commands:
-            is_done = guarded.attempt(type(command).__name__, partial(self._carry_out, command))
+            is_done = guarded.attempt(type(command).__name__, partial(self._execute, command))
             if isinstance(command, Stopped) and not is_done:
                 self.outcome = command
             for listener in tuple(self._listeners):
@@ -304,7 +305,7 @@ class Shell:
         self._write_due(self._now)
 
     def _write_event(self, place: str, event: Event, commands: list[Command]) -> None:
-        """The lines of an event and its commands, durable if there are any commands."""
+        """Write the lines of an event and its commands; durable if there are any commands."""
         now, state, lines = self._now, self._core.state, deque[dict[str, Any]]()
 
         def compose() -> None:
@@ -317,7 +318,7 @@ class Shell:
         self._guarded.write(place, lambda: actions, self._write_state)
 
     def _write_due(self, now: float) -> None:
-        """Write what has been held back for long enough."""
+        """Write the lines that the writer has held back for long enough."""
         if self.outcome is None:
             lines = self._writer.due(now, self._core.state, self._num_waiting())
             if lines:
@@ -331,7 +332,7 @@ class Shell:
             self._guarded.write(place, lambda: actions, self._write_state)
 
     def _write_all(self, lines: deque[dict[str, Any]]) -> None:
-        """Each once, also if one raises and this is tried again."""
+        """Write each line once, even if one raises and this is repeated."""
         while lines:
             self._journal.write(lines[0])
             lines.popleft()
@@ -345,7 +346,7 @@ class Shell:
         return self._metrics.num_waiting
 
     def _serve_forced(self, stopped: Stopped) -> None:
-        """The core has not come to its end in time."""
+        """End the run without the core, which has not ended it in time."""
         state = self._core.state
         lines = self._writer.before(Woke(), state, self._num_waiting())
         self._write_lines("Stopped", [*lines, command_line(self._now, stopped, state)])
@@ -359,7 +360,7 @@ class Shell:
         elif isinstance(event, Checkpointed):
             self._unsaved = None
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         match command:
             case PublishCheckpoint() | DropCheckpoints() | SetAside():
                 self._publisher.order(command)
@@ -368,16 +369,16 @@ class Shell:
             case Stopped():
                 self.outcome = command
             case Resharded() | RolledBack() | Warned() | Waited() | LayoutAnswered():
-                pass  # telling it was all there was to do
+                pass  # the journal line is all that it needs
             case Replaced() | NodeQuarantined() | NodeReleased():
-                pass  # likewise
+                pass  # the same
             case _:
                 if isinstance(command, Resume):
                     self._watch.note_members(command.workers)
-                pass_on(self._fleet, command)
+                dispatch(self._fleet, command)
 
     def _record(self, record: StepRecord) -> None:
-        """A step's line, and what was to be told once it has committed."""
+        """Write a step's metrics line, and post the events that were due at it."""
         key = (record.generation, record.step)
         if key in self._ahead:
             self._ahead.discard(key)

@@ -1,8 +1,9 @@
-"""The steps by which a shell opens a run or takes one over, guarded like its events.
+"""Guard for the steps by which a shell opens a run or takes one over.
 
-Storage that does not answer is waited for: meanwhile workers that a dead controller has left are
-greeted, and train. Any other exception is tried again, twice. What was raised is told to the core
-only once its session has begun: until then its deadlines are of the time before the restart.
+If storage does not answer, the guard waits for it. Meanwhile the survivors of a dead controller are
+greeted and go on training. On any other exception the guard retries a step twice. The core learns
+of exceptions only once its session has begun: until then its deadlines are of the time before the
+restart.
 """
 
 from __future__ import annotations
@@ -16,27 +17,27 @@ from elastic.controller.controller_errors import MAX_IN_A_ROW
 from elastic.protocol.controller_events import ControllerRaised, ControllerRecovered
 
 STORAGE_PATIENCE_S = 150.0
-"""Of a controller that comes back, which has a run to go on with. Less than the driver's for a
-controller that does not."""
+"""How long a restarted controller waits for storage. Less than the driver waits for a controller
+that does not come back."""
 FIRST_PATIENCE_S = 15.0
-"""Of one that begins: somebody waits for its answer."""
+"""How long a first controller waits for storage: the user waits for its answer."""
 RETRY_EVERY_S = 1.0
 
 
 class StartGuard:
     def __init__(self, url: str, patience_s: float, counted: Set[str]) -> None:
-        """`counted` are the places at which exceptions are counted already."""
+        """`counted` are the places that have a count of exceptions already."""
         self._url = url
         self._patience_s = patience_s
         self._counted = counted
         self.events: list[ControllerRaised | ControllerRecovered] = []
-        """What the core is to be told, in order."""
+        """The events to post to the core, in order."""
         self.trouble = ""
-        """What storage does not let happen at present, and why."""
+        """What currently waits for storage, and why; empty if nothing does."""
 
     def attempt(self, place: str, step: Callable[[], object]) -> bool:
-        """Do it; False if it was given up. Raises `LeaseLost`, and `RunRefused` if storage does
-        not answer for too long."""
+        """Run a step, with retries; return False if it was given up. Raises `LeaseLost`, and
+        `RunRefused` if storage does not answer for too long."""
         num_errors, deadline = 0, time.monotonic() + self._patience_s
         while num_errors < MAX_IN_A_ROW:
             try:
@@ -45,7 +46,9 @@ class StartGuard:
                 raise
             except OSError as error:
                 if time.monotonic() >= deadline:
-                    raise RunRefused(f"{self._url}: it cannot be opened ({error})") from error
+                    raise RunRefused(
+                        f"{self._url}: the run cannot be opened, storage does not answer ({error})"
+                    ) from error
                 self.trouble = f"the start of the controller ({error})"
                 time.sleep(RETRY_EVERY_S)
             except Exception as error:

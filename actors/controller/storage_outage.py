@@ -1,4 +1,4 @@
-"""A storage that takes nothing at present: what waits for it, and what is lost if it stays so."""
+"""Storage outages: what waits for storage, and what is lost if a run ends during one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from elastic.protocol.events import PartFailed
 
 
 def waiting_for_storage(unsaved: PartFailed | None, logs: Mapping[str, Lines]) -> str:
-    """What waits, and why; empty if nothing does. `unsaved` is a checkpoint that failed."""
+    """What waits for storage, and why; empty if nothing does. `unsaved` is a failed checkpoint."""
     waiting = [f"the checkpoint of step {unsaved.step}"] if unsaved else []
     causes = [unsaved.cause] if unsaved else []
     for name, lines in logs.items():
@@ -27,14 +27,14 @@ def counted_lines(num_lines: int, name: str) -> str:
 
 
 def close_logs(logs: Iterable[Lines], patience_s: float = CLOSE_PATIENCE_S) -> str:
-    """Close them, all within this time; returns which lines were not written, or ""."""
+    """Close all logs within `patience_s`; return which lines were not written, or ""."""
     deadline = time.monotonic() + patience_s
     unwritten = [lines.close(max(0.0, deadline - time.monotonic())) for lines in logs]
     return "; ".join(part for part in unwritten if part)
 
 
 def with_shortfall(outcome: Stopped, unwritten: str) -> Stopped:
-    """A run whose last lines are lost is not complete."""
+    """The outcome with the lost lines; a run that loses its last lines is not complete."""
     if not unwritten:
         return outcome
     kind = "failed" if outcome.outcome == "completed" else outcome.outcome

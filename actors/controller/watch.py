@@ -1,20 +1,25 @@
-"""Watching: every worker and keeper is asked for a sign of life, and silence becomes a suspicion.
+"""Failure detector: it probes every worker and snapshot server, and suspects the silent ones.
 
-A commit is as good as an answer from every member, since none happens without all of them. Of any
-other worker it says nothing.
+A commit counts as an answer from every member, since it needs all of them. It says nothing about
+any other worker.
 
-A worker that does not answer for `PROBE_S` may only be busy: a call in C that holds the
-interpreter's lock (a tokenizer, a garbage collection) silences every thread of its process. So its
-node is asked what the process does. A worker whose process is stopped or gone is suspected at once:
-2.5 s after its last sign of life at most. If its node does not answer either, it is 4 s; also if
-its node's agent is gone, and another process of ours on that node is silent, too. A worker whose
-process runs, or of which nobody knows, gets `silence_timeout_s`, or a median step if that is
-longer. The death of a process is reported by its closed connection and waits for none of this.
+A worker that does not answer for `PROBE_S` may only be busy: a C call that holds the GIL (a
+tokenizer, a garbage collection) silences every thread of its process. So the watch queries its node
+for the state of the process:
 
-Where no training thread gets on any more, the order in which they came to a standstill is reported:
-after a hang the first of them is the most likely to have caused it.
+- If the process is stopped or gone, the worker is suspected at once, at most 2.5 s after its last
+  sign of life.
+- If the node does not answer either, it takes 4 s. The same holds if the node's agent is gone and
+  another process of the run on that node is silent, too.
+- If the process runs, or nothing is known of it, the worker gets `silence_timeout_s`, or a median
+  step if that is longer.
 
-The fleet is asked outside the lock: a thousand questions take longer than an event may wait.
+The death of a process is reported by its closed connection and waits for none of this.
+
+When no training thread makes progress any more, the watch reports the order in which they stalled:
+after a hang, the first one most likely caused it.
+
+The watch queries the fleet outside its lock: a thousand probes take longer than an event may wait.
 """
 
 from __future__ import annotations
@@ -45,49 +50,49 @@ from elastic.protocol.events import (
 
 T = TypeVar("T")
 LOOK_EVERY_S = 0.25
-ASK_EVERY_S = 1.0
+PROBE_EVERY_S = 1.0
 PROBE_S = 1.0
 """Four workers and three importing joiners on two cores answer within 0.05 s (docs/facts.md)."""
 NODE_S = 1.5
-"""How long a node gets to say what a process does."""
+"""How long a node may take to report the state of a process."""
 NUM_RECENT_STEPS = 32
 SNAPSHOT_SERVER_TIMEOUT_S = 5.0
-"""A keeper serves nobody's training thread, and may be busy with a large snapshot."""
+"""No training thread waits for a snapshot server, and it may be busy with a large snapshot."""
 PAUSE_AFTER_ERROR_S = 2.0
 QUIET_S = 10.0
-"""After so long without a commit, signs of life are told to the core, or that there are none."""
+"""After this long without a commit the core gets a report of progress or of a stall."""
 NUM_REPORTED_STALLED = 16
-"""So many are named."""
+"""The most workers that a report of a stall names."""
 
 
 @dataclass
-class _Question(Generic[T]):
-    asked: float
+class _Query(Generic[T]):
+    sent_at: float
     answer: Future[T]
 
 
 @dataclass
-class _Probe(_Question[int]):
-    """A worker's; `state` is what its node has been asked since."""
+class _Probe(_Query[int]):
+    """A probe of a worker; `state` is the later query to its node, if there was one."""
 
-    state: _Question[str] | None = None
+    state: _Query[str] | None = None
 
 
 @dataclass
 class _Watched:
-    """A worker, and the latest question to it."""
+    """A worker and the latest probe of it."""
 
     node: str
     probe: _Probe | None = None
     num_signs: int = 0
     has_answered: bool = False
     advanced_at: float = 0.0
-    """When its training thread was last seen to have got on."""
+    """When its training thread last made progress, as far as probes show."""
     is_suspected: bool = False
 
 
 class Watch:
-    """Asks in its own thread; `note` tells it who is there and what has been heard."""
+    """Probes on its own thread; `note` gives it the events that it needs."""
 
     def __init__(
         self,
@@ -98,18 +103,18 @@ class Watch:
         members: Iterable[str] = (),
         step_s: float = 0.0,
     ) -> None:
-        """`generation` and its `members` may be training already; `step_s` is the median time of
+        """`generation` and its `members` may be training already. `step_s` is the median time of
         the steps so far, 0 if there are none."""
         self._silence_timeout_s = silence_timeout_s
         self._recent_step_s = deque([step_s] if step_s else [], maxlen=NUM_RECENT_STEPS)
         self._fleet = fleet
         self._post = post
         self._workers: dict[str, _Watched] = {}
-        self._of_snapshot_servers: dict[str, _Question[None] | None] = {}
+        self._server_queries: dict[str, _Query[None] | None] = {}
         self._reported_stall = WorkersStalled(0, ())
         self._members = frozenset(members)
         self._generation = generation
-        self._last_commit = self._last_told = time.monotonic()
+        self._last_commit = self._last_report = time.monotonic()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="watch", daemon=True)
@@ -124,12 +129,12 @@ class Watch:
                 case WorkerLost():
                     self._workers.pop(event.worker, None)
                 case SnapshotServerReady():
-                    self._of_snapshot_servers[event.snapshot_server.node] = None
+                    self._server_queries[event.snapshot_server.node] = None
                 case SnapshotServerLost():
-                    self._of_snapshot_servers.pop(event.node, None)
+                    self._server_queries.pop(event.node, None)
                 case StateReady():
-                    # Else signs of life would count for nothing up to its first commit, before
-                    # which there may be an evaluation, or data to wait for.
+                    # Else signs of life would not count until the first commit, before which there
+                    # may be an evaluation, or a wait for data.
                     self._generation = max(self._generation, event.generation)
                 case StepCommitted():
                     self._last_commit = time.monotonic()
@@ -138,7 +143,7 @@ class Watch:
                         self._recent_step_s.append(event.record.step_s)
 
     def note_members(self, workers: Iterable[str]) -> None:
-        """From now on these train."""
+        """Note the workers that train from now on."""
         with self._lock:
             self._members = frozenset(workers)
 
@@ -158,31 +163,31 @@ class Watch:
                 guard.note_success()
 
     def _look_at_all(self) -> None:
-        """Take the answers that have come, ask anew, and judge who is silent."""
+        """Take the answers, send new queries, and suspect silent workers."""
         now = time.monotonic()
         with self._lock:
             num_advanced = sum(self._take_answer(worker, now) for worker in self._workers)
             due = [w for w, watched in self._workers.items() if _is_due(watched.probe, now)]
-            due_keepers = [node for node, q in self._of_snapshot_servers.items() if _is_due(q, now)]
-            doubtful = [w for w in self._workers if self._is_doubtful(w, now)]
-        self._ask(due, due_keepers)
-        self._ask_states(doubtful)
+            nodes = [node for node, query in self._server_queries.items() if _is_due(query, now)]
+            silent = [w for w in self._workers if self._needs_state(w, now)]
+        self._probe(due, nodes)
+        self._query_states(silent)
         now = time.monotonic()
         with self._lock:
-            for worker in doubtful:
-                self._judge(worker, now)
-            for node in self._of_snapshot_servers:
-                self._judge_keeper(node, now)
-            self._tell_progress(num_advanced > 0, now)
+            for worker in silent:
+                self._suspect_worker(worker, now)
+            for node in self._server_queries:
+                self._suspect_snapshot_server(node, now)
+            self._report_progress(num_advanced > 0, now)
 
     def _take_answer(self, worker: str, now: float) -> bool:
-        """True if the worker got on meanwhile."""
+        """Take a worker's answer, if it has come; return whether the worker made progress."""
         watched = self._workers[worker]
         probe = watched.probe
         if probe is None or not probe.answer.done() or probe.answer.exception() is not None:
             return False
         signs, before = probe.answer.result(), watched.num_signs
-        if signs > before and watched.has_answered:  # a first answer does not say since when
+        if signs > before and watched.has_answered:  # a first answer shows no progress
             watched.advanced_at = now
         watched.num_signs, watched.has_answered = signs, True
         if watched.is_suspected:
@@ -190,112 +195,106 @@ class Watch:
             self._post(WorkerAnswered(worker))
         return signs > before
 
-    def _ask(self, workers: list[str], nodes: list[str]) -> None:
+    def _probe(self, workers: list[str], nodes: list[str]) -> None:
+        """Send probes to these workers, and to the snapshot servers of these nodes."""
         probes = {w: _Probe(time.monotonic(), self._fleet.probe(w)) for w in workers}
-        of_keepers = {
-            n: _Question(time.monotonic(), self._fleet.probe_snapshot_server(n)) for n in nodes
-        }
-        with self._lock:  # meanwhile some may have been lost
+        queries = {n: _Query(time.monotonic(), self._fleet.probe_snapshot_server(n)) for n in nodes}
+        with self._lock:  # some may have been lost meanwhile
             for worker in probes.keys() & self._workers.keys():
                 self._workers[worker].probe = probes[worker]
-            self._of_snapshot_servers.update(
-                {n: of_keepers[n] for n in nodes if n in self._of_snapshot_servers}
-            )
+            self._server_queries.update({n: queries[n] for n in nodes if n in self._server_queries})
 
-    def _ask_states(self, workers: list[str]) -> None:
-        """Ask the nodes of silent workers what their processes do."""
+    def _query_states(self, workers: list[str]) -> None:
+        """Query the nodes of silent workers for the states of their processes."""
         for worker in workers:
             with self._lock:
                 watched = self._workers.get(worker)
             probe = watched.probe if watched else None
             if probe is None:
                 continue
-            asked, now = probe.state, time.monotonic()
-            if asked is None or (asked.answer.done() and now - asked.asked >= ASK_EVERY_S):
-                probe.state = _Question(now, self._fleet.process_state(worker))
+            query, now = probe.state, time.monotonic()
+            if query is None or (query.answer.done() and now - query.sent_at >= PROBE_EVERY_S):
+                probe.state = _Query(now, self._fleet.process_state(worker))
 
     def _silence_s(self, worker: str, now: float) -> float:
-        """For how long a worker has given no sign of life since it was asked for one."""
+        """For how long a worker has given no sign of life since its latest probe."""
         probe = self._workers[worker].probe
         if probe is None or probe.answer.done():
             return 0.0
-        heard = self._last_commit if worker in self._members else 0.0
-        return now - max(probe.asked, heard)
+        last_commit = self._last_commit if worker in self._members else 0.0
+        return now - max(probe.sent_at, last_commit)
 
-    def _is_doubtful(self, worker: str, now: float) -> bool:
+    def _needs_state(self, worker: str, now: float) -> bool:
+        """Whether a worker is silent for so long that the state of its process counts."""
         return self._silence_s(worker, now) > PROBE_S and not self._workers[worker].is_suspected
 
-    def _judge(self, worker: str, now: float) -> None:
+    def _suspect_worker(self, worker: str, now: float) -> None:
         """Suspect a silent worker, if there is a cause."""
         watched = self._workers.get(worker)
-        if watched is None or watched.probe is None or not self._is_doubtful(worker, now):
+        if watched is None or watched.probe is None or not self._needs_state(worker, now):
             return
         silence_s = self._silence_s(worker, now)
-        if cause := self._suspicion(watched, watched.probe, now, silence_s):
+        if cause := self._find_cause(watched, watched.probe, now, silence_s):
             watched.is_suspected = True
             silence = f"no answer to a probe for {silence_s:.1f} s, {cause}"
             self._post(WorkerSuspected(worker, silence))
 
-    def _suspicion(self, watched: _Watched, probe: _Probe, now: float, silence_s: float) -> str:
-        """Why a silent worker is taken for lost; empty while it is not."""
-        asked = probe.state
-        if asked is None:
+    def _find_cause(self, watched: _Watched, probe: _Probe, now: float, silence_s: float) -> str:
+        """Why a silent worker is suspected; empty while it is not."""
+        query = probe.state
+        if query is None:
             return ""
-        if not asked.answer.done():
-            return "nor from its node" if now - asked.asked > NODE_S else ""
-        is_agent_gone = asked.answer.exception() is not None
+        if not query.answer.done():
+            return "nor from its node" if now - query.sent_at > NODE_S else ""
+        is_agent_gone = query.answer.exception() is not None
         if is_agent_gone and self._num_silent(watched.node, now) > 1:
             return "nor from others on its node"
-        state = "may run" if is_agent_gone else asked.answer.result()
+        state = "may run" if is_agent_gone else query.answer.result()
         if state in ("stopped", "gone"):
             return f"and its process is {state}"
         recent = sorted(self._recent_step_s)
         median_step_s = recent[len(recent) // 2] if recent else 0.0
-        is_over = silence_s > max(self._silence_timeout_s, median_step_s)
-        return f"though its process {state}" if is_over else ""
+        is_too_long = silence_s > max(self._silence_timeout_s, median_step_s)
+        return f"though its process {state}" if is_too_long else ""
 
     def _num_silent(self, node: str, now: float) -> int:
-        """How many of our processes there do not answer."""
+        """The number of the run's processes on a node that do not answer."""
         here = [worker for worker, watched in self._workers.items() if watched.node == node]
-        snapshot_server = self._of_snapshot_servers.get(node)
-        is_keeper_silent = (
-            snapshot_server
-            and not snapshot_server.answer.done()
-            and now - snapshot_server.asked > PROBE_S
-        )
-        return bool(is_keeper_silent) + sum(self._silence_s(w, now) > PROBE_S for w in here)
+        query = self._server_queries.get(node)
+        is_server_silent = query and not query.answer.done() and now - query.sent_at > PROBE_S
+        return bool(is_server_silent) + sum(self._silence_s(w, now) > PROBE_S for w in here)
 
-    def _judge_keeper(self, node: str, now: float) -> None:
-        """A silent one is told of again and again: what it keeps may not be needed any more."""
-        question = self._of_snapshot_servers[node]
-        if (
-            question is None
-            or question.answer.done()
-            or now - question.asked <= SNAPSHOT_SERVER_TIMEOUT_S
-        ):
+    def _suspect_snapshot_server(self, node: str, now: float) -> None:
+        """Suspect a silent snapshot server, again and again: the core may ignore a suspicion while
+        it still needs the snapshots."""
+        query = self._server_queries[node]
+        if query is None or query.answer.done():
+            return
+        if now - query.sent_at <= SNAPSHOT_SERVER_TIMEOUT_S:
             return
         silence = f"no answer to a probe in {SNAPSHOT_SERVER_TIMEOUT_S:g} s"
         self._post(SnapshotServerSuspected(node, silence))
-        question.asked = now
+        query.sent_at = now
 
-    def _tell_progress(self, advanced: bool, now: float) -> None:
-        if advanced and now - max(self._last_commit, self._last_told) > QUIET_S:
-            self._last_told = now
+    def _report_progress(self, advanced: bool, now: float) -> None:
+        """Report progress between commits, or a stall."""
+        if advanced and now - max(self._last_commit, self._last_report) > QUIET_S:
+            self._last_report = now
             self._post(Progressed(self._generation))
         elif self._workers:
             self._report_stall(now)
 
     def _report_stall(self, now: float) -> None:
-        """Once for each order, or waiting for days would fill the journal."""
+        """Report each order once: else a wait of days would fill the journal."""
         advanced_at = {worker: watched.advanced_at for worker, watched in self._workers.items()}
         newest = max(self._last_commit, *advanced_at.values())
         order = sorted(advanced_at, key=lambda worker: (advanced_at[worker], worker))
-        standstill = WorkersStalled(self._generation, tuple(order[:NUM_REPORTED_STALLED]))
-        if now - newest > QUIET_S and standstill != self._reported_stall:
-            self._reported_stall = standstill
-            self._post(standstill)
+        stall = WorkersStalled(self._generation, tuple(order[:NUM_REPORTED_STALLED]))
+        if now - newest > QUIET_S and stall != self._reported_stall:
+            self._reported_stall = stall
+            self._post(stall)
 
 
-def _is_due(question: _Question[T] | None, now: float) -> bool:
-    """Whether to ask, or to ask anew."""
-    return question is None or (question.answer.done() and now - question.asked >= ASK_EVERY_S)
+def _is_due(query: _Query[T] | None, now: float) -> bool:
+    """Whether to send a query, or another one."""
+    return query is None or (query.answer.done() and now - query.sent_at >= PROBE_EVERY_S)

@@ -1,7 +1,7 @@
-"""A fleet of one worker in the process of its controller, on a thread that the caller lends.
+"""In-process backend: controller and one worker in the caller's process, without Ray.
 
-For debuggers, profilers and notebooks: no Ray and no other process; what is trained stands on the
-caller's own stack. The same shell and the same worker as anywhere else.
+For debuggers, profilers and notebooks: there is no other process, and training runs on the caller's
+own stack. Shell and worker are the same as in every other backend.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from actors.controller.fleet import answered
 from actors.controller.run import RunSpec
-from actors.controller.run_opening import open_run, told_in_one_line
+from actors.controller.run_opening import expected_end, open_run
 from actors.distributed.store import open_store
 from actors.runtime.factory import Factory
 from actors.runtime.network import own_address
@@ -35,16 +35,16 @@ NODE = "this-process"
 
 
 class LoneWorker(Worker):
-    """A worker that keeps what broke it, with its traceback as it stood."""
+    """A worker without peers, which keeps the error that ended it and its traceback."""
 
     error: BaseException | None = None
 
     def break_off(self) -> None:
-        """Unwind from whatever is done for the newest generation; it has no peers that wait."""
+        """Abort the newest generation; no peers wait for its groups."""
         self._interruption.aborted_generation = self.intake.generation
 
-    def tell(self, generation: int, error: BaseException) -> None:
-        """There is no peer to blame: whatever breaks is taken for the program's."""
+    def report_failure(self, generation: int, error: BaseException) -> None:
+        """Report an error as the program's: there is no peer that could have caused it."""
         self.error = error
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         text = "".join(traceback.format_exception(error))
@@ -52,7 +52,8 @@ class LoneWorker(Worker):
 
 
 class InProcessFleet:
-    """Commands come from the shell's thread; `serve` obeys them on the caller's."""
+    """A fleet of one worker: commands come from the shell's thread, and `serve` executes them on
+    the caller's."""
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class InProcessFleet:
         hear: Callable[[Event], None] = lambda event: None,
         incarnation: int = 1,
     ) -> None:
-        """`hear` is called with each event of the thread that trains, on it."""
+        """`hear` gets each event of the training thread, on that thread."""
         self._post = post
         self._incarnation = incarnation
         self._host = own_address(options.network, HOST)
@@ -76,7 +77,7 @@ class InProcessFleet:
         self._serving = 0
 
         self._begun: Future[str | None] = Future()
-        """The worker's name once it is wanted; None if the run has ended before."""
+        """The name of the requested worker; None if the run ended before the request."""
 
         def make(name: str) -> LoneWorker:
             return LoneWorker(name, Place(NODE), program, options, report, self._host)
@@ -85,7 +86,7 @@ class InProcessFleet:
         self.worker: LoneWorker | None = None
 
     def serve(self) -> None:
-        """Be the worker until the run has stopped, on one CPU thread as any worker."""
+        """Run the worker until the run has stopped, on one CPU thread as any worker."""
         name = self._begun.result()
         if name is None:
             return
@@ -98,7 +99,7 @@ class InProcessFleet:
         finally:
             torch.set_num_threads(num_threads)
             torch.set_flush_denormal(False)
-            sys.excepthook = hook  # torch's own, one more a group, puts ranks before each line
+            sys.excepthook = hook  # torch's hook, set again for each group, prefixes lines by ranks
 
     def start_store(self) -> None:
         self._store = open_store(self._host, self._network)
@@ -110,7 +111,7 @@ class InProcessFleet:
                 self.worker = self._make(name)
                 self._begun.set_result(name)
             else:
-                self._post(WorkerLost(name, "one process has one worker", NODE))
+                self._post(WorkerLost(name, "an in-process run has one worker", NODE))
 
     def send(self, workers: Iterable[str], order: Order) -> None:
         for name in workers:
@@ -118,7 +119,7 @@ class InProcessFleet:
                 self.worker.take(Envelope(self._incarnation, order))
 
     def probe(self, worker: str) -> Future[int]:
-        """Answered at once, also while the thread that trains stands in a debugger."""
+        """Answer at once, even while the training thread is stopped in a debugger."""
         answer: Future[int] = Future()
         if self.worker is None or self.worker.name != worker:
             answer.set_exception(ProcessLookupError(worker))
@@ -127,35 +128,35 @@ class InProcessFleet:
         return answer
 
     def process_state(self, worker: str) -> Future[str]:
-        return answered("runs")  # this code runs in it
+        return answered("runs")  # this code runs in the worker's process
 
     def stop_worker(self, worker: str) -> None:
-        """It cannot be ended from outside: it is as good as gone."""
+        """Report the worker as lost: its thread cannot be ended from outside."""
         self._post(WorkerLost(worker, "it was given up", NODE))
 
     def start_snapshot_server(self, node: str) -> None:
-        raise AssertionError("a lone worker takes no snapshots")
+        raise AssertionError("an in-process run takes no snapshots")
 
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
-        """There are none."""
+        """Do nothing: there are no snapshot servers."""
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        """There are none."""
+        """Do nothing: there are no snapshots."""
 
     def probe_snapshot_server(self, node: str) -> Future[None]:
-        raise AssertionError("a lone worker has no keepers")
+        raise AssertionError("an in-process run has no snapshot servers")
 
     def stop_snapshot_server(self, node: str) -> None:
-        raise AssertionError("a lone worker has no keepers")
+        raise AssertionError("an in-process run has no snapshot servers")
 
     def break_off(self) -> None:
-        """Have `serve` return amid a step: nobody drives the run any more."""
+        """Make `serve` return even within a step: no controller drives the run any more."""
         if self.worker is not None:
             self.worker.break_off()
         self.close()
 
     def close(self) -> None:
-        """Have `serve` return."""
+        """Make `serve` return after the queued commands."""
         if self.worker is not None:
             self.worker.end()
         elif not self._begun.done():
@@ -164,7 +165,7 @@ class InProcessFleet:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a run ended, and what its own code raised, if that is why."""
+    """The outcome of a run, and the error of its own code if that ended it."""
 
     outcome: Stopped
     error: BaseException | None
@@ -175,11 +176,11 @@ def run_in_process(
     hear: Callable[[Event, Callable[[Event], None]], None] = lambda event, post: None,
     claimed: Callable[[], object] = lambda: None,
 ) -> Ended:
-    """Drive a run and be its one worker, until it has stopped.
+    """Drive a run and run its one worker, until the run has stopped.
 
-    `hear` gets each event of the training, on this thread, and where to post others. `claimed` is
-    called once no other process can drive the run. Raises `RunTaken` if somebody drives it,
-    `RunRefused` if it cannot be opened.
+    `hear` gets each event of the training, on this thread, and a function that posts events.
+    `claimed` is called once no other process can drive the run. Raises `RunTaken` if another
+    process drives it, `RunRefused` if it cannot be opened.
     """
     storage = open_storage(run.folder)
     lease, shell = open_run(storage, due=run.draining_workers)
@@ -198,24 +199,24 @@ def run_in_process(
             driving.set_result(shell.run(fleet, run.opening))
         except Exception as error:
             fleet.break_off()
-            if known := told_in_one_line(error, storage.url, shell.committed_step):
-                driving.set_result(known)
+            if stopped := expected_end(error, storage.url, shell.committed_step):
+                driving.set_result(stopped)
             else:
                 driving.set_exception(error)
 
     threading.Thread(target=drive, name="controller", daemon=True).start()
-    with _environment_given_back():
+    with _environment_restored():
         fleet.serve()
     outcome = driving.result()
-    with suppress(OSError):  # a lease that cannot be given back runs out
+    with suppress(OSError):  # a lease that cannot be released expires
         lease.release()
     return Ended(outcome, fleet.worker.error if fleet.worker else None)
 
 
 @contextmanager
-def _environment_given_back() -> Iterator[None]:
-    """A worker sets variables for its own process. Who trains in theirs may go on to start others,
-    which inherit them, such as the name of an interface that leads nowhere else."""
+def _environment_restored() -> Iterator[None]:
+    """Restore the environment. A worker sets variables for its process, such as the name of a local
+    network interface, which processes that the caller starts later must not inherit."""
     before = dict(os.environ)
     try:
         yield

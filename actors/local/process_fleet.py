@@ -1,6 +1,6 @@
-"""A fleet of plain child processes on this machine: no Ray, the same workers.
+"""Process backend: workers as plain child processes on this machine, without Ray.
 
-For tests, for bare GPU machines, and to see the protocol without anything around it.
+For tests, for bare GPU machines, and to study the protocol without anything around it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from elastic.protocol.commands import Order
 from elastic.protocol.events import Event, SnapshotServerLost, StoreLost, StoreReady, WorkerLost
 
 START = multiprocessing.get_context("forkserver")
-"""Children are forked from a server that has imported torch and the program but formed nothing:
-they start in a fraction of a second."""
+"""Children are forked from a server that has imported torch and the program, but has formed no
+groups: they start in a fraction of a second."""
 
 PRELOADED = ("actors.worker.worker", "torch.distributed.pipelining")
 HOST = "127.0.0.1"
@@ -48,12 +48,12 @@ class _Child:
     node: str = ""
 
     def send(self, message: Any) -> None:
-        with self.sending, suppress(OSError):  # its death is told by its sentinel
+        with self.sending, suppress(OSError):  # the end of the pipe reports its death
             self.pipe.send(message)
 
 
 class ProcessFleet:
-    """Children talk through pipes; one thread reads them all and watches for deaths."""
+    """A fleet of children with a pipe each; one thread reads all pipes and notices deaths."""
 
     def __init__(
         self,
@@ -63,8 +63,8 @@ class ProcessFleet:
         incarnation: int = 1,
         node_of: Callable[[str], str] = lambda worker: NODE,
     ) -> None:
-        """`node_of` lets workers pass for such on several nodes. Who would be on an avoided one is
-        on another where there are workers, or waits."""
+        """`node_of` assigns workers to simulated nodes. A worker whose node is quarantined goes to
+        another node that has workers, or waits."""
         START.set_forkserver_preload([*PRELOADED, program.target.partition(":")[0]])
         self._host = own_address(options.network, HOST)
         self._program = program
@@ -73,7 +73,7 @@ class ProcessFleet:
         self._incarnation = incarnation
         self._workers: dict[str, _Child] = {}
         self._waiting: set[str] = set()
-        """For a node that they need not avoid."""
+        """The workers that wait for a node that is not quarantined."""
         self._node_of = node_of
         self._store: _Child | None = None
         self._snapshot_servers: dict[str, _Child] = {}
@@ -108,8 +108,8 @@ class ProcessFleet:
 
     def start_snapshot_server(self, node: str) -> None:
         options = self._options
-        how = (self._host, options.secret, options.network, options.max_snapshot_bytes)
-        child = self._spawn(host_snapshot_server, node, "", *how)
+        settings = (self._host, options.secret, options.network, options.max_snapshot_bytes)
+        child = self._spawn(host_snapshot_server, node, "", *settings)
         with self._lock:
             self._snapshot_servers[node] = child
         self._wake_reader.send(None)
@@ -154,7 +154,7 @@ class ProcessFleet:
             return {name: child.process.pid or 0 for name, child in self._workers.items()}
 
     def snapshot_server_pids(self) -> dict[str, int]:
-        """The living keepers' process ids, by node."""
+        """The process ids of the living snapshot servers, by node."""
         with self._lock:
             return {node: child.process.pid or 0 for node, child in self._snapshot_servers.items()}
 
@@ -198,8 +198,8 @@ class ProcessFleet:
 
     def _spawn(self, target: Callable[..., None], *arguments: Any) -> _Child:
         ours, theirs = START.Pipe()
-        given = (dict(os.environ), target, theirs, *arguments)
-        process = START.Process(target=start_child, args=given, daemon=True)
+        child_arguments = (dict(os.environ), target, theirs, *arguments)
+        process = START.Process(target=start_child, args=child_arguments, daemon=True)
         process.start()
         theirs.close()
         self._wake_reader.send(None)
@@ -248,7 +248,7 @@ class ProcessFleet:
             self._post(message)
 
     def _read_worker(self, worker: str, child: _Child) -> None:
-        """A message, or the end of the pipe, which is the end of the process."""
+        """Read a message, or the end of the pipe, which means the end of the process."""
         try:
             message = child.pipe.recv()
         except (EOFError, OSError):
@@ -268,10 +268,10 @@ class ProcessFleet:
 
 
 def start_child(environment: dict[str, str], target: Callable[..., None], *arguments: Any) -> None:
-    """Run `target` in the environment that the parent has now.
+    """Run `target` in the parent's present environment.
 
-    The server from which a child is forked keeps the one in which it was started, which may lack
-    what has been set since: without its credentials a client of S3 sends what nobody has signed.
+    The fork server keeps the environment of its start, which may lack variables set since. Without
+    its credentials, for example, an S3 client sends unsigned requests.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -281,8 +281,8 @@ def start_child(environment: dict[str, str], target: Callable[..., None], *argum
 def serve_worker(
     pipe: Connection, name: str, node: str, program: Factory, options: WorkerOptions
 ) -> None:
-    """The child's main: obey until the parent is gone."""
-    torch.set_num_threads(1)  # a worker is one CPU slot, as Ray has it
+    """The child's main function: execute commands until the parent is gone."""
+    torch.set_num_threads(1)  # a worker is one CPU slot, as in Ray
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides how a run ends
     sending = threading.Lock()
 

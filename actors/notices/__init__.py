@@ -1,4 +1,4 @@
-"""Notices: what a machine is told of its own end, by the cloud or the cluster that it runs in."""
+"""Termination notices that a machine gets from its cloud or cluster."""
 
 from actors.notices.notice import Notice, SeenNotice, see
 from actors.notices.watcher import NodeWatcher, watch_this_machine

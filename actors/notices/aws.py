@@ -1,4 +1,4 @@
-"""AWS: spot interruptions, two minutes ahead, and rebalance recommendations, through IMDSv2."""
+"""AWS notices through IMDSv2: spot interruptions (two minutes ahead), rebalance recommendations."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from datetime import datetime
 from urllib.error import HTTPError
 
-from actors.notices.notice import LINK_LOCAL, Notice, ask, epoch_of
+from actors.notices.notice import LINK_LOCAL, Notice, epoch_of, query_metadata
 
 TOKEN_LIFE_S = 21600
 UNAUTHORIZED = 401
@@ -21,31 +21,33 @@ class Aws:
         self._token = ""
 
     def look(self) -> Notice | None:
-        """See `Source`. A rebalance recommendation has no deadline."""
-        interruption = self._ask("spot/instance-action")
+        """See `NoticeSource`. A rebalance recommendation has no deadline."""
+        interruption = self._get("spot/instance-action")
         if interruption:
-            told = json.loads(interruption)
-            deadline = epoch_of(datetime.fromisoformat(told["time"]))
-            return Notice(f"AWS spot interruption: {told['action']}", deadline)
-        if self._ask("events/recommendations/rebalance"):
+            fields = json.loads(interruption)
+            deadline = epoch_of(datetime.fromisoformat(fields["time"]))
+            return Notice(f"AWS spot interruption: {fields['action']}", deadline)
+        if self._get("events/recommendations/rebalance"):
             return Notice("AWS rebalance recommendation")
         return None
 
-    def _ask(self, path: str) -> str | None:
-        """With the session's token, or another if it has run out."""
+    def _get(self, path: str) -> str | None:
+        """Get an item with the session token; if the token has expired, with a new one."""
         try:
-            return self._ask_once(path)
+            return self._get_once(path)
         except HTTPError as error:
             if error.code != UNAUTHORIZED:
                 raise
             self._token = ""
-            return self._ask_once(path)
+            return self._get_once(path)
 
-    def _ask_once(self, path: str) -> str | None:
+    def _get_once(self, path: str) -> str | None:
         if not self._token:
             life = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_LIFE_S)}
-            self._token = ask(f"{self._address}/latest/api/token", life, method="PUT") or ""
+            self._token = (
+                query_metadata(f"{self._address}/latest/api/token", life, method="PUT") or ""
+            )
             if not self._token:
-                raise OSError("no session token: this is not AWS")
+                raise OSError("the metadata server gives no session token: this is not AWS")
         headers = {"X-aws-ec2-metadata-token": self._token}
-        return ask(f"{self._address}/latest/meta-data/{path}", headers)
+        return query_metadata(f"{self._address}/latest/meta-data/{path}", headers)

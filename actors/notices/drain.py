@@ -1,6 +1,6 @@
-"""Before a pod is ended: tell the node's agent of the end, and wait until nobody trains there.
+"""preStop hook of a Kubernetes pod: announce the end, then wait until no worker trains there.
 
-`python -m actors.notices.drain SECONDS`, as a preStop hook: Kubernetes sends SIGTERM only after it.
+Run it as `python -m actors.notices.drain SECONDS`. Kubernetes sends SIGTERM only after the hook.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import psutil
 from actors.notices.pod import FILE
 
 TRAINS = "ray::RayWorker"
-"""So Ray names the processes of our workers, followed by what they are called for."""
+"""The prefix of the process names that Ray gives to this project's workers."""
 LOOK_EVERY_S = 0.5
 
 
 def drain(timeout_s: float, file: Path = FILE) -> int:
-    """Wait so long at most; return how many workers are left on this machine then. The time in the
-    file is by this machine's clock, as is what its agent makes of it."""
+    """Announce the end of this machine and wait for its workers, at most `timeout_s`; return how
+    many are left. The time in the file is by this machine's clock, as is the agent's."""
     deadline = time.monotonic() + timeout_s
     file.write_text(f"{time.time() + timeout_s:.0f}\n")
     while (left := num_workers_here()) and time.monotonic() < deadline:
@@ -29,7 +29,7 @@ def drain(timeout_s: float, file: Path = FILE) -> int:
 
 
 def num_workers_here() -> int:
-    """How many processes of this machine train."""
+    """The number of workers that run on this machine."""
     return sum(process.name().startswith(TRAINS) for process in psutil.process_iter(["name"]))
 
 

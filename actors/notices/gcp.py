@@ -1,15 +1,15 @@
-"""GCP: a machine is told that it is preempted thirty seconds ahead."""
+"""GCP notices: preemption, thirty seconds ahead."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-from actors.notices.notice import LINK_LOCAL, Notice, ask
+from actors.notices.notice import LINK_LOCAL, Notice, query_metadata
 
 HEADERS = {"Metadata-Flavor": "Google"}
 SHUTDOWN_S = 30.0
-"""From the signal to the end, if the machine does not go by itself."""
+"""From the signal to the forced end of the machine."""
 
 
 class Gcp:
@@ -21,11 +21,11 @@ class Gcp:
         self._deadline: float | None = None
 
     def look(self) -> Notice | None:
-        """See `Source`. Nobody says since when it is so: it is counted from when it was seen."""
-        told = ask(self._url, HEADERS)
-        if told not in ("TRUE", "FALSE"):
-            raise ValueError(f"it says {told!r}: this is not GCP")
-        if told == "FALSE":
+        """See `NoticeSource`. The answer has no time: the deadline counts from the first sight."""
+        preempted = query_metadata(self._url, HEADERS)
+        if preempted not in ("TRUE", "FALSE"):
+            raise ValueError(f"the metadata server answers {preempted!r}: this is not GCP")
+        if preempted == "FALSE":
             self._deadline = None
             return None
         if self._deadline is None:

@@ -1,7 +1,7 @@
-"""Kubernetes: a pod is told by a file that its preStop hook writes, ahead of SIGTERM.
+"""Kubernetes notices: a file that a pod's preStop hook writes before SIGTERM.
 
-SIGTERM itself goes to the first process of a container, which is Ray, and leaves half a minute. The
-hook runs before that, and its time counts as part of the same grace period.
+SIGTERM goes to the first process of the container, which is Ray, and leaves half a minute. The hook
+runs before that, and its time counts as part of the same grace period.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from actors.notices.notice import Notice
 
 FILE = Path("/tmp/elastic-node-ends-at")
 FORGOTTEN_S = 60.0
-"""A file of a time that is over for so long is of a machine that lives on."""
+"""A file whose time passed this long ago is stale: the machine lives on."""
 
 
 class Pod:
-    """The file has the time of the end, in seconds since the epoch."""
+    """Reads the time of the end from the file, in seconds since the epoch."""
 
     def __init__(self, file: Path = FILE, clock: Callable[[], float] = time.time) -> None:
         self._file = file
         self._clock = clock
 
     def look(self) -> Notice | None:
-        """See `Source`. A file of another user, who is not root either, does not count."""
+        """See `NoticeSource`. A file counts only if it belongs to this user or to root."""
         try:
             if self._file.stat().st_uid not in (0, os.getuid()):
                 return None
@@ -34,7 +34,7 @@ class Pod:
         except FileNotFoundError:
             return None
         if not text.strip():
-            return None  # it is just being written
+            return None  # the hook is writing it now
         deadline = float(text)
         is_news = deadline > self._clock() - FORGOTTEN_S
         return Notice("the pod is terminated", deadline) if is_news else None

@@ -1,7 +1,7 @@
-"""One watcher a node: a thread that asks those who would know of this machine's end.
+"""Watcher of a node: a thread that queries the sources of termination notices.
 
-Which cloud this is, if any, the machine's firmware says without any traffic. Where it does not say
-so, each is tried. Whoever has not answered from the beginning on is soon not asked any more.
+The machine's firmware says without any traffic which cloud this is, if any. If it does not say, the
+watcher tries each cloud. It soon stops querying a source that has never answered.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ CLOUDS: dict[str, Callable[[], NoticeSource]] = {
     "google": Gcp,
     "7783-7084-3265-9085-8269-3286-77": Azure,  # the asset tag; the vendor has other machines, too
 }
-"""By a word of the firmware's."""
+"""The source of each cloud, by a word in the firmware's fields."""
 
 
 @dataclass
-class _Asked:
-    """A source, and how often it may stay silent before it is not asked any more."""
+class _Queried:
+    """A source, and how many queries may fail before the watcher gives it up."""
 
     source: NoticeSource
     num_tries: float
 
 
 class NodeWatcher:
-    """`notice` is what is announced at present, if anything; any thread may read it."""
+    """`notice` is the most urgent current notice, or None; any thread may read it."""
 
     def __init__(
         self,
@@ -49,32 +49,32 @@ class NodeWatcher:
         guesses: Sequence[NoticeSource] = (),
         every_s: float = LOOK_EVERY_S,
     ) -> None:
-        """`guesses` are sources that are most probably not there."""
+        """`guesses` are sources that most probably do not exist here."""
         self.notice: Notice | None = None
-        self._asked = [_Asked(source, NUM_TRIES) for source in sources]
-        self._asked += [_Asked(source, NUM_TRIES_OF_A_GUESS) for source in guesses]
+        self._queried = [_Queried(source, NUM_TRIES) for source in sources]
+        self._queried += [_Queried(source, NUM_TRIES_OF_A_GUESS) for source in guesses]
         self._every_s = every_s
         self._closed = threading.Event()
         threading.Thread(target=self._serve, name="notices", daemon=True).start()
 
     @property
-    def num_asked(self) -> int:
-        """How many sources are still asked."""
-        return len(self._asked)
+    def num_queried(self) -> int:
+        """The number of sources that the watcher still queries."""
+        return len(self._queried)
 
     def close(self) -> None:
         self._closed.set()
 
     def _serve(self) -> None:
-        while self._asked and not self._closed.is_set():
-            notices = [notice for asked in self._asked if (notice := _look(asked))]
+        while self._queried and not self._closed.is_set():
+            notices = [notice for queried in self._queried if (notice := _look(queried))]
             self.notice = min(notices, key=_urgency, default=None)
-            self._asked = [asked for asked in self._asked if asked.num_tries]
+            self._queried = [queried for queried in self._queried if queried.num_tries]
             self._closed.wait(self._every_s)
 
 
 def watch_this_machine() -> NodeWatcher:
-    """A watcher that asks whoever may know."""
+    """Start a watcher with the sources that this machine may have."""
     known = clouds_by_firmware()
     if known is None:
         return NodeWatcher([Pod()], [cloud() for cloud in CLOUDS.values()])
@@ -82,19 +82,19 @@ def watch_this_machine() -> NodeWatcher:
 
 
 def clouds_by_firmware(folder: Path = FIRMWARE) -> list[NoticeSource] | None:
-    """The cloud that this machine is of, if any; None if its firmware says nothing."""
-    told = " ".join(_field(folder / name) for name in FIELDS).strip()
-    return [cloud() for word, cloud in CLOUDS.items() if word in told] if told else None
+    """The source of this machine's cloud, if it is in one; None if the firmware says nothing."""
+    text = " ".join(_field(folder / name) for name in FIELDS).strip()
+    return [cloud() for word, cloud in CLOUDS.items() if word in text] if text else None
 
 
-def _look(asked: _Asked) -> Notice | None:
+def _look(queried: _Queried) -> Notice | None:
     try:
-        notice = asked.source.look()
+        notice = queried.source.look()
     except (OSError, ValueError, LookupError, TypeError):
-        # Nobody is there, or somebody else than was meant, or he is busy: that is no news.
-        asked.num_tries -= 1
+        # There is no server, or another kind of server, or it is busy: none of this is a notice.
+        queried.num_tries -= 1
         return None
-    asked.num_tries = inf  # he is there
+    queried.num_tries = inf  # the source exists
     return notice
 
 
@@ -102,7 +102,7 @@ def _field(path: Path) -> str:
     try:
         return path.read_text().strip().lower()
     except OSError:
-        return ""  # not every machine has it, and not everybody may read it
+        return ""  # not every machine has the file, and not every user may read it
 
 
 def _urgency(notice: Notice) -> float:

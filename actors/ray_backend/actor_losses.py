@@ -1,4 +1,4 @@
-"""What is reported of an actor that has died or is silent: why, where, what its process does."""
+"""Reports about a lost or silent actor: the cause, its node, the state of its process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from elastic.protocol.events import Event, WorkerLost
 
 
 def cause_of(error: BaseException | None) -> str:
-    """Ray tells of a death in a paragraph; what matters of it is one line."""
+    """The one line that matters of the paragraph by which Ray reports a death."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if isinstance(error, ray.exceptions.ActorDiedError) and "creation task" in lines[0]:
         return lines[-1]
@@ -25,27 +25,28 @@ def cause_of(error: BaseException | None) -> str:
     return lines[0] if lines else "it ended"
 
 
-def tell_loss(
+def report_loss(
     post: Callable[[Event], None], worker: str, actor: Any, node: str, cause: str
 ) -> None:
-    """Post `WorkerLost`. Where one was that died before it could say so, Ray knows."""
+    """Post `WorkerLost`. If the worker died before it reported its node, query Ray for it."""
     if node:
         post(WorkerLost(worker, cause, node))
         return
 
-    def ask() -> None:
-        where = ""
-        with suppress(ray.exceptions.RayError, ValueError, RuntimeError):  # then nobody knows
-            where = node_of_actor(actor)
-        post(WorkerLost(worker, cause, where))
+    def query() -> None:
+        last_node = ""
+        with suppress(ray.exceptions.RayError, ValueError, RuntimeError):  # the node is unknown
+            last_node = node_of_actor(actor)
+        post(WorkerLost(worker, cause, last_node))
 
-    _beside(ask)
+    _run_in_thread(query)
 
 
-def ask_state(pid: int, is_here: bool, agent: Any) -> Future[str]:
-    """What a process does; its node's agent is asked where it is not on this machine.
+def query_state(pid: int, is_here: bool, agent: Any) -> Future[str]:
+    """The state of a process. On another machine its node's agent is queried.
 
-    Without an agent that has been heard (one is started 10 s after the first workers) nobody knows.
+    The state is unknown without an agent that has answered (it starts 10 s after the first
+    workers).
     """
     if is_here:
         return answered(process_state(pid))
@@ -56,25 +57,26 @@ def ask_state(pid: int, is_here: bool, agent: Any) -> Future[str]:
 
 
 def end_unreachable(actor: Any, error: BaseException | None) -> None:
-    """Who cannot be reached may live, and shall not keep its place until it hears nobody."""
+    """End an actor that cannot be reached: it may live, and would occupy its resources until it
+    ends as an orphan."""
     if isinstance(error, ray.exceptions.ActorUnavailableError):
-        _end_beside(actor)
+        _end_in_thread(actor)
 
 
 def end_without_agent(actor: Any, answer: Future[None]) -> None:
-    """What an agent was asked to do may be lost with it, or on the way to it."""
+    """End an actor through Ray if the agent did not answer the request to end it."""
     if answer.exception() is not None:
-        _end_beside(actor)
+        _end_in_thread(actor)
 
 
-def _end_beside(actor: Any) -> None:
+def _end_in_thread(actor: Any) -> None:
     def end() -> None:
         with suppress(ray.exceptions.RayError, ValueError):  # it is gone
             ray.kill(actor)
 
-    _beside(end)
+    _run_in_thread(end)
 
 
-def _beside(call: Callable[[], None]) -> None:
-    """On a thread of its own, since Ray's callbacks must not wait for Ray."""
+def _run_in_thread(call: Callable[[], None]) -> None:
+    """Call on another thread, since Ray's callbacks must not wait for Ray."""
     threading.Thread(target=call, name="loss", daemon=True).start()

@@ -1,4 +1,4 @@
-"""What the nodes of a Ray cluster run, and what their clocks show: asked by a task on each."""
+"""Software versions and clocks of a cluster's nodes, queried by a Ray task on each."""
 
 from __future__ import annotations
 
@@ -15,17 +15,15 @@ from actors.ray_backend.driver import join_cluster_at_hand
 from actors.runtime.sources import digest_of_sources
 
 PATIENCE_S = 60.0
-"""For a process to be started and torch to be imported there."""
+"""The time for a process to start and import torch on a node."""
 NUM_TRIES = 3
-"""Of which the quickest answer tells the time."""
+"""The number of queries to a node; the fastest answer gives the time."""
 
 
 @dataclass(frozen=True)
 class NodeSeen:
-    """A living node; `told` is its clock between two moments of ours, seconds since the epoch.
-
-    `trouble` says why it could not be asked, or is empty.
-    """
+    """A living node. `told` is its clock, read between the two times `between` of this machine's
+    clock, in seconds since the epoch. `trouble` says why the query failed, or is empty."""
 
     address: str
     resources: dict[str, float]
@@ -36,7 +34,7 @@ class NodeSeen:
 
 
 def own_software() -> dict[str, str]:
-    """What must be the same on all machines of a run."""
+    """The versions that must be the same on all machines of a run."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -46,12 +44,13 @@ def own_software() -> dict[str, str]:
 
 
 def see_nodes(address: str | None, namespace: str) -> list[NodeSeen] | None:
-    """Of the cluster at `address`, or the one at hand; None if there is none.
+    """Query the nodes of the cluster at `address`, or of the recorded one; None if there is none.
 
-    Joins it and leaves it again. Raises OSError if an address is named and nobody answers there.
+    This joins the cluster and leaves it again. Raises OSError if an address is given and nothing
+    answers there.
     """
-    was_there = ray.is_initialized()
-    if not was_there and not join_cluster_at_hand(address, namespace):
+    was_joined = ray.is_initialized()
+    if not was_joined and not join_cluster_at_hand(address, namespace):
         return None
     try:
         living = sorted(
@@ -59,7 +58,7 @@ def see_nodes(address: str | None, namespace: str) -> list[NodeSeen] | None:
         )
         return [_see(node) for node in living]
     finally:
-        if not was_there:
+        if not was_joined:
             ray.shutdown()
 
 
@@ -73,13 +72,13 @@ def _see(node: dict[str, Any]) -> NodeSeen:
     answers = []
     try:
         for _ in range(NUM_TRIES):
-            asked = time.time()
-            software, told = ray.get(task.remote(), timeout=PATIENCE_S)
-            answers.append((time.time() - asked, asked, told, software))
+            sent_at = time.time()
+            software, clock = ray.get(task.remote(), timeout=PATIENCE_S)
+            answers.append((time.time() - sent_at, sent_at, clock, software))
     except ray.exceptions.RayError as error:
         return NodeSeen(address, resources, trouble=str(error).strip().splitlines()[-1])
-    took, asked, told, software = min(answers, key=lambda answer: answer[0])
-    return NodeSeen(address, resources, software, told, (asked, asked + took))
+    took_s, sent_at, clock, software = min(answers, key=lambda answer: answer[0])
+    return NodeSeen(address, resources, software, clock, (sent_at, sent_at + took_s))
 
 
 def _answer() -> tuple[dict[str, str], float]:

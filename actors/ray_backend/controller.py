@@ -1,4 +1,4 @@
-"""The controller as a named Ray actor: the shell in a thread, and doors for workers and driver."""
+"""The controller as a named Ray actor: the shell on a thread, methods for workers and driver."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from actors.ray_backend.actor_names import Greeter
 from actors.ray_backend.cluster.head_watch import HeadWatch
 from actors.ray_backend.cluster.node_labels import head_host
 from actors.ray_backend.fleet import RayFleet
-from actors.ray_backend.observers import keep_observers
+from actors.ray_backend.observers import start_observers
 from actors.runtime.network import Network, listen, own_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
 from actors.runtime.sources import digest_of_sources
@@ -52,7 +52,7 @@ OTHER_SOURCES = (
 
 
 def _refuse_network(network: Network) -> None:
-    """The store will listen on this machine. Raises `RunRefused` if it cannot."""
+    """Raise `RunRefused` if the store cannot listen on this machine."""
     try:
         listen(own_address(network, head_host()), network).close()
     except UnfitMachine as error:
@@ -61,24 +61,25 @@ def _refuse_network(network: Network) -> None:
 
 @dataclass(frozen=True)
 class DriverReport:
-    """What the driver is told when it asks."""
+    """The status that the driver gets from the controller."""
 
     outcome: Stopped | None = None
     undelivered: tuple[str, ...] = ()
-    """One line an observer about what it could not deliver."""
+    """A line for each observer about what it could not deliver."""
     is_stopping: bool = False
-    """Somebody has asked for the end, which comes when the last checkpoint is saved."""
+    """Whether a stop was requested; the run ends when the last checkpoint is saved."""
     is_detached: bool = False
     driver_silence_s: float = 0.0
-    """Falls whenever the driver asks; who is not detached and hears nobody will stop."""
+    """The time since the driver's last query; if it is too long, a run stops unless detached."""
     trouble: str = ""
-    """Why storage does not take the run's lines at present."""
+    """What currently waits for storage, and why; empty if nothing does."""
     is_head_gone: bool = False
-    """Ray's GCS is; the run ends for that reason."""
+    """Whether Ray's GCS is gone; the run ends for that reason."""
 
 
 class RayController:
-    """Drives one run from begin to end; it lives as long as somebody asks or it is detached."""
+    """Drives one run from begin to end. If it is not detached, it stops the run when the driver
+    falls silent."""
 
     def __init__(self, run: RunSpec) -> None:
         if run.sources not in ("", digest_of_sources()):
@@ -91,10 +92,10 @@ class RayController:
         self._orphan_guard = OrphanGuard(run.orphan_timeout_s, self._end)
         self._progress = DriverReport()
         self._ended = threading.Event()
-        with warnings.catch_warnings(action="ignore"):  # Ray asks itself in a way that is to go
-            has_been_here = self._me.was_current_actor_reconstructed
-        self._greeter = Greeter(run.name) if has_been_here else None
-        self._take_run(open_storage(run.folder), has_been_here)
+        with warnings.catch_warnings(action="ignore"):  # Ray uses a deprecated API of its own here
+            is_restarted = self._me.was_current_actor_reconstructed
+        self._greeter = Greeter(run.name) if is_restarted else None
+        self._open_run(open_storage(run.folder), is_restarted)
         self._fleet = RayFleet(
             run.name,
             run.program,
@@ -106,16 +107,17 @@ class RayController:
         )
         self._head = HeadWatch(self._me.gcs_address, run.head_patience_s, self._note_head_gone)
         epoch, is_heir = self._lease.epoch, self._lease.since < self._lease.epoch
-        self._observers = keep_observers(
+        self._observers = start_observers(
             run.name, run.observers, run.orphan_timeout_s, epoch, is_heir
         )
         threading.Thread(target=self._drive, name="controller", daemon=True).start()
         threading.Thread(target=self._attend, name="attendance", daemon=True).start()
 
-    def _take_run(self, storage: Storage, has_been_here: bool) -> None:
-        """Whoever comes back has a run to go on with, and insists where storage does not answer."""
+    def _open_run(self, storage: Storage, is_restarted: bool) -> None:
+        """Open the run. If storage does not answer, a restarted controller retries, since its run
+        still trains."""
         deadline = time.monotonic()
-        if has_been_here:
+        if is_restarted:
             deadline += STORAGE_PATIENCE_S
         while True:
             try:
@@ -131,13 +133,13 @@ class RayController:
                 return
             except OSError as error:
                 if time.monotonic() > deadline:
-                    raise RunRefused(f"{storage.url}: it cannot be opened ({error})") from None
+                    cause = f"the run cannot be opened, storage does not answer ({error})"
+                    raise RunRefused(f"{storage.url}: {cause}") from None
                 time.sleep(1.0)
 
     @ray.method(concurrency_group="reports")
     def report(self, incarnation: int, event: Event) -> None:
-        """A worker's events, in its order. Those that were meant for a controller that has died
-        come again."""
+        """Take a worker's events, in its order. It sends events for a dead controller again."""
         if incarnation == self._lease.epoch:
             self._shell.post(event)
 
@@ -147,7 +149,8 @@ class RayController:
 
     @ray.method(concurrency_group="driver")
     def progress(self, patience_s: float) -> DriverReport:
-        """Waits so long for the run's end; who does so is the driver, and shows that it lives."""
+        """Wait for the run's end, at most `patience_s`, and return the status. Only the driver
+        waits, and shows by this that it is alive."""
         if patience_s:
             self._driver_silence_s = 0.0
         self._ended.wait(patience_s)
@@ -167,7 +170,7 @@ class RayController:
 
     @ray.method(concurrency_group="layouts")
     def ask_for_layout(self, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
-        """Another process asks; one such request at a time."""
+        """Request another layout, for any process; the controller handles one request at a time."""
         return ask_for_layout(self._shell, target_layout, patience_s)
 
     def _note_head_gone(self) -> None:
@@ -178,47 +181,48 @@ class RayController:
         try:
             outcome = self._shell.run(self._fleet, self._run.opening, self._fleet)
             self._samples.close(SAMPLES_PATIENCE_S)
-            with suppress(OSError):  # a lease that cannot be given back runs out
+            with suppress(OSError):  # a lease that cannot be released expires
                 self._lease.release()
         except Exception as error:
             outcome = outcome_of(error, self._run.folder, self._shell.committed_step)
         undelivered: tuple[str, ...] = ()
         try:
-            finished = [observer.finish(self._head.is_gone) for observer in self._observers]
-            undelivered = tuple(told for told in finished if told)
+            texts = [observer.finish(self._head.is_gone) for observer in self._observers]
+            undelivered = tuple(text for text in texts if text)
         finally:
             self._progress = DriverReport(outcome, undelivered)
             self._ended.set()
 
     def _attend(self) -> None:
-        """Poll the observers; ask for a stop when the driver has gone silent, and leave after it.
+        """Poll the observers; request a stop when the driver falls silent; end the process once the
+        run has ended and the driver is gone.
 
-        Whatever ends this thread ends the process: then the orphanage hears nothing.
+        If this thread dies, the orphan guard gets no signs of life and ends the process.
         """
-        asked, polled = False, 0.0
+        is_stop_requested, polled_at = False, 0.0
         while True:
             time.sleep(ATTEND_EVERY_S)
             if self._greeter and self._shell.opened.is_set():
                 self._greeter.close()
-            if time.monotonic() - polled >= POLL_EVERY_S:
-                polled = time.monotonic()
+            if time.monotonic() - polled_at >= POLL_EVERY_S:
+                polled_at = time.monotonic()
                 for observer in self._observers:
                     observer.poll()
             self._driver_silence_s += ATTEND_EVERY_S
             is_alone = self._driver_silence_s >= self._run.driver_timeout_s
             if self._progress.outcome is None:
-                if is_alone and not self._run.detached and not asked:
-                    asked = True
+                if is_alone and not self._run.detached and not is_stop_requested:
+                    is_stop_requested = True
                     self.request_stop("the driver is gone")
             elif is_alone:
                 self._end()
             self._orphan_guard.hear()
 
     def _end(self) -> None:
-        """For good: who ends himself by a signal is restarted."""
-        if self._head.is_gone:  # nobody restarts it, and `ray.kill` would wait
+        """End this actor for good: Ray restarts one that ends by a signal."""
+        if self._head.is_gone:  # Ray cannot restart it, and `ray.kill` would wait
             end_process()
-        with suppress(ray.exceptions.RayError, ValueError):  # then by the signal
+        with suppress(ray.exceptions.RayError, ValueError):  # then a signal ends it
             ray.kill(self._me.current_actor)
             time.sleep(END_PATIENCE_S)
         end_process()

@@ -1,4 +1,4 @@
-"""The driver's side: find or start a Ray cluster, start a controller, follow it to the end."""
+"""The driver of a run: joins or starts a Ray cluster, starts a controller, follows the run."""
 
 from __future__ import annotations
 
@@ -42,17 +42,15 @@ ASK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 120.0
 RESTART_PATIENCE_S = 180.0
 ENDING_PATIENCE_S = 300.0
-"""For the last checkpoint of a run that has been stopped, before the same run is begun again."""
+"""How long a new driver waits for the last checkpoint of the same run, which is stopping."""
 LONE_PATIENCE_S = 15.0
-"""For an answer of the controller where Ray's GCS is gone."""
+"""How long the driver waits for an answer of the controller if Ray's GCS is gone."""
 HEADLESS_LEAVE_S = 3.0
-LOST_WITH_HEAD = "Ray's head process, the GCS, is gone, too: no checkpoint was saved at the end"
-_TAKEN = (
-    "{}: a controller on this cluster drives this run; stop that one, or choose another --run-name"
-)
+LOST_WITH_HEAD = "Ray's head process (the GCS) is gone, too: no checkpoint was saved at the end"
+_TAKEN = "{}: a controller on this cluster drives this run; stop it, or choose another --run-name"
 _NO_ROOM = (
-    "another run of this process has started a local Ray, with room for its own workers: wait for "
-    "its end, or call ray.init(num_cpus=...) before both"
+    "another run of this process has started a local Ray cluster with CPUs for its own workers "
+    "only: wait for its end, or call ray.init(num_cpus=...) before both runs"
 )
 _NOT_IMPORTED = (
     "{} on the cluster, where the recipe needs it: put it beside the script, install it there, or "
@@ -62,7 +60,8 @@ _NOT_IMPORTED = (
 
 
 class _Hold:
-    """Whether this process has Ray from us, and how many runs here use it: the last one leaves."""
+    """This process's connection to Ray: whether a run has opened it, and how many runs use it. The
+    last one leaves Ray."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -70,7 +69,7 @@ class _Hold:
         self.is_local = False
         self.num_runs = 0
         self.guard: Guard | None = None
-        """Of the private cluster."""
+        """The guard of the private cluster."""
 
 
 _hold = _Hold()
@@ -83,14 +82,14 @@ def join_or_start_cluster(
     namespace: str,
     per_worker: Mapping[str, Any] | None = None,
 ) -> bool:
-    """Join the cluster at `address`, or the one that `ray start` has recorded, or start a private
-    one; True if started.
+    """Join the cluster at `address`, or the one that `ray start` recorded, or start a private one;
+    return whether one was started.
 
-    Where the process has Ray already, that is used, and left as it is. A private one (also on
-    `address="local"`) has a slot a worker, of what it asks for `per_worker`, ends with this
-    process, and is joined by no other command. Raises OSError if an address is named and nobody
-    answers there, `ClusterNotJoined`, `ClusterNotStarted`, or `RunRefused` if a private one is full
-    of another run's workers.
+    If the process has initialized Ray already, the run uses that and leaves it as it is. A private
+    cluster (also with `address="local"`) has the resources `per_worker` for each worker and ends
+    with this process; no other command joins it. Raises OSError if an address is given and nothing
+    answers there, `ClusterNotJoined`, `ClusterNotStarted`, or `RunRefused` if another run's workers
+    fill a private one.
     """
     with _hold.lock:
         if ray.is_initialized():
@@ -108,7 +107,7 @@ def join_or_start_cluster(
 
 
 def _start(options: dict[str, Any]) -> None:
-    """Start a private cluster, which no signal to this process's group reaches."""
+    """Start a private cluster, which signals to this process's group do not reach."""
     try:
         make_token()
         _hold.guard = Guard()
@@ -120,7 +119,7 @@ def _start(options: dict[str, Any]) -> None:
                 **options,
             )
         end_log_monitor()
-    except Exception as error:  # Ray raises what its cause raised, or a bare Exception
+    except Exception as error:  # Ray raises the error of the cause, or a bare Exception
         keep_logs()
         ray.shutdown()
         _end_private_cluster()
@@ -128,7 +127,7 @@ def _start(options: dict[str, Any]) -> None:
 
 
 def _slots(num_workers: int, use_gpus: bool, per_worker: Mapping[str, Any]) -> dict[str, Any]:
-    """The resources of a local cluster on which so many workers find a place."""
+    """The resources of a local cluster that has a slot for each worker."""
     others = per_worker.get("resources", {})
     return {
         "num_cpus": math.ceil(num_workers * max(1.0, per_worker.get("num_cpus", 1.0))),
@@ -138,7 +137,7 @@ def _slots(num_workers: int, use_gpus: bool, per_worker: Mapping[str, Any]) -> d
 
 
 def join_cluster(address: str, namespace: str) -> None:
-    """Join the cluster of a run, at `address`. Raises OSError if nobody answers there."""
+    """Join the cluster of a run, at `address`. Raises OSError if nothing answers there."""
     with _hold.lock:
         take_token()
         join(address, _common(namespace))
@@ -147,9 +146,9 @@ def join_cluster(address: str, namespace: str) -> None:
 
 
 def join_cluster_at_hand(address: str | None, namespace: str) -> bool:
-    """Join the cluster at `address`, or the one that `ray start` has recorded; True if joined.
+    """Join the cluster at `address`, or the one that `ray start` recorded; return whether joined.
 
-    Raises OSError if an address is named and nobody answers there.
+    Raises OSError if an address is given and nothing answers there.
     """
     take_token()
     joined = join(address, _common(namespace))
@@ -163,15 +162,15 @@ def _common(namespace: str) -> dict[str, Any]:
 
 
 def close_cluster(run_name: str, keep_actors: bool) -> None:
-    """Leave Ray, unless it was there before, or another run here uses it; and unless the run was
-    detached, end every actor that it still has."""
+    """End the run's actors unless `keep_actors`, and leave Ray, unless the user initialized it or
+    another run of this process uses it."""
     if not ray.is_initialized():
         return
     is_gone = is_head_gone()
     if is_gone:
         keep_actors = True  # Ray cannot end them: they end as orphans, or with a private cluster
     if not keep_actors:
-        with suppress(ray.exceptions.RayError):  # the cluster is gone, and all actors with it
+        with suppress(ray.exceptions.RayError):  # the cluster is gone, and its actors with it
             end_actors(run_name)
     with _hold.lock:
         _hold.num_runs -= 1
@@ -182,7 +181,7 @@ def close_cluster(run_name: str, keep_actors: bool) -> None:
 
 
 def _leave_ray(is_head_gone: bool) -> None:
-    """Without the GCS, Ray waits for its answer up to a minute: it may do so beside."""
+    """Leave Ray. Without the GCS this takes up to a minute, so let it run on in the background."""
     if not is_head_gone:
         ray.shutdown()
         return
@@ -201,12 +200,12 @@ def is_head_gone() -> bool:
 
 
 def is_private() -> bool:
-    """Whether this process has started the cluster."""
+    """Whether this process has started a private cluster."""
     return _hold.guard is not None
 
 
 def keep_logs() -> None:
-    """Keep Ray's log files of a private cluster after its end: a run on it has failed."""
+    """Keep Ray's log files of a private cluster after its end, since a run on it has failed."""
     if _hold.guard is not None:
         _hold.guard.keep_session()
 
@@ -218,7 +217,7 @@ def _end_private_cluster() -> None:
 
 
 def end_actors(run_name: str) -> None:
-    """End every actor that a run still has on the cluster that was joined."""
+    """End every actor that a run still has on the joined cluster."""
     for name in actor_names():
         if name.startswith(f"{run_name}:"):
             _end(name)
@@ -232,15 +231,15 @@ def _end(name: str) -> None:
 
 
 class Drive:
-    """A run under way, as its driver sees it."""
+    """A running run, as its driver sees it."""
 
     def __init__(self, run: RunSpec) -> None:
-        """Start a controller. Raises `RunTaken` if the run is being driven already, `RunRefused`
-        if it cannot be opened."""
+        """Start a controller. Raises `RunTaken` if another process drives the run, `RunRefused` if
+        it cannot be opened."""
         self.began = time.time()
         name = _controller_name(run.name)
         if name in actor_names():
-            _clear_away(name)
+            _await_end(name)
         kind = ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController).options(
             name=name,
             namespace=NAMESPACE,
@@ -249,56 +248,56 @@ class Drive:
             num_cpus=0,
             enable_task_events=False,
             resources=ON_HEAD,
-            scheduling_strategy="DEFAULT",  # not in the placement group of a trial that starts it
+            scheduling_strategy="DEFAULT",  # not in the placement group of a Tune trial
         )
         try:
             self._controller = kind.remote(run)
-        except ValueError:  # the name has just been taken
+        except ValueError:  # another driver has just taken the name
             raise RunTaken(_TAKEN.format(run.name)) from None
         self._stop_cause = ""
-        _insist(lambda: self._controller.progress.remote(0.0))
+        _call(lambda: self._controller.progress.remote(0.0))
 
     def request_stop(self, cause: str) -> None:
         self._stop_cause = cause
         self._controller.request_stop.remote(cause)
 
     def follow(self, each: Callable[[DriverReport], None]) -> DriverReport:
-        """Wait for the end, telling `each` twice a second, also while the controller has died and
-        is not back yet. Raises `ControllerLost`."""
-        progress, heard = DriverReport(), time.monotonic()
+        """Wait for the end of the run. Call `each` twice a second, even while a dead controller has
+        not restarted yet. Raises `ControllerLost`."""
+        progress, answered_at = DriverReport(), time.monotonic()
         while progress.outcome is None:
-            asked = self._controller.progress.remote(ASK_EVERY_S)
+            query = self._controller.progress.remote(ASK_EVERY_S)
             began = time.monotonic()
             while time.monotonic() - began < ANSWER_TIMEOUT_S:
-                if ray.wait([asked], timeout=SHOW_EVERY_S)[0]:
+                if ray.wait([query], timeout=SHOW_EVERY_S)[0]:
                     break
                 each(progress)
                 if time.monotonic() - began > LONE_PATIENCE_S and is_head_gone():
                     raise ControllerLost(LOST_WITH_HEAD)
             try:
-                progress, heard = _answer(asked), time.monotonic()
+                progress, answered_at = _answer(query), time.monotonic()
             except ControllerAway as error:
-                if time.monotonic() - heard > RESTART_PATIENCE_S:
+                if time.monotonic() - answered_at > RESTART_PATIENCE_S:
                     raise ControllerLost(str(error)) from None
-                if is_head_gone():  # nobody restarts it
+                if is_head_gone():  # Ray cannot restart it
                     raise ControllerLost(LOST_WITH_HEAD) from None
                 time.sleep(SHOW_EVERY_S)
-                if self._stop_cause:  # it may have died before it heard
+                if self._stop_cause:  # the controller may have died before it got the request
                     self.request_stop(self._stop_cause)
         each(progress)
         return progress
 
 
 def ask_for_layout(run_name: str, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
-    """Ask the controller of a run on this cluster for another layout, from any process.
+    """Request another layout from the controller of a run on this cluster, from any process.
 
-    Raises `RunNotDriven` or `ControllerLost`. Whatever it may have missed it is asked again.
+    The request is repeated if the controller restarts. Raises `RunNotDriven` or `ControllerLost`.
     """
     try:
         controller = actor_of(_controller_name(run_name))
     except ValueError:
         raise RunNotDriven(run_name) from None
-    reply: LayoutReply = _insist(
+    reply: LayoutReply = _call(
         lambda: controller.ask_for_layout.remote(target_layout, patience_s),
         patience_s + ANSWER_TIMEOUT_S,
     )
@@ -309,15 +308,15 @@ def _controller_name(run_name: str) -> str:
     return f"{run_name}:controller"
 
 
-def _clear_away(name: str) -> None:
-    """A controller that has finished may still stand there; one that has been stopped, or has
-    lost its driver and therefore will stop, is waited for; one at work refuses."""
+def _await_end(name: str) -> None:
+    """Wait for a controller of the same run that is stopping, or that has lost its driver and so
+    will stop; then end it. Raises `RunTaken` if it is at work."""
     try:
         controller = actor_of(name)
     except ValueError:
         return  # it has ended meanwhile
     began, silence_s = time.monotonic(), 0.0
-    while (progress := _insist(lambda: controller.progress.remote(0.0))).outcome is None:
+    while (progress := _call(lambda: controller.progress.remote(0.0))).outcome is None:
         has_driver = progress.is_detached or progress.driver_silence_s < silence_s
         is_at_work = has_driver and not progress.is_stopping
         if is_at_work or time.monotonic() - began > ENDING_PATIENCE_S:
@@ -327,30 +326,32 @@ def _clear_away(name: str) -> None:
     _end(name)
 
 
-def _insist(ask: Callable[[], Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """Ask again for as long as the controller may be restarting. Raises `ControllerLost`."""
+def _call(send: Callable[[], Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """Send a call and return its answer; repeat it while the controller may be restarting. Raises
+    `ControllerLost`."""
     began = time.monotonic()
     while True:
         try:
-            return _answer(ask(), timeout_s)
+            return _answer(send(), timeout_s)
         except ControllerAway as error:
             if time.monotonic() - began > RESTART_PATIENCE_S:
                 raise ControllerLost(str(error)) from None
             time.sleep(SHOW_EVERY_S)
 
 
-def _answer(asked: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
-    """Raises `RunRefused`, `ControllerLost`, or `ControllerAway` if it may come back."""
+def _answer(call: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """The answer to a call of the controller. Raises `RunTaken`, `RunRefused`, `ControllerLost`, or
+    `ControllerAway` if the controller may restart."""
     try:
-        return ray.get(asked, timeout=timeout_s)
+        return ray.get(call, timeout=timeout_s)
     except ray.exceptions.ActorUnavailableError as error:
         raise ControllerAway(str(error).strip().splitlines()[-1]) from None
     except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         for kind in (RunTaken, RunRefused):
-            told = [line.partition(f"{kind.__name__}: ") for line in lines]
-            if why := [message for _, found, message in told if found]:
-                raise kind(why[-1]) from None
+            parts = [line.partition(f"{kind.__name__}: ") for line in lines]
+            if messages := [message for _, separator, message in parts if separator]:
+                raise kind(messages[-1]) from None
         if lines[-1].startswith("ModuleNotFoundError: "):
             raise RunRefused(_NOT_IMPORTED.format(lines[-1].partition(": ")[2])) from None
         raise ControllerLost(lines[-1]) from None
@@ -360,7 +361,7 @@ EXIT_CODES = {"completed": 0, "failed": 1, "user_error": 2}
 
 
 def exit_code(outcome: Stopped, signal_number: int) -> int:
-    """0 completed, 1 failed, 2 user error, 130 or 143 interrupted."""
+    """The exit code: 0 completed, 1 failed, 2 user error, 130 or 143 interrupted."""
     if outcome.outcome == "interrupted":
         return 128 + (signal_number or 2)
     return EXIT_CODES[outcome.outcome]

@@ -1,4 +1,4 @@
-"""A fleet of detached Ray actors in the run's namespace."""
+"""Ray fleet: workers, store, agents and snapshot servers as detached Ray actors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from actors.controller.fleet import missing
 from actors.notices import SeenNotice, see, watch_this_machine
 from actors.ray_backend.actor_losses import (
-    ask_state,
     cause_of,
     end_unreachable,
     end_without_agent,
-    tell_loss,
+    query_state,
+    report_loss,
 )
 from actors.ray_backend.actor_names import (
     NAMESPACE,
@@ -33,7 +33,7 @@ from actors.ray_backend.actor_names import (
     newest_last,
 )
 from actors.ray_backend.cluster.node_drains import Drains
-from actors.ray_backend.cluster.node_labels import away_from
+from actors.ray_backend.cluster.node_labels import exclude_nodes
 from actors.ray_backend.cluster.ray_private import ON_HEAD
 from actors.ray_backend.snapshot_servers import RaySnapshotServer, SnapshotServers
 from actors.ray_backend.worker import RayAgent, RayStore, RayWorker
@@ -48,25 +48,27 @@ CLOSE_TIMEOUT_S = 10.0
 ANSWER_S = 1.0
 GONE = "it was gone when the controller came back"
 AGENT_DELAY_S = 10.0
-"""A node's agent comes after its first workers have joined: a process that starts meanwhile makes
-that pause 0.25 s longer on two cores. Until then `ray.kill` ends a stopped worker there, in 5 s."""
+"""The delay of a node's agent after its first workers have started: a process that starts while
+they join makes that pause 0.25 s longer on two cores. Until the agent has started, `ray.kill` ends
+a stopped worker, which takes 5 s."""
 
 
 @dataclass(frozen=True)
-class _Seat:
-    """One worker's actor and, once it has started, where its process is."""
+class _WorkerRecord:
+    """A worker's actor and, once it has started, its node and process."""
 
     actor: Any
     node: str = ""
     pid: int = 0
     started: float = float("inf")
     is_ending: bool = False
-    """Told to end, it is asked for nothing more: whatever becomes of the order, an orphan ends."""
+    """Once ordered to end, the worker gets no more probes: if the order is lost, it ends as an
+    orphan."""
 
 
 class RayFleet:
-    """One actor a worker with plain resources: those that find no place stay pending, and that
-    is the demand which the Ray autoscaler sees."""
+    """One actor a worker with plain resources. Workers that find no node stay pending, which is the
+    demand that the Ray autoscaler sees."""
 
     def __init__(
         self,
@@ -87,22 +89,22 @@ class RayFleet:
         self._incarnation = incarnation
         self._node = ray.get_runtime_context().get_node_id()
         self._controller = ray.get_runtime_context().current_actor
-        self._seats: dict[str, _Seat] = {}
+        self._records: dict[str, _WorkerRecord] = {}
         self._probed: set[str] = set()
         self._agents: dict[str, Any] = {}
         self._heard: set[str] = set()
         self._servers = SnapshotServers(
-            run_name, self._start_server, post, are_wanted=options.snapshot_every > 0
+            run_name, self._start_server, post, has_standbys=options.snapshot_every > 0
         )
         self._store: Any = None
         self._drains = Drains(post)
         self._watcher = watch_this_machine()
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._has_come = threading.Event()
-        """A worker's process has."""
+        self._has_started = threading.Event()
+        """Set when a worker's process has started."""
         self.is_head_gone = False
-        """Ray's GCS is: no actor can be started or ended through Ray, and no death is reported."""
+        """Whether Ray's GCS is gone: then Ray starts and ends no actor, and reports no death."""
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         threading.Thread(target=self._exchange_notices, name="notices", daemon=True).start()
 
@@ -117,7 +119,7 @@ class RayFleet:
         self._when_done(store.live.remote(), self._store_lost)
 
     def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        options = self._resources | away_from(quarantined)
+        options = self._resources | exclude_nodes(quarantined)
         for worker in workers:
             actor = self._detached(RayWorker, worker, **options).remote(
                 worker,
@@ -127,12 +129,12 @@ class RayFleet:
                 self._incarnation,
                 self._orphan_timeout_s,
             )
-            self._seat(worker, _Seat(actor))
+            self._add_worker(worker, _WorkerRecord(actor))
 
-    def _seat(self, worker: str, seat: _Seat) -> None:
+    def _add_worker(self, worker: str, record: _WorkerRecord) -> None:
         with self._lock:
-            self._seats[worker] = seat
-        actor, life = seat.actor, seat.actor.live.remote()
+            self._records[worker] = record
+        actor, life = record.actor, record.actor.live.remote()
         self._when_done(actor.start.remote(), partial(self._worker_started, worker))
         self._when_done(life, partial(self._worker_lost, worker))
 
@@ -140,59 +142,59 @@ class RayFleet:
         self._servers.start(node)
 
     def _start_server(self, node: str) -> Any:
-        name = f"keeper-{self._incarnation}-{node}-{time.monotonic_ns()}"
-        options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        kind = self._detached(RaySnapshotServer, name, num_cpus=0, **options)
-        told = self._options
+        name = f"snapshot_server-{self._incarnation}-{node}-{time.monotonic_ns()}"
+        placement = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        kind = self._detached(RaySnapshotServer, name, num_cpus=0, **placement)
+        options = self._options
         return kind.remote(
-            told.network, told.secret, told.max_snapshot_bytes, self._orphan_timeout_s
+            options.network, options.secret, options.max_snapshot_bytes, self._orphan_timeout_s
         )
 
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
-        self._servers.ask(nodes, generation)
+        self._servers.query(nodes, generation)
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
         self._servers.forget(nodes, generation)
 
     def stop_worker(self, worker: str) -> None:
         with self._lock:
-            seat = self._seats.get(worker)
-            if seat is None:
+            record = self._records.get(worker)
+            if record is None:
                 return
-            self._seats[worker] = replace(seat, is_ending=True)
-            agent = self._agents.get(seat.node)
-        if seat.pid and seat.node == self._node:
-            with suppress(ProcessLookupError):  # gone already: as wanted
-                os.kill(seat.pid, signal.SIGKILL)
+            self._records[worker] = replace(record, is_ending=True)
+            agent = self._agents.get(record.node)
+        if record.pid and record.node == self._node:
+            with suppress(ProcessLookupError):  # it has ended already
+                os.kill(record.pid, signal.SIGKILL)
         elif agent is not None:
-            self._when_done(agent.kill.remote(seat.pid), partial(end_without_agent, seat.actor))
+            self._when_done(agent.kill.remote(record.pid), partial(end_without_agent, record.actor))
         elif self.is_head_gone:
-            _end_directly(seat.actor)
+            _end_directly(record.actor)
         else:
-            ray.kill(seat.actor)
+            ray.kill(record.actor)
 
     def send(self, workers: Iterable[str], order: Order) -> None:
         shared = ray.put(Envelope(self._incarnation, order))
         for worker in workers:
             with self._lock:
-                seat = self._seats.get(worker)
-            if seat is not None:
-                seat.actor.take.remote(shared)
+                record = self._records.get(worker)
+            if record is not None:
+                record.actor.take.remote(shared)
 
     def probe(self, worker: str) -> Future[int]:
         with self._lock:
-            seat = self._seats.get(worker)
-        if seat is None or seat.is_ending:
+            record = self._records.get(worker)
+        if record is None or record.is_ending:
             return missing(worker)
         self._probed.add(worker)
-        answer: Future[int] = seat.actor.signs_of_life.remote().future()
+        answer: Future[int] = record.actor.signs_of_life.remote().future()
         return answer
 
     def process_state(self, worker: str) -> Future[str]:
         with self._lock:
-            seat = self._seats.get(worker, _Seat(None))
-            agent = self._agents.get(seat.node) if seat.node in self._heard else None
-        return ask_state(seat.pid, seat.node == self._node, agent)
+            record = self._records.get(worker, _WorkerRecord(None))
+            agent = self._agents.get(record.node) if record.node in self._heard else None
+        return query_state(record.pid, record.node == self._node, agent)
 
     def probe_snapshot_server(self, node: str) -> Future[None]:
         return self._servers.probe(node) or missing(node)
@@ -201,11 +203,11 @@ class RayFleet:
         self._servers.stop(node)
 
     def newest_generation(self) -> int:
-        """See `Survivors`; who has only begun to start may not answer in time."""
-        asked = [a.newest_generation.remote() for a in find_actors(self._run_name).values()]
-        if not asked:
+        """See `Survivors`. A worker that is just starting may not answer in time."""
+        queries = [a.newest_generation.remote() for a in find_actors(self._run_name).values()]
+        if not queries:
             return 0
-        answered, _ = ray.wait(asked, num_returns=len(asked), timeout=ANSWER_S)
+        answered, _ = ray.wait(queries, num_returns=len(queries), timeout=ANSWER_S)
         generations = [0]
         for answer in answered:
             with suppress(ray.exceptions.RayError):  # it has just died
@@ -223,8 +225,11 @@ class RayFleet:
         for worker in sorted(state.worker_records):
             if worker in workers:
                 workers[worker].meet.remote(self._incarnation, state.committed_step)
-                seat = state.worker_records[worker]  # one that stands still cannot say where it is
-                self._seat(worker, _Seat(workers[worker], seat.node, seat.pid, time.monotonic()))
+                known = state.worker_records[worker]  # a stopped worker cannot report its node
+                self._add_worker(
+                    worker,
+                    _WorkerRecord(workers[worker], known.node, known.pid, time.monotonic()),
+                )
             elif worker in state.warm:
                 self._post(WorkerLost(worker, GONE))
             else:
@@ -247,12 +252,12 @@ class RayFleet:
             self.start_store()
 
     def close(self) -> None:
-        """End all actors of the run and wait until Ray has seen the last of them gone."""
+        """End all actors of the run, and wait until Ray has reported the end of each."""
         self._closed.set()
-        self._has_come.set()
+        self._has_started.set()
         self._watcher.close()
         with self._lock:
-            workers = list(self._seats)
+            workers = list(self._records)
         for worker in workers:
             self.stop_worker(worker)
         end = _end_directly if self.is_head_gone else ray.kill
@@ -260,11 +265,11 @@ class RayFleet:
         if self._store is not None:
             end(self._store)
         if self.is_head_gone:
-            return  # the agents end with the orphans
+            return  # the agents end as orphans
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while (self._seats or len(self._servers)) and time.monotonic() < deadline:
+        while (self._records or len(self._servers)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        self._end_agents()  # not before they have done what they were asked to
+        self._end_agents()  # only after they have ended the workers
 
     def _end_agents(self) -> None:
         with self._lock:
@@ -279,7 +284,7 @@ class RayFleet:
             namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=0,
-            enable_task_events=False,  # nobody looks at each call, and telling takes time
+            enable_task_events=False,  # nothing reads events of single calls, and they cost time
             **options,
         )
 
@@ -295,33 +300,33 @@ class RayFleet:
             self._post(StoreLost(cause_of(answer.exception())))
 
     def _worker_started(self, worker: str, answer: Future[tuple[str, int]]) -> None:
-        """Where a worker runs, so that it can be ended by signal."""
+        """Note where a worker runs, so that a signal can end it."""
         if answer.exception() is not None:
-            return  # it died, which `live` tells
+            return  # it died, which the end of `live` reports
         with self._lock:
-            if worker in self._seats:
+            if worker in self._records:
                 node, pid = answer.result()
-                self._seats[worker] = replace(
-                    self._seats[worker], node=node, pid=pid, started=time.monotonic()
+                self._records[worker] = replace(
+                    self._records[worker], node=node, pid=pid, started=time.monotonic()
                 )
-        self._has_come.set()
+        self._has_started.set()
 
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
         with self._lock:
-            seat = self._seats.pop(worker, None)
-        if not self._closed.is_set() and seat is not None:
-            end_unreachable(seat.actor, life.exception())
-            tell_loss(self._post, worker, seat.actor, seat.node, cause_of(life.exception()))
+            record = self._records.pop(worker, None)
+        if not self._closed.is_set() and record is not None:
+            end_unreachable(record.actor, life.exception())
+            report_loss(self._post, worker, record.actor, record.node, cause_of(life.exception()))
 
     def _beat(self) -> None:
-        """Keep the actors that get no probes from thinking themselves orphans."""
+        """Greet the actors that get no probes, so that they do not end as orphans."""
         while not self._closed.wait(HEARTBEAT_S):
             with self._lock:
-                worker_records = list(self._seats.items())
+                workers = list(self._records.items())
                 agents = list(self._agents.items())
-            for worker, seat in worker_records:
-                if seat.pid and not seat.is_ending and worker not in self._probed:
-                    seat.actor.signs_of_life.remote()
+            for worker, record in workers:
+                if record.pid and not record.is_ending and worker not in self._probed:
+                    record.actor.signs_of_life.remote()
             self._servers.beat()
             if self._store is not None:
                 self._store.hear.remote()
@@ -329,7 +334,8 @@ class RayFleet:
                 self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
 
     def _agent_heard(self, node: str, answer: Future[SeenNotice | None]) -> None:
-        """Without an agent `ray.kill` does its work, until the next beat sends another."""
+        """Take an agent's notice, or note its loss: then `ray.kill` does its work until the node
+        has another agent."""
         if answer.exception() is None:
             self._heard.add(node)
             self._drains.take(node, answer.result())
@@ -339,37 +345,40 @@ class RayFleet:
             self._agents.pop(node, None)
 
     def _exchange_notices(self) -> None:
-        """This machine has no agent; what Ray says matters of nodes where something of ours is.
+        """Take this machine's own notices, since it has no agent, and exchange notices with Ray
+        about nodes that have workers or snapshots. Keep agents and standbys on such nodes.
 
-        Ray's answer may take long while its GCS is away, and so may a new agent: the heartbeat must
-        not wait for either. (Ray's callbacks may not create actors.)
+        A query to Ray, and the start of an actor, may take long while the GCS is unreachable, and
+        the heartbeat must not wait for them. (Ray's callbacks may not create actors.)
         """
         while not self._closed.is_set():
-            self._has_come.wait(HEARTBEAT_S)
-            self._has_come.clear()
+            self._has_started.wait(HEARTBEAT_S)
+            self._has_started.clear()
             if self._closed.is_set() or self.is_head_gone:
                 return
             with self._lock:
-                peopled = {seat.node for seat in self._seats.values()} - {""}
-            with suppress(ray.exceptions.RayError, ValueError):  # the next time tries again
-                self._servers.keep_standbys(peopled)
-                self._send_agents()
-            nodes = peopled | self._servers.nodes
+                with_workers = {record.node for record in self._records.values()} - {""}
+            with suppress(ray.exceptions.RayError, ValueError):  # try again at the next interval
+                self._servers.keep_standbys(with_workers)
+                self._keep_agents()
+            nodes = with_workers | self._servers.nodes
             if self._node in nodes:
                 self._drains.take(self._node, see(self._watcher.notice))
-            with suppress(ray.exceptions.RayError):  # the next time tries again
+            with suppress(ray.exceptions.RayError):  # try again at the next interval
                 self._drains.exchange(nodes)
 
-    def _send_agents(self) -> None:
+    def _keep_agents(self) -> None:
+        """Start an agent on each node that has had workers for long enough, and end the agents on
+        nodes without workers."""
         with self._lock:
             old = time.monotonic() - AGENT_DELAY_S
-            nodes = {seat.node for seat in self._seats.values() if seat.started < old}
+            nodes = {record.node for record in self._records.values() if record.started < old}
             lacking = sorted(nodes - self._agents.keys() - {self._node})
-            deserted = self._agents.keys() - {seat.node for seat in self._seats.values()}
+            deserted = self._agents.keys() - {record.node for record in self._records.values()}
             self._heard -= deserted
             idle = [self._agents.pop(node) for node in deserted]
         for agent in idle:
-            ray.kill(agent)  # it would keep its machine from being given back
+            ray.kill(agent)  # else its node would not be idle, and never be released
         for node in lacking:
             options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
             name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"

@@ -1,4 +1,4 @@
-"""Figures of a run as Ray's metrics, which Prometheus reads from every node of the cluster."""
+"""Metrics of a run in Ray, which exports them to Prometheus on every node of the cluster."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from ray.util.metrics import Gauge
 
-DESCRIPTION = "of a run of the elastic training platform; docs/status.md says what it is"
+DESCRIPTION = "of a run of the elastic training platform; see docs/status.md"
 TAGS = ("run", "place")
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number about a run at present; None is not shown. `place` tells several of a name
-    apart."""
+    """One current number of a run; None is not shown. `place` distinguishes metrics of one name."""
 
     name: str
     value: float | None
@@ -22,15 +21,15 @@ class Metric:
 
 
 class Gauges:
-    """Shows figures under the name of their run; they go when this process does."""
+    """Shows metrics under the name of their run, until this process ends."""
 
     def __init__(self, run_name: str) -> None:
         self._run_name = run_name
         self._gauges: dict[str, Gauge] = {}
 
-    def show(self, figures: Iterable[Metric]) -> None:
-        for figure in figures:
-            if figure.name not in self._gauges:
-                self._gauges[figure.name] = Gauge(figure.name, DESCRIPTION, TAGS)
-            tags = {"run": self._run_name, "place": figure.place}
-            self._gauges[figure.name].set(figure.value, tags)
+    def show(self, metrics: Iterable[Metric]) -> None:
+        for metric in metrics:
+            if metric.name not in self._gauges:
+                self._gauges[metric.name] = Gauge(metric.name, DESCRIPTION, TAGS)
+            tags = {"run": self._run_name, "place": metric.place}
+            self._gauges[metric.name].set(metric.value, tags)

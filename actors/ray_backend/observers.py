@@ -1,4 +1,4 @@
-"""The observers of a run: one Ray actor each, replaced when it dies."""
+"""Observers of a run: one supervised Ray actor each, replaced when it dies."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ from elastic.protocol.policy import backoff_s
 
 PATIENCE_S = 30.0
 HEADLESS_PATIENCE_S = 5.0
-"""Without Ray's GCS, one that had not quite started never answers."""
+"""Without Ray's GCS, an observer that had not fully started never answers."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
 SILENCE_S = 60.0
-"""An observer that answers nothing for so long is replaced. Its work has a thread of its own."""
+"""An observer that answers nothing for this long is replaced. Its work runs on another thread."""
 NUM_LAST_TRIES = 4
 NICENESS = 10
 
 
 class Observer(Protocol):
-    """Follows a run's files beside the training, in a process of its own."""
+    """Follows a run's files in its own process while the run trains."""
 
     def poll(self) -> None:
-        """Look for what is new; called every few seconds."""
+        """Read what is new; called every few seconds."""
 
     def figures(self) -> Iterable[Metric]:
-        """What there is to be measured of the run now."""
+        """The current metrics of the run."""
 
     def finish(self, patience_s: float) -> str | None:
         """Deliver the rest; return one line about what could not be delivered, or None."""
 
 
 class RayObserver:
-    """An observer's process; that it is alive to somebody is heard beside its work."""
+    """An observer's process; a second thread answers greetings while the observer works."""
 
     GROUPS: ClassVar = {"life": 1}
 
@@ -72,15 +72,15 @@ class RayObserver:
 
 
 class SupervisedObserver:
-    """One observer, replaced when its process dies or answers no more.
+    """One observer, replaced when its process dies or no longer answers.
 
-    A new process delivers what the one before it did not: the run's files are the spool.
+    A new process delivers what the previous one did not: the run's files are the spool.
     """
 
-    def __init__(self, start: Callable[[], Any], there: Any = None) -> None:
-        """`there` is the actor of an earlier controller, or None."""
+    def __init__(self, start: Callable[[], Any], survivor: Any = None) -> None:
+        """`survivor` is the actor of an earlier controller, or None."""
         self._start = start
-        self._actor = there or start()
+        self._actor = survivor or start()
         self._num_losses = 0
         self._lock = threading.Lock()
         self._is_lost = self._is_finishing = False
@@ -88,7 +88,7 @@ class SupervisedObserver:
         self._heard_at = time.monotonic()
 
     def poll(self) -> None:
-        """Have it look for what is new; replace it if it is lost."""
+        """Let the observer read what is new; replace it if it is lost."""
         with self._lock:
             self._poll()
 
@@ -109,29 +109,28 @@ class SupervisedObserver:
         actor.poll.remote()
 
     def finish(self, ends_directly: bool) -> str | None:
-        """Deliver the rest and end the process; return one line about what is undelivered.
-
-        `ends_directly`: Ray's GCS, which ends actors, is gone.
-        """
+        """Deliver the rest and end the process; return one line about what is undelivered, or None.
+        `ends_directly` ends the process without Ray's GCS, which is gone."""
         with self._lock:
             self._is_finishing = True
         patience_s = HEADLESS_PATIENCE_S if ends_directly else PATIENCE_S
-        told: str | None = None
+        undelivered: str | None = None
         for _ in range(NUM_LAST_TRIES):
             if self._is_lost and not ends_directly:
                 self._replace()
             try:
-                told = ray.get(self._actor.finish.remote(patience_s), timeout=2 * patience_s)
+                answer = self._actor.finish.remote(patience_s)
+                undelivered = ray.get(answer, timeout=2 * patience_s)
                 break
             except ray.exceptions.GetTimeoutError:
-                told = (
-                    f"the run's observer did not answer for {2 * patience_s:g} s: what it delivers "
+                undelivered = (
+                    f"the run's observer did not answer for {2 * patience_s:g} s: its deliveries "
                     "may lack the end of the run until the run is resumed"
                 )
                 break
             except ray.exceptions.RayError as error:
                 last_line = str(error).strip().split("\n")[-1]
-                told = f"the observer failed {self._num_losses + 1} times: {last_line}"
+                undelivered = f"the observer failed {self._num_losses + 1} times: {last_line}"
                 is_loss = isinstance(error, ray.exceptions.RayActorError)
                 if not is_loss or ends_directly:
                     break
@@ -139,10 +138,10 @@ class SupervisedObserver:
         end = self._actor.end.remote if ends_directly else partial(ray.kill, self._actor)
         with suppress(ray.exceptions.RayError):
             end()
-        return told
+        return undelivered
 
     def _note_answer(self, actor: Any, answer: Future[None]) -> None:
-        """On a thread of Ray's."""
+        """Note that the observer answers, or is lost; called on a thread of Ray's."""
         if actor is not self._actor:
             return
         if answer.exception() is None:
@@ -156,16 +155,16 @@ class SupervisedObserver:
 
     def _replace(self) -> None:
         with suppress(ray.exceptions.RayError):
-            ray.kill(self._actor)  # it may stand still
+            ray.kill(self._actor)  # it may hang
         self._actor = self._start()
         self._is_lost, self._heard_at = False, time.monotonic()
 
 
-def keep_observers(
+def start_observers(
     run_name: str, factories: Sequence[Factory], orphan_timeout_s: float, epoch: int, is_heir: bool
 ) -> list[SupervisedObserver]:
     """Start the run's observers; an heir takes over those of the controller before it."""
-    there = find_actors(run_name, "observer") if is_heir else {}
+    survivors = find_actors(run_name, "observer") if is_heir else {}
 
     def start(number: int) -> Any:
         return (
@@ -182,7 +181,9 @@ def keep_observers(
         )
 
     def newest(number: int) -> Any:
-        names = [name for name in there if name.split("-")[1] == str(number)]
-        return there[max(names, key=lambda name: int(name.rpartition("-")[2]))] if names else None
+        names = [name for name in survivors if name.split("-")[1] == str(number)]
+        if not names:
+            return None
+        return survivors[max(names, key=lambda name: int(name.rpartition("-")[2]))]
 
     return [SupervisedObserver(partial(start, n), newest(n)) for n in range(len(factories))]

@@ -1,4 +1,7 @@
-"""A node's snapshot server as a Ray actor. It imports no torch, to start fast and stay small."""
+"""Snapshot servers as Ray actors: the actor, and the fleet's record of active and standby ones.
+
+This module imports no torch, so that a snapshot server starts fast and stays small.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,12 @@ from elastic.protocol.events import (
 )
 from elastic.reshard.snapshot_placement import SnapshotServer
 
+RESTART_PAUSE_S = 30.0
+"""The pause after the death of a standby before its node gets another one."""
+
 
 class RaySnapshotServer:
-    """Listens from its start on, and keeps nothing until workers send snapshots."""
+    """A node's snapshot server; it listens from its start and is empty until workers write."""
 
     GROUPS: ClassVar = {"life": 1}
 
@@ -48,7 +54,7 @@ class RaySnapshotServer:
     def snapshot_server(self) -> SnapshotServer:
         return self._server.snapshot_server
 
-    def told(self, generation: int) -> SnapshotServerReported:
+    def report(self, generation: int) -> SnapshotServerReported:
         return self._server.told(generation)
 
     def forget(self, generation: int) -> None:
@@ -58,7 +64,7 @@ class RaySnapshotServer:
         self._orphan_guard.hear()
 
     def end(self) -> None:
-        """What `ray.kill` does, also without Ray's GCS."""
+        """End the process as `ray.kill` does, but without Ray's GCS."""
         end_process()
 
     @ray.method(concurrency_group="life")
@@ -66,25 +72,22 @@ class RaySnapshotServer:
         threading.Event().wait()
 
 
-RESTART_PAUSE_S = 30.0
-"""After the death of a standby on a node."""
-
-
 class SnapshotServers:
-    """Answers the controller's orders about them; may be called from any thread."""
+    """The snapshot servers of a run: active ones hold snapshots, standby ones only wait on nodes
+    that have workers. Any thread may call the methods."""
 
     def __init__(
         self,
         run_name: str,
         start: Callable[[str], Any],
         post: Callable[[Event], None],
-        are_wanted: bool,
+        has_standbys: bool,
     ) -> None:
-        """`start` starts one on a node; without `are_wanted` there are no standbys."""
+        """`start` starts a snapshot server on a node; `has_standbys` keeps standbys ready."""
         self._run_name = run_name
         self._start = start
         self._post = post
-        self._are_wanted = are_wanted
+        self._has_standbys = has_standbys
         self._active: dict[str, Any] = {}
         self._standby: dict[str, Any] = {}
         self._not_before: dict[str, float] = {}
@@ -96,26 +99,26 @@ class SnapshotServers:
 
     @property
     def nodes(self) -> set[str]:
-        """Where one keeps something for the run."""
+        """The nodes of the active snapshot servers."""
         with self._lock:
             return set(self._active)
 
     def start(self, node: str) -> None:
-        """See `Fleet.start_keeper`: the node's standby, or a new one."""
+        """See `Fleet.start_snapshot_server`: activate the node's standby, or start a new one."""
         with self._lock:
-            there = self._standby.pop(node, None)
-        self._take(node, there or self._start(node))
+            standby = self._standby.pop(node, None)
+        self._activate(node, standby or self._start(node))
 
-    def ask(self, nodes: Sequence[str], generation: int) -> None:
+    def query(self, nodes: Sequence[str], generation: int) -> None:
         for server in self._on(nodes):
-            _when_done(server.told.remote(generation), self._told)
+            _when_done(server.report.remote(generation), self._post_report)
 
     def forget(self, nodes: Sequence[str], generation: int) -> None:
         for server in self._on(nodes):
             server.forget.remote(generation)
 
     def probe(self, node: str) -> Future[None] | None:
-        """None if there is no server."""
+        """The answer to a probe; None if the node has no active snapshot server."""
         servers = self._on([node])
         if not servers:
             return None
@@ -127,22 +130,23 @@ class SnapshotServers:
             ray.kill(server)
 
     def attach(self, state: CoreState) -> None:
-        """See `Survivors`; those of which the controller's journal knows nothing are standbys."""
-        wanted = state.snapshot_servers.keys() | state.starting_snapshot_servers
-        there = newest_by_node(find_actors(self._run_name, "snapshot_server"))
-        for node, server in sorted(there.items()):
-            if node in wanted:
-                self._take(node, server)
+        """See `Survivors`. A snapshot server that the journal does not know is a standby."""
+        expected = state.snapshot_servers.keys() | state.starting_snapshot_servers
+        survivors = newest_by_node(find_actors(self._run_name, "snapshot_server"))
+        for node, server in sorted(survivors.items()):
+            if node in expected:
+                self._activate(node, server)
             else:
                 self._note_standby(node, server)
-        for node in sorted(state.snapshot_servers.keys() - there.keys()):
+        for node in sorted(state.snapshot_servers.keys() - survivors.keys()):
             self._post(SnapshotServerLost(node, "it was gone when the controller came back"))
-        for node in sorted(state.starting_snapshot_servers - there.keys()):
+        for node in sorted(state.starting_snapshot_servers - survivors.keys()):
             self.start(node)
 
     def keep_standbys(self, nodes: Collection[str]) -> None:
-        """Have one on each of these nodes, where workers are, and on no others."""
-        if not self._are_wanted:
+        """Keep a snapshot server on each of these nodes, which have workers, and end the standbys
+        on all others."""
+        if not self._has_standbys:
             return
         with self._lock:
             now = time.monotonic()
@@ -150,7 +154,7 @@ class SnapshotServers:
             missing = [n for n in nodes if n not in busy and now >= self._not_before.get(n, 0.0)]
             deserted = [self._standby.pop(n) for n in self._standby.keys() - set(nodes)]
         for server in deserted:
-            ray.kill(server)  # it would keep its machine from being given back
+            ray.kill(server)  # else its node would not be idle, and never be released
         for node in sorted(missing):
             server = self._start(node)
             self._note_standby(node, server)
@@ -158,14 +162,14 @@ class SnapshotServers:
                 ray.kill(server)
 
     def beat(self) -> None:
-        """Keep the standbys, which get no probes, from thinking themselves orphans."""
+        """Greet the standbys, which get no probes, so that they do not end as orphans."""
         with self._lock:
             standbys = list(self._standby.values())
         for server in standbys:
             server.hear.remote()
 
     def close(self, kill: Callable[[Any], None]) -> None:
-        """End all."""
+        """End all snapshot servers."""
         self._is_closed = True
         with self._lock:
             servers = [*self._active.values(), *self._standby.values()]
@@ -173,7 +177,7 @@ class SnapshotServers:
         for server in servers:
             kill(server)
 
-    def _take(self, node: str, server: Any) -> None:
+    def _activate(self, node: str, server: Any) -> None:
         with self._lock:
             self._active[node] = server
         _when_done(server.snapshot_server.remote(), self._ready)
@@ -192,7 +196,7 @@ class SnapshotServers:
         if answer.exception() is None:
             self._post(SnapshotServerReady(answer.result()))
 
-    def _told(self, answer: Future[SnapshotServerReported]) -> None:
+    def _post_report(self, answer: Future[SnapshotServerReported]) -> None:
         if answer.exception() is None:
             self._post(answer.result())
 

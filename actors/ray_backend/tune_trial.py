@@ -1,4 +1,4 @@
-"""A run as a trial of Ray Tune: what the run commits is what the trial reports."""
+"""A run as a trial of Ray Tune: the trial reports the run's committed steps."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from actors.ray_backend.cluster.ray_private import ON_HEAD
 
 
 class TrialRun(Protocol):
-    """A run under way, as a trial sees it."""
+    """A running run, as its trial uses it."""
 
     def next_report(self) -> dict[str, Any]:
-        """Waits for the next; the last has `done`. Raises what the run has failed by."""
+        """Wait for the next report; the last one has `done`. Raises the error of a failed run."""
 
     def pause(self) -> dict[str, Any]:
-        """What the run goes on from when it is begun again; it may end now."""
+        """Return the position from which the run resumes; the run may end now."""
 
     def resume(self, paused: dict[str, Any]) -> None:
-        """Go on from there. Raises ValueError if this run cannot."""
+        """Continue from a paused position. Raises ValueError if this run cannot."""
 
     def stop(self) -> None:
-        """Save and end; returns when nothing of the run is left."""
+        """Save and end the run; return when nothing of it is left."""
 
 
 Begin = Callable[[str, dict[str, Any]], TrialRun]
-"""Makes a trial's run from the trial's name and its part of the parameter space."""
+"""Starts a trial's run from the trial's name and its parameters."""
 
 
 def trainable_of(begin: Begin, name: str) -> Any:
-    """What `tune.Tuner` takes. The trial itself asks for no CPU, since its run's workers do; one
-    that asks for nothing at all is refused by Tune."""
+    """The trainable for `tune.Tuner`. The trial requests no CPU, since its run's workers do. Tune
+    refuses a trial that requests nothing at all."""
 
     class Trial(tune.Trainable):  # type: ignore[misc]
         _run: TrialRun
@@ -50,7 +50,7 @@ def trainable_of(begin: Begin, name: str) -> Any:
             self._run.resume(checkpoint or {})
 
         def cleanup(self) -> None:
-            if hasattr(self, "_run"):  # else it was refused
+            if hasattr(self, "_run"):  # else the run was refused
                 self._run.stop()
 
     Trial.__name__ = name

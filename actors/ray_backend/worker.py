@@ -1,7 +1,7 @@
-"""The Ray actors that hold one process each: a worker, the store, a node's agent.
+"""Ray actors of one process each: worker, store, node agent.
 
-The controller names these classes, and agents are many: so this file imports no torch, which takes
-3 s and 200 MB. What needs torch is made by a `Factory` in the process where it runs.
+The controller imports these classes, and every node has an agent. So this module imports no torch,
+which takes 3 s and 200 MB. A `Factory` makes what needs torch in the process where it runs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NUM_PORT_TRIES = 20
 
 
 class RayWorker:
-    """A worker as a Ray actor: orders, probes and its life each have a thread of their own."""
+    """A worker as a Ray actor; orders, probes and the lifetime call have separate threads."""
 
     GROUPS: ClassVar = {"orders": 1, "probes": 1, "life": 1}
 
@@ -56,11 +56,11 @@ class RayWorker:
         self._controller = controller
         self._orphan_guard = OrphanGuard(orphan_timeout_s)
         self._outbox = Outbox(incarnation)
-        self._telling = threading.Lock()
-        self._look = threading.Event()
+        self._reporting = threading.Lock()
+        self._sample_now = threading.Event()
         self._num_workers = 1
         self._output = KeptOutput(open_storage(options.run_folder), name)
-        of_worker = {
+        arguments = {
             "name": name,
             "place": self._place,
             "program": program,
@@ -68,19 +68,19 @@ class RayWorker:
             "report": self._report,
             "store_host": head_host(),
         }
-        self._worker = Factory("actors.worker.worker:Worker", of_worker).make()
+        self._worker = Factory("actors.worker.worker:Worker", arguments).make()
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
     def start(self) -> tuple[str, int]:
-        """Begin to warm up, if not done; returns at once, with the node's id and this process's."""
+        """Begin to warm up, unless begun; return at once with the node's id and the process id."""
         self._worker.start()
         return self._place.node, os.getpid()
 
     @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:
         self._orphan_guard.hear()
-        with self._telling:
+        with self._reporting:
             self._outbox.note(envelope.incarnation, envelope.order)
         if isinstance(envelope.order, Form):
             self._num_workers = len(envelope.order.plan.participants)
@@ -88,10 +88,10 @@ class RayWorker:
 
     @ray.method(concurrency_group="orders")
     def meet(self, incarnation: int, committed_step: int) -> None:
-        """The controller has died and is back; it knows of the steps up to this one."""
+        """Greet a restarted controller, which knows the steps up to `committed_step`."""
         self._orphan_guard.hear()
         self._worker.intake.meet(incarnation)
-        with self._telling:
+        with self._reporting:
             for event in self._outbox.again(incarnation, committed_step):
                 self._controller.report.remote(incarnation, event)
 
@@ -107,36 +107,36 @@ class RayWorker:
 
     @ray.method(concurrency_group="probes")
     def end(self) -> None:
-        """What `ray.kill` does, also without Ray's GCS."""
+        """End the process as `ray.kill` does, but without Ray's GCS."""
         end_process()
 
     @ray.method(concurrency_group="life")
     def live(self) -> None:
-        """Never returns: the end of this call is the end of the process."""
+        """Never return: the end of this call reports the end of the process."""
         threading.Event().wait()
 
     def _report(self, event: Event) -> None:
         if isinstance(event, WorkerReady):
             event = replace(event, node_type=self._node_type)
-        with self._telling:
+        with self._reporting:
             self._outbox.add(event)
             self._controller.report.remote(self._outbox.incarnation, event)
         if isinstance(event, WorkerReady | Paused | WorkerRaised):
-            self._look.set()
+            self._sample_now.set()
             self._output.hurry()
 
     def _sample(self) -> None:
-        """Now and then, and where peaks count: before training, and at its end."""
+        """Report samples at intervals, and when peaks count: before training and at its end."""
         process = psutil.Process()
         while True:
             process.cpu_percent()
-            self._look.wait(sample_every_s(self._num_workers))
-            self._look.clear()
+            self._sample_now.wait(sample_every_s(self._num_workers))
+            self._sample_now.clear()
             self._controller.report_sample.remote(self._worker.sample(process))
 
 
 class RayStore:
-    """The store as a Ray actor; it listens only on the address that it tells."""
+    """The store as a Ray actor; it listens only on the address that it reports."""
 
     GROUPS: ClassVar = {"life": 1}
 
@@ -146,7 +146,8 @@ class RayStore:
         self._store = self._open(network)
 
     def _open(self, network: Network) -> Any:
-        """A store that cannot begin is replaced at once: one that finds no port takes its time."""
+        """Open the store. If no port is free, retry here: the controller would replace a store that
+        fails to start at once."""
         store = Factory(
             "actors.distributed.store:open_store", {"host": self._host, "network": network}
         )
@@ -164,7 +165,7 @@ class RayStore:
         self._orphan_guard.hear()
 
     def end(self) -> None:
-        """What `ray.kill` does, also without Ray's GCS."""
+        """End the process as `ray.kill` does, but without Ray's GCS."""
         end_process()
 
     @ray.method(concurrency_group="life")
@@ -173,8 +174,8 @@ class RayStore:
 
 
 class RayAgent:
-    """One a node: ends processes by signal, which Ray cannot do to a stopped one in time, and
-    watches for notices that the node will be gone."""
+    """The agent of a node. It ends processes by signal, since Ray cannot end a stopped one in time,
+    and watches for notices that the node will be gone."""
 
     def __init__(self, orphan_timeout_s: float) -> None:
         self._orphan_guard = OrphanGuard(orphan_timeout_s)
@@ -184,14 +185,14 @@ class RayAgent:
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
-            return  # it is gone already, which is what was wanted
+            return  # it has ended already
 
     def process_state(self, pid: int) -> str:
-        """See `actors.system.process_state`."""
+        """See `actors.controller.fleet.process_state`."""
         self._orphan_guard.hear()
         return process_state(pid)
 
     def hear(self) -> SeenNotice | None:
-        """Somebody is there, and is told what this machine has been told of its end."""
+        """Note the controller's greeting, and return this machine's termination notice, if any."""
         self._orphan_guard.hear()
         return see(self._watcher.notice)

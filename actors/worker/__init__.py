@@ -1,1 +1,1 @@
-"""Worker: the training thread, the step protocol, the part writer."""
+"""The worker: its training thread, the step protocol and the checkpoint part writer."""

@@ -1,4 +1,4 @@
-"""An audit: the checksums of what each rank holds, gathered and compared; runs without Ray."""
+"""Replica audit: checksums of every rank's state, gathered and compared. Runs without Ray."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.events import Audited
 
 ROW = 1024
-"""Elements that are summed before they are weighed by where they lie."""
+"""Elements that are summed before the sum is weighted by its position."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = 0x9E3779B97F4A7C15 - 2**64
-"""An odd number with as many ones as zeros (2^64 by the golden ratio), as int64 has it."""
+"""2^64 divided by the golden ratio, as int64: odd, with as many one bits as zero bits."""
 
 
 class Audit:
-    """One rank's audits in one generation: one all-reduce each."""
+    """One rank's audits in one generation; each audit costs one all-reduce."""
 
     def __init__(self, groups: Groups, specs: Sequence[TensorSpec], every: int) -> None:
         self.groups = groups
@@ -32,36 +32,37 @@ class Audit:
         self._fewest: int | None = None
 
     def is_due(self, step: int) -> bool:
-        """After each so many steps; once a generation where there is nothing to compare."""
+        """Whether to audit after this step: every `every` steps, but only once in a generation that
+        has no replicas to compare."""
         return bool(self._every) and step % self._every == 0 and self._fewest != 1
 
     def compare(self, step: int, tensors: Mapping[str, Tensor]) -> Audited:
-        """Ranks that hold the same regions are replicas: all of their bits must be equal."""
+        """Compare replicas. Ranks that hold the same regions must be equal in every bit."""
         groups = self.groups
-        told = torch.zeros(groups.layout.num_workers, 2, dtype=torch.int64, device=groups.device)
-        own = [self._part, checksum(tensors)]
-        told[groups.world_rank] = torch.tensor(own, dtype=torch.int64)
-        wait_for(groups.world.allreduce([told]))
-        parts, sums = told.T.tolist()
+        rows = torch.zeros(groups.layout.num_workers, 2, dtype=torch.int64, device=groups.device)
+        local_row = [self._part, checksum(tensors)]
+        rows[groups.world_rank] = torch.tensor(local_row, dtype=torch.int64)
+        wait_for(groups.world.allreduce([rows]))
+        parts, sums = rows.T.tolist()
         self._fewest, splits = compare(groups.assignment.members, parts, sums)
         return Audited(groups.assignment.generation, step, self._fewest, splits)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """A number that differs whenever one bit does, and nearly always when several do."""
+    """A checksum that detects every one-bit difference, and nearly all others."""
     names = sorted(name for name, tensor in tensors.items() if tensor.numel())
     sums = {name: _sum(tensors[name].detach()) for name in names}
-    return _digest([(name, int(one)) for name, one in sums.items()])
+    return _digest([(name, int(total)) for name, total in sums.items()])
 
 
 def _part(groups: Groups, specs: Sequence[TensorSpec]) -> int:
-    """A number for the regions that this rank holds."""
+    """A digest of the regions that this rank holds."""
     return _digest([(spec.name, region_of(spec, groups.layout, groups.place)) for spec in specs])
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Of the elements' bits as integers, modulo 2^64. Those of a row of elements are added up; the
-    sums of the rows are weighed by odd numbers, so that a bit that changes one changes the whole.
+    """The weighted sum of the elements' bits as integers, modulo 2^64. The elements of a row are
+    added. Each row sum is weighted by an odd number, so that a changed bit changes the result.
     Shape (), on the tensor's device."""
     bits = tensor.contiguous().view(-1).view(INTEGERS[tensor.itemsize])
     num_rows = bits.numel() // ROW
@@ -72,6 +73,6 @@ def _sum(tensor: Tensor) -> Tensor:
     return sums.mul_(weights).sum()
 
 
-def _digest(told: object) -> int:
-    found = hashlib.blake2b(repr(told).encode(), digest_size=8).digest()
-    return int.from_bytes(found, "little", signed=True)
+def _digest(value: object) -> int:
+    digest = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)

@@ -1,8 +1,7 @@
-"""Which kind of failure an exception in a worker is: its text counts before its type.
+"""Classification of worker exceptions: by text first, by type second.
 
-NCCL reports a broken device of its own machine as a `DistBackendError`, which is also what a lost
-peer looks like. Only the text tells them apart: `unhandled cuda error` is local, `remote process
-exited` is not.
+NCCL raises a `DistBackendError` both for a broken local device and for a lost peer. Only the text
+distinguishes them: `unhandled cuda error` is local, `remote process exited` is not.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MEMORY = re.compile(
     r"|(?:CUDA|HIP|Cuda failure|hip failure)[^\n]{0,40}out of memory"
     r"|CUBLAS_STATUS_ALLOC_FAILED"
 )
-"""In the text also of a mere RuntimeError, as torch reports a lack of host memory."""
+"""Out of memory. torch reports a lack of host memory as a plain RuntimeError with such a text."""
 DEVICE = re.compile(
     r"(?:CUDA|HIP)(?: driver)? error|unhandled (?:cuda|hip) error|(?:Cuda|hip|HIP) failure"
     r"|uncorrectable ECC|device-side assert|illegal memory access|unspecified launch failure"
@@ -32,15 +31,16 @@ DEVICE = re.compile(
 MISTAKE = re.compile(
     r"CUBLAS_STATUS_(?:INVALID_VALUE|NOT_SUPPORTED)|CUDA error: invalid configuration argument"
 )
-"""What a device refuses because of how it was called; it still works."""
+"""A wrong call that a working device refuses."""
 PEER = re.compile(r"gloo|Connection closed by peer|NCCL|nccl|Timed out waiting|TCPStore")
 OURS = ("torch", "actors", "elastic", "pipelines")
-"""The packages whose connections are those to peers."""
+"""The packages whose connections lead to peers."""
 WANTED = re.compile(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) ([Bb]ytes|[KMGT]i?B)")
 
 
 def kind_of(error: BaseException) -> str:
-    """`holding`, `machine`, `memory`, `device`, `peer` or `program`; see `WorkerRaised`."""
+    """The kind of the failure: `holding`, `machine`, `memory`, `device`, `peer` or `program`; see
+    `WorkerRaised`."""
     text = _text_of(error)
     if isinstance(error, WrongHolding):
         return "holding"
@@ -59,16 +59,16 @@ def kind_of(error: BaseException) -> str:
 
 
 def wanted_of(error: BaseException) -> int:
-    """How many bytes an allocator says that it could not get; 0 if it does not say."""
-    found = WANTED.search(str(error))
-    if found is None:
+    """The number of bytes that the allocator could not get; 0 if its message does not say."""
+    match = WANTED.search(str(error))
+    if match is None:
         return 0
-    power = "BKMGT".index(found[2][0].upper())
-    return int(float(found[1]) * 1024**power)
+    power = "BKMGT".index(match[2][0].upper())
+    return int(float(match[1]) * 1024**power)
 
 
 def _text_of(error: BaseException) -> str:
-    """With that of the exceptions that it was raised from."""
+    """The texts of an exception and of the exceptions from which it was raised."""
     texts: list[str] = []
     cause: BaseException | None = error
     while cause is not None and len(texts) < 8:
@@ -83,8 +83,9 @@ def _is_broken_collective(error: BaseException) -> bool:
 
 
 def _is_raised_here(error: BaseException) -> bool:
-    """Whether torch or this project has raised it, not the user's code or a library of theirs: a
-    feature store that times out is no lost peer. The standard library raises for its caller."""
+    """Whether torch or this project raised the error, rather than the user's code or its libraries:
+    a feature store that times out is no lost peer. An error of the standard library counts as its
+    caller's."""
     frames = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
     packages = [name.partition(".")[0] for name in frames]
     callers = [name for name in packages if name not in sys.stdlib_module_names]
@@ -92,8 +93,8 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 def _causes_of(error: BaseException) -> list[BaseException]:
-    """What it was raised from, or while handling, the nearest first: the user's code may wrap what
-    a collective raises."""
+    """The exceptions from which, or while handling which, an error was raised, nearest first: the
+    user's code may wrap the error of a collective."""
     causes: list[BaseException] = []
     cause = error.__cause__ or error.__context__
     while cause is not None and cause not in causes:

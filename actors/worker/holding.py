@@ -1,4 +1,4 @@
-"""What a worker holds of the state, and the check of its label: at the bytes (DESIGN section 5)."""
+"""A worker's holding of the state, and the check of its label where the bytes are."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class WorkerHolding:
 def holding_of(
     holdings: Mapping[int, WorkerHolding], held_step: int, generation: int, step: int
 ) -> WorkerHolding:
-    """The part under this generation. Raises `WrongHolding` unless it is there and of this step;
-    `held_step` is the step that the worker stands at."""
+    """The holding of this generation. `held_step` is the newest step that the worker committed.
+    Raises `WrongHolding` if the worker has no such holding, or one of another step."""
     if generation not in holdings or held_step != step:
         raise WrongHolding(
-            f"the controller counts on the state of step {step} under generation {generation}: "
-            f"this worker stands at step {held_step}"
+            f"the controller expects the state of step {step} under generation {generation}, but "
+            f"this worker is at step {held_step}"
         )
     return holdings[generation]

@@ -1,5 +1,7 @@
-"""A worker's part of a checkpoint: copied to host memory while the next step computes, and written
-while training goes on."""
+"""Background writer of a worker's checkpoint part.
+
+The part is copied to host memory while the next step computes, and written while training goes on.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ LOOK_EVERY_S = 0.005
 
 @dataclass
 class CheckpointPart:
-    """One worker's share of one checkpoint; the tensors are the trained ones until copied."""
+    """One worker's part of one checkpoint; until it is copied, the tensors are the trained ones."""
 
     step: int
     generation: int
@@ -35,7 +37,7 @@ class CheckpointPart:
         self._stream = SideStream(tensor for _, tensor in self.tensors.values())
 
     def copy(self) -> None:
-        """Have host memory of its own."""
+        """Copy the tensors to host memory."""
         try:
             with self._stream.copying():
                 self.tensors = {
@@ -47,7 +49,7 @@ class CheckpointPart:
 
 
 class PartWriter:
-    """Writes parts in the background, one after the other; runs without Ray."""
+    """Writes parts in the background, one after the other. Runs without Ray."""
 
     def __init__(
         self,
@@ -65,29 +67,30 @@ class PartWriter:
         self._newest: CheckpointPart | None = None
         self.begun_step = 0
         self.begun_generation = 0
-        """Of the newest part."""
+        """Step and generation of the newest part."""
         self._parts: queue.Queue[CheckpointPart] = queue.Queue()
         threading.Thread(target=self._serve, name="part-writer", daemon=True).start()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a part is still to be written."""
+        """Whether a part is not written yet."""
         return self._parts.unfinished_tasks > 0
 
     def begin(self, part: CheckpointPart) -> None:
-        """From the training thread: until `await_copied` the tensors may not change."""
+        """Queue a part; called on the training thread. The tensors must not change until
+        `await_copied` returns."""
         self._newest, self.begun_step = part, part.step
         self.begun_generation = part.generation
         self._parts.put(part)
 
     def await_written(self, check: Callable[[], None]) -> None:
-        """Until all parts are durable, or have failed; `check` may raise meanwhile."""
+        """Wait until every part is durable or has failed; `check` may raise meanwhile."""
         while self.is_busy:
             check()
             time.sleep(LOOK_EVERY_S)
 
     def await_copied(self, check: Callable[[], None] = lambda: None) -> None:
-        """Before anything changes the tensors; `check` may raise meanwhile."""
+        """Wait until the tensors may change; `check` may raise meanwhile."""
         if self._newest is not None:
             while not self._newest.copied.wait(LOOK_EVERY_S):
                 check()
@@ -96,20 +99,20 @@ class PartWriter:
     def _serve(self) -> None:
         while True:
             part = self._parts.get()
-            told = (part.generation, part.step)
+            label = (part.generation, part.step)
             try:
                 part.copy()
                 self._faults.at("writing", part.step)
                 file = self._write(part)
-            except Exception as error:  # training goes on, and the controller tells of it
+            except Exception as error:  # training goes on, and the controller reports the failure
                 cause = str(error) if isinstance(error, OSError) else repr(error)
-                self._report(PartFailed(self._worker, *told, cause))
+                self._report(PartFailed(self._worker, *label, cause))
             else:
                 self._faults.at("written", part.step)
-                self._report(PartWritten(self._worker, *told, file))
+                self._report(PartWritten(self._worker, *label, file))
             finally:
                 self._parts.task_done()
-            del part  # and with it the host memory
+            del part  # frees its host memory
 
     def _write(self, part: CheckpointPart) -> PartFile:
         name = part_name(self._worker)

@@ -1,8 +1,8 @@
-"""A worker's trace of some steps by torch.profiler, kept in the run's folder for chrome://tracing.
+"""A worker's torch.profiler trace of some steps, written to the run folder for chrome://tracing.
 
-An abort must not wait for a trace, which takes seconds to be closed and written: recording goes on
-through it, and the recovery is in the trace as well. A profile that cannot be had is told of in the
-worker's own output, and training goes on.
+Closing and writing a trace takes seconds, and an abort must not wait for it. So recording goes on
+through an abort, and the trace shows the recovery, too. If profiling fails, the worker prints the
+error to its own output, and training goes on.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from actors.storage.storage import Storage
 
 
 class Profiling:
-    """One worker's; costs a comparison a step when no step, or another, is asked for.
+    """One worker's profiler; a step that is not traced costs one comparison.
 
-    `steps` are the first and the last that are traced.
+    `steps` are the first and the last step to trace.
     """
 
     def __init__(self, run: Storage, worker: str, steps: tuple[int, int] | None) -> None:
@@ -38,8 +38,8 @@ class Profiling:
 
     @contextmanager
     def generation(self, generation: int) -> Iterator[None]:
-        """Around the steps of a generation. If they end in order, what is recorded is written
-        before this ends; the process may not live for long then."""
+        """Wrap the steps of a generation. If they end without an error, the trace is written before
+        this returns, since the process may end soon."""
         self._generation = generation
         yield
         self._keep()
@@ -48,7 +48,7 @@ class Profiling:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one step, which gets its name in the trace."""
+        """Wrap one step, and name it in the trace."""
         if not self._first <= step <= self._last:
             self._keep()
             yield
@@ -67,14 +67,14 @@ class Profiling:
         try:
             trace = profile(activities=kinds, experimental_config=all_threads())
             trace.start()
-        except Exception as error:  # whatever it is, it must not end the run
-            _complain(f"step {step} cannot be traced: {error}")
+        except Exception as error:  # profiling must not end the run
+            _print_error(f"the profiler cannot trace step {step}: {error}")
             return
         self._trace = trace
         self._begun, self._begun_generation = step, self._generation
 
     def _keep(self) -> None:
-        """End what is being recorded, if anything is, and have it written."""
+        """Stop the current recording, if there is one, and write it in the background."""
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
@@ -82,8 +82,8 @@ class Profiling:
         name = f"{self._worker}-g{self._begun_generation}-steps-{steps}{TRACE}"
         try:
             trace.stop()
-        except Exception as error:  # likewise
-            _complain(f"{name} could not be ended: {error}")
+        except Exception as error:  # profiling must not end the run
+            _print_error(f"the profiler cannot close {name}: {error}")
             return
         self._writing = threading.Thread(
             target=self._write, args=(trace, name), name="profile", daemon=True
@@ -96,10 +96,10 @@ class Profiling:
                 file = Path(folder) / name
                 trace.export_chrome_trace(str(file))
                 self._run.at(PROFILES).write(name, file.read_bytes())
-        except Exception as error:  # likewise
-            _complain(f"{name} could not be kept: {error}")
+        except Exception as error:  # profiling must not end the run
+            _print_error(f"the profiler cannot write {name}: {error}")
 
 
-def _complain(text: str) -> None:
-    """In the worker's own output."""
+def _print_error(text: str) -> None:
+    """Print to the worker's own output."""
     print(f"elastic: {text}", file=sys.stderr, flush=True)

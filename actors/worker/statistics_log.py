@@ -1,4 +1,4 @@
-"""A run's `statistics.jsonl`: what replicas tell of the inside of their model."""
+"""The log `statistics.jsonl` of a run: statistics of the model's parameters and gradients."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from actors.storage.storage import Storage
 from elastic.protocol.votes import StepRecord
 
 PATIENCE_S = 2.0
-"""Of a worker that ends or is aborted, with a storage that takes nothing."""
+"""How long an ending or aborted worker waits for a storage that does not accept lines."""
 
 
 class StatisticsLog:
-    """As one worker sees it: its world rank 0 writes, in another generation perhaps another.
+    """One worker's access to the log. World rank 0 writes; each generation may have another one.
 
-    Training never ends, nor waits for an object store, because of this log: lines that storage does
-    not take wait in memory.
+    This log never ends training and never makes it wait for an object store: lines that storage
+    does not accept stay in memory.
     """
 
     def __init__(self, run: Storage) -> None:
         self._run = run
         self._lines: Lines | None = None
 
-    def tell(self, replica: Replica, record: StepRecord, world_rank: int) -> None:
-        """The line of a step just committed, if it is due. Called on all ranks."""
+    def log_step(self, replica: Replica, record: StepRecord, world_rank: int) -> None:
+        """Write the line of a committed step, if one is due. Every rank calls this."""
         groups = replica.statistics()
         if groups is None or world_rank != 0:
             return
         if self._lines is None:
             log = LineLog(self._run, STATISTICS)
             self._lines = open_lines(log, record.generation, opens_later=True)
-        told = {"time": record.time, "step": record.step, "generation": record.generation}
-        self._lines.write({**told, "groups": groups})
+        label = {"time": record.time, "step": record.step, "generation": record.generation}
+        self._lines.write({**label, "groups": groups})
 
     def close(self) -> None:
-        """Another may write from now on."""
+        """Let another worker write from now on."""
         if self._lines is not None:
             unwritten = self._lines.close(PATIENCE_S)
             self._lines = None
             if unwritten:
-                with suppress(OSError):  # the output may lie on the same full disk
+                with suppress(OSError):  # the output may be on the same full disk
                     print(f"elastic: {unwritten}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A step commits everywhere or nowhere: compute, vote, apply."""
+"""The step protocol: compute, vote, apply. A step commits on every worker or on none."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class KeptRecords:
             return self._ring.after(step, limit)
 
     def for_report(self, known_step: int) -> tuple[StepRecord, ...]:
-        """What the controller lacks; nothing if that is more than a report may carry."""
+        """The records that the controller lacks; none if a report cannot carry all of them."""
         records = self.after(known_step, NUM_REPORTED_RECORDS + 1)
         return records if len(records) <= NUM_REPORTED_RECORDS else ()
 
     def go_on_from(self, step: int, is_holder: bool) -> None:
-        """The next generation begins after `step`. A worker that holds the state of that step has
-        its records; the records of any other worker may be of steps that were given up."""
+        """Prepare for a generation that begins after `step`. A worker that holds the state of that
+        step keeps its records. Those of any other worker may be of steps that were rolled back."""
         with self._lock:
             self._ring.truncate(step if is_holder else 0)
 
@@ -51,8 +51,8 @@ class KeptRecords:
 class Stepper:
     """One rank's steps in one generation.
 
-    What an abort needs to know stands here: `committed_step`, the latest `vote` read,
-    whether `gradients_complete` for the step after, whether `torn`.
+    An abort reads `committed_step`, the latest `vote`, whether the gradients of the next step are
+    complete (`gradients_complete`), and whether an apply broke half-way (`torn`).
     """
 
     def __init__(
@@ -68,12 +68,12 @@ class Stepper:
         records: KeptRecords,
     ) -> None:
         self.skipped_batches: tuple[int, ...] = ()
-        """The numbers of the batches that no step reads."""
+        """The numbers of the batches that training skips."""
         self._snapshots = snapshots
         self._writer = writer
         self._compute_times = compute_times
         self.compute_s: tuple[float, ...] = ()
-        """Of all ranks, as the latest step's vote told, if it did."""
+        """The compute times of all ranks, if the latest step's vote carried them."""
         self._groups = groups
         self._replica = replica
         self._interruption = interruption
@@ -86,7 +86,7 @@ class Stepper:
         self._records = records
 
     def step(self) -> tuple[StepRecord, Vote]:
-        """Train one step; raises if the generation is aborted or a peer is gone."""
+        """Train one step. Raises if the generation is aborted or a peer is lost."""
         self._began = time.perf_counter()
         step = self.committed_step + 1
         self._compute_times.begin()
@@ -107,11 +107,11 @@ class Stepper:
         return record, vote
 
     def apply(self, vote: Vote) -> StepRecord:
-        """Take the decided step. Raises `WrongHolding` if it is not the next one, `TornApply` if it
-        breaks half-way."""
+        """Apply the decided step. Raises `WrongHolding` if it is not the next one, `TornApply` if
+        the apply breaks half-way."""
         if vote.step != self.committed_step + 1:
             raise WrongHolding(
-                f"the vote decides step {vote.step}: this worker stands at step "
+                f"the vote decides step {vote.step}, but this worker is at step "
                 f"{self.committed_step}"
             )
         self._snapshots.await_copied()
@@ -144,9 +144,9 @@ class Stepper:
         self._replica.drop_gradients()
 
     def _cast(self, step: int, sums: torch.Tensor) -> Vote:
-        """The one collective of a step that decides it; read on the host before any apply.
+        """Cast this rank's vote: one all-reduce, which the host reads before any apply.
 
-        An aborted collective completes too, with garbage: raises `BrokenVote`.
+        An aborted collective completes, too, but with garbage: then this raises `BrokenVote`.
         """
         loss_sum, num_tokens, sq_grad_norm = sums.tolist()
         world_rank = self._groups.world_rank
@@ -178,7 +178,7 @@ def quiesced(
     held_step: int,
     records: tuple[StepRecord, ...],
 ) -> Quiesced:
-    """Where a worker stands that has unwound; `held_step` counts where nothing trained."""
+    """The report of a worker that has unwound; `held_step` is its step if it was not training."""
     if stepper is None:
         return Quiesced(worker, generation, held_step, records=records)
     return Quiesced(

@@ -1,4 +1,4 @@
-"""What the training thread does with the controller's commands; runs without Ray."""
+"""The training thread's actions, one for each command of the controller. Runs without Ray."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ from elastic.reshard.reshard_plan import ReshardPlan
 from elastic.reshard.transfers import Transfers, derive
 
 READ_AGAIN_S = 1.0
-"""The pause after storage has refused."""
+"""The pause before a failed read of a checkpoint is repeated."""
 
 
 @dataclass
 class Trainer:
     """State and actions of the one thread that touches torch.distributed and the model.
 
-    `holdings` has the newest assignment's part, by generation, and until the first commit under
-    it also the one before: a failure in between starts over from that.
+    `holdings` maps a generation to this worker's part of the state. It has the newest assignment's
+    part. Until the first commit it also has the previous one, to recover from after a failure.
     """
 
     worker: str
@@ -93,14 +93,12 @@ class Trainer:
         self.statistics = StatisticsLog(run)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
         self.profiling = Profiling(run, self.worker, self.options.profiled)
-        self._share = lru_cache(maxsize=1)(self._compute_share)
+        self._shard = lru_cache(maxsize=1)(self._find_shard)
         self.digest = digest_of_program(self.specs)
 
     def form(self, order: Form) -> None:
-        """Leave the old generation, meet the new one, build the program without values.
-
-        Raises `WrongHolding` if the plan counts on a state that this worker does not hold.
-        """
+        """Leave the old generation, form the groups of the new one, build the program without
+        values. Raises `WrongHolding` if the plan expects a state that this worker does not hold."""
         self.order = order
         self.leave_generation()
         is_holder = self.worker in order.plan.holders
@@ -127,7 +125,7 @@ class Trainer:
         self.report(GroupFormed(self.worker, order.generation))
 
     def reshard(self, command: Reshard) -> None:
-        """Bring this worker's part of the state into place; acknowledged by `StateReady`."""
+        """Bring this worker's part of the state into place; acknowledge it by `StateReady`."""
         began = time.perf_counter()
         plan, assignment = self.order.plan, self.order.assignment
         self.faults.at("relaying", plan.step + 1)
@@ -164,7 +162,7 @@ class Trainer:
         )
 
     def train(self, resume: Resume) -> None:
-        """Step until the run is complete, a pause is agreed on, or the generation is aborted."""
+        """Step until the run is complete, the workers agree on a pause, or an abort comes."""
         if self.worker in resume.released:
             self.forget_state()
             return
@@ -185,7 +183,7 @@ class Trainer:
             if stepper.committed_step >= self.program.steps:
                 break
             if stepper.committed_step + 1 == resume.guarded_step:
-                self._guard(resume.generation, stepper.committed_step)
+                self._save_before_guarded_step(resume.generation, stepper.committed_step)
             with self.profiling.step(stepper.committed_step + 1):
                 record, vote = stepper.step()
             self._keep_only(resume.generation)
@@ -194,16 +192,15 @@ class Trainer:
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
                 if stepper.compute_s:
-                    told = (resume.generation, record.step, stepper.compute_s)
-                    self.report(ComputeTimed(*told))
+                    self.report(ComputeTimed(resume.generation, record.step, stepper.compute_s))
             with self.interruption.leavable():
-                self.statistics.tell(self.replica, record, world_rank)
+                self.statistics.log_step(self.replica, record, world_rank)
             if not self._audit(audit, record.step, held.tensors):
-                break  # nobody trains on, or saves, what is in doubt
+                break  # a state in doubt is neither trained on nor saved
             if vote.saves(self.options.checkpoint_every):
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
             if vote.num_pause_requests and record.step < self.program.steps:
-                break  # the last step's evaluation has nobody to come after it
+                break  # not after the last step: no later generation would evaluate it
         with self.interruption.leavable():
             self.snapshots.await_whole(self.interruption.check)
         self.report(Paused(self.worker, resume.generation, stepper.committed_step))
@@ -211,14 +208,14 @@ class Trainer:
     def roll_forward(self, command: RollForward) -> None:
         """Roll forward to the step that a seen vote has decided.
 
-        If that breaks, the controller, which waits for this worker, is told so before the error.
+        If the apply breaks, report `Quiesced` before the error: the controller waits for it.
         Raises `WrongHolding` if the vote is not of the step after this worker's.
         """
         assert self.stepper is not None
         try:
             self.faults.at("rolling_forward", command.vote.step)
             record = self.stepper.apply(command.vote)
-        except WrongHolding:  # nothing is applied: the state is what it was
+        except WrongHolding:  # nothing was applied: the state is unchanged
             raise
         except BaseException:
             self.stepper.torn = True
@@ -228,14 +225,14 @@ class Trainer:
         self.report(RolledForward(self.worker, command.generation, record))
 
     def save(self, command: SaveCheckpoint) -> None:
-        """Write this worker's part of what the controller takes it to hold, or raise
-        `WrongHolding`."""
+        """Write this worker's part of the state that the controller expects it to hold. Raises
+        `WrongHolding` if it holds another."""
         held_step = self.stepper.committed_step if self.stepper else self.held_step
         holding = holding_of(self.holdings, held_step, command.held_generation, command.step)
         self._save(command.generation, command.step, holding, command.workers)
 
     def quiesce(self, command: Abort) -> None:
-        """Report the step that this worker stands at, and what the controller lacks of it."""
+        """Report the step that this worker committed, and the records that the controller lacks."""
         self.known_step = command.committed_step
         self._report_quiesced(command.generation)
 
@@ -244,14 +241,14 @@ class Trainer:
         self.report(quiesced(self.worker, generation, self.stepper, self.held_step, records))
 
     def send_records(self, command: SendRecords) -> None:
-        """Answer at once, on the control side's thread, while the training thread trains on."""
+        """Answer at once on the control thread, while the training thread trains on."""
         records = self.records.after(command.committed_step)
-        # Read after the records: no record is of a step whose vote is not known then.
+        # Read after the records, so that every record's vote is known.
         vote = stepper.vote if (stepper := self.stepper) else None
         self.report(RecordsSent(self.worker, command.generation, records, vote))
 
     def leave_generation(self) -> None:
-        """Drop model, optimizer and groups; the tensors of the holdings stay."""
+        """Drop model, optimizer and groups; keep the tensors of the holdings."""
         self.snapshots.end_generation()
         self.statistics.close()
         if self.stepper is not None:
@@ -267,7 +264,7 @@ class Trainer:
         self.held_step = NOTHING_HELD
 
     def _fetch(self, command: Reshard) -> tuple[dict[str, Tensor], Moved, int]:
-        """The new local tensors, what moved for them, and how many bytes were not in place."""
+        """Return the new local tensors, what moved for them, and how many bytes were missing."""
         plan, assignment = self.order.plan, self.order.assignment
         if command.source in ("live", "snapshot"):
             assert plan.old is not None and self.formation is not None
@@ -297,8 +294,8 @@ class Trainer:
         return drawn
 
     def _read(self, path: str, regions: dict[str, Region]) -> dict[str, Tensor]:
-        """From a checkpoint, as often as its storage needs to let it be read; whoever waits for
-        this worker knows for how long. Raises `DamagedCheckpoint`."""
+        """Read regions of a checkpoint. If storage refuses, repeat until the controller's deadline
+        for this worker aborts the generation. Raises `DamagedCheckpoint`."""
         while True:
             try:
                 return self.program.read_regions(open_storage(path), regions)
@@ -307,7 +304,7 @@ class Trainer:
             self.interruption.check()
 
     def _bandwidths(self, command: Reshard) -> tuple[tuple[str, float], ...]:
-        """How fast others reach this worker: measured where no state is on its way."""
+        """The bandwidths from other workers to this one, measured where no state moves."""
         is_moving = command.source in ("live", "snapshot")
         if is_moving or self.formation is None or self.formation.transfer is None:
             return ()
@@ -319,7 +316,7 @@ class Trainer:
         return tuple((participants[peer], speed) for peer, speed in speeds)
 
     def _parts(self, plan: ReshardPlan, old: Assignment, transfers: Transfers) -> TensorPieces:
-        """What this worker has of the old assignment, where the transfers can read it."""
+        """This worker's parts of the old assignment, where the transfers can read them."""
         parts: dict[int, Mapping[str, Tensor]] = {}
         if transfers.own_part is not None:
             held = self.holdings[old.generation]
@@ -357,12 +354,13 @@ class Trainer:
         assert self.replica is not None
         self.faults.at("evaluation", step)
         with self.interruption.leavable():
-            found = self.replica.evaluate(step, self.interruption.check)
+            evaluation = self.replica.evaluate(step, self.interruption.check)
         if world_rank == 0:
-            self.report(evaluated(generation, step, found))
+            self.report(evaluated(generation, step, evaluation))
 
     def _audit(self, audit: Audit, step: int, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether all replicas are equal; if not, all report it: a broken one may die."""
+        """Return whether all replicas are equal. If not, every rank reports it, since a broken one
+        may die."""
         if not audit.is_due(step):
             return True
         with self.interruption.leavable():
@@ -374,27 +372,28 @@ class Trainer:
     def _save(
         self, generation: int, step: int, holding: WorkerHolding, writers: tuple[str, ...] | None
     ) -> None:
-        """Hand this worker's share to the writer, which copies it before the next apply."""
+        """Hand this worker's checkpoint shard to the writer, which copies it before the next
+        apply."""
         assignment = holding.assignment
-        share = self._share(assignment, writers or assignment.members)
-        still = held_still(self.specs, {name: holding.tensors[name] for name in share})
-        tensors = {name: (share[name], tensor) for name, tensor in still.items()}
+        shard = self._shard(assignment, writers or assignment.members)
+        still = held_still(self.specs, {name: holding.tensors[name] for name in shard})
+        tensors = {name: (shard[name], tensor) for name, tensor in still.items()}
         self.writer.begin(CheckpointPart(step, generation, tensors))
 
-    def _guard(self, generation: int, step: int) -> None:
-        """The next step has ended workers before: what is committed outlives this one."""
+    def _save_before_guarded_step(self, generation: int, step: int) -> None:
+        """Make the committed state durable: the next step has ended workers before."""
         if (self.writer.begun_step, self.writer.begun_generation) != (step, generation):
             self._save(generation, step, self.holdings[generation], None)
         with self.interruption.leavable():
             self.writer.await_written(self.interruption.check)
 
-    def _compute_share(self, assignment: Assignment, writers: tuple[str, ...]) -> dict[str, Region]:
-        """What this worker writes of a checkpoint."""
+    def _find_shard(self, assignment: Assignment, writers: tuple[str, ...]) -> dict[str, Region]:
+        """The regions that this worker writes of a checkpoint."""
         regions = self._regions(assignment)
-        share = my_share(self.specs, assignment, writers, self.worker)
-        return {name: regions[name] for name in (self.specs[index].name for index in share)}
+        indices = my_share(self.specs, assignment, writers, self.worker)
+        return {name: regions[name] for name in (self.specs[index].name for index in indices)}
 
     def _keep_only(self, generation: int) -> None:
-        """The first commit under a generation makes the older holdings stale."""
+        """Drop the older holdings, which the first commit under a generation makes stale."""
         if len(self.holdings) > 1:
             self.holdings = {generation: self.holdings[generation]}

@@ -1,8 +1,8 @@
-"""A worker: one training thread that obeys commands, and a control side that never blocks.
+"""The worker: one training thread that executes commands, and a control side that never blocks.
 
-A training thread that an abort cannot wake is left behind, and another takes its place.
-Runs without Ray: `report` is how events leave, `take` how commands come in. An abort acts from
-the control side at once; all else queues for the training thread.
+The control side executes an abort at once; every other command queues for the training thread. If
+an abort cannot wake the training thread, a substitute thread takes its place. Runs without Ray:
+`take` accepts commands, `report` sends events.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from elastic.protocol.events import CheckpointDamaged, Event, WorkerRaised, Work
 from elastic.protocol.reattachment import Intake
 
 REPEAT_BREAK_S = 0.02
-"""Sockets that are born while an abort looks for them are found by the next look."""
+"""The next pass of an abort finds the sockets that open during this one."""
 
 
 class Worker:
-    """One process' worker; `start` returns at once, `WorkerReady` tells when it is warm."""
+    """One process's worker. `start` returns at once; `WorkerReady` reports that it is warm."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Worker:
         report: Callable[[Event], None],
         store_host: str,
     ) -> None:
-        """`store_host` is where the store will be, or some host on the same way."""
+        """`store_host` is the store's host, or another one that the same interface reaches."""
         self.name = name
         self._store_host = store_host
         self._place = place
@@ -78,38 +78,39 @@ class Worker:
         self._report = report
         self._interruption = Interruption()
         self._orders: queue.Queue[Order | None] = queue.Queue()
-        """None is the end."""
+        """None ends the training thread."""
         self.intake = Intake()
         self._quiesced_generation = 0
         self._trainer: Trainer | None = None
         self._kept: dict[int | None, object] = {}
         self._check_device: Callable[[], Exception | None] = lambda: None
         self._is_broken = False
-        """Its device is: this worker waits for its end, and what it holds is lost."""
+        """Whether the device is broken: then this worker's state is lost, and it waits to be
+        ended."""
         self._thread = threading.Thread(target=self._serve, name="training", daemon=True)
 
     def sample(self, process: psutil.Process) -> dict[str, Any]:
-        """A line of `system.jsonl` about this worker, whose process that is."""
+        """A line of `system.jsonl` about this worker; `process` is the worker's own."""
         return sample(self.name, process)
 
     def start(self) -> None:
-        """Begin to warm up, unless that has begun."""
+        """Begin to warm up, unless the worker has begun already."""
         if self._thread.ident is None:
             self._thread.start()
 
     def serve(self) -> None:
-        """As `start`, but on the calling thread, until `end`; what was trained is let go then."""
+        """Train on the calling thread until `end`, then forget the trained state."""
         self._thread = threading.current_thread()
         self._serve()
         if self._trainer is not None:
             self._trainer.forget_state()
 
     def end(self) -> None:
-        """Have the training thread return once it has done what it was told before."""
+        """Let the training thread return after the commands that are queued."""
         self._orders.put(None)
 
     def take(self, envelope: Envelope) -> None:
-        """Accept a command, unless it is of an older controller, or has been taken before."""
+        """Accept a command, unless an older controller sent it or the worker has it already."""
         order = envelope.order
         if not self.intake.takes(envelope.incarnation, order):
             return
@@ -122,7 +123,7 @@ class Worker:
                     self._interruption.aborted_generation, order.generation
                 )
                 self._orders.put(order)
-                threading.Thread(target=self._break_off, args=(order.generation,)).start()
+                threading.Thread(target=self._abort_groups, args=(order.generation,)).start()
             case Pause():
                 self._interruption.pause_requested_generation = order.generation
             case RequestCheckpoint():
@@ -137,41 +138,41 @@ class Worker:
                 self._orders.put(order)
 
     def num_signs_of_life(self) -> int:
-        """A count that grows while the training thread gets on: the answer to a probe."""
+        """A count that grows while the training thread makes progress: the answer to a probe."""
         return self._interruption.num_signs_of_life
 
     def _serve(self) -> None:
         """The training thread: the only one that touches the model and torch.distributed."""
-        drop_tiny_numbers()  # before torch makes threads of its own, which take after this one
+        drop_tiny_numbers()  # before torch starts its threads, which inherit the setting
         try:
             self._warm_up()
-        except BaseException as error:  # whatever the user's code raises
-            self.tell(0, error)
+        except BaseException as error:  # the user's code may raise anything
+            self.report_failure(0, error)
             return
-        self._obey_all()
+        self._execute_all()
 
-    def _obey_all(self) -> None:
+    def _execute_all(self) -> None:
         drop_tiny_numbers()
         while not self._interruption.is_left():
             order = self._orders.get()
             if order is None:
                 break
             try:
-                self._obey(order)
+                self._execute(order)
             except Interrupted:
-                pass  # the abort that asked for it stands in the queue
+                pass  # the abort that caused it is in the queue
             except DamagedCheckpoint as error:
                 assert isinstance(order, Reshard)
-                told = (self.name, order.generation, order.path, str(error))
-                self._report(CheckpointDamaged(*told))
-            except BaseException as error:  # whatever the user's code raises, as `sys.exit()`
-                self._take_failure(order, error)
+                generation, path = order.generation, order.path
+                self._report(CheckpointDamaged(self.name, generation, path, str(error)))
+            except BaseException as error:  # the user's code may raise anything, even `sys.exit()`
+                self._handle_failure(order, error)
         self._interruption.forget()
         self._kept.pop(threading.get_ident(), None)
 
-    def _take_failure(self, order: Order, error: BaseException) -> None:
-        """Report it, unless an abort has caused it. A broken device is reported in any case: its
-        peers may have failed first, and nobody else can know."""
+    def _handle_failure(self, order: Order, error: BaseException) -> None:
+        """Report an error, unless an abort caused it. A broken device is always reported: its peers
+        may have failed first, and no other process knows of it."""
         kind = kind_of(error)
         failure = self._check_device() if kind == "peer" else None
         if failure is not None:
@@ -181,7 +182,7 @@ class Worker:
         self._is_broken = self._is_broken or kind == "device"
         is_collateral = order.generation <= self._interruption.aborted_generation
         if kind == "device" or isinstance(order, RollForward) or not is_collateral:
-            self.tell(order.generation, error)
+            self.report_failure(order.generation, error)
 
     def _warm_up(self) -> None:
         choose_interface(self._options.network, self._store_host)
@@ -195,7 +196,7 @@ class Worker:
             self.name, self._place.node, program, self._options, self._report, self._interruption
         )
         gc.collect()
-        gc.freeze()  # what imports left behind need not be walked at every generation's end
+        gc.freeze()  # no later collection has to walk the objects that imports created
         memory_bytes = None
         if program.device.type == "cuda":
             memory_bytes = torch.cuda.get_device_properties(program.device).total_memory
@@ -211,7 +212,7 @@ class Worker:
             )
         )
 
-    def _obey(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         trainer = self._trainer
         assert trainer is not None
         interruption = self._interruption
@@ -232,47 +233,47 @@ class Worker:
             case Abort():
                 self._quiesced_generation = order.generation
                 if failure := self._check_device():
-                    self._take_failure(order, failure)
+                    self._handle_failure(order, failure)
                 if not self._is_broken:
                     trainer.quiesce(order)
             case Pause() | StartSnapshots() | SendRecords() | RequestCheckpoint():
-                raise AssertionError("this never queues")
+                raise AssertionError("the control side executes this command: it never queues")
             case _:
                 assert_never(order)
 
-    def _break_off(self, generation: int) -> None:
-        """Break the groups again and again until the training thread has unwound, or wherever
-        Gloo does not wake it, until another has taken its place."""
+    def _abort_groups(self, generation: int) -> None:
+        """Abort the groups again and again until the training thread has unwound. If Gloo does not
+        wake it, replace it by a substitute thread."""
         deadline = time.monotonic() + self._options.collective_timeout_s
-        standstill = StallDetector(self._thread)
+        stall = StallDetector(self._thread)
         while self._quiesced_generation < generation and time.monotonic() < deadline:
             formation = self._trainer.formation if self._trainer else None
             if formation is not None:
                 formation.break_off()
-                if formation.can_lose_wake_ups and standstill.lasts():
-                    self._leave_behind(formation)
+                if formation.can_lose_wake_ups and stall.lasts():
+                    self._start_substitute(formation)
             time.sleep(REPEAT_BREAK_S)
 
-    def _leave_behind(self, formation: Formation) -> None:
-        """Have another thread obey, and keep the groups until the one that waits in them ends:
-        the end of a group waits for what is under way in it."""
+    def _start_substitute(self, formation: Formation) -> None:
+        """Let a substitute thread execute the commands, and keep the groups until the blocked
+        thread ends: destroying a group waits for the operations under way in it."""
         ident = self._thread.ident
         assert ident is not None
         self._kept[ident] = (formation.transfer, groups_in_use())
         if not self._interruption.leave(ident):
             del self._kept[ident]
             return
-        self._thread = threading.Thread(target=self._obey_all, name="training", daemon=True)
+        self._thread = threading.Thread(target=self._execute_all, name="training", daemon=True)
         self._thread.start()
 
-    def tell(self, generation: int, error: BaseException) -> None:
-        """Report what broke here."""
+    def report_failure(self, generation: int, error: BaseException) -> None:
+        """Report an error of this worker as `WorkerRaised`."""
         text = _printable("".join(traceback.format_exception(error)))
         message = _printable(f"{type(error).__name__}: {error}").splitlines()[0]
         kind = kind_of(error)
         if kind == "machine":
             message = f"node {self._place.node} ({socket.gethostname()}): {error}"
-            text = ""  # it is no bug
+            text = ""  # not a bug: no traceback
         held_bytes = peak_bytes() if kind == "memory" else 0
         wanted_bytes = wanted_of(error) if kind == "memory" else 0
         self._report(
@@ -282,5 +283,5 @@ class Worker:
 
 
 def _printable(text: str) -> str:
-    """The text without lone surrogates, which no encoding and no database takes."""
+    """The text without lone surrogates, which no encoding and no database accepts."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -1,4 +1,4 @@
-"""What a worker is told at its start and keeps for life."""
+"""Options of a worker process, fixed at its start, and the envelope of its commands."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerOptions:
     """Options of one worker process."""
 
     run_folder: str
-    """Its URL, or its path."""
+    """The URL or path of the run folder."""
     collective_timeout_s: float = 30.0
     checkpoint_every: int = 0
     faults: tuple[Fault, ...] = ()
@@ -32,8 +32,9 @@ class WorkerOptions:
     network: Network = ANYWHERE
     straggler_every: int = 0
     profiled: tuple[int, int] | None = None
-    """The first and the last step of which a trace is kept; see `actors.worker.profiling`."""
+    """The first and the last step to trace; see `actors.worker.profiling`."""
     secret: bytes = field(default_factory=new_secret, repr=False)
-    """Known to the processes of this run alone; a restarted controller has the same."""
+    """The secret that only the processes of this run share; a restarted controller has it, too."""
     max_snapshot_bytes: int | None = None
-    """What the whole state takes in a snapshot; a snapshot server gives nobody more."""
+    """The size of the whole state in a snapshot; a snapshot server allocates at most this for a
+    worker."""

@@ -1,4 +1,4 @@
-"""What a worker prints: its newest end is kept in the run's folder, and outlives the node."""
+"""Copy of a worker's newest output in the run folder, which outlives the node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from actors.storage.storage import Storage
 FOLDER = "logs"
 KEPT_BYTES = 1 << 16
 STREAMS = {"out": 1, "err": 2}
-"""The ends of the kept files' names, and the descriptors that they are of."""
+"""File descriptor of each stream; its name is the suffix of the file in the run folder."""
 KEEP_EVERY_S = 10.0
 
 
@@ -20,26 +20,26 @@ def kept_name(worker: str, stream: str) -> str:
 
 
 class KeptOutput:
-    """Keeps the newest `KEPT_BYTES` of this process's standard output and error in a run's folder.
+    """Copies the newest `KEPT_BYTES` of this process's standard output and error to a run folder.
 
-    Only where both go to files, as Ray has it: whatever writes there, also in C, is seen. A
-    storage that does not answer is tried again; nothing waits for it.
+    It works only if both go to files, as in Ray's workers; then it also sees what C code writes.
+    If storage does not answer, it tries again; nothing waits for it.
     """
 
     def __init__(self, run: Storage, worker: str) -> None:
         self._run = run
         self._worker = worker
         self._kept: dict[str, int] = {}
-        """The sizes up to which they are kept."""
+        """The size of each stream's file at its latest copy."""
         self._due = threading.Event()
         threading.Thread(target=self._serve, name="output", daemon=True).start()
 
     def hurry(self) -> None:
-        """Keep what there is now: the process may soon end."""
+        """Copy the output now: the process may end soon."""
         self._due.set()
 
     def keep(self) -> None:
-        """Keep what has come since. Raises `OSError`."""
+        """Copy the streams that have grown since the last copy. Raises `OSError`."""
         for stream, number in STREAMS.items():
             file = Path(os.readlink(f"/proc/self/fd/{number}"))
             size = file.stat().st_size if file.is_file() else 0
@@ -54,7 +54,7 @@ class KeptOutput:
             try:
                 self.keep()
             except OSError:
-                continue  # the next time again
+                continue  # try again at the next interval
 
 
 def _end_of(file: Path) -> bytes:

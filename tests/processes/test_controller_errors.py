@@ -22,9 +22,9 @@ class OftenBroken(Shell):
 
     left: set[type]
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         self._break(command)
-        super()._carry_out(command)
+        super()._execute(command)
 
     def _serve(self, event: Event) -> None:
         if not hasattr(self, "left"):

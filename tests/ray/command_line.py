@@ -1,4 +1,4 @@
-"""The `elastic` command as a person runs it: a process, on a Ray cluster of its own."""
+"""The `elastic` command as a user runs it: a process, with its own Ray cluster."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass
 class Command:
-    """One `elastic` command under way."""
+    """A running `elastic` command."""
 
     process: subprocess.Popen[str]
     folder: Path
     ray_folder: str
     address: str
-    """Of the cluster; "local" is one of its own."""
+    """The address of the cluster; "local" is a private one."""
 
     def lines(self, kind: str) -> list[dict[str, Any]]:
         """The journal's lines of one event or command, so far."""
@@ -45,15 +45,15 @@ class Command:
         return read(self.folder / "metrics.jsonl")
 
     def controller_pid(self) -> int | None:
-        """By the run's lease, which a restarted controller takes anew."""
+        """The controller's process id, from the lease, which each controller claims anew."""
         epochs = {int(f.name.partition("-")[0]): f for f in (self.folder / "lease").glob("*-*")}
         try:
             return json.loads(epochs[max(epochs)].read_text())["pid"] if epochs else None
         except FileNotFoundError:
-            return None  # it is just being written anew
+            return None  # a new controller is writing it now
 
     def kill_controller(self) -> float:
-        """SIGKILL; the time of it."""
+        """Kill the controller by SIGKILL; return the time."""
         pid = self.controller_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
@@ -73,7 +73,7 @@ class Command:
         self.wait_until(lambda: len(self.metrics()) >= step, f"step {step}")
 
     def output(self) -> str:
-        """What it printed; waits for its end."""
+        """Wait for the end of the command; return what it printed."""
         out, err = self.process.communicate(timeout=PATIENCE_S)
         return out + err
 
@@ -83,7 +83,7 @@ class Command:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that is still being written."""
+    """The complete lines of a file that a process is still writing."""
     if not path.exists():
         return []
     return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
@@ -91,9 +91,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 @contextmanager
 def ray_folder() -> Iterator[str]:
-    """For a cluster's own files; at the end neither they nor a process of the cluster is left."""
+    """A folder for a cluster's files; at the end no file and no process of the cluster is left."""
     folder = mkdtemp(prefix="ray-", dir="/tmp")  # socket paths must be short
-    Path(get_default_ray_temp_dir()).mkdir(exist_ok=True)  # Ray notes the newest address there
+    Path(get_default_ray_temp_dir()).mkdir(exist_ok=True)  # Ray records the newest address there
     try:
         yield folder
     finally:
@@ -101,26 +101,26 @@ def ray_folder() -> Iterator[str]:
         for process in left:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, PATIENCE_S)  # one that still writes would put its file back
+        psutil.wait_procs(left, PATIENCE_S)  # a process that still writes would recreate its file
         rmtree(folder)
 
 
 def processes_of(ray_folder: str) -> list[psutil.Process]:
-    """Every process that was started, however indirectly, for this test's cluster."""
-    found = []
+    """Every process that was started, directly or not, for this test's cluster."""
+    processes = []
     for process in psutil.process_iter():
         try:
             is_ours = process.environ().get("RAY_TMPDIR") == ray_folder
             is_ours = is_ours or any(ray_folder in word for word in process.cmdline())
             if is_ours and process.status() != "zombie":
-                found.append(process)
+                processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
-    return found
+    return processes
 
 
 def elastic(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Another `elastic` command, from another terminal: it knows nothing of the test's cluster."""
+    """Run another `elastic` command, as in another terminal: without the test cluster's address."""
     inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_TMPDIR")}
     return subprocess.run(
         [sys.executable, "-m", "pipelines", *arguments],
@@ -135,14 +135,15 @@ def elastic(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
-    """Start `elastic train ARGUMENTS` with run name `run`; at the end nothing of it may be left."""
+    """Start `elastic train ARGUMENTS` with run name `run`; at the end, assert that nothing is left
+    of it."""
     with on_own_cluster("train", storage, *arguments, "--run-name", "run") as command:
         yield command
 
 
 @contextmanager
 def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
-    """Start a command on a cluster of its own; at the end nothing of it may be left."""
+    """Start a command on a private cluster; at the end, assert that nothing is left of it."""
     with ray_folder() as folder:
         command = start(name, storage, folder, "local", *arguments)
         try:
@@ -162,8 +163,8 @@ def start(
     *arguments: str,
     run_name: str = "run",
 ) -> Command:
-    """Start a command on the cluster at an address, as the leader of a process group; with an
-    empty address it looks for a cluster itself."""
+    """Start a command on the cluster at an address, as the leader of a process group. With an empty
+    address the command looks for a cluster itself."""
     process = subprocess.Popen(
         [sys.executable, "-m", "pipelines", name, *arguments, "--storage", str(storage)],
         stdout=subprocess.PIPE,

@@ -1,6 +1,6 @@
-"""Ends the Ray cluster that the tests of a pytest run share.
+"""Fixtures of the Ray tests: the cluster that the tests of a pytest run share.
 
-Ray starts its workers with niceness 15: beside the other tests of the same machine they would wait.
+By default Ray starts its workers with niceness 15, so other tests on the machine would delay them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def _shared_cluster_ends() -> Iterator[None]:
 
 @pytest.fixture
 def cluster_of_all() -> Iterator[SharedCluster]:
-    """The shared cluster; at the end of the test nothing of any run may be left on it."""
+    """The shared cluster; at the end of the test, assert that no run has left anything on it."""
     cluster = shared_cluster()
     yield cluster
     cluster.await_end_of_actors()

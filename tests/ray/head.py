@@ -1,4 +1,4 @@
-"""A Ray head as `ray start --head` makes it, with token authentication, and jobs on it."""
+"""A Ray head started by `ray start --head` with token authentication, and jobs on it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from command_line import PATIENCE_S, ROOT, processes_of, ray_folder
 HOST = "127.0.0.1"
 BIN = Path(sys.executable).parent
 INHERITED = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_API_SERVER_ADDRESS", "PYTHONPATH")
-"""What the machine of a test may have set, and a cluster's own machine has not."""
+"""Variables that a test's machine may have set, but a cluster's machine has not."""
 
 
 @dataclass
 class Head:
-    """A cluster of one machine, and the environment of whoever may use it."""
+    """A cluster of one machine, and the environment of a user who has the token."""
 
     address: str
     folder: str
     environment: dict[str, str]
 
     def ray(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """A `ray` command of somebody with the token."""
+        """Run a `ray` command with the token."""
         return subprocess.run(
             [str(BIN / "ray"), *arguments],
             capture_output=True,
@@ -46,19 +46,19 @@ class Head:
 
     def submit(self, name: str, working_dir: Path | None, *command: str) -> None:
         """`ray job submit --no-wait`."""
-        sent = ("--working-dir", str(working_dir)) if working_dir else ()
-        told = self.ray(
-            "job", "submit", "--submission-id", name, "--no-wait", *sent, "--", *command
+        folder = ("--working-dir", str(working_dir)) if working_dir else ()
+        ended = self.ray(
+            "job", "submit", "--submission-id", name, "--no-wait", *folder, "--", *command
         )
-        assert told.returncode == 0, told.stdout + told.stderr
+        assert ended.returncode == 0, ended.stdout + ended.stderr
 
     def details(self, name: str) -> dict[str, Any]:
-        """What the job's server knows of it: `status`, `message`, `driver_exit_code`."""
+        """The job server's record of a job: `status`, `message`, `driver_exit_code`."""
         code = (
             "import sys; from ray.job_submission import JobSubmissionClient as C; "
             "print(C().get_job_info(sys.argv[1]).json())"
         )
-        told = subprocess.run(
+        ended = subprocess.run(
             [sys.executable, "-c", code, name],
             capture_output=True,
             text=True,
@@ -66,12 +66,12 @@ class Head:
             check=False,
             env=self.environment,
         )
-        assert told.returncode == 0, told.stderr
-        details: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+        assert ended.returncode == 0, ended.stderr
+        details: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
         return details
 
     def log(self, name: str) -> str:
-        """What the command printed; `ray job logs` begins with lines of its own."""
+        """What the command printed, without the lines with which `ray job logs` begins."""
         return self.ray("job", "logs", name).stdout.partition("Running entrypoint for job")[2]
 
     def await_end(self, name: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class Head:
         return self.details(name)
 
     def await_end_of_actors(self) -> None:
-        """Invariant 12: nothing of any run is left."""
+        """Assert invariant 12: no run has left anything."""
         wait_for(lambda: not self.actors(), "the end of all actors")
 
     def actors(self) -> list[str]:
@@ -101,9 +101,9 @@ def wait_for(condition: Callable[[], object], what: str, pause_s: float = 0.1) -
 def head(
     num_cpus: int, autoscaling: Callable[[str], dict[str, Any]] | None = None, **environment: str
 ) -> Iterator[Head]:
-    """Start one, with an autoscaler whose configuration `autoscaling` makes from the address.
+    """Start a head; `autoscaling` makes the configuration of its autoscaler from the address.
 
-    At the end nothing of it is left.
+    At the end nothing is left of it.
     """
     with ray_folder() as folder:
         port, client_port, dashboard_port, agent_port = map(str, free_ports(4))
@@ -147,13 +147,13 @@ def head(
 
 
 def has_started(process: subprocess.Popen[bytes], log: Path) -> bool:
-    """Whether `ray start --block` says so."""
+    """Whether `ray start --block` has reported that Ray runs."""
     assert process.poll() is None, log.read_text()
     return "Ray runtime started" in log.read_text()
 
 
 def free_ports(number: int) -> list[int]:
-    """All different, since all are held at once."""
+    """Free ports, all different, since all are held at once."""
     listeners = [socket.create_server((HOST, 0)) for _ in range(number)]
     ports = [listener.getsockname()[1] for listener in listeners]
     for listener in listeners:
@@ -162,8 +162,8 @@ def free_ports(number: int) -> list[int]:
 
 
 def working_tree(folder: Path) -> Path:
-    """A copy of the three packages that differs from what is installed: where an actor ran that
-    instead, the run would be refused."""
+    """A copy of the three packages that differs from the installed sources: if an actor ran the
+    installed ones, the run would be refused."""
     for package in ("elastic", "actors", "pipelines"):
         copytree(ROOT / package, folder / package, ignore=ignore_patterns("__pycache__"))
     with (folder / "elastic" / "__init__.py").open("a") as file:

@@ -1,4 +1,4 @@
-"""Machines on one machine: each has a network of its own, and one cable to a common switch."""
+"""Simulated hosts on one machine: network namespaces with one cable each to a common switch."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import pytest
 
 @dataclass(frozen=True)
 class Host:
-    """A network namespace: its own addresses, ports and abstract sockets."""
+    """A network namespace with its own addresses, ports and abstract sockets."""
 
     name: str
     address: str
     cable: str
-    """Its other end, in the switch."""
+    """The end of its cable in the switch."""
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """What a command begins with to run there, as the same process."""
+        """The prefix that runs a command in this namespace, as the same process."""
         return ("nsenter", f"--net=/run/netns/{self.name}")
 
 
 @dataclass(frozen=True)
 class Switch:
-    """A bridge in a namespace of its own."""
+    """A bridge in its own namespace."""
 
     name: str
 
     def pull(self, host: Host) -> None:
-        """Whatever is sent either way is lost, and nobody is told."""
+        """Pull a host's cable: packets are lost both ways, and neither side gets an error."""
         ip("-n", self.name, "link", "set", host.cable, "nomaster")
 
     def plug_in(self, host: Host) -> None:
@@ -42,7 +42,7 @@ class Switch:
 
 @contextmanager
 def networked(number: int) -> Iterator[tuple[Switch, list[Host]]]:
-    """So many hosts at one switch; skips the test where the system does not permit it."""
+    """Connect `number` hosts to one switch; skip the test if the system does not permit it."""
     switch = Switch(f"elastic-{os.getpid()}-switch")
     names = [f"elastic-{os.getpid()}-{i}" for i in range(1, number + 1)]
     hosts = [Host(name, f"10.77.0.{i}", f"cable{i}") for i, name in enumerate(names, 1)]
@@ -88,5 +88,5 @@ def _connect(switch: Switch, host: Host) -> None:
     for device in ("lo", "eth0"):
         ip("-n", host.name, "link", "set", device, "up")
     ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", "eth0")
-    # Whoever asks for his own address asks for the way to somewhere far.
+    # A process finds its own address by the route to a distant one.
     ip("-n", host.name, "route", "add", "default", "dev", "eth0")

@@ -1,4 +1,4 @@
-"""A cloud on one machine, as Ray's tests have it, in which some types of nodes are short."""
+"""Ray's fake cloud on one machine, in which some node types are scarce."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ray.autoscaler.tags import TAG_RAY_USER_NODE_TYPE
 
 
 class ScarceProvider(FakeMultiNodeProvider):
-    """Refuses node types, as EC2 refuses spot machines, until there is the file that `lacking` of
-    its configuration names for them."""
+    """Refuses node types, as EC2 refuses spot machines, until the file exists that `lacking` in its
+    configuration names for them."""
 
     def create_node_with_resources_and_labels(
         self, node_config: Any, tags: dict[str, str], count: int, resources: Any, labels: Any

@@ -1,6 +1,6 @@
-"""One Ray cluster for all tests of a pytest run that need a cluster, but not one of their own.
+"""The Ray cluster shared by all tests of a pytest run that need no private one.
 
-`tests/ray/conftest.py` ends it with the pytest run. What a test leaves on it fails that test.
+`tests/ray/conftest.py` ends it with the pytest run. A test that leaves anything on it fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ray.cluster_utils import Cluster
 
 NUM_CPUS = 8
 NODE_TYPE = "small"
-"""`RAY_NODE_TYPE_NAME` of its node, as an autoscaler sets it."""
+"""The `RAY_NODE_TYPE_NAME` of its node, which an autoscaler would set."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class SharedCluster:
 
     def actors(self) -> list[psutil.Process]:
         """The processes of all runs' actors."""
-        found = []
+        actors = []
         for process in processes_of(self.folder):
             with suppress(psutil.NoSuchProcess):
                 if process.name().startswith("ray::Ray"):
-                    found.append(process)
-        return found
+                    actors.append(process)
+        return actors
 
     def await_end_of_actors(self, patience_s: float = PATIENCE_S) -> None:
-        """Invariant 12: nothing of any run is left. What is left is killed, and fails the test."""
+        """Assert invariant 12: no run has left anything. Kill what is left, and fail the test."""
         deadline = time.monotonic() + patience_s
         while (left := self.actors()) and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -62,7 +62,8 @@ class SharedCluster:
 
 @cache
 def _empty_tracking_store() -> bytes:
-    """MLflow runs all its migrations to make one, for four seconds of processor."""
+    """An empty MLflow database. MLflow runs all its migrations to create one, which takes four
+    seconds of CPU time."""
     with TemporaryDirectory() as folder:
         database = Path(folder, "mlflow.db")
         MlflowClient(f"sqlite:///{database}").search_experiments(max_results=1)
@@ -70,7 +71,8 @@ def _empty_tracking_store() -> bytes:
 
 
 def make_tracking_store(storage: Path) -> None:
-    """As an earlier run of this storage leaves it. Tests on their own clusters begin without."""
+    """Create the MLflow store, as an earlier run of this storage would. Tests on private clusters
+    begin without one."""
     storage.mkdir(parents=True, exist_ok=True)
     if not (storage / "mlflow.db").exists():
         (storage / "mlflow.db").write_bytes(_empty_tracking_store())
@@ -88,7 +90,7 @@ def shared_cluster() -> SharedCluster:
 
 
 def close_shared_cluster() -> None:
-    """End it, if it was started."""
+    """End the cluster, if it was started."""
     _cluster.clear()
     _to_close.close()
 
@@ -118,15 +120,15 @@ def _started() -> Iterator[SharedCluster]:
 
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
-    """`elastic train ARGUMENTS` with run name `run` on the shared cluster; at the end nothing of
-    the run may be left."""
+    """Start `elastic train ARGUMENTS` with run name `run` on the shared cluster; at the end, assert
+    that nothing is left of the run."""
     with on_shared_cluster("train", storage, *arguments, "--run-name", "run") as command:
         yield command
 
 
 @contextmanager
 def on_shared_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
-    """Start a command on the shared cluster; at the end no actor may be left there."""
+    """Start a command on the shared cluster; at the end, assert that no actor is left there."""
     cluster = shared_cluster()
     make_tracking_store(storage)
     command = start(name, storage, cluster.folder, cluster.address, *arguments)

@@ -1,4 +1,4 @@
-"""What workers ask a cluster for, on clusters that say to have this or that GPU."""
+"""Resources that workers request, on clusters that pretend to have various GPUs."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cluster", [(2, "L4")], indirect=True)
-def test_the_one_type_that_is_there_is_used(cluster: None) -> None:
+def test_auto_uses_the_only_gpu_type_present(cluster: None) -> None:
     of_l4 = {"num_cpus": 0, "num_gpus": 1, "accelerator_type": "L4"}
     assert choose_resources("auto") == choose_resources("L4") == of_l4
-    assert choose_resources("H100") == {**of_l4, "accelerator_type": "H100"}, "it may come"
+    assert choose_resources("H100") == {**of_l4, "accelerator_type": "H100"}, "may start"
     assert choose_resources("gpu") == {"num_cpus": 0, "num_gpus": 1}
     assert choose_resources("cpu") == {"num_cpus": 1}
     with pytest.raises(NoSuchAccelerator, match="a type such as L4"):
@@ -37,7 +37,7 @@ def test_the_one_type_that_is_there_is_used(cluster: None) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cluster", [(2, "L4", "A10G")], indirect=True)
-def test_of_two_types_one_is_to_be_named(cluster: None) -> None:
+def test_auto_is_refused_with_two_gpu_types(cluster: None) -> None:
     with pytest.raises(NoSuchAccelerator, match="A10G and L4, and a run uses one type"):
         choose_resources("auto")
     assert choose_resources("A10G")["accelerator_type"] == "A10G"
@@ -50,5 +50,5 @@ def test_without_gpus(cluster: None) -> None:
     if ray.cluster_resources().get("CPU"):
         assert choose_resources("auto") == {"num_cpus": 1}
         return
-    with pytest.raises(NoSuchAccelerator, match="say what its autoscaler shall start"):
+    with pytest.raises(NoSuchAccelerator, match="choose what its autoscaler starts"):
         choose_resources("auto")

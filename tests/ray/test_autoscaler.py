@@ -17,12 +17,12 @@ from command_line import PATIENCE_S, ROOT, Command, processes_of
 from head import Head, head, wait_for
 from ray.autoscaler._private.util import prepare_config
 from test_job_submit import files_of, place
-from unhurried import SETTINGS, assert_one_history
+from unhurried import SETTINGS, assert_one_lineage
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
 HEAD_TYPE = "ray.head.default"
-"""Both as Ray's fake provider has them."""
+"""Id and type of the head in Ray's fake provider."""
 ENVIRONMENT = {
     "RAY_enable_autoscaler_v2": "1",
     "RAY_FAKE_CLUSTER": "1",
@@ -35,15 +35,15 @@ NOTICE_S = 60
 
 
 def autoscaling(address: str, lacking: dict[str, str]) -> dict[str, Any]:
-    """`cluster.yaml` with another provider, which refuses these types of nodes until a file is
-    there; idle machines go back sooner."""
-    told: dict[str, Any] = prepare_config(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
-    types = told["available_node_types"]
-    types[HEAD_TYPE] = {**types.pop(told["head_node_type"]), "max_workers": 0}
-    told["head_node_type"] = HEAD_TYPE
-    told["idle_timeout_minutes"] = 0.2
-    told["docker"], told["auth"], told["file_mounts"] = {}, {}, {}
-    told["provider"] = {
+    """`cluster.yaml` with a provider that refuses the types in `lacking` until their file exists;
+    idle machines are released sooner."""
+    config: dict[str, Any] = prepare_config(yaml.safe_load((ROOT / "cluster.yaml").read_text()))
+    types = config["available_node_types"]
+    types[HEAD_TYPE] = {**types.pop(config["head_node_type"]), "max_workers": 0}
+    config["head_node_type"] = HEAD_TYPE
+    config["idle_timeout_minutes"] = 0.2
+    config["docker"], config["auth"], config["file_mounts"] = {}, {}, {}
+    config["provider"] = {
         "type": "external",
         "module": "scarce_cloud.ScarceProvider",
         "use_node_id_as_ip": True,
@@ -54,30 +54,30 @@ def autoscaling(address: str, lacking: dict[str, str]) -> dict[str, Any]:
         "gcs_address": address,
         "lacking": lacking,
     }
-    return told
+    return config
 
 
 def node_types(cluster: Head) -> list[str]:
-    """Of the machines that are there beside the head."""
-    found = []
+    """The types of the machines besides the head."""
+    types = []
     for process in processes_of(cluster.folder):
-        with suppress(psutil.NoSuchProcess):  # it is just ending
+        with suppress(psutil.NoSuchProcess):  # it is ending
             if process.name() == "raylet":
-                found.append(process.environ().get("RAY_NODE_TYPE_NAME", ""))
-    return sorted(name for name in found if name)
+                types.append(process.environ().get("RAY_NODE_TYPE_NAME", ""))
+    return sorted(name for name in types if name)
 
 
 def kill_node_of(pid: int) -> None:
-    """SIGKILL a worker and its raylet together, as when the machine is taken."""
+    """Kill a worker and its raylet together, as if the machine were preempted."""
     worker = psutil.Process(pid)
-    raylet = next(one for one in worker.parents() if one.name() == "raylet")
+    raylet = next(parent for parent in worker.parents() if parent.name() == "raylet")
     for process in (raylet, worker):
         os.kill(process.pid, signal.SIGKILL)
 
 
 def command(storage: Path, workers: str, num_steps: int) -> list[str]:
-    """Of what is installed: the nodes share one folder for working directories here, and each
-    unpacks them anew, under the feet of the others."""
+    """A command that uses the installed sources: the nodes share one folder for working directories
+    here, and each would overwrite those of the others."""
     given = ["tiny", "--workers", workers, "--steps", str(num_steps)]
     for setting in (*SETTINGS, "accelerator=L4"):
         given += ["--set", setting]
@@ -87,9 +87,9 @@ def command(storage: Path, workers: str, num_steps: int) -> list[str]:
 def await_members(cluster: Head, files: Command, number: int) -> None:
     deadline = time.monotonic() + 2 * PATIENCE_S
     while num_members(files) != number:
-        told = cluster.log("grows")
-        assert cluster.details("grows")["status"] in ("PENDING", "RUNNING"), told
-        assert time.monotonic() < deadline, told
+        log = cluster.log("grows")
+        assert cluster.details("grows")["status"] in ("PENDING", "RUNNING"), log
+        assert time.monotonic() < deadline, log
 
 
 def num_members(files: Command) -> int:
@@ -98,11 +98,11 @@ def num_members(files: Command) -> int:
 
 
 def await_without(files: Command, worker: str) -> dict[str, Any]:
-    """The first generation that this one is not in, ten steps on."""
+    """Wait for the first generation without this worker, and ten steps more; return its resume."""
 
     def resume() -> dict[str, Any]:
-        told: dict[str, Any] = files.lines("Resume")[-1]
-        return told
+        newest: dict[str, Any] = files.lines("Resume")[-1]
+        return newest
 
     wait_for(lambda: worker not in resume()["workers"], f"the others go on without {worker}")
     await_ten_steps(files, resume())
@@ -115,15 +115,15 @@ def await_ten_steps(files: Command, resume: dict[str, Any]) -> None:
 
 def drain_node_of(cluster: Head, files: Command, worker: str) -> None:
     [node] = [line["node"] for line in files.lines("WorkerReady") if line["worker"] == worker]
-    why = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test")
-    until = ("--deadline-remaining-seconds", str(NOTICE_S))
-    told = cluster.ray("drain-node", "--address", cluster.address, "--node-id", node, *why, *until)
-    assert told.returncode == 0, told.stdout + told.stderr
+    options = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test")
+    options += ("--deadline-remaining-seconds", str(NOTICE_S))
+    ended = cluster.ray("drain-node", "--address", cluster.address, "--node-id", node, *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_a_run_grows_is_drained_survives_a_dead_machine_and_gives_all_back(tmp_path: Path) -> None:
-    """Four machines on spot come at once, those on demand later; one is drained and left, one is
-    SIGKILLed with all on it, and the autoscaler makes others."""
+def test_run_grows_drains_survives_a_node_loss_and_releases_all(tmp_path: Path) -> None:
+    """Four spot machines come at once, two on demand later. One node is drained, one is killed with
+    all its processes, and the autoscaler replaces them."""
     files = files_of(tmp_path)
     come = tmp_path / "come"
     lacking = partial(autoscaling, lacking={"l4": str(come)})
@@ -135,9 +135,9 @@ def test_a_run_grows_is_drained_survives_a_dead_machine_and_gives_all_back(tmp_p
         assert node_types(cluster) == ["l4", "l4", *["l4-spot"] * 4]
         grown = files.lines("Resume")[-1]
         await_ten_steps(files, grown)
-        leaver, victim = grown["workers"][-2:]
-        drain_node_of(cluster, files, leaver)
-        left = await_without(files, leaver)
+        draining, victim = grown["workers"][-2:]
+        drain_node_of(cluster, files, draining)
+        left = await_without(files, draining)
         assert not [line for line in files.lines("Abort") if line["time"] < left["time"]]
         kill_node_of(files.pid_of(victim))
         await_without(files, victim)
@@ -148,23 +148,23 @@ def test_a_run_grows_is_drained_survives_a_dead_machine_and_gives_all_back(tmp_p
     assert stopped["outcome"] == "interrupted"
     assert victim in [line["worker"] for line in files.lines("WorkerLost")]
     assert [line["cause"] for line in files.lines("NodeDraining")] == ["Ray drains it"]
-    assert_one_history(files)
+    assert_one_lineage(files)
 
 
-def test_where_spot_cannot_be_had_the_rest_is_on_demand(tmp_path: Path) -> None:
-    """Ray's autoscaler asks for the spot machines again and again; what exceeds their
-    `max_workers` is the part of a run that it takes on demand."""
+def test_without_spot_capacity_only_the_rest_runs_on_demand(tmp_path: Path) -> None:
+    """Ray's autoscaler requests the spot machines again and again; it takes on demand only what
+    exceeds their `max_workers`."""
     files = files_of(tmp_path)
     lacking = partial(autoscaling, lacking={"l4-spot": str(tmp_path / "never")})
     with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
-        for name, told in (
-            ("auto", "say what its autoscaler shall start"),
-            ("L5", "knows of none"),
+        for name, text in (
+            ("auto", "choose what its autoscaler starts"),
+            ("L5", "knows no accelerator of that name"),
         ):
             unknown = [*command(tmp_path, "2:6", 20), "--set", f"accelerator={name}"]
             cluster.submit(name, None, *unknown)
             assert cluster.await_end(name)["driver_exit_code"] == 2
-            assert told in cluster.log(name)
+            assert text in cluster.log(name)
         cluster.submit("lacking", None, *command(tmp_path, "2:6", 20))
         ended = cluster.await_end("lacking")
         assert ended["status"] == "SUCCEEDED", cluster.log("lacking")

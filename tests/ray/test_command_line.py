@@ -45,7 +45,7 @@ def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> No
     ("number", "exit_code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)],
 )
-def test_an_interrupted_run_saves_and_goes_on(
+def test_interrupted_run_saves_and_resumes(
     tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
     with elastic_train(tmp_path, *TINY, "--workers", "2", "--steps", "100000") as command:
@@ -64,7 +64,7 @@ def test_an_interrupted_run_saves_and_goes_on(
 
 
 @pytest.mark.soak
-def test_a_run_that_is_driven_is_refused_and_a_killed_driver_leaves_nothing(
+def test_second_driver_is_refused_and_a_killed_driver_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     arguments = (*TINY, "--workers", "2", "--steps", "100000", "--run-name", "run")
@@ -77,12 +77,12 @@ def test_a_run_that_is_driven_is_refused_and_a_killed_driver_leaves_nothing(
         num_steps = len(first.metrics())
         first.wait_for_step(num_steps + 5)
         first.process.kill()
-        # What the driver's death leaves behind is asserted by `on_own_cluster` itself.
+        # `on_own_cluster` asserts that the dead driver leaves nothing behind.
 
 
 @pytest.mark.soak
 def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
-    """In one line, with the lease given back, and nothing of it changed."""
+    """The refusal takes one line, releases the lease and leaves the journal unchanged."""
     journal = tmp_path / "run" / "journal.jsonl"
     journal.parent.mkdir()
     journal.write_text('{"time": 1.0, "format": 1, "event": "StoreReady"}\n')
@@ -99,7 +99,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
-    """SIGKILL of one and SIGSTOP of another, at no chosen moment."""
+    """SIGKILL of one worker and SIGSTOP of another, at arbitrary moments."""
     with elastic_train(
         tmp_path, *TINY, "--workers", "2:4", "--steps", "200", "--layout", "dp=2,fsdp=2"
     ) as command:
@@ -120,7 +120,7 @@ def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path) -> None:
+def test_exception_in_the_model_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     with elastic_train(
         tmp_path, *TINY, "--workers", "2", "--inject", "raise in worker 1 at step 7"
     ) as command:
@@ -131,7 +131,7 @@ def test_an_exception_in_the_users_model_ends_with_its_traceback(tmp_path: Path)
 
 
 @pytest.mark.soak
-def test_a_recipe_of_ones_own_from_a_folder_of_ones_own(tmp_path: Path) -> None:
+def test_custom_recipe_from_another_folder(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(
         "from pipelines.run.recipes import tiny\n\n\n"
@@ -146,8 +146,9 @@ def test_a_recipe_of_ones_own_from_a_folder_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_bad_numbers_from_the_command_line(tmp_path: Path) -> None:
-    """A flipped bit is found; then too many steps in a row are skipped, and the run is saved."""
+def test_flipped_bit_and_nan_end_the_run_saved(tmp_path: Path) -> None:
+    """The audit finds a flipped bit. Then too many steps in a row are skipped, and the run ends,
+    saved."""
     with elastic_train(
         tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
         "--audit-every", "5", "--set", "max_skipped=2",

@@ -1,4 +1,4 @@
-"""SIGKILL of the controller, and of drivers, on a real Ray: the workers train on."""
+"""SIGKILL of the controller, and of drivers, on a real Ray cluster: the workers train on."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ NUM_STEPS = 240
 def assert_undisturbed(
     command: Command, num_steps: int, settings: tuple[str, ...] = SETTINGS
 ) -> None:
-    """Every step once, with the losses of the plain loop; nothing came out of storage."""
+    """Each step committed once, with the losses of the plain loop and without a restore from
+    storage."""
     seen, _ = expected(override(load("tiny"), settings), num_steps)
     metrics = command.metrics()
     assert [line["step"] for line in metrics] == list(range(1, num_steps + 1))
-    # Rounding grows: after some 450 steps it is 1e-9, after 600 it is 3e-7.
+    # Rounding errors grow: they are 1e-9 after about 450 steps, and 3e-7 after 600.
     losses = [loss for loss, _ in seen][:NUM_STEPS]
     assert [line["loss"] for line in metrics][:NUM_STEPS] == pytest.approx(losses, rel=1e-9)
     assert not command.lines("RolledBack")
@@ -43,7 +44,7 @@ def assert_undisturbed(
 
 @pytest.mark.soak
 def test_killed_twice_while_training(tmp_path: Path) -> None:
-    """The same processes train on, in the same generation, also while nobody hears them."""
+    """The same processes train on in the same generation, even while there is no controller."""
     num_steps = 600  # enough for two absences
     with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", num_steps)) as command:
         command.wait_for_step(10)
@@ -54,17 +55,17 @@ def test_killed_twice_while_training(tmp_path: Path) -> None:
                 "the controller's return",
             )
             back = command.lines("ControllerRestarted")[-1]
-            # What was committed before the SIGKILL may be told after it, and comes first.
+            # A step committed before the SIGKILL may be reported after it; such steps come first.
             command.wait_until(
                 lambda back=back: command.metrics()[-1]["time"] > back["time"],
                 "a step after its return",
             )
-            told = [line for line in command.metrics() if killed < line["time"] < back["time"]]
+            steps = [line for line in command.metrics() if killed < line["time"] < back["time"]]
             print(
                 f"back {back['time'] - killed:.2f} s after SIGKILL, "
-                f"{len(told)} steps committed meanwhile"
+                f"{len(steps)} steps committed meanwhile"
             )
-            assert told and {line["generation"] for line in told} == {back["generation"]}
+            assert steps and {line["generation"] for line in steps} == {back["generation"]}
             assert not command.lines("Abort") and not command.lines("WorkerLost")
         assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
         code, output = command.finish()
@@ -74,8 +75,8 @@ def test_killed_twice_while_training(tmp_path: Path) -> None:
 
 
 def is_far_behind(command: Command) -> bool:
-    """Whether workers are 110 steps beyond what a controller has written down. One that comes back
-    before is killed: a process that only stood still would still be sent reports."""
+    """Whether workers are 110 steps ahead of the metrics. A controller that restarts before that is
+    killed again: workers would still send reports to one that is only stopped."""
     is_far = newest_sampled_step(command) > command.metrics()[-1]["step"] + 110
     for process in [] if is_far else processes_of(command.ray_folder):
         with suppress(psutil.NoSuchProcess):
@@ -85,12 +86,12 @@ def is_far_behind(command: Command) -> bool:
 
 
 def newest_sampled_step(command: Command) -> int:
-    """Workers write down what they read, whoever hears them."""
+    """The newest step in the workers' record of samples, which needs no controller."""
     return max((line["step"] for line in read(command.folder / "samples.jsonl")), default=0)
 
 
-def test_away_for_over_100_steps_and_then_world_rank_0_dies(tmp_path: Path) -> None:
-    """The survivor's committed step is the truth: no step is redone, none lacks its numbers."""
+def test_controller_is_away_for_100_steps_and_world_rank_0_dies(tmp_path: Path) -> None:
+    """The survivor's committed step is the truth: no step is redone, none lacks its metrics."""
     num_steps, settings = 600, (*SETTINGS, "batch=2")
     run = ["tiny", "--layout", "dp=2", "--workers", "1:2", "--steps", str(num_steps)]
     run += [word for setting in settings for word in ("--set", setting)]
@@ -98,22 +99,22 @@ def test_away_for_over_100_steps_and_then_world_rank_0_dies(tmp_path: Path) -> N
         command.wait_for_step(10)
         first = command.lines("Resume")[0]["workers"][0]
         command.kill_controller()
-        command.wait_until(lambda: is_far_behind(command), "110 steps that no controller heard of")
+        command.wait_until(lambda: is_far_behind(command), "110 steps that no controller knows")
         os.kill(command.pid_of(first), signal.SIGKILL)
         code, output = command.finish()
         assert code == 0, output
         assert_undisturbed(command, num_steps, settings)
         assert not any(line["missing"] for line in command.metrics())
         known = command.lines("Abort")[0]["committed_step"]
-        stood = command.lines("Quiesced")[0]["committed_step"]
-        print(f"the controller knew step {known}, the survivor stood at step {stood}")
-        assert stood > known + 100, "it came back too early to show anything"
+        survived = command.lines("Quiesced")[0]["committed_step"]
+        print(f"the controller knew step {known}, the survivor was at step {survived}")
+        assert survived > known + 100, "the controller restarted too early to show anything"
         assert command.lines("SendRecords")
 
 
 @pytest.mark.soak
-def test_a_stop_asked_for_while_it_is_away(tmp_path: Path) -> None:
-    """The driver asks again: last checkpoint, end."""
+def test_stop_requested_while_the_controller_is_away(tmp_path: Path) -> None:
+    """The driver repeats its stop request: last checkpoint, end."""
     with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 100_000)) as command:
         command.wait_for_step(10)
         command.kill_controller()
@@ -128,7 +129,7 @@ def test_a_stop_asked_for_while_it_is_away(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_killed_while_workers_start(tmp_path: Path) -> None:
-    """Those that have been started are not started twice."""
+    """The restarted controller does not start the same workers again."""
     with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 40)) as command:
         command.wait_until(lambda: command.lines("StartWorkers"), "the start of workers")
         command.kill_controller()
@@ -142,7 +143,7 @@ def test_killed_while_workers_start(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_killed_together_with_a_worker(tmp_path: Path) -> None:
-    """Nobody is there to notice the loss; the others wait for it in a collective."""
+    """No controller notices the loss, while the other workers wait in a collective."""
     with elastic_train(tmp_path, *arguments("tiny", "dp=3", "1:3", NUM_STEPS)) as command:
         command.wait_for_step(10)
         os.kill(command.pid_of("w0"), signal.SIGKILL)
@@ -159,18 +160,19 @@ def test_killed_together_with_a_worker(tmp_path: Path) -> None:
     ("moment", "line", "next_line"),
     [("forming", "Form", "Reshard"), ("re-laying-out", "Reshard", "Resume")],
 )
-def test_killed_amid_a_recovery(tmp_path: Path, moment: str, line: str, next_line: str) -> None:
-    """One worker has died, and another stands still where the controller is to die."""
+def test_killed_during_a_recovery(tmp_path: Path, moment: str, line: str, next_line: str) -> None:
+    """One worker has died, and another is stopped at the moment at which the controller dies."""
     faults = ("--inject", "kill worker 0 at step 20", "--inject")
     stop = f"stop worker 1 while {moment} before step 20"
     run = arguments("tiny", "dp=3", "1:3", NUM_STEPS)
     with elastic_train(tmp_path, *run, *faults, stop) as command:
 
-        def is_amid() -> bool:
-            told = [told["generation"] for told in command.lines(line)]
-            return 2 in told and not any(t["generation"] == 2 for t in command.lines(next_line))
+        def is_in_between() -> bool:
+            begun = {row["generation"] for row in command.lines(line)}
+            ended = {row["generation"] for row in command.lines(next_line)}
+            return 2 in begun and 2 not in ended
 
-        command.wait_until(is_amid, f"the {line} of generation 2")
+        command.wait_until(is_in_between, f"the {line} of generation 2")
         command.kill_controller()
         code, output = command.finish()
         assert code == 0, output
@@ -181,8 +183,8 @@ def test_killed_amid_a_recovery(tmp_path: Path, moment: str, line: str, next_lin
 
 @pytest.mark.soak
 def test_workers_outlive_a_controller_that_cannot_take_its_run_for_long(tmp_path: Path) -> None:
-    """It greets them before it takes the lease and replays: after 30 s without a sign of it they
-    would end themselves as orphans."""
+    """The new controller greets them before it takes the lease and replays. Without a greeting they
+    would end as orphans after 30 s."""
     run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "orphan_timeout_s=30")
     with elastic_train(tmp_path, *run) as command:
         command.wait_for_step(10)
@@ -213,7 +215,7 @@ def wait_for(condition: Callable[[], object], what: str) -> None:
 def test_the_driver_of_an_attached_run_is_killed(
     tmp_path: Path, cluster_of_all: SharedCluster
 ) -> None:
-    """The run stops cleanly after a last checkpoint."""
+    """The run saves a last checkpoint and stops."""
     run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "driver_timeout_s=10")
     command = cluster_of_all.start(tmp_path, *run)
     command.wait_for_step(10)
@@ -226,7 +228,7 @@ def test_the_driver_of_an_attached_run_is_killed(
 
 
 @pytest.mark.soak
-def test_a_detached_run_goes_on_also_without_its_controller(
+def test_detached_run_completes_after_its_controller_dies(
     tmp_path: Path, cluster_of_all: SharedCluster
 ) -> None:
     run = arguments("tiny", "dp=2", "2:2", 2 * NUM_STEPS)

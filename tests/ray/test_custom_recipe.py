@@ -1,4 +1,4 @@
-"""`elastic train` of a custom module, dataset and optimizer, as docs/custom-model.md shows."""
+"""`elastic train` of a custom model, dataset and optimizer, as in docs/custom-model.md."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_example_is_killed_twice_and_resized_and_equals_a_plain_loop(tmp_pat
 
 
 def plain_losses(recipe: Recipe) -> list[float]:
-    torch.set_num_threads(1)  # two that wait for each other on a busy machine take much longer
+    torch.set_num_threads(1)  # two threads that wait for each other are slower on a busy machine
     settings, data = recipe.settings, recipe.data()
     torch.manual_seed(settings.seed)
     model = recipe.model().double()
@@ -53,7 +53,7 @@ def plain_losses(recipe: Recipe) -> list[float]:
         for number in range(settings.num_microbatches):
             first = (step - 1) * settings.batch + number * settings.microbatch
             ids = range(first, first + settings.microbatch)
-            batch = [data[sample_of(settings.seed, one, len(data))] for one in ids]
+            batch = [data[sample_of(settings.seed, sample_id, len(data))] for sample_id in ids]
             images = torch.stack([image for image, _ in batch]).double()
             labels = torch.tensor([label for _, label in batch])
             loss = recipe.loss(model, (images, labels)) / settings.num_microbatches

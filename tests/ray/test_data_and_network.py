@@ -1,4 +1,4 @@
-"""`elastic train` on a real Ray with its data at a URL, on one interface and a few ports."""
+"""`elastic train` on a real Ray cluster with data at a URL, one interface and a port range."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TINY = ("tiny", "--set", "dtype=float64", "--layout", "fsdp=2", "--workers", "2:
 
 
 def listeners(ray_folder: str, name: str) -> set[tuple[str, int]]:
-    """Where the actors of a kind listen."""
-    found = [process for process in processes_of(ray_folder) if name in process.name()]
-    there = [one for process in found for one in process.net_connections("tcp")]
-    return {tuple(one.laddr) for one in there if one.status == psutil.CONN_LISTEN}
+    """The addresses at which the actors of a kind listen."""
+    actors = [process for process in processes_of(ray_folder) if name in process.name()]
+    sockets = [socket for process in actors for socket in process.net_connections("tcp")]
+    return {tuple(socket.laddr) for socket in sockets if socket.status == psutil.CONN_LISTEN}
 
 
 def test_prepared_at_a_url_and_trained_from_there(
@@ -32,14 +32,14 @@ def test_prepared_at_a_url_and_trained_from_there(
         monkeypatch.setenv(name, value)
     text, cache = tmp_path / "text.txt", tmp_path / "cache"
     text.write_text("\n".join(f"{number} and {number * number}" for number in range(3000)))
-    with s3_server() as door:
-        url = door.url_of("data")
-        told = elastic("prepare", str(text), url)
-        assert told.returncode == 0, told.stderr
+    with s3_server() as server:
+        url = server.url_of("data")
+        ended = elastic("prepare", str(text), url)
+        assert ended.returncode == 0, ended.stderr
         data = ("--data", url, "--set", f"cache.folder={cache}", "--steps", "60")
         network = ("--interface", "lo", "--ports", "{}:{}".format(*PORTS))
         with elastic_train(tmp_path / "there", *TINY, *data, *network) as command:
-            command.wait_until(lambda: command.lines("SnapshotServerReady"), "a keeper")
+            command.wait_until(lambda: command.lines("SnapshotServerReady"), "snapshots")
             command.wait_for_step(5)
             ours = {
                 kind: listeners(command.ray_folder, kind)
@@ -52,7 +52,7 @@ def test_prepared_at_a_url_and_trained_from_there(
                 command.lines("StoreReady")[-1],
                 command.lines("SnapshotServerReady")[0],
             )
-        assert door.fetched["train-tokens-00000.arrow"] == 1, "the driver reads the index alone"
+        assert server.fetched["train-tokens-00000.arrow"] == 1, "the driver reads only the index"
     wanted = {
         (store["host"], store["port"]),
         (snapshot_server["snapshot_server"]["host"], snapshot_server["snapshot_server"]["port"]),

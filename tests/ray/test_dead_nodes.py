@@ -1,4 +1,4 @@
-"""A machine is gone from one moment to the next: the run does not wait until Ray knows."""
+"""Sudden loss of a node: the run recovers before Ray notices."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_NODES = 3
 NUM_STEPS = 240
 BEFORE_RAY_S = 8.0
-"""3 s are aimed at; a machine under load may need more, but never as long as Ray does."""
+"""The target is 3 s; a machine under load may need more, but never as long as Ray does."""
 
 
 def take_down(processes: list[psutil.Process]) -> float:
-    """SIGKILL the raylet first, so that it cannot tell of the others; return when."""
+    """Kill the raylet first, so that it cannot report the other deaths; return the time."""
     killed = time.time()
     for process in reversed(processes):
         with suppress(psutil.NoSuchProcess):
@@ -32,7 +32,7 @@ def take_down(processes: list[psutil.Process]) -> float:
 
 
 def until_next_commit(command: Command, killed: float) -> float:
-    """In seconds, until the first step that those who are left have committed."""
+    """The seconds until the first step that the survivors have committed."""
     [generation] = {line["generation"] for line in command.lines("Resume")[:1]}
     others = [line for line in command.metrics() if line["generation"] > generation]
     return float(others[0]["time"] - killed)

@@ -1,4 +1,4 @@
-"""`ElasticTrainer` as a user's script has it: one script, on one real Ray."""
+"""`ElasticTrainer` in a user's script, on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @dataclass
 class Script:
-    """What the script has printed, and where its runs are."""
+    """The output of the script, and the folder of its runs."""
 
     seen: dict[str, Any]
     shown: str
@@ -49,7 +49,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
 def test_a_run_survives_a_kill_and_ends_with_a_result(script: Script) -> None:
     shown = script.seen["fits"]["shown"]
     assert shown["steps"] == list(range(1, 9)) and len(shown["losses"]) == 8
-    assert len(shown["generations"]) >= 2, "nobody was killed"
+    assert len(shown["generations"]) >= 2, "no worker was killed"
     assert (shown["metrics"]["step"], shown["error"]) == (8, None)
     assert shown["path"] == str(script.storage / "mine")
     assert Path(shown["checkpoint"]).is_relative_to(script.storage / "mine" / "checkpoints")
@@ -58,17 +58,17 @@ def test_a_run_survives_a_kill_and_ends_with_a_result(script: Script) -> None:
     assert recipe["recipe"] == "__main__:small" and recipe["settings"]["seed"] == 11
 
 
-def test_it_is_shown_unless_it_shall_not_be(script: Script) -> None:
+def test_verbose_shows_the_run_and_silent_does_not(script: Script) -> None:
     assert f"run mine: {script.storage / 'mine'}" in script.shown and "w1 lost" in script.shown
     assert "run broken" not in script.shown and script.shown.count("completed at step") == 1
 
 
-def test_what_breaks_in_the_users_code_is_raised_with_its_traceback(script: Script) -> None:
+def test_error_in_the_users_code_is_raised_with_its_traceback(script: Script) -> None:
     failure = script.seen["fits"]["failure"]
     assert failure.startswith("run 'broken' has failed at step 2") and "Traceback" in failure
 
 
-def test_the_same_name_resumes_it_beside_the_script(script: Script) -> None:
+def test_same_name_resumes_the_run_in_the_background(script: Script) -> None:
     seen = script.seen["handles"]
     assert seen["reshard"].startswith("run mine: dp=2 -> fsdp=2 at step ")
     assert "needs 3 workers" in seen["refusal"] and "\n" not in seen["refusal"]
@@ -96,11 +96,11 @@ def test_two_trials_on_one_cluster(script: Script) -> None:
         assert any((run / "checkpoints").glob(f"step-{stopped['step']:08d}-*/manifest.json"))
 
 
-def test_what_ray_data_computes_is_read_by_number(script: Script) -> None:
+def test_ray_dataset_is_read_by_index(script: Script) -> None:
     seen = script.seen["data"]
     assert sorted(seen["squares"]) == [number**2 for number in range(40)] and seen["again"] == 40
 
 
-def test_ray_is_as_it_was(script: Script) -> None:
+def test_ray_stays_initialized_and_no_actor_is_left(script: Script) -> None:
     assert script.seen["ray_is_kept"]
     assert not script.seen["left"]

@@ -1,4 +1,4 @@
-"""`ray job submit` with token authentication: to the end, stopped, resumed, refused."""
+"""`ray job submit` with token authentication: completed, stopped, resumed, refused."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def place(storage: Path) -> list[str]:
 
 
 def files_of(storage: Path) -> Command:
-    """The run's files, as of a command of this machine."""
+    """The run's files, as if a command on this machine wrote them."""
     return Command(Popen(["true"]), storage / "run", ray_folder="", address="")
 
 
@@ -77,20 +77,20 @@ def test_a_worker_is_killed_and_the_job_succeeds(tmp_path: Path, cluster: Head, 
     assert (ended["status"], ended["driver_exit_code"]) == ("SUCCEEDED", 0), log
     assert_undisturbed(run, NUM_STEPS)
     assert [line["worker"] for line in run.lines("WorkerLost")] == ["w1"]
-    told = [line for line in log.splitlines() if "w1 lost: its process died" in line]
-    assert len(told) == 1, log
+    lost = [line for line in log.splitlines() if "w1 lost: its process died" in line]
+    assert len(lost) == 1, log
     assert "completed" in log and "\x1b" not in log
-    assert len(log.splitlines()) < 60, "lines now and then, not a flood"
-    told_secrets = [file for file in tmp_path.rglob("*") if SECRET.encode() in content_of(file)]
+    assert len(log.splitlines()) < 60, "too many lines"
+    leaks = [file for file in tmp_path.rglob("*") if SECRET.encode() in content_of(file)]
     assert SECRET not in log and cluster.environment["RAY_AUTH_TOKEN"] not in log
-    assert not told_secrets
+    assert not leaks
 
 
 @pytest.mark.soak
 def test_a_stopped_job_saves_without_its_driver_and_resumes(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:
-    """The same name is submitted again at once, while the stopped one may still be saving."""
+    """The same run is submitted again at once, while the stopped job may still be saving."""
     cluster.submit("stopped", tree, *train(tmp_path, "2:2", 100_000))
     run = files_of(tmp_path)
     wait_for(lambda: len(run.metrics()) >= 20, "step 20")
@@ -111,10 +111,11 @@ def test_a_stopped_job_saves_without_its_driver_and_resumes(
 
 
 @pytest.mark.soak
-def test_a_job_whose_driver_is_killed_at_once_is_waited_for(
+def test_next_job_waits_for_one_whose_driver_was_killed(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:
-    """It hears no signal: the controller notices the silence, saves, ends; the next one resumes."""
+    """The driver gets no signal. The controller notices its silence, saves and ends; the next job
+    resumes."""
     cluster.submit("silenced", tree, *train(tmp_path, "2:2", 100_000))
     run = files_of(tmp_path)
     wait_for(lambda: len(run.metrics()) >= 20, "step 20")
@@ -131,35 +132,35 @@ def test_a_job_whose_driver_is_killed_at_once_is_waited_for(
 
 
 @pytest.mark.soak
-def test_exit_codes_stand_in_the_jobs_status(tmp_path: Path, cluster: Head, tree: Path) -> None:
+def test_job_status_has_the_exit_code(tmp_path: Path, cluster: Head, tree: Path) -> None:
     bad = train(tmp_path, "1:1", 5, "--set", "optimizer.lrr=1")
     broken = train(tmp_path / "broken", "1:2", 50, "--inject", "raise in worker 1 at step 7")
     passing = train(Path("runs"), "1:1", 5)
     for name, command in (("bad", bad), ("broken", broken), ("passing", passing)):
         cluster.submit(name, tree, *command)
-    codes = {name: cluster.await_end(name) for name in ("bad", "broken", "passing")}
-    told = {name: details["driver_exit_code"] for name, details in codes.items()}
-    assert told == {"bad": 2, "broken": 1, "passing": 2}
-    assert {details["status"] for details in codes.values()} == {"FAILED"}
-    assert "optimizer.lrr: there is no such setting" in codes["bad"]["message"]
-    assert "w1: RuntimeError: injected fault: w1 raises at step 7" in codes["broken"]["message"]
-    assert "which Ray deletes with the job" in codes["passing"]["message"]
+    jobs = {name: cluster.await_end(name) for name in ("bad", "broken", "passing")}
+    codes = {name: details["driver_exit_code"] for name, details in jobs.items()}
+    assert codes == {"bad": 2, "broken": 1, "passing": 2}
+    assert {details["status"] for details in jobs.values()} == {"FAILED"}
+    assert "optimizer.lrr: there is no such setting" in jobs["bad"]["message"]
+    assert "w1: RuntimeError: injected fault: w1 raises at step 7" in jobs["broken"]["message"]
+    assert "which Ray deletes with the job" in jobs["passing"]["message"]
     assert not (tmp_path / "run").exists()
 
 
 def test_without_the_token_nothing_is_submitted(cluster: Head, tree: Path) -> None:
     stranger = {**cluster.environment, "RAY_AUTH_TOKEN": "guessed"}
-    told = Head(cluster.address, cluster.folder, stranger).ray(
+    ended = Head(cluster.address, cluster.folder, stranger).ray(
         "job", "submit", "--working-dir", str(tree), "--", "true"
     )
-    assert told.returncode != 0
-    assert "auth" in (told.stdout + told.stderr).lower()
+    assert ended.returncode != 0
+    assert "auth" in (ended.stdout + ended.stderr).lower()
 
 
 def test_other_sources_on_the_cluster_are_refused_in_one_line(
     tmp_path: Path, cluster: Head
 ) -> None:
-    """They are changed when the driver has read them, and the cluster's processes have not."""
+    """The sources change after the driver has read them and before the cluster's processes do."""
     tree = working_tree(tmp_path / "tree")
     command = [sys.executable, "-m", "pipelines", "train", *arguments("tiny", "dp=2", "2:2", 5)]
     environment = {**cluster.environment, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
@@ -174,9 +175,9 @@ def test_other_sources_on_the_cluster_are_refused_in_one_line(
     assert driver.stdout is not None and "run run:" in driver.stdout.readline()
     with (tree / "elastic" / "__init__.py").open("a") as file:
         file.write("# Changed.\n")
-    _, told = driver.communicate(timeout=300.0)
-    assert driver.returncode == 2, told
-    [line] = told.splitlines()
+    _, errors = driver.communicate(timeout=300.0)
+    assert driver.returncode == 2, errors
+    [line] = errors.splitlines()
     assert "runs other sources than this command" in line
     assert not read(tmp_path / "run" / "journal.jsonl")
     cluster.await_end_of_actors()

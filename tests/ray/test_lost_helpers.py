@@ -1,4 +1,4 @@
-"""SIGKILL of the processes beside the workers: Ray's GCS, the observer; and a server that waits."""
+"""SIGKILL of Ray's GCS and of observers; standby snapshot servers."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TINY = ("tiny", "--data", "random", "--workers", "2")
 
 def of_run(command: Command, word: str) -> list[psutil.Process]:
     """The run's processes with this word in their name or command line."""
-    found = processes_of(command.ray_folder)
-    return [process for process in found if word in " ".join((process.name(), *process.cmdline()))]
+    processes = processes_of(command.ray_folder)
+    return [p for p in processes if word in " ".join((p.name(), *p.cmdline()))]
 
 
 def test_killed_gcs_ends_the_run_saved(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_killed_observers_are_replaced_and_deliver_all(tmp_path: Path) -> None:
             "another observer",
         )
         for second in of_run(command, "RayObserver"):
-            second.suspend()  # so that it cannot have delivered the end before it is killed
+            second.suspend()  # so that it cannot deliver the end before it is killed
         while not command.lines("Stopped"):
             time.sleep(0.05)
         second.kill()
@@ -69,18 +69,18 @@ def test_killed_observers_are_replaced_and_deliver_all(tmp_path: Path) -> None:
     )
 
 
-def test_snapshot_server_is_there_before_the_first_loss(tmp_path: Path) -> None:
-    """Two replicas need no snapshots, a lone worker does."""
+def test_standby_snapshot_server_starts_before_the_first_loss(tmp_path: Path) -> None:
+    """Two replicas need no snapshots; the one that is left does."""
     with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
         command.wait_for_step(1)
         servers = of_run(command, "SnapshotServer")
         assert len(servers) == 1 and not command.lines("StartSnapshotServer")
         os.kill(command.pid_of("w0"), signal.SIGKILL)
-        command.wait_until(lambda: command.lines("StartSnapshots"), "the protection")
+        command.wait_until(lambda: command.lines("StartSnapshots"), "snapshots")
         [lost] = command.lines("WorkerLost")
         [order, *_] = command.lines("StartSnapshots")
         latency_s = order["time"] - lost["time"]
-        print(f"protected {latency_s:.2f} s after the loss")
+        print(f"snapshots started {latency_s:.2f} s after the loss")
         assert latency_s < WARM_S, "a server that starts only now takes 7 to 17 s"
         assert of_run(command, "SnapshotServer") == servers
         command.process.send_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`elastic train` under tp, pp, cp and ep on a real Ray: real SIGKILLs, leaving and coming back."""
+"""`elastic train` with tp, pp, cp and ep on a real Ray cluster: kills, removals, replacements."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTINGS = (
     "batch=8",
     "optimizer.lr=0.0003",
 )
-"""With the recipe's own learning rate 400 steps make more than 1e-9 of differences in rounding."""
+"""With the recipe's own learning rate, rounding errors exceed 1e-9 after 400 steps."""
 
 
 def arguments(recipe: str, layout: str, workers: str, steps: int, *inject: str) -> list[str]:
@@ -37,7 +37,7 @@ def arguments(recipe: str, layout: str, workers: str, steps: int, *inject: str) 
 
 
 def assert_trained_plainly(command: Command, recipe: str, num_steps: int) -> None:
-    """Every step once, with the losses of the undisturbed plain loop."""
+    """Each step is committed once, with the losses of the undisturbed plain loop."""
     seen, _ = expected(override(load(recipe), SETTINGS), num_steps)
     metrics = command.metrics()
     assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), "redone or lost"
@@ -56,7 +56,7 @@ def assert_trained_plainly(command: Command, recipe: str, num_steps: int) -> Non
 def test_a_kill_inside_a_group_costs_no_step(
     tmp_path: Path, recipe: str, layout: str, killed: tuple[str, str]
 ) -> None:
-    """One after the other, on 8 workers; the second after the first has been replaced."""
+    """Two kills on 8 workers; the second one after the first worker has been replaced."""
     first, second = (name.removeprefix("w") for name in killed)
     with elastic_train(
         tmp_path,
@@ -77,8 +77,8 @@ def test_a_kill_inside_a_group_costs_no_step(
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_a_model_axis_gives_way_and_comes_back(tmp_path: Path, axis: str) -> None:
-    """Of two workers one leaves by plan: all that it held moves, and back to who comes."""
+def test_model_axis_shrinks_and_grows_back(tmp_path: Path, axis: str) -> None:
+    """One of two workers is removed: its whole state moves to the other, then to a replacement."""
     with elastic_train(
         tmp_path,
         *arguments("tiny", f"{axis}=2", "1:2", 400, "remove worker 1 at step 10"),

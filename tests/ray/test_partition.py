@@ -1,4 +1,4 @@
-"""A real Ray cluster on two hosts whose connection breaks: one side goes on, the other cannot."""
+"""A network partition of a real Ray cluster: one side goes on, the other cannot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from command_line import ROOT, Command, ray_folder
 from head import INHERITED, has_started, wait_for
 from networks import Host, Switch, networked
 from test_ray_snapshots import are_protected
-from unhurried import assert_one_history, unhurried
+from unhurried import assert_one_lineage, unhurried
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 CUT_S = 20.0
@@ -27,7 +27,7 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disab
 
 @contextmanager
 def node(host: Host, environment: dict[str, str], *words: str) -> Iterator[None]:
-    """A machine of the cluster."""
+    """A node of the cluster."""
     log = Path(environment["RAY_TMPDIR"], f"{host.name}.log")
     at = ("--num-cpus", "2", "--node-ip-address", host.address)
     with log.open("w") as out:
@@ -75,7 +75,7 @@ def members(command: Command) -> set[str]:
 
 
 def far_workers(command: Command) -> dict[str, int]:
-    """Those on the other node than the controller's, with their processes."""
+    """The workers that are not on the controller's node, with their process ids."""
     raylet = psutil.Process(command.controller_pid()).parent()
     return {
         line["worker"]: line["pid"]
@@ -86,7 +86,7 @@ def far_workers(command: Command) -> dict[str, int]:
 
 @pytest.mark.parametrize("layout", ["dp=4", "fsdp=4"])
 def test_one_side_goes_on_and_the_other_can_do_no_harm(tmp_path: Path, layout: str) -> None:
-    """With all of the state, or half of it and snapshots of the rest."""
+    """One side goes on with the whole state, or with half of it and snapshots of the rest."""
     with two_hosts(tmp_path, layout) as (command, switch, far):
         command.wait_until(lambda: len(members(command)) == 4, "four workers")
         if layout == "fsdp=4":
@@ -97,9 +97,9 @@ def test_one_side_goes_on_and_the_other_can_do_no_harm(tmp_path: Path, layout: s
         switch.pull(far)
         pulled = time.time()
         command.wait_until(lambda: not members(command) & lost.keys(), "the others go on")
-        alone = command.lines("Resume")[-1]
+        resume = command.lines("Resume")[-1]
         time.sleep(max(0.0, pulled + CUT_S - time.time()))
-        in_time = [m for m in command.metrics() if m["generation"] == alone["generation"]]
+        in_time = [m for m in command.metrics() if m["generation"] == resume["generation"]]
         print(f"{layout}: {in_time[0]['time'] - pulled:.2f} s to the next committed step")
         assert len(command.lines("Resume")) == 2 and len(in_time) > 10
         switch.plug_in(far)
@@ -114,6 +114,6 @@ def test_one_side_goes_on_and_the_other_can_do_no_harm(tmp_path: Path, layout: s
         command.process.terminate()
         code, output = command.finish()
         assert code == 143, output
-    assert_one_history(command, most_redone=1)
+    assert_one_lineage(command, most_redone=1)
     for resume in command.lines("Resume")[1:]:
         assert not lost.keys() & set(resume["workers"])

@@ -1,4 +1,4 @@
-"""The doctor on a real cluster: it joins, asks each node, and leaves nothing behind."""
+"""`elastic doctor` on a real cluster: it joins, queries each node and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from shared_cluster import NUM_CPUS, SharedCluster
 
 
 @pytest.mark.slow
-def test_a_cluster_that_is_well(tmp_path: Path, cluster_of_all: SharedCluster) -> None:
+def test_doctor_finds_no_problem_on_a_healthy_cluster(
+    tmp_path: Path, cluster_of_all: SharedCluster
+) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pipelines", "doctor", "--storage", str(tmp_path / "runs")],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A node of a real Ray cluster announces its end: it is left in time, and nothing is redone."""
+"""A node of a real Ray cluster announces its end: workers leave in time, and nothing is redone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 
 
 def drain(address: str, node: str) -> tuple[float, float]:
-    """As a person or the autoscaler does; between which times the node is to be gone. The command
-    takes seconds to start, and the notice begins when it reaches the cluster."""
+    """Drain a node, as a user or the autoscaler does. Return the earliest and the latest deadline:
+    the command takes seconds to start, and the notice begins when it reaches the cluster."""
     options = {
         "--address": address,
         "--node-id": node,
@@ -42,7 +42,7 @@ def drain(address: str, node: str) -> tuple[float, float]:
 
 @contextmanager
 def pod(address: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A node as in a container of Kubernetes, whose first process gets SIGTERM."""
+    """A node as in a Kubernetes pod, where the first process gets SIGTERM."""
     process = subprocess.Popen(
         [*RAY, "start", "--address", address, "--num-cpus", "1", "--block"],
         stdout=subprocess.DEVNULL,
@@ -52,7 +52,7 @@ def pod(address: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
-        with suppress(psutil.NoSuchProcess):  # it has ended by itself, and all below it
+        with suppress(psutil.NoSuchProcess):  # it has ended by itself, with its children
             end(psutil.Process(process.pid).children(recursive=True))
         process.kill()
         process.wait()
@@ -65,7 +65,7 @@ def end(processes: list[psutil.Process]) -> None:
 
 
 def a_node_to_drain(command: Command) -> tuple[str, str, list[psutil.Process]]:
-    """A worker on a node without controller and store, that node, and all its processes."""
+    """A worker on a node without controller and store, that node, and the node's processes."""
     for line in command.lines("WorkerReady"):
         processes = node_of(line["pid"])
         if not is_needed(processes):
@@ -74,7 +74,7 @@ def a_node_to_drain(command: Command) -> tuple[str, str, list[psutil.Process]]:
 
 
 @pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.soak), "fsdp=3"])
-def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None:
+def test_workers_leave_a_draining_node_before_its_deadline(tmp_path: Path, layout: str) -> None:
     train = arguments("tiny", layout, f"2:{NUM_NODES}", NUM_STEPS)
     with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
         command.wait_for_step(20)
@@ -86,22 +86,22 @@ def test_a_node_is_left_before_its_deadline(tmp_path: Path, layout: str) -> None
         code, output = command.finish()
         assert code == 0, output
         assert_trained_plainly(command, "tiny", NUM_STEPS)
-        [told] = command.lines("NodeDraining")
-        assert (told["node"], told["cause"]) == (node, "Ray drains it")
-        assert earliest - 1.0 <= told["deadline"] <= latest + 1.0
+        [notice] = command.lines("NodeDraining")
+        assert (notice["node"], notice["cause"]) == (node, "Ray drains it")
+        assert earliest - 1.0 <= notice["deadline"] <= latest + 1.0
         left = command.lines("Resume")[1]
         assert worker not in left["workers"]
-        assert left["time"] < told["deadline"]
+        assert left["time"] < notice["deadline"]
         assert not [line for line in command.lines("Abort") if line["time"] < left["time"]]
 
 
 @pytest.mark.soak
-def test_sigterm_of_a_pod_is_such_a_notice(tmp_path: Path) -> None:
-    """Ray drains its own node then; nobody has to say what a pod is."""
+def test_sigterm_of_a_pod_drains_its_node(tmp_path: Path) -> None:
+    """On SIGTERM Ray drains its own node, without any knowledge of pods."""
     train = arguments("tiny", "dp=3", f"2:{NUM_NODES}", NUM_STEPS)
     with ExitStack() as stack:
         command = stack.enter_context(on_nodes(tmp_path, *train, num_nodes=NUM_NODES - 1))
-        command.wait_until(lambda: command.lines("StoreReady"), "what the run needs has its place")
+        command.wait_until(lambda: command.lines("StoreReady"), "the store has its node")
         node = stack.enter_context(pod(command.address))
         command.wait_for_step(20)
         [worker] = [
@@ -115,7 +115,7 @@ def test_sigterm_of_a_pod_is_such_a_notice(tmp_path: Path) -> None:
         code, output = command.finish()
         assert code == 0, output
         assert_trained_plainly(command, "tiny", NUM_STEPS)
-        [told], left = command.lines("NodeDraining"), command.lines("Resume")[1]
+        [notice], left = command.lines("NodeDraining"), command.lines("Resume")[1]
         assert worker not in left["workers"]
-        assert left["time"] < told["deadline"]
+        assert left["time"] < notice["deadline"]
         assert not [line for line in command.lines("Abort") if line["time"] < left["time"]]

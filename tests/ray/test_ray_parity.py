@@ -1,4 +1,4 @@
-"""A whole node of a real Ray cluster is lost, and what it alone had comes out of parities."""
+"""Loss of a node of a real Ray cluster: its shards are rebuilt from parity."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_STEPS = 120
 
 @contextmanager
 def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator[Command]:
-    """`elastic train` on a cluster of so many nodes of one processor each."""
+    """`elastic train` on a cluster of `num_nodes` nodes with one CPU each."""
     with ray_folder() as folder:
         head = {"num_cpus": 1, "temp_dir": folder, "labels": {"rack": "r0"}}
         cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -38,14 +38,14 @@ def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator
 
 
 def node_of(pid: int) -> list[psutil.Process]:
-    """The raylet under which a process runs, and all that runs under it."""
+    """The processes of a process's node: the raylet's children, then the raylet."""
     raylet = psutil.Process(pid).parent()
     assert raylet is not None
     return [*raylet.children(recursive=True), raylet]
 
 
 def is_needed(processes: list[psutil.Process]) -> bool:
-    """Whether the run itself hangs on that node."""
+    """Whether the run's controller or store is on that node."""
     names = {process.name().removeprefix("ray::") for process in processes}
     return bool(names & {"RayController", "RayStore"})
 
@@ -54,12 +54,12 @@ def test_a_whole_node(tmp_path: Path) -> None:
     train = arguments("tiny", "fsdp=4", "2:4", NUM_STEPS)
     with on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
         command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
-        [told] = command.lines("StartSnapshots")
-        assert [len(workers) for workers in told["sets"]] == [NUM_NODES]
-        assert {len(snapshot_servers) for snapshot_servers in told["snapshot_servers"]} == {1}
+        [order] = command.lines("StartSnapshots")
+        assert [len(workers) for workers in order["sets"]] == [NUM_NODES]
+        assert {len(snapshot_servers) for snapshot_servers in order["snapshot_servers"]} == {1}
         racks = {line["rack"] for line in command.lines("WorkerReady")}
         assert racks == {f"r{number}" for number in range(NUM_NODES)}
-        assert {snapshot_server["rack"] for [snapshot_server] in told["snapshot_servers"]} == racks
+        assert {server["rack"] for [server] in order["snapshot_servers"]} == racks
         nodes = (node_of(line["pid"]) for line in command.lines("WorkerReady"))
         for process in next(node for node in nodes if not is_needed(node)):
             process.send_signal(signal.SIGKILL)

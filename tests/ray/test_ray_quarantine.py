@@ -1,4 +1,4 @@
-"""A node of a real Ray cluster on which workers die again and again is avoided."""
+"""Quarantine of a node of a real Ray cluster on which workers crash repeatedly."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 
 
 def workers_under(raylet: psutil.Process) -> set[int]:
-    """The processes of workers there, ready or not."""
+    """The processes of the workers under a raylet, ready or not."""
     return {c.pid for c in raylet.children() if c.name().startswith("ray::RayWorker")}
 
 
@@ -26,12 +26,12 @@ def kill_the_next(command: Command, raylet: psutil.Process, killed: set[int]) ->
         killed.add(pid)
         psutil.Process(pid).send_signal(signal.SIGKILL)
     command.wait_until(
-        lambda: len(command.lines("WorkerLost")) == len(killed), "the loss is told of"
+        lambda: len(command.lines("WorkerLost")) == len(killed), "the report of the loss"
     )
 
 
 def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
-    """One dies as it trains, two as they start; the fourth waits until there is another node."""
+    """One worker dies as it trains, two as they start. The fourth waits for another node."""
     train = arguments("tiny", "dp=2", "1:2", 100_000)
     with on_nodes(tmp_path, *train, num_nodes=2) as command:
         command.wait_for_step(5)
@@ -39,7 +39,7 @@ def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
         killed: set[int] = set()
         for _ in range(3):
             kill_the_next(command, processes[-1], killed)
-        command.wait_until(lambda: command.lines("NodeQuarantined"), "the node is avoided")
+        command.wait_until(lambda: command.lines("NodeQuarantined"), "the quarantine")
         assert [line["node"] for line in command.lines("WorkerLost")] == 3 * [bad_node]
         assert [line["node"] for line in command.lines("NodeQuarantined")] == [bad_node]
         command.wait_until(

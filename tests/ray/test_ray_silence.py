@@ -1,4 +1,5 @@
-"""A worker that cannot answer while its process runs: its node's agent says so, it gets time."""
+"""A worker that cannot answer while its process runs: its node's agent reports so, and it gets
+time."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from test_ray_parity import on_nodes
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 STALL_S = 3
 HEARD_S = 8.0
-"""An agent is started 10 s after its node's worker; it is asked once it has been heard."""
+"""An agent starts 10 s after its node's worker, and is queried once it has answered."""
 RECIPE = """
 import ctypes
 from pathlib import Path
@@ -52,7 +53,7 @@ def workers(command: Command) -> list[psutil.Process]:
     return [psutil.Process(line["pid"]) for line in command.lines("WorkerReady")]
 
 
-def test_a_call_that_holds_the_lock_of_the_interpreter_aborts_nothing(tmp_path: Path) -> None:
+def test_call_that_holds_the_gil_aborts_nothing(tmp_path: Path) -> None:
     go, recipe = tmp_path / "go", tmp_path / "stalling.py"
     recipe.write_text(RECIPE.format(go=str(go), stall_s=STALL_S))
     train = [f"{recipe}:recipe", "--workers", "2:2", "--layout", "dp=2"]

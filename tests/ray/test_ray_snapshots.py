@@ -1,4 +1,4 @@
-"""Plain sharding on a real Ray: real SIGKILLs of workers that alone have their part."""
+"""SIGKILLs of workers with the only copy of a shard on a real Ray cluster: snapshots cover them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_STEPS = 120
 
 
 def are_protected(command: Command, generation: int) -> bool:
-    """Whether each worker's snapshot is whole in this generation."""
+    """Whether every worker's snapshot is whole in this generation or a later one."""
     return any(
         line["vote"]["num_snapshots"] == line["record"]["world_size"]
         for line in command.lines("StepCommitted")
@@ -33,7 +33,8 @@ def are_protected(command: Command, generation: int) -> bool:
 
 
 def assert_nothing_is_lost(command: Command, num_steps: int) -> None:
-    """The losses of the undisturbed plain loop, at most a step redone, nothing out of storage."""
+    """The losses equal those of the undisturbed plain loop, at most one step is redone, and nothing
+    is restored from storage."""
     seen, _ = expected(override(load("tiny"), SETTINGS), num_steps)
     last = {line["step"]: line["loss"] for line in command.metrics()}
     assert list(last) == list(range(1, num_steps + 1))
@@ -46,7 +47,7 @@ def assert_nothing_is_lost(command: Command, num_steps: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["fsdp=4", "pp=2,fsdp=2"])
-def test_a_worker_that_alone_had_its_part(tmp_path: Path, layout: str) -> None:
+def test_worker_with_the_only_copy_of_its_shard(tmp_path: Path, layout: str) -> None:
     with elastic_train(tmp_path, *arguments("tiny", layout, "2:4", NUM_STEPS)) as command:
         command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
         os.kill(command.pid_of("w2"), signal.SIGKILL)
@@ -56,7 +57,7 @@ def test_a_worker_that_alone_had_its_part(tmp_path: Path, layout: str) -> None:
 
 
 def test_all_workers_at_once(tmp_path: Path) -> None:
-    """The keeper alone is left, and new workers begin from what it has."""
+    """Only the snapshot server is left, and new workers begin from its snapshots."""
     with elastic_train(tmp_path, *arguments("tiny", "fsdp=4", "4:4", NUM_STEPS)) as command:
         command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
         for worker in ("w0", "w1", "w2", "w3"):

@@ -1,4 +1,4 @@
-"""`elastic reshard` from another process, on a real Ray."""
+"""`elastic reshard` from another process, on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DONE = re.compile(
 
 
 @pytest.mark.soak
-def test_a_run_changes_its_layout_while_it_goes_on(tmp_path: Path) -> None:
+def test_reshard_changes_the_layout_of_a_running_run(tmp_path: Path) -> None:
     def reshard(layout: str) -> tuple[int, str, str]:
         ended = elastic("reshard", "run", "--layout", layout, "--storage", str(tmp_path))
         return ended.returncode, ended.stdout, ended.stderr

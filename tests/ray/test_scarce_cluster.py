@@ -1,4 +1,4 @@
-"""A run that cannot have the workers that it needs makes room for others, and comes back."""
+"""Gang back-off: a run that cannot get its minimum of workers releases all and retries."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def joined(cluster_of_all: SharedCluster) -> Iterator[SharedCluster]:
 
 
 def drive(cluster: SharedCluster, storage: Path, num_workers: int, name: str = "run") -> Command:
-    """A run that needs so many of the processors."""
+    """A run that needs `num_workers` CPUs."""
     run = arguments("tiny", f"dp={num_workers}", f"{num_workers}:{num_workers}", NUM_STEPS)
     return cluster.start(storage, *run, *IMPATIENT, name=name)
 
@@ -37,7 +37,7 @@ def assert_trained(command: Command) -> None:
 
 
 @pytest.mark.soak
-def test_all_workers_are_given_back_and_asked_for_again(
+def test_all_workers_are_released_and_requested_again(
     tmp_path: Path, joined: SharedCluster
 ) -> None:
     @ray.remote(num_cpus=NUM_CPUS - 2)
@@ -50,19 +50,18 @@ def test_all_workers_are_given_back_and_asked_for_again(
     command = drive(joined, tmp_path, num_workers=3)
     command.wait_until(lambda: len(command.lines("WorkerReady")) == 2, "two of three workers")
     command.wait_until(lambda: len(command.lines("WorkerLost")) == 3, "the end of all three")
-    wait_for(lambda: ray.available_resources().get("CPU") == 2, "free processors")
-    causes = {line["cause"] for line in command.lines("StopWorker")}
-    assert causes == {"too few other workers arrived"}
+    wait_for(lambda: ray.available_resources().get("CPU") == 2, "free CPUs")
+    assert {line["cause"] for line in command.lines("StopWorker")} == {"too few other workers arrived"}
     ray.kill(other)
     assert_trained(command)
     assert not command.lines("Abort")
 
 
 @pytest.mark.soak
-def test_two_runs_come_to_their_ends_one_after_the_other(
+def test_two_runs_complete_one_after_the_other(
     tmp_path: Path, cluster_of_all: SharedCluster
 ) -> None:
-    """Each needs more than half of the cluster, whichever workers come first."""
+    """Each needs more than half of the cluster, whichever run's workers start first."""
     commands = [
         drive(cluster_of_all, tmp_path / name, NUM_CPUS // 2 + 1, name) for name in ("one", "two")
     ]

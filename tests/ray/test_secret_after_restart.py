@@ -1,4 +1,4 @@
-"""A controller that Ray restarts knows the secret of the snapshot servers that have outlived it."""
+"""A controller that Ray restarts has the secret of the snapshot servers that survived."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def tell():
 if "train" in sys.orig_argv and "pipelines" in sys.orig_argv:
     threading.Thread(target=tell, daemon=True).start()
 """
-"""A module that Python imports at its start: it writes down the command's secret."""
+"""A module that Python imports at its start; it writes the command's secret to a file."""
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
@@ -36,9 +36,9 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 def test_a_snapshot_is_read_after_the_controllers_restart(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The worker that takes the lost one's place is started, and told the secret, by the restarted
-    controller; the snapshot is in a server that the first one started. The secret is in no file of
-    the run nor of Ray's."""
+    """The restarted controller starts the replacement of a lost worker and gives it the secret. The
+    snapshot is in a server that the first controller started. No file of the run or of Ray contains
+    the secret."""
     beside = tmp_path_factory.mktemp("beside")
     (beside / "sitecustomize.py").write_text(TELL_SECRET)
     monkeypatch.setenv("PYTHONPATH", str(beside))
@@ -63,13 +63,13 @@ def test_a_snapshot_is_read_after_the_controllers_restart(
         assert len(secret) == SECRET_BYTES
         files = [file for file in tmp_path.rglob("*") if file.is_file()]
         logs = [file for file in Path(command.ray_folder).rglob("*") if file.is_file()]
-        telling = [file for file in (*files, *logs) if tells(file, secret)]
+        leaks = [file for file in (*files, *logs) if contains(file, secret)]
     assert code == 130, output
     assert sources == ["initial", "snapshot"] and num_servers == 1
-    assert (tmp_path / "run" / "journal.jsonl") in files and not telling
+    assert (tmp_path / "run" / "journal.jsonl") in files and not leaks
     assert secret.hex() not in output
 
 
-def tells(file: Path, secret: bytes) -> bool:
+def contains(file: Path, secret: bytes) -> bool:
     content = file.read_bytes()
     return secret in content or secret.hex().encode() in content.lower()

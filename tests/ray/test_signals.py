@@ -1,4 +1,4 @@
-"""Signals to more than the command: a process group, a control group; and what a run leaves."""
+"""Signals to a process group or cgroup, and cleanup after private clusters."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ TINY = ("tiny", "--data", "random", "--workers", "2")
 
 
 def signal_group(command: Command, number: signal.Signals) -> None:
-    """As `timeout` does: to the process, then to its group, which it is a member of."""
+    """Signal the process, then its whole group, as `timeout` does."""
     command.process.send_signal(number)
     os.killpg(command.process.pid, number)
 
 
 def signal_all(command: Command, number: signal.Signals) -> None:
-    """As systemd and Slurm do: to every process of the control group."""
+    """Signal every process of the cgroup, as systemd and Slurm do."""
     for process in processes_of(command.ray_folder):
         with suppress(psutil.NoSuchProcess):
             process.send_signal(number)
@@ -67,8 +67,8 @@ def test_signal_to_all_processes_saves_the_run(
 
 
 def test_two_commands_on_one_machine_both_complete(tmp_path: Path) -> None:
-    """Each has a private cluster; both share the database of MLflow. They also remove the session
-    folder of a command that was killed."""
+    """Each command has a private cluster; both share the MLflow database. They also remove the
+    session folder of a killed command."""
 
     def begin(folder: str, run_name: str, steps: str) -> Command:
         options = ("--run-name", run_name, "--steps", steps)
@@ -100,7 +100,7 @@ def test_two_commands_on_one_machine_both_complete(tmp_path: Path) -> None:
 
 def shared_memory_of(ray_folder: str) -> set[str]:
     """The files in /dev/shm that the cluster's processes have mapped or open: shared memory and
-    named semaphores. Those that have no name any more end in "(deleted)"."""
+    named semaphores. The names of unlinked ones end in "(deleted)"."""
     names: set[str] = set()
     for process in processes_of(ray_folder):
         with suppress(OSError):
@@ -113,5 +113,5 @@ def shared_memory_of(ray_folder: str) -> set[str]:
 
 
 def session_folders(ray_folder: str) -> list[str]:
-    """Those that Ray has left, also through a link."""
+    """The session folders of a cluster, including links to them."""
     return sorted(path.name for path in Path(ray_folder, "ray").glob("session_*"))

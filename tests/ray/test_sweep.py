@@ -1,4 +1,4 @@
-"""`elastic sweep` on a real Ray."""
+"""`elastic sweep` on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
 
 @pytest.mark.soak
-def test_a_table_of_layouts_of_which_one_is_not_feasible(tmp_path: Path) -> None:
+def test_sweep_reports_measured_and_infeasible_layouts(tmp_path: Path) -> None:
     layouts = "dp=1; tp=2; tp=4"
     with on_shared_cluster(
         "sweep", tmp_path, *TINY, "--layouts", layouts, "--steps", "4"
@@ -29,7 +29,7 @@ def test_a_table_of_layouts_of_which_one_is_not_feasible(tmp_path: Path) -> None
     one, two, four = json.loads((folder / "sweep.json").read_text())
     assert [row["verdict"] for row in (one, two, four)] == ["ran", "ran", "not feasible"]
     assert "tp=4: not feasible: tp=4 does not divide 2" in output
-    assert one["loss"] == pytest.approx(two["loss"], rel=1e-9), "the maths is the same"
+    assert one["loss"] == pytest.approx(two["loss"], rel=1e-9), "the layouts differ"
     assert two["param_bytes"] == pytest.approx(one["param_bytes"] / 2, rel=0.05)
     assert two["optimizer_bytes"] == pytest.approx(one["optimizer_bytes"] / 2, rel=0.05)
     for row, name in ((one, "dp1"), (two, "tp2")):
@@ -62,8 +62,8 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_layout_for_which_no_machines_come_is_given_up(tmp_path: Path) -> None:
-    """A cluster of one processor, which nobody makes larger."""
+def test_layout_without_enough_machines_is_infeasible(tmp_path: Path) -> None:
+    """A cluster of one CPU, which does not grow."""
     sweep = ("sweep", *TINY, "--layouts", "dp=2; dp=1", "--steps", "4", "--storage", str(tmp_path))
     with ray_folder() as folder:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})

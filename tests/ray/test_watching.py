@@ -1,4 +1,4 @@
-"""`elastic status`, `logs`, `--notify` and Ray's metrics beside a run on a real Ray."""
+"""`elastic status`, `logs`, `--notify` and metrics of a run on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "T0P-s3cret"
 
 @contextmanager
 def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Its URL, and what is posted to it."""
+    """The URL of a webhook, and the messages posted to it."""
     posted: list[dict[str, Any]] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -31,8 +31,8 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
             self.send_response(204)
             self.end_headers()
 
-        def log_message(self, *told: object) -> None:
-            """A test's output is not a server's log."""
+        def log_message(self, *arguments: object) -> None:
+            """Print nothing."""
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -46,7 +46,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def scraped(command: Command) -> str:
-    """What Prometheus would get from the only node of the command's cluster."""
+    """The metrics that Prometheus would scrape from the only node of the command's cluster."""
     [file] = Path(command.ray_folder).glob("ray/session_2*/metrics_export_port_*")
     address = json.loads(next(command.folder.glob("lease/*-*")).read_text())["cluster"]
     url = f"http://{address.rpartition(':')[0]}:{file.read_text()}/metrics"
@@ -68,18 +68,18 @@ def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.Monke
         with elastic_train(tmp_path, *train, *faults, "--notify", url) as command:
             command.wait_until(lambda: len(command.lines("Resume")) > 1, "the replacement")
             command.wait_for_step(len(command.metrics()) + 1)
-            told = json.loads(status("--json"))
-            assert told["phase"] == "training" and told["driver"]["pid"]
-            members = {w["worker"]: (w["world_rank"], w["pid"]) for w in told["workers"]}
+            seen = json.loads(status("--json"))
+            assert seen["phase"] == "training" and seen["driver"]["pid"]
+            members = {w["worker"]: (w["world_rank"], w["pid"]) for w in seen["workers"]}
             assert members == {name: (rank, command.pid_of(name)) for rank, name in enumerate(
                 command.lines("Resume")[-1]["workers"]
             )}  # fmt: skip
-            assert told["goodput"]["waiting_s"] > 1.0 and told["goodput"]["compute_s"] > 0.0
-            assert [row["place"] for row in told["worker_hours"]] == ["small"]
+            assert seen["goodput"]["waiting_s"] > 1.0 and seen["goodput"]["compute_s"] > 0.0
+            assert [row["place"] for row in seen["worker_hours"]] == ["small"]
             page = status()
             assert "run · training" in page and "w1 lost: its process died" in page
             command.wait_until(
-                lambda: "ray_elastic_workers{" in scraped(command), "the first figures"
+                lambda: "ray_elastic_workers{" in scraped(command), "the first metrics"
             )
             assert 'run="run"' in scraped(command)
             command.process.terminate()
@@ -89,9 +89,9 @@ def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.Monke
             for file in (*tmp_path.rglob("*"), *Path(command.ray_folder).rglob("*")):
                 assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
         assert (posted[-1]["event"], posted[-1]["outcome"]) == ("stopped", "interrupted")
-        assert [told["event"] for told in posted].count("stopped") == 1
-    told = json.loads(status("--json"))
-    assert (told["phase"], told["driver"], told["workers"]) == ("interrupted", None, [])
+        assert [message["event"] for message in posted].count("stopped") == 1
+    seen = json.loads(status("--json"))
+    assert (seen["phase"], seen["driver"], seen["workers"]) == ("interrupted", None, [])
     begun = time.monotonic()
     assert "run · interrupted" in status("--watch")
     assert time.monotonic() - begun < 60

@@ -1,5 +1,5 @@
-"""A run with steps of some tenths of a second: machines come and go within a few hundred of them,
-and rounding stays small over all of that."""
+"""A run with slow steps of tenths of a second: nodes come and go within a few hundred steps, so
+that rounding errors stay small."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SETTINGS = (
     "model.dim=96", "model.hidden_dim=192",
 )  # fmt: skip
 NO_END = "100000"
-"""Steps of a run that is stopped."""
+"""The number of steps of a run that the test stops."""
 
 
 def unhurried(layout: str, workers: str, *settings: str) -> list[str]:
-    """Arguments of `elastic train`."""
+    """The arguments of `elastic train` for such a run."""
     given = ["tiny", "--workers", workers, "--layout", layout, "--steps", NO_END]
     return given + [word for setting in (*SETTINGS, *settings) for word in ("--set", setting)]
 
 
-def assert_one_history(command: Command, most_redone: int = 0) -> None:
-    """Each step is committed once, but for those that a fall-back has voided, with the loss of the
-    undisturbed run."""
+def assert_one_lineage(command: Command, most_redone: int = 0) -> None:
+    """Each step is committed once, except for steps that a rollback has voided, with the loss of
+    the undisturbed run."""
     [stopped] = command.lines("Stopped")
     metrics = command.metrics()
     last = {line["step"]: line["loss"] for line in metrics}

@@ -1,4 +1,4 @@
-"""What a user's script does with the Python API, on a Ray that it has itself; prints what it saw.
+"""A user's script that uses the Python API with its own Ray, and prints what it observes.
 
 python user_script.py STORAGE
 """
@@ -26,18 +26,18 @@ PATIENCE_S = 120.0
 
 
 def small():
-    """Another number than the recipe's, to be found again."""
+    """The recipe `tiny` with another seed, to recognize it."""
     return tiny().model_copy(update={"dtype": "float64", "seed": 11})
 
 
 def trainer(storage: str, name: str, workers: Any, **arguments: Any) -> ElasticTrainer:
-    where = RunConfig(name=name, storage_path=storage)
-    how_many = ScalingConfig(num_workers=workers)
+    run = RunConfig(name=name, storage_path=storage)
+    scaling = ScalingConfig(num_workers=workers)
     options = {"data": "random", "verbose": 0, **arguments}
-    return ElasticTrainer(small, scaling_config=how_many, run_config=where, **options)
+    return ElasticTrainer(small, scaling_config=scaling, run_config=run, **options)
 
 
-def told(result: Result) -> dict[str, Any]:
+def summarize(result: Result) -> dict[str, Any]:
     with result.checkpoint.as_directory() as folder:
         checkpoint = folder
     table = result.metrics_dataframe
@@ -53,18 +53,18 @@ def told(result: Result) -> dict[str, Any]:
 
 
 def fits(storage: str) -> dict[str, Any]:
-    """One is shown, and a worker of it killed; one breaks."""
+    """Fit a run that is shown and loses a worker, and a run that fails."""
     fault = ["kill worker 1 at step 4"]
     shown = trainer(storage, "mine", (1, 2), steps=8, inject=fault, verbose=1).fit()
     try:
         trainer(storage, "broken", 1, steps=8, inject=["raise in worker 0 at step 3"]).fit()
     except TrainingFailedError as error:
-        return {"shown": told(shown), "failure": str(error)}
+        return {"shown": summarize(shown), "failure": str(error)}
     raise AssertionError("it should have failed")
 
 
 def handles(storage: str) -> dict[str, Any]:
-    """The same run resumed, beside the script: looked at, changed, refused, stopped."""
+    """Resume the run in the background: look at it, reshard it, get a refusal, stop it."""
     seen: dict[str, Any] = {}
     with trainer(storage, "mine", 2, steps=ENDLESS, layout="dp=2").start() as run:
         wait_for(run, 10)
@@ -81,7 +81,7 @@ def handles(storage: str) -> dict[str, Any]:
         wait_for(run, step + 2)
         seen["status"] = run.status
         seen["representation"] = repr(run)
-        seen["stopped"] = told(run.stop())
+        seen["stopped"] = summarize(run.stop())
         seen["events"] = run.events["kind"].tolist()
     return seen
 
@@ -94,7 +94,7 @@ def wait_for(run: Any, step: int) -> None:
 
 
 def trials(storage: str) -> dict[str, Any]:
-    """Two at once, each ended by Tune long before its own end."""
+    """Run two trials at once; Tune ends each long before its last step."""
     trainable = trainer(storage, "unused", 1, steps=ENDLESS).as_trainable(report_every=2)
     grid = tune.Tuner(
         trainable,
@@ -110,7 +110,7 @@ def trials(storage: str) -> dict[str, Any]:
 
 
 def data(storage: str) -> dict[str, Any]:
-    """What Ray Data has computed, as samples by number; written once."""
+    """Read rows of Ray Data as samples by index; they are written once."""
     computed = ray.data.range(40).map(lambda row: {"square": row["id"] ** 2})
     folder = f"{storage}/rows"
     rows = from_ray_dataset(computed, folder)

@@ -157,9 +157,9 @@ class BrokenShell(Shell):
     error: type[Exception] = Broken
     extra: list[Command]
 
-    def _lacking_lines(self) -> list[dict[str, Any]]:
+    def _missing_lines(self) -> list[dict[str, Any]]:
         self.break_at("lacking lines")
-        return super()._lacking_lines()
+        return super()._missing_lines()
 
     def _complete_metrics(self) -> None:
         self.break_at("lacking metrics")
@@ -169,9 +169,9 @@ class BrokenShell(Shell):
         self.break_at("opening")
         super()._open(opening)
 
-    def _carry_out(self, command: Command) -> None:
+    def _execute(self, command: Command) -> None:
         self.break_at(type(command).__name__)
-        super()._carry_out(command)
+        super()._execute(command)
 
     def _write_all(self, lines: deque[dict[str, Any]]) -> None:
         if any("command" in line for line in lines):

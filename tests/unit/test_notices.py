@@ -140,7 +140,7 @@ def test_whoever_never_answers_is_soon_not_asked_any_more(tmp_path: Path) -> Non
         began = time.monotonic()
         watcher = NodeWatcher([Pod(tmp_path / "none", lambda: 0.0)], guesses, every_s=0.01)
         assert time.monotonic() - began < 0.5, "the start does not wait for them"
-        wait_until(lambda: watcher.num_asked == 1)
+        wait_until(lambda: watcher.num_queried == 1)
         num_asked = len(nobody.asked)
         (tmp_path / "none").write_text("5")
         wait_until(lambda: watcher.notice)

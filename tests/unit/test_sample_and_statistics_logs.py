@@ -46,7 +46,7 @@ def until(is_so: Callable[[], bool]) -> None:
 def tell(log: StatisticsLog, step: int) -> None:
     replica: Any = Told()
     record = StepRecord(0.0, step, 1, 2, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
-    log.tell(replica, record, world_rank=0)
+    log.log_step(replica, record, world_rank=0)
 
 
 def test_statistics_wait_in_memory_while_an_object_store_is_away() -> None:

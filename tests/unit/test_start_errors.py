@@ -110,7 +110,7 @@ def test_storage_that_stays_away_refuses_the_run_in_one_line() -> None:
         tries.append(guard.trouble)
         raise ConnectionError("no route to host")
 
-    with pytest.raises(RunRefused, match="run: it cannot be opened"):
+    with pytest.raises(RunRefused, match="run: the run cannot be opened"):
         guard.attempt("metrics", read)
     assert len(tries) > 1 and "no route to host" in tries[-1]
     assert not guard.events

@@ -56,7 +56,7 @@ NEW = Assignment(2, Layout(), ("w0",))
 
 @pytest.fixture
 def trainer(tmp_path: Path) -> Trainer:
-    """A worker that stands at step 110 with its part under generation 1."""
+    """A worker at step 110 that holds its part under generation 1."""
     settings = tiny().model_dump(mode="json") | {"data": {"source": "random", "seq_len": 16}}
     program = TrainingProgram(settings=settings, data_folder=None, device="cpu")
     options = WorkerOptions(str(tmp_path))
@@ -104,7 +104,7 @@ def test_a_worker_applies_no_vote_but_the_next_steps(trainer: Trainer, step: int
         compute_times(0, trainer.program.device),
         trainer.records,
     )
-    with pytest.raises(WrongHolding, match=f"step {step}: this worker stands at step 110"):
+    with pytest.raises(WrongHolding, match=f"step {step}, but this worker is at step 110"):
         trainer.roll_forward(RollForward(1, ("w0",), Vote(step, 1.0, 1, 1.0, 1)))
     assert trainer.stepper.committed_step == 110 and not trainer.stepper.torn
     with pytest.raises(WrongHolding, match="step 111 under"):

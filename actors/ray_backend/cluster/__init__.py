@@ -1,1 +1,1 @@
-"""The Ray cluster itself: joining it, its head, its nodes, its session folders."""
+"""The Ray cluster itself: connection, head, nodes, resources and session folders."""

@@ -1,4 +1,7 @@
-"""Joining a Ray cluster by its address, with one error line for each way in which that fails."""
+"""Connection to a Ray cluster: joining one by its address, and what this machine would be in it.
+
+Each way in which joining fails has an error of one line.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ import ray
 from actors.ray_backend.cluster.ray_private import recorded_address, take_token
 from actors.storage.errors import ClusterNotJoined
 
+LOCAL = "local"
 KNOCK_TIMEOUT_S = 2.0
-
 MAX_MESSAGE = 300
 
 
 def join(address: str | None, common: dict[str, Any]) -> bool:
-    """Join the cluster at `address`, or the one that `ray start` has recorded; True if joined.
+    """Join the cluster at `address`, or the one that `ray start` recorded; return whether joined.
 
     Ray's own "auto" would also join a private cluster of another command. Raises OSError if an
-    address is named and nobody answers there, `ClusterNotJoined` if Ray cannot join.
+    address is given and nothing answers there, `ClusterNotJoined` if Ray cannot join.
     """
     if address not in (None, "", "auto"):
         knock(address)
@@ -44,7 +47,7 @@ def join(address: str | None, common: dict[str, Any]) -> bool:
 
 
 def _init_joined(address: str, common: dict[str, Any]) -> None:
-    """Raises OSError if nobody answers, `ClusterNotJoined` for any other failure."""
+    """Raises OSError if nothing answers, `ClusterNotJoined` for any other failure."""
     try:
         ray.init(address=address, **common)
     except OSError:
@@ -54,27 +57,25 @@ def _init_joined(address: str, common: dict[str, Any]) -> None:
         raise ClusterNotJoined(f"{address}: {in_one_line(error)}") from error
 
 
-def in_one_line(error: Exception) -> str:
-    """The message of an error of Ray, which may have many lines."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
-
-
 def knock(address: str) -> None:
-    """Ray itself would try for more than a minute. Raises OSError if nobody listens there."""
+    """Check that something listens at the address; Ray itself would try for more than a minute.
+    Raises OSError if nothing listens there."""
     host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")
     if colon and port.isdecimal():
         try:
             socket.create_connection((host.strip("[]"), int(port)), KNOCK_TIMEOUT_S).close()
-        except (ValueError, OverflowError) as error:  # a name that no resolver takes, a port
+        except (ValueError, OverflowError) as error:  # an invalid host name or port
             raise OSError(str(error)) from None
 
 
-LOCAL = "local"
+def in_one_line(error: Exception) -> str:
+    """The message of a Ray error, which may have many lines, in one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= MAX_MESSAGE else f"{text[:MAX_MESSAGE]}..."
 
 
 def will_be_private() -> bool:
-    """Whether a run would start a cluster of its own, which ends with this process."""
+    """Whether a run would start a private cluster, which ends with this process."""
     return not ray.is_initialized() and _address() == LOCAL
 
 
@@ -86,12 +87,13 @@ def will_be_head() -> bool:
 
 
 def own_node_address() -> str:
-    """The address by which a cluster would know this machine."""
+    """The address of this machine as a node of a cluster."""
     address: str = ray.util.get_node_ip_address()
     return address
 
 
 def _address() -> str:
+    """The address of the cluster that this process has joined, or would join."""
     if ray.is_initialized():
         address: str = ray.get_runtime_context().gcs_address
         return address

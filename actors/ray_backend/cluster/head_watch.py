@@ -1,6 +1,6 @@
-"""Watching the cluster's head process, the GCS: without it Ray starts and ends no actor.
+"""Watch of Ray's head process (the GCS), without which Ray starts and ends no actor.
 
-Actors that know each other go on talking: a run trains on and can be saved. After
+Actors that know each other can still communicate: the run trains on and can be saved. After
 `gcs_rpc_server_reconnect_timeout_s` Ray ends every process of the cluster.
 """
 
@@ -16,8 +16,8 @@ KNOCK_TIMEOUT_S = 2.0
 
 
 class HeadWatch:
-    """Asks the GCS for a connection every second, and calls `gone` once after `patience_s` in
-    which nothing listened there."""
+    """Connects to the GCS every second, and calls `gone` once if nothing has listened there for
+    `patience_s`."""
 
     def __init__(self, address: str, patience_s: float, gone: Callable[[], None]) -> None:
         host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""The only file that touches Ray's private names; each use says why there is no public way."""
+"""Ray's private names, used in this file only; each use says why there is no public way."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from ray.core.generated import autoscaler_pb2
 from actors.ray_backend.cluster.sessions import Guard
 
 ON_HEAD = {"node:__internal_head__": 0.001}
-"""The resources of what belongs on the head: it is not taken back, and its end is the cluster's.
-Ray puts an actor without resources on any machine; a soft affinity to a node is not always kept
+"""The resources of actors that belong on the head, which is not released and ends with the cluster.
+Ray puts an actor without resources on any machine. A soft affinity to a node is not always kept
 (seen), and a hard one would not survive a new head. There is no public name for the head."""
 
 
 def silence_driver_logs() -> None:
     """Keep Ray from printing a paragraph for each worker that dies.
 
-    Such deaths are this project's daily bread and stand in its own display; the switch for
+    Such deaths are normal in an elastic run, and its own display shows them. The switch for
     workers' logs (`log_to_driver`) leaves these messages on.
     """
     driver._worker_logs_enabled = False
@@ -45,10 +45,10 @@ def recorded_address() -> str | None:
     `ray.init(address="auto")` also joins any cluster whose processes it finds on this machine, for
     example the private cluster of another command; no public option restricts it to this file.
 
-    Every user may replace files in Ray's folder, so a file of another user, who is not root either,
-    does not count: a process exchanges pickles with the cluster that it joins.
+    Every user may replace files in Ray's folder, so the file counts only if it belongs to this user
+    or root: a process exchanges pickles with the cluster that it joins.
     """
-    with suppress(OSError):  # there is none, or it is a link
+    with suppress(OSError):  # there is no such file, or it is a link
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
         with open(os.open(get_ray_address_file(None), flags)) as file:
             if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
@@ -79,17 +79,17 @@ def make_token() -> None:
 
 
 SYSTEM_CONFIG = {"gcs_rpc_server_reconnect_timeout_s": 300}
-"""By default Ray ends every process that has not reached the GCS for 60 s, also while it saves."""
+"""By default Ray ends every process that has not reached the GCS for 60 s, even while it saves."""
 
 
 @contextmanager
 def private_processes(guard: Guard) -> Iterator[None]:
-    """Ray's processes that start inside the block are private to this process.
+    """Make Ray's processes that start inside the block private to this process.
 
-    Each leads a session of its own and blocks SIGTERM and SIGHUP, and so do its children: whoever
-    signals this process's group or its whole control group stops this process, which then saves
-    the run and ends them. If this process is killed, the kernel kills them (PR_SET_PDEATHSIG, by
-    Ray) and the guard their children. Ray has no option for any of this.
+    Each leads its own session and blocks SIGTERM and SIGHUP, and so do its children. So a signal to
+    this process's group, or to its whole cgroup, stops only this process, which then saves the run
+    and ends them. If this process is killed, the kernel kills them (PR_SET_PDEATHSIG, by Ray), and
+    the guard kills their children. Ray has no option for any of this.
     """
     is_noted = False
     before = services.ConsolePopen
@@ -112,7 +112,7 @@ def private_processes(guard: Guard) -> Iterator[None]:
             guard.note_process(self.pid)
 
         def terminate(self) -> None:
-            """SIGTERM is blocked there."""
+            """Kill the process, since it blocks SIGTERM."""
             self.kill()
 
     services.ConsolePopen = PrivateProcess
@@ -123,48 +123,48 @@ def private_processes(guard: Guard) -> Iterator[None]:
 
 
 def take_token() -> None:
-    """Show this machine's token, if there is one, to a cluster that is joined by its address.
+    """Use this machine's token, if there is one, for a cluster that is joined by its address.
 
-    A new local cluster wants one, but `ray.init` shows it only where it has found the cluster by
-    itself; RAY_AUTH_MODE would have to be set before Ray is imported.
+    A new local cluster requires a token, but `ray.init` sends it only to a cluster that it found by
+    itself. RAY_AUTH_MODE would have to be set before Ray is imported.
     """
-    logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell how to do without
+    logging.getLogger("ray").setLevel(logging.ERROR)  # else it logs how to do without a token
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
 def end_log_monitor() -> None:
-    """End the process that forwards workers' output to a driver, in a cluster of our own.
+    """End the process of a private cluster that forwards workers' output to a driver.
 
-    With `log_to_driver` off nobody reads what it forwards, but it goes on looking for new files
-    ten times a second, a hundredth of a core; only `ray start` has a public switch for it.
+    With `log_to_driver` off nothing reads its output, but it still looks for new files ten times a
+    second, which costs a hundredth of a core. Only `ray start` has a public switch for it.
     """
     driver._global_node.kill_log_monitor(check_alive=False)
 
 
 def draining_nodes() -> dict[str, float]:
-    """By node the announced end, in seconds since the epoch, or 0 for none; the public state API
-    tells only of the dead. Raises RayError."""
-    told = state.state.get_draining_nodes()
-    return {node: deadline_ms / 1000 for node, deadline_ms in told.items()}
+    """The deadline of each draining node, in seconds since the epoch, or 0 if it has none. The
+    public state API reports only dead nodes. Raises RayError."""
+    deadlines_ms = state.state.get_draining_nodes()
+    return {node: deadline_ms / 1000 for node, deadline_ms in deadlines_ms.items()}
 
 
 def node_of_actor(actor: Any) -> str:
-    """The id of the node where it runs or last ran; empty if it never did. The public state API
-    needs the dashboard, which a local cluster has not. Raises RayError."""
-    told = state.state.actor_table(actor._actor_id.hex())
-    return str(told.get("Address", {}).get("NodeID", "") or "")
+    """The id of the node where an actor runs or last ran; empty if it never ran. The public state
+    API needs the dashboard, which a local cluster lacks. Raises RayError."""
+    row = state.state.actor_table(actor._actor_id.hex())
+    return str(row.get("Address", {}).get("NodeID", "") or "")
 
 
 def drain_node(node: str, cause: str, deadline: float) -> None:
-    """Have Ray place nothing on a node any more, and the autoscaler replace it; whatever runs there
-    runs on. The command `ray drain-node` does the same, and nothing public does. Raises RayError.
+    """Drain a node: Ray places nothing on it any more, the autoscaler replaces it, and its actors
+    run on. The command `ray drain-node` does the same; there is no public API. Raises RayError.
     """
     reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     driver.global_worker.gcs_client.drain_node(node, reason, cause, int(deadline * 1000))
 
 
 def job_folder() -> Path | None:
-    """The folder into which Ray has unpacked the working directory of the submitted job that this
-    process runs in, or None. Ray deletes it with the job, and tells nobody."""
+    """The folder into which Ray unpacked the working directory of this process's submitted job, or
+    None. Ray deletes it with the job, without a warning."""
     here = Path.cwd()
     return here if "working_dir_files" in here.parts else None

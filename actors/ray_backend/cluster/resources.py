@@ -1,4 +1,4 @@
-"""What a worker asks its cluster for: a CPU, or a GPU, of one type unless told otherwise."""
+"""Resources of a worker: a CPU, or a GPU of one type unless the user allows several."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import ray
 from ray.util import accelerators
 
 PREFIX = "accelerator_type:"
-"""Of the resource by which Ray tells a machine's type of accelerator."""
+"""The prefix of the resource by which Ray names a machine's type of accelerator."""
 
 
 class NoSuchAccelerator(ValueError):
-    """What was asked for is not to be had on this cluster; the message says how to ask."""
+    """The cluster cannot provide the requested accelerator; the message says what to request."""
 
 
 def choose_resources(requested: str) -> dict[str, Any]:
-    """The options with which this cluster starts a worker.
+    """The actor options with which this cluster starts a worker.
 
-    `wished` is `cpu`, `gpu` (of any types), a type that Ray knows such as `L4`, which an autoscaler
-    may have yet to start, or `auto`: the one type of GPU that is there, else a CPU. Raises
+    `requested` is `cpu`, `gpu` (of any type), a type that Ray knows such as `L4`, which an
+    autoscaler may yet have to start, or `auto`: the only type of GPU present, else a CPU. Raises
     `NoSuchAccelerator`.
     """
-    there = ray.cluster_resources()
-    types = sorted(name.removeprefix(PREFIX) for name in there if name.startswith(PREFIX))
+    present = ray.cluster_resources()
+    types = sorted(name.removeprefix(PREFIX) for name in present if name.startswith(PREFIX))
     if requested == "auto":
-        requested = _found(there, types)
+        requested = _choose_present(present, types)
     if requested == "cpu":
         return {"num_cpus": 1}
     if requested == "gpu":
@@ -36,27 +36,27 @@ def choose_resources(requested: str) -> dict[str, Any]:
 
 
 def refuse_unknown(requested: str, types: Sequence[str] = ()) -> None:
-    """Raises `NoSuchAccelerator` for what is neither a word that we know, nor a type that Ray
-    knows, nor one of the cluster's own `types`."""
+    """Raise `NoSuchAccelerator` unless the request is `auto`, `cpu`, `gpu`, a type that Ray knows,
+    or one of the cluster's own `types`."""
     known = {name for name in vars(accelerators).values() if isinstance(name, str)}
     if requested not in {"auto", "cpu", "gpu"} | known | set(types):
         raise NoSuchAccelerator(
-            f"--set accelerator={requested}: Ray knows of none of that name; write cpu, gpu, or a "
-            f"type such as {', '.join(types) or 'L4'}"
+            f"--set accelerator={requested}: Ray knows no accelerator of that name; use cpu, gpu, "
+            f"or a type such as {', '.join(types) or 'L4'}"
         )
 
 
-def _found(there: dict[str, float], types: list[str]) -> str:
+def _choose_present(present: dict[str, float], types: list[str]) -> str:
     if len(types) > 1:
         raise NoSuchAccelerator(
             f"this cluster has {' and '.join(types)}, and a run uses one type: "
-            f"--set accelerator={types[0]}, or accelerator=gpu for all of them"
+            f"--set accelerator={types[0]}, or accelerator=gpu to mix them"
         )
-    if there.get("GPU"):
+    if present.get("GPU"):
         return types[0] if types else "gpu"
-    if not there.get("CPU"):
+    if not present.get("CPU"):
         raise NoSuchAccelerator(
-            "this cluster has neither CPUs nor GPUs now: say what its autoscaler shall start, "
+            "this cluster has neither CPUs nor GPUs now: choose what its autoscaler starts, "
             "e.g. --set accelerator=L4"
         )
     return "cpu"

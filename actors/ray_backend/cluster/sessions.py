@@ -1,7 +1,8 @@
-"""The end of a private Ray cluster: no process and no session folder of it outlives its owner.
+"""Cleanup of private Ray clusters: no process or session folder of one outlives its owner.
 
-A guard process waits for the end of the owner, also by SIGKILL. Then it kills what is left of the
-cluster and removes the folder. Whatever a killed guard leaves the next private cluster's removes.
+A guard process waits for the end of the owner, even by SIGKILL. Then it kills what is left of the
+cluster and removes the session folder. If a guard is killed, the next private cluster's guard
+removes what it left.
 
 This file is also the guard's program. It imports the standard library only, to start fast.
 """
@@ -26,18 +27,18 @@ OWNER = "elastic-owner.json"
 LATEST = "session_latest"
 END_TIMEOUT_S = 20.0
 KEPT_S = 86400.0
-"""For so long the session folder of a failed run is kept: Ray's log files are in it."""
+"""How long the session folder of a failed run stays: Ray's log files are in it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that started a private cluster, so that it can be told from a later one."""
+    """The process that started a private cluster, distinguishable from a later one of its pid."""
 
     host: str
     boot: str
     namespace: str
-    """Of process ids: another container's processes cannot be seen."""
+    """The namespace of process ids: another container's processes are invisible."""
     pid: int
     started: str
     """In clock ticks after the boot."""
@@ -50,7 +51,7 @@ class Owner:
 
     @property
     def is_dead(self) -> bool:
-        """False also where that cannot be known."""
+        """Whether the process is dead; False if this host cannot know."""
         host, boot, namespace = _here()
         if host != self.host:
             return False
@@ -60,10 +61,10 @@ class Owner:
 
 
 class Guard:
-    """Ends the private cluster of this process; the guard process does the work."""
+    """Starts and informs the guard process, which ends this process's private cluster."""
 
     def __init__(self) -> None:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # which the guard inherits
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the guard inherits the mask
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(os.getpid())],
@@ -84,29 +85,29 @@ class Guard:
         remove_dead_sessions(session.parent)
 
     def note_process(self, pid: int) -> None:
-        """This process leads a session (as of `os.getsid`) of the cluster's processes."""
+        """Note a process that leads a session (see `os.getsid`) of the cluster."""
         self._tell(f"process {pid}")
 
     def keep_session(self) -> None:
-        """The folder stays for a day, for its log files."""
+        """Keep the session folder for a day, for its log files."""
         if self._session is not None:
             _write(self._session, replace(Owner.of(os.getpid()), kept_until=time.time() + KEPT_S))
 
     def close(self) -> None:
-        """End the cluster; return when nothing of it is left."""
+        """End the cluster; return when nothing is left of it."""
         with suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.communicate(timeout=2 * END_TIMEOUT_S)
 
     def _tell(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it was killed: the next command's does its work
+        with suppress(BrokenPipeError):  # it was killed: the next command's guard does its work
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
 
 
 def remove_dead_sessions(folder: Path) -> None:
-    """Remove the session folders that a process of this project recorded itself in, if it is dead
-    and no process of its cluster is left."""
+    """Remove the session folders whose recorded owner is dead, if no process of the cluster is
+    left. Folders without a record of this project stay."""
     dead = [session for session in folder.glob("session_*") if _is_abandoned(session)]
     commands = [_command(pid) for pid in _pids()] if dead else []
     for session in dead:
@@ -115,34 +116,35 @@ def remove_dead_sessions(folder: Path) -> None:
 
 
 def ignore_signals() -> None:
-    """Let SIGTERM and SIGHUP through to the children of this process, where they are blocked since
-    it belongs to a private cluster; the process itself ignores them. Only for the main thread."""
-    number = (signal.SIGTERM, signal.SIGHUP)
-    if not set(number) <= signal.pthread_sigmask(signal.SIG_BLOCK, ()):
+    """If this process blocks SIGTERM and SIGHUP as part of a private cluster, unblock them for its
+    children; the process itself ignores them. Call this on the main thread only."""
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    if not set(numbers) <= signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         return
     owner = os.getpid()
 
-    def take(number: int, frame: object) -> None:
+    def handle(number: int, frame: object) -> None:
         if os.getpid() != owner:  # a forked child
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    for each in number:
-        signal.signal(each, take)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, number)
+    for number in numbers:
+        signal.signal(number, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
 
 
 def guard(owner: int) -> None:
-    """The guard's main: wait for the owner's end or its word, then end its cluster."""
-    told, awaited = b"", [0]
+    """The guard's main function: wait for the end of the owner or of its pipe, then end its
+    cluster."""
+    received, awaited = b"", [0]
     if os.getppid() == owner:
         awaited.append(os.pidfd_open(owner))  # a forked child of the owner may hold the pipe, too
     while 0 in select.select(awaited, [], [])[0]:
         block = os.read(0, 1 << 16)
         if not block:
             break
-        told += block
-    notes = [line.split(" ", 1) for line in told.decode().splitlines()]
+        received += block
+    notes = [line.split(" ", 1) for line in received.decode().splitlines()]
     end_processes({int(text) for kind, text in notes if kind == "process"})
     for session in [Path(text) for kind, text in notes if kind == "folder"]:
         record = _read(session)
@@ -151,7 +153,7 @@ def guard(owner: int) -> None:
 
 
 def end_processes(sessions: Collection[int]) -> None:
-    """SIGKILL every process of these sessions (ids as of `os.getsid`), and wait for their end."""
+    """Kill every process of these sessions (ids as of `os.getsid`), and wait for their end."""
     deadline = time.monotonic() + END_TIMEOUT_S
     while (left := list(_members(sessions))) and time.monotonic() < deadline:
         for pid in left:
@@ -161,7 +163,7 @@ def end_processes(sessions: Collection[int]) -> None:
 
 
 def _members(sessions: Collection[int]) -> Iterator[int]:
-    """Without zombies."""
+    """The processes of these sessions, without zombies."""
     for pid in _pids() if sessions else ():
         state, _, _, session, *_ = _stat(pid) or ("Z", "", "", "0")
         if state not in "ZX" and int(session) in sessions:
@@ -183,13 +185,13 @@ def _here() -> tuple[str, str, str]:
 
 
 def _start_of(pid: int) -> str:
-    """Empty if there is no such process."""
-    found = _stat(pid)
-    return found[19] if found else ""
+    """The start time of a process; empty if there is no such process."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of `/proc/PID/stat` from the state on; none if there is no such process."""
+    """The fields of `/proc/PID/stat`, beginning with the state; none if there is no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -204,7 +206,7 @@ def _command(pid: int) -> str:
 
 
 def _remove(session: Path) -> None:
-    """Another command may remove the same one."""
+    """Remove a session folder; another command may do so at the same time."""
     latest = session.parent / LATEST
     with suppress(OSError):
         if latest.is_symlink() and latest.readlink().name == session.name:
@@ -213,7 +215,7 @@ def _remove(session: Path) -> None:
 
 
 def _read(session: Path) -> Owner | None:
-    """None if no process of this project has recorded itself there."""
+    """The recorded owner of a session folder; None if this project recorded none."""
     try:
         return Owner(**json.loads((session / OWNER).read_text()))
     except (OSError, ValueError, TypeError):
