@@ -81,7 +81,7 @@ def test_blocks_are_found_or_named() -> None:
     assert find_blocks(module, ["layers.1", "first"]) == [layers[1], module.first]
     assert find_blocks(module, [nn.Sequential]) == layers
     assert find_blocks(module, []) == []
-    with pytest.raises(UserError, match=r"no layer\.1; near it: layers\.1"):
+    with pytest.raises(UserError, match=r"no layer\.1; similar: layers\.1"):
         find_blocks(module, ["layer.1"])
     with pytest.raises(UserError, match="no part of class Conv2d"):
         find_blocks(module, [nn.Conv2d])
@@ -114,7 +114,7 @@ def test_a_plan_says_what_tp_cuts() -> None:
     assert shape_of(module, {"layers.*": "rowwise"}).limits.tp_divides == 6
     assert shape_of(module, {"layers.*": "rowwise"}, tp_divides=3).limits.tp_divides == 3
     assert "the recipe has no plan" in dict(shape_of(module, {}).limits.refused)["tp"]
-    with pytest.raises(UserError, match="no layer; near it: layers"):
+    with pytest.raises(UserError, match="no layer; similar: layers"):
         shape_of(module, {"layer": "colwise"})
     with pytest.raises(UserError, match="is ModuleList and cannot be cut"):
         shape_of(module, {"layers": "colwise"})

@@ -139,7 +139,7 @@ def test_blocks_are_named_in_order() -> None:
     assert [layer.modules for layer in shape_of(module, {}, pipeline=["layers.*"]).layers] == [
         (name,) for name in names
     ]
-    with pytest.raises(UserError, match=r"no layer\.\*; near it: layers\.\*"):
+    with pytest.raises(UserError, match=r"no layer\.\*; similar: layers\.\*"):
         parts_of(module, ["layer.*"])
     with pytest.raises(UserError, match=r"layers\.3 is named twice"):
         parts_of(module, ["layers.*", "layers.3"])

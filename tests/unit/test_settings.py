@@ -14,7 +14,7 @@ from pipelines.run.recipes import byte_lm, mlp, tiny_moe
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import (
-    WHERE_AND_HOW,
+    RESUMABLE_SETTINGS,
     differing_training_settings,
     override,
     settings_from,
@@ -64,7 +64,7 @@ def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
         ("compile=perhaps", "valid boolean"),
         ("dtype=float8", "'float32', 'float64' or 'bfloat16'"),
         ("batch=none", "valid integer"),
-        ("straggler_factor=1", "who takes as long as the others is no straggler"),
+        ("straggler_factor=1", "must be greater than 1"),
         ("straggler_reports=0", "greater than 0"),
         ("quarantine_after=-1", "greater than or equal to 0"),
         ("model.kind=mlp", "'transformer'"),
@@ -128,8 +128,8 @@ def test_another_kind_of_model_differs_in_its_fields() -> None:
 
 def test_the_fields_that_may_not_change_on_resume_are_these() -> None:
     fields = TrainSettings.model_fields.keys()
-    assert fields >= WHERE_AND_HOW
-    assert fields - WHERE_AND_HOW == {
+    assert fields >= RESUMABLE_SETTINGS
+    assert fields - RESUMABLE_SETTINGS == {
         "model",
         "data",
         "optimizer",
@@ -166,11 +166,13 @@ def test_a_time_between_checkpoints_under_a_second_is_refused(text: str) -> None
     with pytest.raises(UserError) as refused:
         override(TrainSettings(), [f"checkpoint_every={text}"])
     assert str(refused.value) == (
-        f"--set checkpoint_every={text}: a time under 1 s; give at least 0.017min, or 0 for no "
+        f"--set checkpoint_every={text}: must be at least 0.017min (1 s), or 0 for no periodic "
         "checkpoints"
     )
     values = {**TrainSettings().model_dump(), "checkpoint_every": text}
-    with pytest.raises(UserError, match=r"recipe\.json checkpoint_every.*: a time under 1 s"):
+    with pytest.raises(
+        UserError, match=r"recipe\.json checkpoint_every.*: must be at least 0\.017min"
+    ):
         settings_from(values, "recipe.json")
     assert override(TrainSettings(), ["checkpoint_every=0.017min"]).checkpoint_s > 1.0
 
