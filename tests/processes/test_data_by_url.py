@@ -229,7 +229,7 @@ def test_the_driver_says_in_one_line_what_it_cannot_read(door: Door, tmp_path: P
 
     nothing = door.url_of("data/nothing-there")
     assert "data/nothing-there/index.json" in refused(nothing)
-    assert "prepare the data first" in refused(nothing)
+    assert "prepare the data in" in refused(nothing)
     assert "environment" in refused("s3://me:hunter2@bucket/data")
     assert "hunter2" not in refused("s3://me:hunter2@bucket/data")
     door.shut()
@@ -271,5 +271,5 @@ def test_data_are_prepared_at_a_url(
     assert all(a.equal(b) for a, b in zip(remote.read(ids), near.read(ids), strict=True))
     with pytest.raises(UserError, match="was prepared from other text or settings"):
         prepare_at(find_corpus(str(text)), url, find_tokenizer(), 0.5)
-    with pytest.raises(UserError, match=r"holds other files, as .*index\.json"):
+    with pytest.raises(UserError, match=r"holds other files, such as .*index\.json"):
         prepare_at(find_corpus(str(text)), door.url_of("data"), find_tokenizer(), 0.5)

@@ -72,14 +72,17 @@ def test_packed_conversations_keep_their_targets_and_documents(tmp_path: Path) -
     inside = documents[:, :-1] == documents[:, 1:]
     follows = tokens[:, 1:] == targets[:, :-1]
     assert torch.all(follows[inside & counted[:, :-1]])
-    with pytest.raises(UserError, match="held_out split holds no conversation"):
+    with pytest.raises(UserError, match="held_out split has no conversation"):
         PackedChats(place, "held_out")
 
 
 BAD = {
     "no JSON": ("{", "line 1: not JSON"),
     "no conversation": ('{"text": "a"}', "each line is"),
-    "no response": ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to learn"),
+    "no response": (
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        "no message of role assistant",
+    ),
     "no text": ('{"prompt": 1, "response": "a"}', "each line is"),
 }
 

@@ -129,7 +129,7 @@ def test_a_half_done_prepare_is_invisible_and_begun_again(tmp_path: Path):
         prepare(Interrupted("", corpus.files), tmp_path / "out", find_tokenizer(), 0.1, 100_000)
     left = set((tmp_path / "out").glob("*.arrow"))
     assert left and not (tmp_path / "out" / INDEX).exists()
-    with pytest.raises(UserError, match="prepare the data first"):
+    with pytest.raises(UserError, match="prepare the data in"):
         read_index(tmp_path / "out")
     prepared(source, tmp_path / "out")
     assert prepared(source, tmp_path / "again") == read_index(tmp_path / "out")

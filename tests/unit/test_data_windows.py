@@ -71,7 +71,7 @@ def test_a_window_that_does_not_exist_is_refused(folder: Path, index: int):
 
 @pytest.mark.parametrize(("split", "seq_len"), [("held_out", 8), ("train", 1000)])
 def test_a_split_shorter_than_a_window_is_refused(folder: Path, split: str, seq_len: int):
-    with pytest.raises(UserError, match=f"the {split} split holds .* less than one window"):
+    with pytest.raises(UserError, match=f"the {split} split has .* less than one window"):
         Windows(folder, split, seq_len)
 
 
