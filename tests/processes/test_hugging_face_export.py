@@ -210,19 +210,19 @@ def test_what_cannot_be_exported_is_told_in_one_line(tmp_path: Path, capsys) -> 
     storage = ("--storage", str(tmp_path))
     line = refused(capsys, "second", *storage)
     assert "no run 'second'" in line and "there are: first" in line
-    assert "no checkpoint of step 4; there are: 3" in refused(
+    assert "no checkpoint of step 4; steps with one: 3" in refused(
         capsys, "first", *storage, "--step", "4"
     )
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("in the way")
-    assert "is there already" in refused(capsys, "first", *storage, "--out", "taken")
+    assert "exists already" in refused(capsys, "first", *storage, "--out", "taken")
     assert "cannot be written" in refused(capsys, "first", *storage, "--out", "taken/file/x")
     shutil.rmtree(tmp_path / "first" / "checkpoints")
-    assert "has no checkpoint that is whole" in refused(capsys, "first", *storage)
+    assert "has no complete checkpoint" in refused(capsys, "first", *storage)
     recipe = {"settings": mlp().model_dump(mode="json"), "data_folder": None}
     write_run(tmp_path, settings_for(DENSE), Layout(), random_weights(DENSE), name="mlp")
     (tmp_path / "mlp" / "recipe.json").write_text(json.dumps(recipe))
-    assert "only transformers are exported" in refused(capsys, "mlp", *storage)
+    assert "only transformers can be exported" in refused(capsys, "mlp", *storage)
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path: Path, capsys) -> None:

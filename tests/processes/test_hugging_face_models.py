@@ -230,7 +230,7 @@ def test_it_begins_with_the_folder_or_with_what_transformers_draws(tmp_path: Pat
 
 REFUSED = {
     "cp": ("llama", "cp=2", "whole sequences"),
-    "ep": ("mixtral", "fsdp=2,ep=2", "not dealt out"),
+    "ep": ("mixtral", "fsdp=2,ep=2", "not distributed"),
     "tied stages": ("tied", "pp=2", "tie_word_embeddings=false"),
     "odd heads": ("qwen2", "tp=4", "tp=4 does not divide 2"),
 }
@@ -249,11 +249,14 @@ def test_what_a_model_cannot_be_spread_over_is_told(tmp_path: Path, name: str) -
 
 UNFIT = {
     "nothing there": (None, "nothing is downloaded"),
-    "unknown kind": ({"model_type": "lama"}, "none that transformers"),
-    "no language model": ({"model_type": "vit"}, "no causal language model"),
+    "unknown kind": ({"model_type": "lama"}, "unknown to the installed"),
+    "no language model": ({"model_type": "vit"}, "not a causal language model"),
     "quantised": ({"model_type": "llama", "quantization_config": {"a": 1}}, "quantization_config"),
     "bad value": ({"model_type": "llama", "hidden_size": 50, "num_attention_heads": 4}, "multiple"),
-    "balance loss": ({"model_type": "mixtral", "output_router_logits": True}, "balance loss"),
+    "balance loss": (
+        {"model_type": "mixtral", "output_router_logits": True},
+        "load-balancing loss",
+    ),
 }
 
 
