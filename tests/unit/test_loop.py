@@ -22,7 +22,7 @@ from pipelines.loop import Run, Step
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.script import script_of
-from pipelines.loop.stepping import AsPrepared
+from pipelines.loop.stepping import ScriptOptimizing
 
 
 class One(NamedTuple):
@@ -131,10 +131,10 @@ def passed_over(step: Step) -> None:
     [
         (left_unread, "a microbatch got no `step.backward"),
         (no_backward, "a microbatch got no `step.backward"),
-        (backward_twice, "comes once after each"),
-        (no_scalar, "give its mean, one number"),
+        (backward_twice, "once for each of"),
+        (no_scalar, "pass its mean, one number"),
         (passed_over, "a microbatch got no `step.backward"),
-        (lambda step: None, "2 of this worker's 2 microbatches were left unread"),
+        (lambda step: None, "2 of this worker's 2 microbatches were not read"),
     ],
 )
 def test_a_body_that_does_otherwise_is_told_so(body: Callable[[Step], None], told: str) -> None:
@@ -169,7 +169,7 @@ def test_a_script_that_leaves_its_loop_is_told_so() -> None:
         Loop(never_entered, 0).take(a_step(), MODULE)
     loop = Loop(ends, 0)
     assert len(loop.take(a_step(), MODULE)) == 2
-    with pytest.raises(LoopMisused, match="step 2: the loop was left"):
+    with pytest.raises(LoopMisused, match="step 2: the script left the loop"):
         loop.take(a_step(2), MODULE)
     with pytest.raises(LoopMisused, match=r"run\.steps\(num_steps\)"):
         script_of(declare)
@@ -275,7 +275,7 @@ def test_an_optimizer_and_its_schedule_step_shards_as_they_would_the_whole(kind:
     optimizer = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
     scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 3)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    ours = AsPrepared(optimizer, scheduler, names, None)
+    ours = ScriptOptimizing(optimizer, scheduler, names, None)
     shard = model.weight.detach().clone()
     made = ours.build([("weight", shard)])
     first_lr = made.param_groups[0]["lr"]
@@ -306,11 +306,11 @@ OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
         ((3,), "int; it takes a model"),
         ((ReduceLROnPlateau(OPTIMIZER),), "needs no metric"),
         ((MODEL, nn.Linear(1, 1)), "a second model"),
-        ((DataLoader(Stream()),), "no map-style"),
-        ((DataLoader(TensorDataset(torch.ones(4))),), "say shuffle=True"),
+        ((DataLoader(Stream()),), "not map-style"),
+        ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
         ((MODEL,), "the optimizer and the loader"),
         ((MODEL, SGD(nn.Linear(1, 1).parameters()), data()), "none of the model's"),
-        ((MODEL, SGD([MODEL.bias]), data()), "has no parameter weight"),
+        ((MODEL, SGD([MODEL.bias]), data()), "lacks parameter weight"),
         ((MODEL, OPTIMIZER, data(), LambdaLR(SGD([MODEL.bias]), float)), "another optimizer"),
     ],
 )
@@ -330,7 +330,7 @@ def test_a_schedule_of_momentum_is_refused() -> None:
     scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=9)
     names = {parameter: name for name, parameter in model.named_parameters()}
     with pytest.raises(LoopMisused, match="momentum"):
-        AsPrepared(optimizer, scheduler, names, None).rate(5)
+        ScriptOptimizing(optimizer, scheduler, names, None).rate(5)
 
 
 def test_the_prepared_model_has_its_parameters_until_the_loop_begins() -> None:
