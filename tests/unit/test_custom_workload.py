@@ -14,7 +14,7 @@ from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
-from pipelines.training.custom.custom_module import build_for_real, find_blocks, shapes_alone
+from pipelines.training.custom.custom_module import build_on_host, build_shapes, find_blocks
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.custom_workload import CustomWorkload, sums_of
 from pipelines.training.passes.moving_buffers import MovingBuffers
@@ -75,7 +75,7 @@ def test_padding_counts_nothing_and_has_a_gradient_of_zero() -> None:
 
 
 def test_blocks_are_found_or_named() -> None:
-    module = build_for_real(Reading, 0)
+    module = build_on_host(Reading, 0)
     layers = list(module.layers)
     assert find_blocks(module) == layers
     assert find_blocks(module, ["layers.1", "first"]) == [layers[1], module.first]
@@ -88,11 +88,11 @@ def test_blocks_are_found_or_named() -> None:
 
 
 def test_shapes_alone_keep_what_no_state_has() -> None:
-    module = shapes_alone(Reading, 0)
+    module = build_shapes(Reading, 0)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert torch.equal(module.scale, torch.ones(4))
     assert module.last.weight is module.first.weight
-    assert shapes_alone(lambda: nn.Linear(2, 2), 0).weight.is_meta
+    assert build_shapes(lambda: nn.Linear(2, 2), 0).weight.is_meta
 
 
 def test_values_at_step_0_are_the_constructors_and_leave_generators_alone() -> None:
@@ -116,7 +116,7 @@ def test_a_plan_says_what_tp_cuts() -> None:
     assert "the recipe has no plan" in dict(shape_of(module, {}).limits.refused)["tp"]
     with pytest.raises(UserError, match="no layer; similar: layers"):
         shape_of(module, {"layer": "colwise"})
-    with pytest.raises(UserError, match="is ModuleList and cannot be cut"):
+    with pytest.raises(UserError, match="is ModuleList and cannot be"):
         shape_of(module, {"layers": "colwise"})
 
 
@@ -220,7 +220,7 @@ def folder(tmp_path: Path) -> Path:
         ({"changes": ("optimizer.lr=0.1",)}, "brings its own optimizer"),
         ({"data": "texts"}, "brings its own data"),
         ({"layout": "tp=2", "workers": "2"}, "has no plan"),
-        ({"layout": "pp=2", "workers": "2"}, "no pipeline can cut"),
+        ({"layout": "pp=2", "workers": "2"}, "does not list the blocks"),
     ],
 )
 def test_what_a_recipe_cannot_do_is_refused_in_one_line(

@@ -303,13 +303,13 @@ OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
 @pytest.mark.parametrize(
     ("objects", "told"),
     [
-        ((3,), "int; it takes a model"),
+        ((3,), "cannot prepare int; pass a model"),
         ((ReduceLROnPlateau(OPTIMIZER),), "needs no metric"),
         ((MODEL, nn.Linear(1, 1)), "a second model"),
         ((DataLoader(Stream()),), "not map-style"),
         ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
         ((MODEL,), "the optimizer and the loader"),
-        ((MODEL, SGD(nn.Linear(1, 1).parameters()), data()), "none of the model's"),
+        ((MODEL, SGD(nn.Linear(1, 1).parameters()), data()), "the model does not have"),
         ((MODEL, SGD([MODEL.bias]), data()), "lacks parameter weight"),
         ((MODEL, OPTIMIZER, data(), LambdaLR(SGD([MODEL.bias]), float)), "another optimizer"),
     ],

@@ -107,7 +107,7 @@ def test_buffers_may_change_and_nothing_be_drawn_also_by_shapes(most: int) -> No
         ({"metrics": {"twice": lambda model, batch: loss(model, 2 * batch)}}, "metric twice calls"),
         ({"held_out": lambda: [torch.randn(4, 2) for _ in range(3)]}, "pad samples to one size"),
         ({"pipeline": ["first", "layers.*"]}, "leaves out last.weight"),
-        ({"pipeline": ["first", "layers.*.0", "last"], "blocks": ["layers.0"]}, "name `blocks`"),
+        ({"pipeline": ["first", "layers.*.0", "last"], "blocks": ["layers.0"]}, "set `blocks`"),
     ],
 )
 def test_recipes_that_are_no_pipeline_are_refused_pp_alone(changes, told: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.geometry.regions import Region
-from pipelines.training.custom.custom_module import InitialValues, build_for_real, shapes_alone
+from pipelines.training.custom.custom_module import InitialValues, build_on_host, build_shapes
 from pipelines.training.workload.initial_values import (
     Constant,
     Distribution,
@@ -120,9 +120,9 @@ class Large(nn.Module):
 
 
 def test_a_large_module_is_drawn_by_region_and_its_buffers_keep_their_values() -> None:
-    values, real = InitialValues(Large, 1, most_bytes=0), build_for_real(Large, 1).state_dict()
+    values, real = InitialValues(Large, 1, most_bytes=0), build_on_host(Large, 1).state_dict()
     drawn = {}
-    with pytest.warns(UserWarning, match=r"largest of them words\.weight"):
+    with pytest.warns(UserWarning, match=r"the largest for words\.weight"):
         for name, tensor in real.items():
             shape = tuple(tensor.shape)
             drawn[name] = values.draw(name, shape, Region.whole(shape), nothing).to(tensor.dtype)
@@ -142,7 +142,7 @@ def test_a_large_module_is_drawn_by_region_and_its_buffers_keep_their_values() -
 
 
 def test_shapes_of_a_large_module_keep_what_no_state_has() -> None:
-    module = shapes_alone(Large, 1, most_bytes=0)
+    module = build_shapes(Large, 1, most_bytes=0)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert torch.equal(module.mask, torch.ones(512, 512).tril())
     assert module.rate == pytest.approx(0.05)

@@ -69,7 +69,7 @@ def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
         ("quarantine_after=-1", "greater than or equal to 0"),
         ("model.kind=mlp", "'transformer'"),
         ("schedule=zero_bubble", "set schedule=interleaved_1f1b or dtype=float32"),
-        ("batch=25", "batch=25 is no multiple of microbatch=2: set batch to 24 or 26"),
+        ("batch=25", "batch=25 must be a multiple of microbatch=2: set batch to 24 or 26"),
     ],
 )
 def test_what_cannot_be_is_told_in_one_line(change, told) -> None:
