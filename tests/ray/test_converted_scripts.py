@@ -1,4 +1,4 @@
-"""A converted script from the command line, on a real Ray."""
+"""A converted script from the command line, on a real Ray cluster."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(600)]
 SCRIPT = f"{ROOT / 'examples' / 'torch_trainer_after.py'}:train_func"
 
 
-def test_a_loop_of_ones_own_goes_on_without_a_killed_worker(tmp_path: Path) -> None:
+def test_a_custom_loop_continues_without_a_killed_worker(tmp_path: Path) -> None:
     with elastic_train(
         tmp_path, SCRIPT, "--workers", "3", "--layout", "dp=3",
         "--inject", "kill worker 1 at step 10",

@@ -41,7 +41,9 @@ def test_the_example_is_killed_twice_and_resized_and_equals_a_plain_loop(tmp_pat
 
 
 def plain_losses(recipe: Recipe) -> list[float]:
-    torch.set_num_threads(1)  # two that wait for each other on a busy machine take much longer
+    torch.set_num_threads(
+        1
+    )  # on a busy machine, two threads that wait for each other are much slower
     settings, data = recipe.settings, recipe.data()
     torch.manual_seed(settings.seed)
     model = recipe.model().double()

@@ -1,4 +1,4 @@
-"""`elastic train` on a real Ray with its data at a URL, on one interface and a few ports."""
+"""`elastic train` on a real Ray cluster with data at a URL, one interface and few ports."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TINY = ("tiny", "--set", "dtype=float64", "--layout", "fsdp=2", "--workers", "2:
 
 
 def listeners(ray_folder: str, name: str) -> set[tuple[str, int]]:
-    """Where the actors of a kind listen."""
+    """The addresses on which the actors of a kind listen."""
     found = [process for process in processes_of(ray_folder) if name in process.name()]
     there = [one for process in found for one in process.net_connections("tcp")]
     return {tuple(one.laddr) for one in there if one.status == psutil.CONN_LISTEN}

@@ -1,4 +1,4 @@
-"""The worked example of fine-tuning, as it stands, on a Ray cluster of its own."""
+"""The fine-tuning example, unchanged, on its own Ray cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--data` names, and what it refuses."""
+"""Corpora: the files that `--data` selects, and the errors for bad ones."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def test_a_folder_without_text_is_refused(tmp_path: Path):
         find_corpus(str(tmp_path))
 
 
-def test_empty_documents_are_left_out(tmp_path: Path):
+def test_empty_documents_are_skipped(tmp_path: Path):
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.txt").write_text("b")
     assert list(find_corpus(str(tmp_path)).documents()) == ["b"]

@@ -1,4 +1,4 @@
-"""Documents come out of every format as they went in, or with a line that says what is wrong."""
+"""Corpus formats: documents are read unchanged, or a one-line error names the problem."""
 
 import json
 from pathlib import Path
