@@ -1,4 +1,4 @@
-"""A classifier of points into ten clusters, converted from Accelerate; docs/from-accelerate.md."""
+"""A classifier of points into ten clusters; see docs/from-accelerate.md."""
 
 import torch
 from pipelines.api import ElasticTrainer

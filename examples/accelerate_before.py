@@ -1,4 +1,4 @@
-"""A classifier of points into ten clusters, with Accelerate; see docs/from-accelerate.md."""
+"""A classifier of points into ten clusters; see docs/from-accelerate.md."""
 
 import torch
 from accelerate import Accelerator

@@ -1,4 +1,4 @@
-"""A classifier of waves by frequency, with Ray Train; see docs/from-accelerate.md."""
+"""A classifier of waves by their frequency; see docs/from-accelerate.md."""
 
 import ray.train
 import torch
