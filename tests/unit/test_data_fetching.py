@@ -122,7 +122,7 @@ def test_data_without_checksums_are_refused(store: Store, tmp_path: Path) -> Non
 
 
 def test_a_cache_that_cannot_hold_a_shard_is_refused(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cache\.max_bytes=1000: .* allow more"):
+    with pytest.raises(UserError, match=r"cache\.max_bytes=1000 is too small: .* allow more"):
         far(store, tmp_path / "cache", max_bytes=1000)
 
 

@@ -90,7 +90,7 @@ def test_heads_must_divide_the_width() -> None:
 
 def test_a_token_cannot_use_more_experts_than_there_are() -> None:
     assert override(tiny_moe(), ["model.experts.top_k=4"]).model.experts.top_k == 4
-    with pytest.raises(UserError, match=r"model\.experts\.top_k=5 of .*num_experts=4"):
+    with pytest.raises(UserError, match=r"model\.experts\.top_k=5 exceeds .*num_experts=4"):
         override(tiny_moe(), ["model.experts.top_k=5"])
 
 
