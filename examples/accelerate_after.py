@@ -1,4 +1,4 @@
-"""Which of ten clusters is a point of? See docs/from-accelerate.md."""
+"""A classifier of points into ten clusters; see docs/from-accelerate.md."""
 
 import torch
 from pipelines.api import ElasticTrainer
@@ -9,7 +9,7 @@ NUM_EPOCHS = 3
 
 
 def clusters(num_samples):
-    """Points around ten centres, and which of them each belongs to."""
+    """Points around ten centres, and the number of each point's centre."""
     centres = 2 * torch.randn(10, 32, generator=torch.Generator().manual_seed(1))
     labels = torch.arange(num_samples) % 10
     noise = torch.randn(num_samples, 32, generator=torch.Generator().manual_seed(2))

@@ -1,4 +1,4 @@
-"""A convolutional net of one's own: elastic train examples/custom_model.py:recipe --workers 2"""
+"""A custom convolutional net: elastic train examples/custom_model.py:recipe --workers 2"""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ NUM_CLASSES = 4
 
 
 class Stripes(Dataset):
-    """Noisy images of stripes at one of four angles, made on the spot."""
+    """Noisy images of stripes at one of four angles, generated on access."""
 
     def __init__(self, num_samples, first=0):
         self.num_samples, self.first = num_samples, first

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Fine-tuning from end to end with a tiny random model: adapters on conversations, over three workers of
-# which two are killed and one is taken away, exported and loaded with peft. Run it in an empty folder.
+# Fine-tuning from end to end with a tiny random model: trains adapters on conversations with three
+# workers, kills two, removes one, exports the adapters and loads them with peft. Run it in an empty folder.
 set -eu
 
 python - <<'PYTHON'
@@ -23,8 +23,8 @@ config = LlamaConfig(
 AutoModelForCausalLM.from_config(config).save_pretrained("tiny")
 with open("chats.jsonl", "w") as file:
     for number in range(200):
-        said = {"prompt": f"What comes after {number}?", "response": f"{number + 1}."}
-        file.write(json.dumps(said) + "\n")
+        pair = {"prompt": f"What comes after {number}?", "response": f"{number + 1}."}
+        file.write(json.dumps(pair) + "\n")
 PYTHON
 
 elastic train finetune --run-name tuned --workers 1:3 --steps 30 --data chats.jsonl \

@@ -1,4 +1,4 @@
-"""Which of eight frequencies has a wave? See docs/from-accelerate.md."""
+"""A classifier of waves by their frequency; see docs/from-accelerate.md."""
 
 import ray.train
 import torch
@@ -10,7 +10,7 @@ NUM_EPOCHS = 3
 
 
 def waves(num_samples):
-    """Noisy waves of one of eight frequencies, and which of them each has."""
+    """Noisy waves of one of eight frequencies, and the number of each wave's frequency."""
     labels = torch.arange(num_samples) % 8
     clean = torch.sin(torch.linspace(0, 6.28, 64) * (1 + labels[:, None]))
     noise = torch.randn(num_samples, 64, generator=torch.Generator().manual_seed(1))

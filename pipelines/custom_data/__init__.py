@@ -1,4 +1,4 @@
-"""Data of one's own, map-style: Arrow and Parquet files, mixtures, what Ray Data has prepared."""
+"""Map-style datasets for custom models: Arrow and Parquet files, mixtures, output of Ray Data."""
 
 from pipelines.custom_data.arrow import ArrowDataset
 from pipelines.custom_data.from_ray import from_ray_dataset

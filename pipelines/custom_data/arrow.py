@@ -1,4 +1,4 @@
-"""Rows of Parquet or Arrow files as a map-style dataset."""
+"""A map-style dataset of the rows of Parquet or Arrow files."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from pipelines.settings.home import expanded
 
 SUFFIXES = (".parquet", ".arrow")
 NUM_GROUPS_KEPT = 8
-"""Row groups of Parquet files that stay decoded: rows are read in a shuffled order."""
+"""Parquet row groups that are cached decoded, because rows are read in a shuffled order."""
 
 
 class ArrowDataset:
-    """Each row a dict, column by column: numbers, strings, and lists of numbers as numpy arrays.
+    """Rows as dicts by column: numbers, strings, and lists of numbers as numpy arrays.
 
-    `path` is a file, a folder or a glob, `columns` are those to read (None: all). `.arrow` files
-    (IPC) are mapped into memory; of `.parquet` files the row groups read last stay decoded, so
-    keep those small (a few thousand rows) where rows are read in any order.
+    `path` is a file, a folder or a glob; `columns` are the columns to read (None: all). `.arrow`
+    files (IPC) are memory-mapped. Of `.parquet` files the latest row groups are cached decoded, so
+    write small row groups (a few thousand rows) for reading in random order.
     """
 
     def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
-        """Raises `UserError` if there is no such file, or one that cannot be read."""
+        """Raises `UserError` if there is no such file, or a file cannot be read."""
         self.columns = list(columns) if columns is not None else None
         self.files = _files(str(path))
         self._open()
@@ -62,7 +62,7 @@ class ArrowDataset:
             raise UserError(f"{self.files[0]}: has no rows")
 
     def _groups_of(self, file: str) -> list[tuple[str, int, int]]:
-        """(file, number of the group, its rows)."""
+        """The row groups of a file: (file, index of the group, number of rows)."""
         try:
             if file.endswith(".arrow"):
                 return [(file, 0, self._read(file, 0).num_rows)]
@@ -87,15 +87,15 @@ class ArrowDataset:
 def _files(path: str) -> list[str]:
     place = expanded(path)
     if place.is_dir():
-        found = [str(file) for suffix in SUFFIXES for file in place.rglob(f"*{suffix}")]
+        files = [str(file) for suffix in SUFFIXES for file in place.rglob(f"*{suffix}")]
     else:
-        found = glob(str(place), recursive=True)
-    if not found:
+        files = glob(str(place), recursive=True)
+    if not files:
         raise UserError(f"{path}: there is no {' or '.join(SUFFIXES)} file; name a file or folder")
-    return sorted(str(Path(file).resolve()) for file in found)
+    return sorted(str(Path(file).resolve()) for file in files)
 
 
 def _value(cell: pa.Scalar) -> Any:
-    """Lists as numpy arrays, as deep as they are even."""
+    """The Python value of a cell; lists become numpy arrays."""
     value = cell.as_py()
     return np.array(value) if isinstance(value, list) else value

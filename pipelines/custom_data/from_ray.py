@@ -1,4 +1,4 @@
-"""What a Ray Data dataset has computed, written once and read by number."""
+"""Output of a Ray Data dataset, written once and read by index."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ DONE = "_WRITTEN"
 
 
 class Writable(Protocol):
-    """A `ray.data.Dataset`, as far as this needs it."""
+    """The part of `ray.data.Dataset` that is used here."""
 
     def write_parquet(self, path: str) -> Any: ...
 
 
 def from_ray_dataset(dataset: Writable, folder: str | Path) -> ArrowDataset:
-    """Write a `ray.data.Dataset` to Parquet files in a folder that all workers see, unless it has
-    been, and read them map-style: every sample has a number, which training needs.
+    """Write a `ray.data.Dataset` to Parquet files once, and open them as a map-style dataset.
 
-    Delete the folder to have it written anew. Raises `UserError` for one with other files in it,
-    or those of a writing that was broken off.
+    Training reads samples by index, which a `ray.data.Dataset` does not offer. All workers must
+    see the folder. To write it again, delete it. Raises `UserError` if it holds other files, or
+    those of an interrupted write.
     """
     folder = expanded(folder).resolve()
     if not (folder / DONE).exists():
         if folder.exists() and any(folder.iterdir()):
             raise UserError(
-                f"{folder}: has files, but not those of a dataset that was written to its end; "
-                "delete it, or name another folder"
+                f"{folder}: has other files, or an incompletely written dataset; delete it or "
+                "name another folder"
             )
         dataset.write_parquet(str(folder))
         (folder / DONE).touch()

@@ -1,4 +1,4 @@
-"""Several datasets as one, each with its weight."""
+"""A weighted mixture of several map-style datasets."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipelines.settings.recipe import Dataset
 
 
 class Mixture:
-    """`num_samples` samples of datasets by their weights, each dataset's in its own order.
+    """`num_samples` samples of several datasets in proportion to their weights.
 
-    A dataset gets its part of the samples, within one; where that is more than it has, it begins
-    again. Which sample stands where is a function of its number alone: training reads them in an
-    order of its own anyway.
+    The count of each dataset differs from its exact share by less than one; if it exceeds the
+    dataset, the dataset repeats. Samples of one dataset are adjacent and in order, because training
+    shuffles them anyway. The sample at an index depends on the index alone.
     """
 
     def __init__(self, parts: Sequence[tuple[Dataset, float]], num_samples: int) -> None:
@@ -25,19 +25,19 @@ class Mixture:
         self.datasets = [dataset for dataset, _ in parts]
         weights = [weight for _, weight in parts]
         if not weights or min(weights) < 0 or not 0 < math.fsum(weights) < math.inf:
-            raise UserError(f"Mixture: weights {weights}: none may be negative, one must be over 0")
+            raise UserError(f"Mixture: weights {weights}: give weights >= 0, at least one over 0")
         for number, (dataset, weight) in enumerate(parts):
             if weight and not len(dataset):
                 raise UserError(f"Mixture: dataset {number} is empty; leave it out")
         self.num_samples = num_samples
-        self.counts = _shared_out(num_samples, weights)
+        self.counts = _apportion(num_samples, weights)
         self._ends = list(accumulate(self.counts))
 
     def __len__(self) -> int:
         return self.num_samples
 
     def place_of(self, index: int) -> tuple[int, int]:
-        """The number of the dataset, and that of its sample. Raises `IndexError`."""
+        """The index of the dataset, and of the sample in it. Raises `IndexError`."""
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
         which = bisect_right(self._ends, index)
@@ -45,13 +45,12 @@ class Mixture:
         return which, (index - first) % len(self.datasets[which])
 
     def __getitem__(self, index: int) -> Any:
-        which, own = self.place_of(index)
-        return self.datasets[which][own]
+        which, position = self.place_of(index)
+        return self.datasets[which][position]
 
 
-def _shared_out(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers with this sum, each within one of its share: the largest remainders get what
-    rounding down has left."""
+def _apportion(total: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers with this sum, in proportion to the weights (largest remainder method)."""
     whole = math.fsum(weights)
     shares = [total * weight / whole for weight in weights]
     counts = [math.floor(share) for share in shares]

@@ -1,4 +1,4 @@
-"""Data: corpora, tokenizers, prepared token shards, and the windows that training reads."""
+"""Training data: corpora, tokenizers, prepared token shards, and the windows read from them."""
 
 from pipelines.data.corpus import Corpus, find_corpus
 from pipelines.data.opening import FoundData, find_data, prepared_folder

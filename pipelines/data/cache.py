@@ -1,8 +1,8 @@
-"""A bounded folder of fetched files, shared by all processes of a machine, whoever of them dies.
+"""A size-bounded cache folder of fetched files, shared by all processes of a machine.
 
-Locks are the kernel's (`flock`), so that they end with their process. A file is in use while
-somebody has it locked. A draft is locked by who writes it, and is as long as it will be from the
-beginning: so the sizes of all files together are what the folder takes.
+Locks are the kernel's (`flock`), so they end when their process dies. A file is in use while a
+process holds a lock on it. The process that writes a partial file locks it. A partial file has its
+final size from the start, so the sum of all file sizes is the disk space that the folder needs.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from typing import BinaryIO, Literal
 
 DRAFT = ".partial"
 ROOM = ".room"
-"""The lock of who makes room; it is never removed."""
+"""The lock that a process holds while it evicts files; it is never removed."""
 READ_BYTES = 1 << 22
 
-Filled = Literal["filled", "busy", "no room"]
+Filled = Literal["filled", "busy", "full"]
+"""Outcome of filling: the file is there, another process writes it, or every file is in use."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A file by its content: SHA-256 and size."""
+class CacheKey:
+    """A cached file identified by its content: SHA-256 and size."""
 
     checksum: str
     num_bytes: int
 
 
 class HeldFile:
-    """A file of the cache in use: it stays until it is let go of."""
+    """A file of the cache that is in use: it is not evicted before `release`."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
@@ -44,108 +45,113 @@ class HeldFile:
     def inode(self) -> int:
         return os.fstat(self._fd).st_ino
 
-    def is_what(self, wanted: Wanted, interrupt: Callable[[], None] = lambda: None) -> bool:
-        """Whether its content is what it should be; reads all of it."""
+    def is_intact(self, key: CacheKey, interrupt: Callable[[], None] = lambda: None) -> bool:
+        """Whether the content has the key's checksum; reads the whole file."""
         digest = sha256()
         with open(self.path, "rb") as file:
             while data := file.read(READ_BYTES):
                 digest.update(data)
                 interrupt()
-        return digest.hexdigest() == wanted.checksum
+        return digest.hexdigest() == key.checksum
 
-    def let_go(self) -> None:
+    def release(self) -> None:
+        """Allow the cache to evict the file."""
         with suppress(OSError):  # the cache has been deleted meanwhile
             os.utime(self.path)
         os.close(self._fd)
 
 
 class ShardCache:
-    """Files by checksum in `folder`, together never over `max_bytes`; the least recently used go.
+    """Files named by checksum in `folder`, in total at most `max_bytes`, evicted by LRU.
 
-    The folder is made for this user alone. Raises OSError if it cannot be, or is somebody else's.
+    Only this user may access the folder. Raises OSError if it cannot be created or belongs to
+    another user.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        there = folder.lstat()
-        if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid():
-            raise PermissionError(errno.EPERM, "it is no folder of this user's own", str(folder))
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "not a folder of this user", str(folder))
         with open(folder / ROOM, "ab"):
-            pass  # it can be written
+            pass  # checks that the folder is writable
         self.folder = folder
         self._max_bytes = max_bytes
 
-    def hold(self, wanted: Wanted) -> HeldFile | None:
-        """The file in use, if it is there and of the right size."""
-        path = self.folder / wanted.checksum
+    def hold(self, key: CacheKey) -> HeldFile | None:
+        """The file, marked as in use, if it is there with the right size."""
+        path = self.folder / key.checksum
         try:
             fd = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             return None
         fcntl.flock(fd, fcntl.LOCK_SH)
-        there = os.fstat(fd)
-        if there.st_nlink and there.st_size == wanted.num_bytes:
+        status = os.fstat(fd)
+        if status.st_nlink and status.st_size == key.num_bytes:
             with suppress(OSError):  # the cache has been deleted meanwhile
                 os.utime(path)
             return HeldFile(path, fd)
         os.close(fd)
         return None
 
-    def fill(self, wanted: Wanted, fetch: Callable[[BinaryIO], None]) -> Filled:
-        """Have `fetch` write the file, unless another process is about it or all is in use.
+    def fill(self, key: CacheKey, fetch: Callable[[BinaryIO], None]) -> Filled:
+        """Let `fetch` write the file, unless another process writes it or every file is in use.
 
-        What it raises leaves nothing behind. The content is the caller's to verify, before.
+        If `fetch` raises, nothing remains. `fetch` must verify the content that it writes.
         """
-        path = self.folder / wanted.checksum
+        path = self.folder / key.checksum
         draft = path.with_name(path.name + DRAFT)
-        with self._alone():
+        with self._exclusive():
             fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
             if not _lock(fd):
                 os.close(fd)
                 return "busy"
             os.ftruncate(fd, 0)
-            is_there = path.exists() and path.stat().st_size == wanted.num_bytes
-            if is_there or not self._make_room(wanted.num_bytes):
+            is_cached = path.exists() and path.stat().st_size == key.num_bytes
+            if is_cached or not self._evict_for(key.num_bytes):
                 draft.unlink()
                 os.close(fd)
-                return "filled" if is_there else "no room"
-            os.ftruncate(fd, wanted.num_bytes)
+                return "filled" if is_cached else "full"
+            os.ftruncate(fd, key.num_bytes)
         with open(fd, "r+b") as out:
             try:
                 fetch(out)
                 out.flush()
-                with self._alone():
+                with self._exclusive():
                     os.replace(draft, path)
             except BaseException:
-                with suppress(OSError):  # what has happened is told by the exception
+                with suppress(OSError):  # the exception that is raised again says what happened
                     draft.unlink()
                 raise
         return "filled"
 
     def discard(self, held: HeldFile) -> None:
-        """A file that is damaged, unless it has been replaced already."""
-        with self._alone(), suppress(FileNotFoundError):
+        """Remove a damaged file, unless it has been replaced already."""
+        with self._exclusive(), suppress(FileNotFoundError):
             if held.path.stat().st_ino == held.inode():
                 held.path.unlink()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        # Whoever tidies the temporary folder may have removed it.
+    def _exclusive(self) -> Iterator[None]:
+        # A cleaner of the temporary folder may have removed it.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.folder / ROOM, "ab") as room:
             fcntl.flock(room, fcntl.LOCK_EX)
             yield
 
-    def _make_room(self, num_bytes: int) -> bool:
-        """Remove what was left half written, then the least recently used that nobody uses."""
-        there = []
+    def _evict_for(self, num_bytes: int) -> bool:
+        """Remove abandoned partial files, then unused files by LRU, until `num_bytes` fit.
+
+        Returns whether they fit.
+        """
+        files = []
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # a draft that has just got its name
-                    told, is_whole = entry.stat(follow_symlinks=False), entry.name[-8:] != DRAFT
-                    there.append((is_whole, told.st_mtime_ns, entry.path, told.st_size))
-        excess = sum(size for *_, size in there) + num_bytes - self._max_bytes
-        for is_whole, _, path, size in sorted(there):
+                with suppress(FileNotFoundError):  # a partial file that has just been renamed
+                    status, is_whole = entry.stat(follow_symlinks=False), entry.name[-8:] != DRAFT
+                    files.append((is_whole, status.st_mtime_ns, entry.path, status.st_size))
+        excess = sum(size for *_, size in files) + num_bytes - self._max_bytes
+        for is_whole, _, path, size in sorted(files):
             if is_whole and excess <= 0:
                 break
             if size and _remove_unused(path):

@@ -1,4 +1,4 @@
-"""Conversations in JSONL: what is said in each, as tokens of which only the responses count."""
+"""Chat data: conversations in JSONL, rendered to tokens with a mask of the responses."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ PAIR = '{"prompt": "...", "response": "..."}'
 
 
 class Conversation(NamedTuple):
-    """Token ids, and for each whether it is part of a response."""
+    """Token ids, and for each whether it is part of a response and so counts in the loss."""
 
     tokens: list[int]
     is_response: list[bool]
 
 
 class Rendering(Protocol):
-    """How conversations become tokens; equal names give equal ones."""
+    """A way to turn conversations into tokens; renderings of equal names give equal tokens."""
 
     name: str
     vocab_size: int
 
     def render(self, messages: Sequence[Message], where: str) -> Conversation:
-        """Raises `UserError`, which says `where`."""
+        """The tokens of a conversation. Raises `UserError`, whose message begins with `where`."""
 
 
 class PlainRendering:
-    """`role: content` and, after a response, the tokenizer's separator; others end with a line."""
+    """Messages as `role: content`, each response followed by the separator, others by a newline."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -44,23 +44,26 @@ class PlainRendering:
         self.vocab_size = tokenizer.vocab_size
 
     def render(self, messages: Sequence[Message], where: str) -> Conversation:
-        said = Conversation([], [])
+        conversation = Conversation([], [])
         for message in messages:
-            answers = message["role"] == ASSISTANT
-            ending = "" if answers else "\n"
+            is_response = message["role"] == ASSISTANT
+            ending = "" if is_response else "\n"
             head, content = self.tokenizer.encode(
                 [f"{message['role']}: ", message["content"] + ending]
             )
-            tail = [self.tokenizer.separator] if answers else []
-            said.tokens.extend([*head.tolist(), *content.tolist(), *tail])
-            said.is_response.extend([False] * len(head))
-            said.is_response.extend([answers] * (len(content) + len(tail)))
-        return said
+            tail = [self.tokenizer.separator] if is_response else []
+            conversation.tokens.extend([*head.tolist(), *content.tolist(), *tail])
+            conversation.is_response.extend([False] * len(head))
+            conversation.is_response.extend([is_response] * (len(content) + len(tail)))
+        return conversation
 
 
 class TemplateRendering:
-    """The chat template of a tokenizer of `transformers`: a response is what it writes of an
-    assistant's message after the prompt for it."""
+    """The chat template of a `transformers` tokenizer.
+
+    A response is the text that the template writes for an assistant's message after the
+    generation prompt.
+    """
 
     def __init__(self, folder: Path, loaded: Any) -> None:
         self.loaded = loaded
@@ -77,8 +80,8 @@ class TemplateRendering:
                 after = self._text(messages[: number + 1], where)
                 if not (whole.startswith(after) and after.startswith(before)):
                     raise UserError(
-                        f"{where}: the tokenizer's chat template writes message {number + 1} "
-                        "otherwise when others follow; give conversations of one response each"
+                        f"{where}: the tokenizer's chat template renders message {number + 1} "
+                        "differently when others follow; give conversations of one response each"
                     )
                 spans.append((len(before), len(after)))
         encoded = self.loaded(whole, add_special_tokens=False, return_offsets_mapping=True)
@@ -92,11 +95,13 @@ class TemplateRendering:
         try:
             return self.loaded.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # whatever a template raises
-            raise UserError(f"{where}: the chat template refuses it ({error})") from None
+            raise UserError(
+                f"{where}: the tokenizer's chat template refuses the conversation ({error})"
+            ) from None
 
 
 def find_rendering(tokenizer: str, separator: str | None) -> Rendering:
-    """By the chat template beside a `tokenizer.json`, if there is one, else plainly.
+    """The chat template in the folder of a `tokenizer.json`, if it has one, else plain text.
 
     Raises `UserError` for a tokenizer that cannot be read.
     """
@@ -112,7 +117,7 @@ def find_rendering(tokenizer: str, separator: str | None) -> Rendering:
 
 
 def conversations_in(file: Path) -> Iterator[tuple[list[Message], str]]:
-    """The messages of each line that is not blank, and where it stands. Raises `UserError`."""
+    """The messages of each non-blank line, and the place of the line. Raises `UserError`."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
@@ -127,7 +132,7 @@ def _messages(line: bytes, where: str) -> list[Message]:
     try:
         record = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); mend or remove the line") from None
+        raise UserError(f"{where}: not JSON ({error}); fix or remove the line") from None
     record = record if isinstance(record, dict) else {}
     messages = record.get("messages")
     if messages is None and {"prompt", "response"} <= record.keys():
@@ -136,9 +141,9 @@ def _messages(line: bytes, where: str) -> list[Message]:
             {"role": ASSISTANT, "content": record["response"]},
         ]
     if not isinstance(messages, list) or not all(map(_is_message, messages)):
-        raise UserError(f"{where}: is no conversation; each line is {MESSAGES} or {PAIR}")
+        raise UserError(f"{where}: not a conversation; each line is {MESSAGES} or {PAIR}")
     if not any(message["role"] == ASSISTANT for message in messages):
-        raise UserError(f"{where}: has no message of role {ASSISTANT}, so nothing to learn")
+        raise UserError(f"{where}: has no message of role {ASSISTANT}; add one or remove the line")
     return messages
 
 

@@ -1,4 +1,4 @@
-"""Columns: one long sequence of integers that lies in a row of Arrow IPC files."""
+"""Columns: long sequences of integers, each stored in a series of Arrow IPC files."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ import pyarrow as pa
 from pipelines.data.shards import FORMAT, ShardFile, Shards, damaged
 
 NUM_BATCH_ROWS = 1 << 20
-"""Rows of a record batch: what a writer holds in memory."""
+"""Rows of a record batch, which a writer holds in memory."""
 NUM_SHARD_ROWS = 1 << 26
 """Rows of a file."""
 
 
 def schema_of(name: str, dtype: str) -> pa.Schema:
+    """The schema of a column's files."""
     field = pa.field(name, pa.from_numpy_dtype(np.dtype(dtype)), nullable=False)
     return pa.schema([field], metadata={"format": FORMAT})
 
 
 class ColumnWriter:
-    """Writes a column, in memory bounded by one record batch, to files `<prefix>-00000.arrow`...
+    """Writer of a column to files `<prefix>-00000.arrow`..., holding one record batch in memory.
 
-    A context manager; `files` is complete and on the disk after `close`.
+    A context manager; `files` is complete and durable after `close`.
     """
 
     def __init__(
@@ -92,7 +93,7 @@ class ColumnWriter:
 
 
 class Shard:
-    """One Arrow IPC file that is being written."""
+    """An Arrow IPC file while it is written."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self.num_rows = 0
@@ -125,7 +126,7 @@ class Shard:
 
 
 class HashedFile:
-    """A new file, and the SHA-256 of all that is written to it."""
+    """A new file that computes the SHA-256 of everything written to it."""
 
     def __init__(self, path: Path) -> None:
         self.num_bytes = 0
@@ -149,7 +150,7 @@ class HashedFile:
         self._file.flush()
 
     def finish(self) -> None:
-        """Have it outlive the machine's end."""
+        """Make the file durable and close it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self.close()
@@ -160,11 +161,11 @@ class HashedFile:
 
 
 class Column:
-    """A column, memory-mapped: only the pages that are read take memory.
+    """A memory-mapped column: only the pages that are read take memory.
 
-    Raises `UserError`, naming the file, if one that lies here is missing, of another size, or no
-    Arrow file of this column: a matter of microseconds a file. What lies inside is checked by
-    `verify`; of files that are fetched it is checked whenever they are.
+    Raises `UserError`, naming the file, if a local file is missing, of another size, or not an
+    Arrow file of this column; this check takes microseconds a file. `verify` checks the contents.
+    Fetched files are checked whenever they are fetched.
     """
 
     def __init__(self, shards: Shards, name: str, dtype: str, files: tuple[ShardFile, ...]) -> None:
@@ -179,7 +180,7 @@ class Column:
             self.num_rows += file.num_rows
 
     def files_of(self, first: int, num_rows: int) -> list[str]:
-        """The names of the files in which these rows lie."""
+        """The names of the files that hold these rows."""
         places = range(self._place(first), self._place(first + max(num_rows, 1) - 1) + 1)
         return [self._files[place].name for place in places]
 
@@ -194,13 +195,12 @@ class Column:
             place += 1
 
     def files_between(self, low: int, high: int) -> list[str]:
-        """The names of the files that say which rows are over `low` and at most `high`, in a
-        column that ascends."""
+        """The names of the files with values over `low` up to `high`; the column must ascend."""
         first, last = self._place_of(low), self._place_of(high)
         return [file.name for file in self._files[max(first, 0) : last + 1]]
 
     def count_up_to(self, value: int) -> int:
-        """How many rows are at most `value`, in a column that ascends."""
+        """The number of rows that are at most `value`; the column must ascend."""
         place = self._place_of(value)
         if place < 0:
             return 0
@@ -208,7 +208,7 @@ class Column:
         return self._firsts[place] + shard.count_up_to(value)
 
     def verify(self) -> None:
-        """Read everything; raise `UserError` with the first file whose content has changed."""
+        """Read everything; raise `UserError` naming the first file whose content has changed."""
         digest = sha256()
         for file in self._files:
             for chunk in self._shards.opened(file.name).chunks:
@@ -220,7 +220,7 @@ class Column:
         return bisect_right(self._firsts, row) - 1
 
     def _place_of(self, value: int) -> int:
-        """Of the file with the last row of at most `value`; -1 if there is none."""
+        """The index of the file with the last row of at most `value`; -1 if there is none."""
         return bisect_right(range(len(self._files)), value, key=self._first_value) - 1
 
     def _first_value(self, place: int) -> int:

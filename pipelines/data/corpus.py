@@ -1,4 +1,4 @@
-"""Corpora: where the text of a run comes from."""
+"""Corpora: the text files that `--data` names, and a reader of documents for each format."""
 
 from __future__ import annotations
 
@@ -21,125 +21,13 @@ from pipelines.settings.errors import UserError
 from pipelines.settings.home import expanded
 
 COLUMN = "text"
-
+"""The column or JSON field that holds a document."""
 NUM_ROWS_AT_ONCE = 64
-
 READ_BYTES = 1 << 20
-
 WHOLE_TEXT_BYTES = 1 << 20
-"""A text file up to this size is one document; a larger one is a collection, and is cut."""
-
+"""A text file up to this size is one document; a larger one is split into several."""
 PART_CHARS = 1 << 16
-"""A collection is cut into documents of this length, each drawn out to the end of its line."""
-
-
-def documents_in(file: Path) -> Iterator[str]:
-    """The documents of a file, in order, by the reader of its suffix (any other: as plain text).
-
-    Raises `UserError`, naming the file, if it cannot be opened or is not what its suffix says.
-    """
-    with told(file):
-        yield from READERS.get(file.suffix, text_documents)(file)
-
-
-@contextmanager
-def told(file: Path) -> Iterator[None]:
-    """Turn what goes wrong with a file into one line for the user."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{file}: not UTF-8 text ({error.reason}); convert it or leave it out"
-        ) from error
-    except (OSError, pa.ArrowException) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{file}: cannot be read as {file.suffix or 'text'} ({reason}); mend it or leave it out"
-        ) from error
-
-
-def text_documents(file: Path) -> Iterator[str]:
-    """A plain text file: one document, or several if it is larger than `WHOLE_TEXT_BYTES`."""
-    with file.open(encoding="utf-8-sig", newline="") as text:
-        if file.stat().st_size <= WHOLE_TEXT_BYTES:
-            yield text.read()
-            return
-        while part := text.read(PART_CHARS):
-            yield part + text.readline(PART_CHARS)
-
-
-def jsonl_documents(file: Path) -> Iterator[str]:
-    """One JSON object a line, whose field `text` is the document; blank lines are passed over."""
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.isspace():
-                yield jsonl_text(line, f"{file}, line {number}")
-
-
-def jsonl_text(line: bytes, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON ({error}); mend or remove the line") from error
-    text = record.get(COLUMN) if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise UserError(f'{where}: has no text; each line is an object like {{"{COLUMN}": "..."}}')
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: has half a surrogate pair; mend or remove the line") from error
-    return text
-
-
-def parquet_documents(file: Path) -> Iterator[str]:
-    """The column `text` of a Parquet file, a row a document; nulls are passed over."""
-    with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
-        check_column(file, table.schema_arrow)
-        # One column has nothing for threads to do but to keep a heap each.
-        for batch in table.iter_batches(NUM_ROWS_AT_ONCE, columns=[COLUMN], use_threads=False):
-            yield from texts(batch)
-
-
-def arrow_documents(file: Path) -> Iterator[str]:
-    """The column `text` of an Arrow IPC file or stream, a row a document; nulls passed over."""
-    with pa.OSFile(str(file)) as opened:
-        is_file = opened.read(6) == b"ARROW1"
-        opened.seek(0)
-        reader = pa.ipc.open_file(opened) if is_file else pa.ipc.open_stream(opened)
-        check_column(file, reader.schema)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
-        for batch in batches:
-            yield from texts(batch)
-
-
-def check_column(file: Path, schema: pa.Schema) -> None:
-    if COLUMN not in schema.names:
-        raise UserError(
-            f"{file}: has no column '{COLUMN}' (but {', '.join(schema.names)}); rename one to it"
-        )
-    kind = schema.field(COLUMN).type
-    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise UserError(f"{file}: column '{COLUMN}' is {kind}, not text; cast it to string")
-
-
-def texts(batch: pa.RecordBatch) -> Iterator[str]:
-    column = batch.column(COLUMN)
-    for first in range(0, len(column), NUM_ROWS_AT_ONCE):
-        for text in column.slice(first, NUM_ROWS_AT_ONCE).to_pylist():
-            if text is not None:
-                yield text
-
-
-READERS: dict[str, Callable[[Path], Iterator[str]]] = {
-    ".txt": text_documents,
-    ".jsonl": jsonl_documents,
-    ".parquet": parquet_documents,
-    ".arrow": arrow_documents,
-}
-
-KINDS = ", ".join(READERS)
-
+"""The length of a document of a split text file, extended to the end of its line."""
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 """Folders of the standard library that are not part of the default corpus."""
 
@@ -157,10 +45,10 @@ class Corpus:
             yield from filter(None, documents_in(file))
 
     def fingerprint(self) -> str:
-        """Tells without reading it whether a corpus has changed: names, sizes and times."""
+        """A digest of names, sizes and times, which detects a changed corpus without reading it."""
         seen = []
         for file in self.files:
-            with told(file):
+            with file_errors_reported(file):
                 seen.append((file.name, file.stat().st_size, file.stat().st_mtime_ns))
         return sha256(json.dumps(seen).encode()).hexdigest()
 
@@ -168,45 +56,155 @@ class Corpus:
 def find_corpus(data: str = "") -> Corpus:
     """The corpus that `--data` names: a file, folder or glob; '' is the standard library.
 
-    A folder is searched with all its subfolders, but for hidden ones and those of prepared data;
-    files are read in the order of their paths. Raises `UserError` if there is nothing to read.
+    A folder is searched recursively, except hidden folders and folders of prepared data. Files are
+    read in the order of their paths. Raises `UserError` if there is nothing to read.
     """
     if not data:
         return standard_library()
     path = expanded(data)
     if path.is_file() and path.suffix not in READERS:
-        raise UserError(f"--data {data}: is no {KINDS} file; rename or convert it")
+        raise UserError(f"--data {data}: not a {KINDS} file; rename or convert it")
     if path.is_file():
-        found = [path]
+        candidates = [path]
     elif path.is_dir():
-        found = list(files_under(path))
+        candidates = list(files_under(path))
     elif glob.has_magic(data):
-        found = [Path(name) for name in glob.glob(str(path), recursive=True)]
+        candidates = [Path(name) for name in glob.glob(str(path), recursive=True)]
     else:
         raise UserError(f"--data {data}: no such file or folder; name one with {KINDS} files")
-    files = sorted(file for file in found if file.suffix in READERS and file.is_file())
+    files = sorted(file for file in candidates if file.suffix in READERS and file.is_file())
     if not files:
-        raise UserError(f"--data {data}: holds no {KINDS} file; name files, a folder or a glob")
+        raise UserError(f"--data {data}: has no {KINDS} file; name files, a folder or a glob")
     return Corpus(data, tuple(files))
 
 
 def standard_library() -> Corpus:
-    """The text of this Python's standard library: some 700 files, 11 MB, always there."""
+    """The source files of this Python's standard library: about 700 files, 11 MB, always there."""
     root = Path(sysconfig.get_path("stdlib"))
     version = ".".join(map(str, sys.version_info[:3]))
     files = sorted(file for file in files_under(root, EXCLUDED) if file.suffix == ".py")
     if not files:
-        raise UserError(f"{root}: no sources of the standard library here; name text with --data")
+        raise UserError(f"{root}: has no sources of the standard library; name text with --data")
     return Corpus(f"the Python {version} standard library", tuple(files))
 
 
-def files_under(root: Path, skipped_batches: Set[str] = frozenset()) -> Iterator[Path]:
+def files_under(root: Path, excluded: Set[str] = frozenset()) -> Iterator[Path]:
+    """The files in a folder and its subfolders, except hidden, excluded and prepared ones."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [
             name
             for name in subfolders
-            if name not in skipped_batches
-            and name[0] != "."
-            and not is_prepared(Path(folder, name))
+            if name not in excluded and name[0] != "." and not is_prepared(Path(folder, name))
         ]
         yield from (Path(folder, name) for name in names)
+
+
+def documents_in(file: Path) -> Iterator[str]:
+    """The documents of a file, in order, by the reader for its suffix (others: as plain text).
+
+    Raises `UserError`, naming the file, if it cannot be opened or is not what its suffix says.
+    """
+    with file_errors_reported(file):
+        yield from READERS.get(file.suffix, text_documents)(file)
+
+
+@contextmanager
+def file_errors_reported(file: Path) -> Iterator[None]:
+    """Turn an error of reading the file into a one-line `UserError`."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{file}: not UTF-8 text ({error.reason}); convert it or leave it out"
+        ) from error
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{file}: cannot be read as {file.suffix or 'text'} ({reason}); fix it or leave it out"
+        ) from error
+
+
+def text_documents(file: Path) -> Iterator[str]:
+    """A plain text file: one document, or several if it is larger than `WHOLE_TEXT_BYTES`."""
+    with file.open(encoding="utf-8-sig", newline="") as text:
+        if file.stat().st_size <= WHOLE_TEXT_BYTES:
+            yield text.read()
+            return
+        while part := text.read(PART_CHARS):
+            yield part + text.readline(PART_CHARS)
+
+
+def jsonl_documents(file: Path) -> Iterator[str]:
+    """One JSON object a line, whose field `text` is the document; blank lines are skipped."""
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.isspace():
+                yield jsonl_text(line, f"{file}, line {number}")
+
+
+def jsonl_text(line: bytes, where: str) -> str:
+    """The document in one line of JSON. Raises `UserError`, whose message begins with `where`."""
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where}: not JSON ({error}); fix or remove the line") from error
+    text = record.get(COLUMN) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UserError(f'{where}: has no text; each line is an object like {{"{COLUMN}": "..."}}')
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: has half a surrogate pair; fix or remove the line") from error
+    return text
+
+
+def parquet_documents(file: Path) -> Iterator[str]:
+    """The column `text` of a Parquet file, one document a row; nulls are skipped."""
+    with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
+        check_column(file, table.schema_arrow)
+        # With one column, threads gain nothing, and each would keep a heap.
+        for batch in table.iter_batches(NUM_ROWS_AT_ONCE, columns=[COLUMN], use_threads=False):
+            yield from texts(batch)
+
+
+def arrow_documents(file: Path) -> Iterator[str]:
+    """The column `text` of an Arrow IPC file or stream, one document a row; nulls are skipped."""
+    with pa.OSFile(str(file)) as opened:
+        is_file = opened.read(6) == b"ARROW1"
+        opened.seek(0)
+        reader = pa.ipc.open_file(opened) if is_file else pa.ipc.open_stream(opened)
+        check_column(file, reader.schema)
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            yield from texts(batch)
+
+
+def check_column(file: Path, schema: pa.Schema) -> None:
+    """Raise `UserError` if a table has no column of text."""
+    if COLUMN not in schema.names:
+        raise UserError(
+            f"{file}: has no column '{COLUMN}', only {', '.join(schema.names)}; rename one to it"
+        )
+    kind = schema.field(COLUMN).type
+    kind = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+        raise UserError(f"{file}: column '{COLUMN}' is {kind}, not text; cast it to string")
+
+
+def texts(batch: pa.RecordBatch) -> Iterator[str]:
+    """The documents of a record batch, without nulls."""
+    column = batch.column(COLUMN)
+    for first in range(0, len(column), NUM_ROWS_AT_ONCE):
+        for text in column.slice(first, NUM_ROWS_AT_ONCE).to_pylist():
+            if text is not None:
+                yield text
+
+
+READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+    ".txt": text_documents,
+    ".jsonl": jsonl_documents,
+    ".parquet": parquet_documents,
+    ".arrow": arrow_documents,
+}
+"""The reader of each format, by file suffix."""
+KINDS = ", ".join(READERS)

@@ -1,4 +1,4 @@
-"""From what `--data` says to a folder of token shards."""
+"""Resolution of `--data` to a folder of token shards, prepared if need be."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ RANDOM = "random"
 
 @dataclass(frozen=True)
 class FoundData:
-    """What `--data` means: where it lies prepared, or will; and the text that it is made of.
+    """The meaning of `--data`: the place of the prepared data, and the text to prepare.
 
-    `place` is None for random tokens; `corpus` and `tokenizer` are None for what was prepared
-    before.
+    `place` is None for random tokens. `corpus` and `tokenizer` are None if `--data` names prepared
+    data.
     """
 
     place: str | None
     corpus: Corpus | None = None
     tokenizer: Tokenizer | None = None
     whole: str = INDEX
-    """The file that is written last."""
+    """The file that is written last: if it exists, the data are prepared."""
 
     def is_there(self) -> bool:
-        """Whether nothing has to be prepared."""
+        """Whether the data are prepared already, or need no preparation."""
         return (
             self.place is None
             or self.corpus is None
@@ -49,7 +49,7 @@ def prepared_folder(
     separator: str | None = None,
     held_out_fraction: float = HELD_OUT_FRACTION,
 ) -> str | None:
-    """Where the data of a run lie prepared, having prepared them if need be; None for 'random'.
+    """The place of a run's prepared data, prepared now if need be; None for 'random'.
 
     See `find_data`. Raises `UserError`.
     """
@@ -66,11 +66,12 @@ def find_data(
     separator: str | None = None,
     held_out_fraction: float = HELD_OUT_FRACTION,
 ) -> FoundData:
-    """What the data of a run are; nothing is prepared.
+    """Resolve the data of a run, without preparing anything.
 
-    `data` is 'random', a folder of prepared data or its URL (which keep the tokenizer and fraction
-    that they were prepared with), text as for `find_corpus`, or '' for the standard library. Text
-    is prepared in a folder of its own under `cache`, a path or URL, once. Raises `UserError`.
+    `data` is 'random', a folder or URL of prepared data (which keep the tokenizer and fraction that
+    they were prepared with), text as for `find_corpus`, or '' for the standard library. Text is
+    prepared once, in a folder under `cache` (a path or URL) that the inputs determine. Raises
+    `UserError`.
     """
     if data == RANDOM:
         return FoundData(None)

@@ -1,4 +1,4 @@
-"""Conversations packed into sequences of one length, prepared once and kept as one file."""
+"""Packed chat data: conversations packed into sequences of equal length, stored as one file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipelines.settings.home import expanded
 FORMAT = "elastic-chats/1"
 FILE = "chats.safetensors"
 NUM_OPEN_ROWS = 64
-"""Of so many sequences with room left the first that has enough is taken."""
+"""A conversation goes into the first of at most this many open sequences that has room for it."""
 IGNORED = -100
 
 
@@ -34,19 +34,21 @@ class PackedChats:
     is_far = False
 
     def __init__(self, place: str, split: str) -> None:
-        """Raises `UserError` if the file is not there, or damaged."""
+        """Raises `UserError` if the file is missing or damaged."""
         try:
-            kept = load(open_storage(place).read(FILE))
+            stored = load(open_storage(place).read(FILE))
             self._tokens, self._targets, self._documents = (
-                kept[f"{split}.{name}"] for name in ("tokens", "targets", "documents")
+                stored[f"{split}.{name}"] for name in ("tokens", "targets", "documents")
             )
-            self.vocab_size = int(kept["vocab_size"])
+            self.vocab_size = int(stored["vocab_size"])
         except (OSError, SafetensorError, KeyError) as error:
-            raise UserError(f"{place}/{FILE}: cannot be read ({error}); prepare it anew") from None
+            raise UserError(
+                f"{place}/{FILE}: cannot be read ({error}); delete it and start again"
+            ) from None
         self.num_samples, self.seq_len = self._tokens.shape
         if not self.num_samples:
             raise UserError(
-                f"{place}: the {split} split holds no conversation; give more of them, or another "
+                f"{place}: the {split} split has no conversation; give more of them, or change "
                 "data.held_out_fraction"
             )
         digest = sha256()
@@ -64,13 +66,13 @@ class PackedChats:
         )
 
     def reach(self) -> None:
-        """They are in memory."""
+        """Nothing to do: the sequences are in memory."""
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """They are in memory."""
+        """Nothing to do: the sequences are in memory."""
 
     def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
-        """They are in memory."""
+        """Nothing to do: the sequences are in memory."""
 
 
 def prepare_chats(
@@ -82,10 +84,10 @@ def prepare_chats(
     separator: str | None = None,
     held_out_fraction: float = 0.02,
 ) -> str:
-    """Where a JSONL file's conversations lie packed, having packed them if need be, under `cache`.
+    """The place under `cache` of a JSONL file's packed conversations, packed now if need be.
 
-    Which split one goes to depends on its text alone, as with `pipelines.data.prepare`. One that is
-    longer than a sequence is cut to it. Raises `UserError`.
+    The split of a conversation depends on its text alone, as in `pipelines.data.prepare`. A
+    conversation longer than a sequence is truncated. Raises `UserError`.
     """
     found = find_chats(source, cache, seq_len, tokenizer, separator, held_out_fraction)
     assert found.place is not None and found.corpus is not None
@@ -104,13 +106,13 @@ def find_chats(
     separator: str | None = None,
     held_out_fraction: float = 0.02,
 ) -> FoundData:
-    """The file of conversations, and where they lie packed or will. Raises `UserError`."""
+    """The file of conversations, and the place of their packed form. Raises `UserError`."""
     file = expanded(source.removeprefix("file://"))
     if not file.is_file():
-        raise UserError(f"--data {source}: name a JSONL file of conversations")
+        raise UserError(f"--data {source}: not a file; name a JSONL file of conversations")
     rendering = find_rendering(tokenizer, separator)
-    asked = [FORMAT, sha256(file.read_bytes()).hexdigest(), rendering.name, seq_len]
-    digest = sha256(json.dumps([*asked, held_out_fraction]).encode()).hexdigest()
+    inputs = [FORMAT, sha256(file.read_bytes()).hexdigest(), rendering.name, seq_len]
+    digest = sha256(json.dumps([*inputs, held_out_fraction]).encode()).hexdigest()
     place = open_storage(cache).at(f"chats-{digest[:16]}").url
     return FoundData(place, Corpus(source, (file,)), whole=FILE)
 
@@ -119,22 +121,22 @@ def _packed(
     file: Path, rendering: Rendering, seq_len: int, held_out_fraction: float
 ) -> dict[str, np.ndarray]:
     below = int(held_out_fraction * 2**64)
-    said = [
+    rendered = [
         (hash_of(json.dumps(messages)), rendering.render(messages, where))
         for messages, where in conversations_in(file)
     ]
-    if not said:
-        raise UserError(f"{file}: holds no conversation")
-    least = min(value for value, _ in said)
-    if held_out_fraction and len(said) > 1 and least >= below:
-        below = least + 1
-    kept = {"vocab_size": np.array(rendering.vocab_size)}
-    for split, chosen in (("train", False), ("held_out", True)):
-        those = [one for value, one in said if (value < below) is chosen]
-        tokens, targets, documents = pack(those, seq_len)
-        kept |= {f"{split}.tokens": tokens, f"{split}.targets": targets}
-        kept |= {f"{split}.documents": documents}
-    return kept
+    if not rendered:
+        raise UserError(f"{file}: has no conversation; each line should be one")
+    smallest = min(value for value, _ in rendered)
+    if held_out_fraction and len(rendered) > 1 and smallest >= below:
+        below = smallest + 1
+    arrays = {"vocab_size": np.array(rendering.vocab_size)}
+    for split, is_held_out in (("train", False), ("held_out", True)):
+        members = [chat for value, chat in rendered if (value < below) is is_held_out]
+        tokens, targets, documents = pack(members, seq_len)
+        arrays |= {f"{split}.tokens": tokens, f"{split}.targets": targets}
+        arrays |= {f"{split}.documents": documents}
+    return arrays
 
 
 def pack(
@@ -142,14 +144,16 @@ def pack(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, targets and documents, int32, (sequences, seq_len).
 
-    A token's target is the next of its conversation if that is part of a response. What is left of
-    a sequence is a document of its own, of zeros, without targets. Conversations of which nothing
-    that counts is left are left out.
+    A token's target is the next token of its conversation if that is part of a response. The rest
+    of a sequence is padded with zeros: a separate document without targets. Conversations without
+    a response within `seq_len` are dropped.
     """
     rows: list[list[Conversation]] = []
     room: dict[int, int] = {}
-    for one in conversations:
-        cut = Conversation(one.tokens[: seq_len + 1], one.is_response[: seq_len + 1])
+    for conversation in conversations:
+        cut = Conversation(
+            conversation.tokens[: seq_len + 1], conversation.is_response[: seq_len + 1]
+        )
         length = len(cut.tokens) - 1
         if not any(cut.is_response[1:]):
             continue
@@ -166,11 +170,11 @@ def pack(
     targets = np.full(shape, IGNORED, np.int32)
     for number, row in enumerate(rows):
         end = 0
-        for document, one in enumerate(row):
-            begin, end = end, end + len(one.tokens) - 1
-            tokens[number, begin:end] = one.tokens[:-1]
-            counted = np.asarray(one.is_response[1:])
-            targets[number, begin:end] = np.where(counted, one.tokens[1:], IGNORED)
+        for document, cut in enumerate(row):
+            begin, end = end, end + len(cut.tokens) - 1
+            tokens[number, begin:end] = cut.tokens[:-1]
+            counted = np.asarray(cut.is_response[1:])
+            targets[number, begin:end] = np.where(counted, cut.tokens[1:], IGNORED)
             documents[number, begin:end] = document
         documents[number, end:] = len(row)
     return tokens, targets, documents

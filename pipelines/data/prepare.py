@@ -1,4 +1,7 @@
-"""Prepare: text becomes memory-mapped Arrow token shards, streaming, once."""
+"""Preparation of a corpus: text becomes memory-mapped Arrow token shards in a folder or at a URL.
+
+The corpus is streamed, and is prepared once: the index, written last, marks finished data.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,55 @@ from pipelines.data.tokens import Tokenizer
 from pipelines.settings.errors import UserError
 
 HELD_OUT_FRACTION = 0.02
-
 NUM_CHARS_AT_ONCE = 1 << 20
-"""Documents are tokenised together up to this length."""
+"""Documents are tokenized together up to this total length."""
+FETCHED_SHARD_ROWS = 1 << 23
+"""Rows of a shard at a URL: small, because reading one sample may fetch the whole shard."""
+READ_BYTES = 1 << 23
+SUFFIX = ".arrow"
+"""Files with this suffix may be left by an interrupted upload; the next upload replaces them."""
+
+
+def prepare_at(
+    corpus: Corpus, place: str, tokenizer: Tokenizer, held_out_fraction: float = HELD_OUT_FRACTION
+) -> Index:
+    """Like `prepare`, for a folder or a URL. For a URL all shards are first written to a temporary
+    folder of this machine. Raises `UserError`."""
+    if not is_remote(place):
+        return prepare(corpus, Path(place.removeprefix("file://")), tokenizer, held_out_fraction)
+    storage = named_place(place)
+    try:
+        if storage.size(INDEX) is not None:
+            index = read_index(storage)
+            digest = input_digest(corpus, tokenizer, held_out_fraction)
+            refuse_other(without_credentials(place), index, digest)
+            return index
+        others = sorted(name for name in storage.files() if not name.endswith(SUFFIX))
+        if others:
+            raise UserError(
+                f"{without_credentials(place)}: holds other files, such as {others[0]}; name a new "
+                "or empty folder"
+            )
+        with tempfile.TemporaryDirectory(prefix="elastic-prepare-") as folder:
+            local = Path(folder) / "out"
+            index = prepare(corpus, local, tokenizer, held_out_fraction, FETCHED_SHARD_ROWS)
+            return _upload(local, index, storage)
+    except OSError as error:
+        cause = without_credentials(str(error).splitlines()[0])
+        raise UserError(
+            f"{without_credentials(place)}: cannot write prepared data there ({cause}); check its "
+            "permissions and the credentials in the environment"
+        ) from None
+
+
+def _upload(local: Path, index: Index, storage: Storage) -> Index:
+    for split in index.splits.values():
+        for shard in (*split.tokens, *split.starts):
+            with (local / shard.name).open("rb") as file, storage.writing(shard.name) as out:
+                while data := file.read(READ_BYTES):
+                    out.write(data)
+    write_index(storage, index)
+    return index
 
 
 def prepare(
@@ -45,32 +94,34 @@ def prepare(
     held_out_fraction: float = HELD_OUT_FRACTION,
     num_shard_rows: int = NUM_SHARD_ROWS,
 ) -> Index:
-    """Turn a corpus into token shards in the folder `out`, or find them finished there.
+    """Turn a corpus into token shards in the folder `out`, unless they are there already.
 
-    A document starts with the separator. It goes to the held-out split if the SHA-256 of its text
-    is below that fraction of all values, so equal documents share a split and the order of files
-    plays no part; if none is, the one of least hash goes there. Memory is bounded by about 1 M
-    tokens a split and the longest document. The index is written last: what was left half done
-    is invisible, and is begun again; a second process waits for the first.
+    A document starts with the separator. It belongs to the held-out split if the SHA-256 of its
+    text is below that fraction of all values. So equal documents share a split, and the order of
+    files does not matter. If no document qualifies, the one with the smallest hash is held out.
+
+    Memory is bounded by about 1 M tokens a split and the longest document. The index is written
+    last, so an interrupted preparation is invisible and starts again. A second process waits for
+    the first.
 
     Raises `UserError` if the corpus is empty or cannot be read, if `out` cannot be written, or
-    if it holds anything else.
+    if it holds other files.
     """
     if not 0 <= held_out_fraction < 1:
         raise UserError(f"held-out fraction {held_out_fraction}: give a part of 1, such as 0.02")
-    wanted = input_digest(corpus, tokenizer, held_out_fraction)
+    digest = input_digest(corpus, tokenizer, held_out_fraction)
     with writable(out):
         if (out / INDEX).is_file():
-            return finished(out, wanted)
+            return finished(out, digest)
         claim(out)
         with locked(out):
             if (out / INDEX).is_file():
-                return finished(out, wanted)
+                return finished(out, digest)
             splits = write_splits(corpus, out, tokenizer, held_out_fraction, num_shard_rows)
             index = Index(
                 format=FORMAT,
                 source=corpus.name,
-                input=wanted,
+                input=digest,
                 tokenizer=tokenizer.name,
                 vocab_size=tokenizer.vocab_size,
                 separator=tokenizer.separator,
@@ -83,17 +134,19 @@ def prepare(
 
 
 def input_digest(corpus: Corpus, tokenizer: Tokenizer, held_out_fraction: float) -> str:
-    """Identifies what `prepare` is asked for, without reading the corpus."""
-    asked = [FORMAT, corpus.fingerprint(), tokenizer.name, held_out_fraction]
-    return sha256(json.dumps(asked).encode()).hexdigest()
+    """A digest of the inputs of `prepare`, computed without reading the corpus."""
+    inputs = [FORMAT, corpus.fingerprint(), tokenizer.name, held_out_fraction]
+    return sha256(json.dumps(inputs).encode()).hexdigest()
 
 
 def dtype_of(tokenizer: Tokenizer) -> Literal["uint16", "uint32"]:
+    """The smallest dtype that holds every token id."""
     return "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
 
 
 @contextmanager
 def writable(out: Path) -> Iterator[None]:
+    """Turn an `OSError` of writing the folder into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -103,7 +156,7 @@ def writable(out: Path) -> Iterator[None]:
 
 
 def claim(out: Path) -> None:
-    """Make the folder ours; it must be new, empty or left half done."""
+    """Mark the folder as one of prepared data; it must be new, empty or partly prepared."""
     out.mkdir(parents=True, exist_ok=True)
     others = [file for file in out.iterdir() if file.name != LOCK]
     if others and not is_prepared(out):  # in this order: others appear only after the lock
@@ -113,20 +166,22 @@ def claim(out: Path) -> None:
 
 @contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Hold the folder alone; the kernel lets go of it when the process ends, however it ends."""
+    """Lock the folder exclusively; the kernel releases the lock however the process ends."""
     with (out / LOCK).open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
-def finished(out: Path, wanted: str) -> Index:
+def finished(out: Path, digest: str) -> Index:
+    """The index of a prepared folder. Raises `UserError` if its inputs were others."""
     index = read_index(out)
-    refuse_other(str(out), index, wanted)
+    refuse_other(str(out), index, digest)
     return index
 
 
-def refuse_other(place: str, index: Index, wanted: str) -> None:
-    if index.input != wanted:
+def refuse_other(place: str, index: Index, digest: str) -> None:
+    """Raise `UserError` unless the data were prepared from the inputs of this digest."""
+    if index.input != digest:
         raise UserError(
             f"{place}: was prepared from other text or settings ({index.source}); "
             "name another folder or delete it"
@@ -136,23 +191,27 @@ def refuse_other(place: str, index: Index, wanted: str) -> None:
 def write_splits(
     corpus: Corpus, out: Path, tokenizer: Tokenizer, held_out_fraction: float, num_shard_rows: int
 ) -> dict[str, DataSplit]:
+    """Write all shards; once more if no document fell into the held-out split."""
     below = int(held_out_fraction * 2**64)
-    splits, least = write_once(corpus, out, tokenizer, below, num_shard_rows)
+    splits, smallest = write_once(corpus, out, tokenizer, below, num_shard_rows)
     num_documents = sum(split.num_documents for split in splits.values())
     if num_documents == 0:
         raise UserError(f"{corpus.name}: holds no text; name files with some")
     if held_out_fraction and not splits["held_out"].num_documents and num_documents > 1:
-        splits, _ = write_once(corpus, out, tokenizer, least + 1, num_shard_rows)
+        splits, _ = write_once(corpus, out, tokenizer, smallest + 1, num_shard_rows)
     return splits
 
 
 def write_once(
     corpus: Corpus, out: Path, tokenizer: Tokenizer, below: int, num_shard_rows: int
 ) -> tuple[dict[str, DataSplit], int]:
-    """Write all shards, holding out what hashes below a value; returns the least hash as well."""
+    """Write all shards, holding out documents whose hash is smaller than `below`.
+
+    Returns the splits and the smallest hash.
+    """
     for leftover in out.glob("*.arrow"):
         leftover.unlink()
-    least = 2**64
+    smallest = 2**64
     with ExitStack() as stack:
         writers = {
             name: SplitWriter(stack, out, name, tokenizer, num_shard_rows) for name in SPLITS
@@ -160,9 +219,9 @@ def write_once(
         for texts in grouped(corpus.documents()):
             for text, tokens in zip(texts, tokenizer.encode(texts), strict=True):
                 value = hash_of(text)
-                least = min(least, value)
+                smallest = min(smallest, value)
                 writers["held_out" if value < below else "train"].append(tokens)
-    return {name: writer.split() for name, writer in writers.items()}, least
+    return {name: writer.split() for name, writer in writers.items()}, smallest
 
 
 def hash_of(text: str) -> int:
@@ -171,7 +230,7 @@ def hash_of(text: str) -> int:
 
 
 def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Documents in groups of about `NUM_CHARS_AT_ONCE`, for a tokenizer that works in parallel."""
+    """Documents in groups of about `NUM_CHARS_AT_ONCE`, which a tokenizer encodes in parallel."""
     group: list[str] = []
     num_chars = 0
     for text in texts:
@@ -185,7 +244,7 @@ def grouped(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 class SplitWriter:
-    """The two columns of one split: its tokens, and the positions where its documents start."""
+    """Writer of one split's two columns: its tokens, and the start position of each document."""
 
     def __init__(
         self, stack: ExitStack, out: Path, name: str, tokenizer: Tokenizer, num_shard_rows: int
@@ -199,65 +258,16 @@ class SplitWriter:
         )
 
     def append(self, tokens: np.ndarray) -> None:
+        """Add one document, preceded by the separator."""
         self._starts.append(np.array([self._tokens.num_rows]))
         self._tokens.append(self._separator)
         self._tokens.append(tokens)
 
     def split(self) -> DataSplit:
-        """What was written, once the columns are closed."""
+        """The written split; valid once the columns are closed."""
         return DataSplit(
             num_tokens=self._tokens.num_rows,
             num_documents=self._starts.num_rows,
             tokens=tuple(self._tokens.files),
             starts=tuple(self._starts.files),
         )
-
-
-FETCHED_SHARD_ROWS = 1 << 23
-"""Of a file that is to be fetched: a sample costs a whole one, where it is not in the cache."""
-
-READ_BYTES = 1 << 23
-
-SUFFIX = ".arrow"
-"""What is left of a try that was broken off; the next one replaces it."""
-
-
-def prepare_at(
-    corpus: Corpus, place: str, tokenizer: Tokenizer, held_out_fraction: float = HELD_OUT_FRACTION
-) -> Index:
-    """As `prepare`, to a folder or a URL. For a URL all shards pass through a temporary folder of
-    this machine. Raises `UserError`."""
-    if not is_remote(place):
-        return prepare(corpus, Path(place.removeprefix("file://")), tokenizer, held_out_fraction)
-    there = named_place(place)
-    try:
-        if there.size(INDEX) is not None:
-            index = read_index(there)
-            wanted = input_digest(corpus, tokenizer, held_out_fraction)
-            refuse_other(without_credentials(place), index, wanted)
-            return index
-        others = sorted(name for name in there.files() if not name.endswith(SUFFIX))
-        if others:
-            raise UserError(
-                f"{without_credentials(place)}: holds other files, as {others[0]}; name a new or "
-                "empty folder"
-            )
-        with tempfile.TemporaryDirectory(prefix="elastic-prepare-") as folder:
-            here = Path(folder) / "out"
-            index = prepare(corpus, here, tokenizer, held_out_fraction, FETCHED_SHARD_ROWS)
-            return _publish(here, index, there)
-    except OSError as error:
-        cause = without_credentials(str(error).splitlines()[0])
-        raise UserError(
-            f"{without_credentials(place)}: cannot write prepared data there ({cause})"
-        ) from None
-
-
-def _publish(here: Path, index: Index, there: Storage) -> Index:
-    for split in index.splits.values():
-        for shard in (*split.tokens, *split.starts):
-            with (here / shard.name).open("rb") as file, there.writing(shard.name) as out:
-                while data := file.read(READ_BYTES):
-                    out.write(data)
-    write_index(there, index)
-    return index

@@ -1,4 +1,4 @@
-"""Prepared data, wherever they lie: their index, and the shards that it names."""
+"""Prepared data, in a folder or at a URL: the index and the shards that it lists."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from actors.storage.credentials import without_credentials
 from actors.storage.storage import Storage, is_remote, open_storage
-from pipelines.data.fetching import FetchedShards, insist, unreachable
+from pipelines.data.fetching import FetchedShards, retry, unreachable
 from pipelines.data.shards import FolderShards, Index, Shards, read_index
 from pipelines.settings import CacheSettings
 from pipelines.settings.errors import UserError
@@ -16,7 +16,7 @@ from pipelines.settings.errors import UserError
 
 @dataclass(frozen=True)
 class Prepared:
-    """A folder of prepared data, open to be read."""
+    """Opened prepared data."""
 
     place: str
     index: Index
@@ -24,22 +24,22 @@ class Prepared:
 
 
 def open_prepared(place: str | Path, cache: CacheSettings | None = None) -> Prepared:
-    """The prepared data in a folder, or at a URL, from where they are fetched as `cache` says.
+    """Open the prepared data in a folder or at a URL; data at a URL are fetched through `cache`.
 
     Raises `UserError` if there are none, `DataUnreachable` if their store does not answer.
     """
     if isinstance(place, Path) or not is_remote(place):
         return Prepared(str(place), read_index(Path(place)), FolderShards(Path(place)))
-    settings, there = cache or CacheSettings(), named_place(place)
+    settings, storage = cache or CacheSettings(), named_place(place)
     try:
-        index = insist(partial(read_index, there), settings.reach_timeout_s)
+        index = retry(partial(read_index, storage), settings.reach_timeout_s)
     except OSError as error:
         raise unreachable(place, error) from None
-    return Prepared(without_credentials(place), index, FetchedShards(there, settings))
+    return Prepared(without_credentials(place), index, FetchedShards(storage, settings))
 
 
 def named_place(url: str) -> Storage:
-    """The store that a URL names. Raises `UserError`."""
+    """The storage that a URL names. Raises `UserError`."""
     try:
         return open_storage(url)
     except (ValueError, OSError) as error:

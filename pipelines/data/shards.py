@@ -1,4 +1,4 @@
-"""Shards: the Arrow files of columns, mapped into memory; here those of a folder on a disk."""
+"""Token shards of prepared data: the index that lists them, and their memory-mapped Arrow files."""
 
 from __future__ import annotations
 
@@ -16,27 +16,24 @@ from actors.storage.storage import DiskStorage, Storage
 from pipelines.settings.errors import DataUnreachable, UserError
 
 FORMAT = "elastic-tokens/1"
-
 INDEX = "index.json"
-
 LOCK = "prepare.lock"
-
 SPLITS = ("train", "held_out")
 
 
 class Record(BaseModel):
-    """A frozen record of the index, without fields that it does not know."""
+    """A frozen record of the index that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class ShardFile(Record):
-    """One Arrow file; `sha256` is of all values of the column from its first up to this file's
-    last, so that the last file's does not depend on where the column was cut into files.
+    """One Arrow file of a column.
 
-    `checksum` is the SHA-256 of the file itself, and `first` the value of its first row: with them
-    a file is verified, and found to be the right one, alone. Data that were prepared before there
-    were such fields have neither.
+    `sha256` covers all values from the column's first up to this file's last. So the digest of a
+    column's last file does not depend on how the column was divided into files. `checksum` is the
+    SHA-256 of the file itself and `first` the value of its first row; with them a single file can
+    be verified and located. Data that an older version prepared have neither.
     """
 
     name: str
@@ -48,7 +45,7 @@ class ShardFile(Record):
 
 
 class DataSplit(Record):
-    """One split: a stream of tokens, and where in it each document starts."""
+    """One split: a stream of tokens, and the position in it where each document starts."""
 
     num_tokens: int
     num_documents: int
@@ -57,12 +54,12 @@ class DataSplit(Record):
 
 
 class Index(Record):
-    """What a folder of prepared data holds, and what it was made of."""
+    """The contents of a folder of prepared data, and the inputs that it was made from."""
 
     format: str
     source: str
     input: str
-    """Digest of what was asked for: corpus fingerprint, tokenizer, held-out fraction."""
+    """Digest of the inputs: corpus fingerprint, tokenizer, held-out fraction."""
     tokenizer: str
     vocab_size: int
     separator: int
@@ -72,40 +69,40 @@ class Index(Record):
 
     @property
     def digest(self) -> str:
-        """Identifies the tokens and documents, whatever files they came from or lie in."""
+        """Identifies the tokens and documents, independent of their source and shard files."""
         ends = {
             name: [files[-1].sha256 if files else "" for files in (split.tokens, split.starts)]
             for name, split in sorted(self.splits.items())
         }
-        told = [FORMAT, self.tokenizer, self.vocab_size, self.separator, ends]
-        return sha256(json.dumps(told).encode()).hexdigest()
+        identity = [FORMAT, self.tokenizer, self.vocab_size, self.separator, ends]
+        return sha256(json.dumps(identity).encode()).hexdigest()
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder is one of prepared data, be it finished or half done."""
+    """Whether a folder is one of prepared data, finished or not."""
     return (folder / LOCK).is_file()
 
 
-def write_index(there: Storage, index: Index) -> None:
-    """Make prepared data visible, all at once and durably."""
-    told = index.model_dump() | {"digest": index.digest}
-    there.write(INDEX, (json.dumps(told, indent=1) + "\n").encode())
+def write_index(storage: Storage, index: Index) -> None:
+    """Write the index durably and atomically, which makes the prepared data visible."""
+    fields = index.model_dump() | {"digest": index.digest}
+    storage.write(INDEX, (json.dumps(fields, indent=1) + "\n").encode())
 
 
-def read_index(there: Path | Storage) -> Index:
-    """The index of a folder; raises `UserError` if it is one of something else, `DataUnreachable`
-    if there is none on this machine.
+def read_index(place: Path | Storage) -> Index:
+    """The index of a folder of prepared data.
 
-    Of a folder elsewhere also `OSError`, if its store does not answer.
+    Raises `UserError` if the folder's index is damaged or of another format, `DataUnreachable` if
+    there is none, and `OSError` if the object store of a remote folder does not answer.
     """
-    storage = DiskStorage(there) if isinstance(there, Path) else there
+    storage = DiskStorage(place) if isinstance(place, Path) else place
     file = storage.at(INDEX).url
-    told = read_json(storage)
-    if not isinstance(told, dict) or told.get("format") != FORMAT:
-        raise UserError(f"{file}: no index of prepared data ({FORMAT}); prepare the data again")
-    digest = told.pop("digest", None)
+    fields = read_json(storage)
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise UserError(f"{file}: not an index of prepared data ({FORMAT}); prepare the data again")
+    digest = fields.pop("digest", None)
     try:
-        index = Index.model_validate(told)
+        index = Index.model_validate(fields)
     except ValidationError as error:
         raise damaged(file) from error
     if index.digest != digest or set(index.splits) != set(SPLITS):
@@ -114,6 +111,7 @@ def read_index(there: Path | Storage) -> Index:
 
 
 def read_json(storage: Storage) -> object:
+    """The JSON value of the index file; raises like `read_index`."""
     file = storage.at(INDEX).url
     try:
         return json.loads(storage.read(INDEX))
@@ -122,20 +120,19 @@ def read_json(storage: Storage) -> object:
             raise
         why = error.strerror or "there is no such file"
         raise DataUnreachable(
-            f"{file}: cannot be read ({why}); prepare the data first, where every machine sees them"
+            f"{file}: cannot be read ({why}); prepare the data in a place that every machine sees"
         ) from error
     except ValueError as error:
         raise damaged(file) from error
 
 
 def damaged(file: str | Path) -> UserError:
-    return UserError(
-        f"{file}: is damaged; delete the folder that it lies in and prepare the data again"
-    )
+    """The error for a damaged file of prepared data."""
+    return UserError(f"{file}: is damaged; delete its folder and prepare the data again")
 
 
 class OpenShard:
-    """The rows of one file; `chunks` are read-only views of mapped memory, one a record batch."""
+    """The rows of one file; `chunks` are read-only memory-mapped views, one a record batch."""
 
     def __init__(self, chunks: list[np.ndarray]) -> None:
         self.chunks = [chunk for chunk in chunks if len(chunk)]
@@ -146,7 +143,7 @@ class OpenShard:
             self.num_rows += len(chunk)
 
     def read_into(self, first: int, out: np.ndarray) -> int:
-        """Copy the rows from `first` on, as many as there are and find room; returns how many."""
+        """Copy rows from `first` on until the file or `out` ends; returns the number of rows."""
         num_done, place = 0, bisect_right(self._firsts, first) - 1
         while num_done < len(out) and place < len(self.chunks):
             offset = first + num_done - self._firsts[place]
@@ -157,7 +154,7 @@ class OpenShard:
         return num_done
 
     def count_up_to(self, value: int) -> int:
-        """How many rows are at most `value`, if they ascend."""
+        """The number of rows that are at most `value`; rows must ascend."""
         place = bisect_right(self.chunks, value, key=lambda chunk: int(chunk[0])) - 1
         if place < 0:
             return 0
@@ -165,21 +162,21 @@ class OpenShard:
 
 
 class Shards(Protocol):
-    """The files of a folder of prepared data, by name, wherever it is."""
+    """The files of a folder of prepared data, by name; the folder is local or at a URL."""
 
     def add(self, file: ShardFile, schema: pa.Schema) -> None:
-        """There is this file, of a column of this schema. Raises `UserError` if that can be seen
-        to be wrong."""
+        """Register a file of a column with this schema. Raises `UserError` if it is visibly not
+        that file."""
 
     def opened(self, name: str) -> OpenShard:
-        """A file that was added. Raises `UserError` if it is not what it should be."""
+        """A registered file, opened. Raises `UserError` if it is not the file of the index."""
 
     def place_of(self, name: str) -> str:
-        """Where a file lies, for messages."""
+        """The path or URL of a file, for messages."""
 
 
 class FolderShards:
-    """The files of a folder on this machine: opened at once, and for good."""
+    """The files of a folder on this machine, each opened when it is added and never closed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -196,15 +193,15 @@ class FolderShards:
 
 
 def open_shard(path: Path, file: ShardFile, schema: pa.Schema) -> OpenShard:
-    """Map one file. Raises `UserError`, naming it, if it is not what the index says."""
+    """Map one file. Raises `UserError`, naming the file, if it differs from the index."""
     try:
         num_bytes = path.stat().st_size
         if num_bytes != file.num_bytes:
             raise UserError(
-                f"{path}: holds {num_bytes} bytes, not {file.num_bytes}: cut off or replaced; "
+                f"{path}: has {num_bytes} bytes, not {file.num_bytes}: truncated or replaced; "
                 f"delete {path.parent} and prepare the data again"
             )
-        # The views keep the mapping alive, not the file: many shards must not use up descriptors.
+        # The views keep the mapping open, not the file: many shards must not use up descriptors.
         with pa.memory_map(str(path)) as mapped, pa.ipc.open_file(mapped) as reader:
             if not reader.schema.equals(schema, check_metadata=True):
                 raise damaged(path)
@@ -219,5 +216,6 @@ def open_shard(path: Path, file: ShardFile, schema: pa.Schema) -> OpenShard:
 
 
 def view_of(batch: pa.RecordBatch) -> np.ndarray:
+    """The values of a record batch of one column, without a copy."""
     batch.validate()
     return batch.column(0).to_numpy(zero_copy_only=True)

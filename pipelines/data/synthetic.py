@@ -1,4 +1,4 @@
-"""Random tokens: samples without files, for benchmarks and tests (`--data random`)."""
+"""Random tokens: synthetic samples for benchmarks and tests (`--data random`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from pipelines.data.windows import Batch, batch_of
 class RandomWindows:
     """Windows of a stream whose token at each position is a keyed function of that position.
 
-    Small token ids are the likelier ones (the product of two uniform numbers), so that there is
-    something to learn. The whole stream is one document. The splits differ in
-    their keys.
+    Small token ids are more likely (the product of two uniform numbers), so that there is
+    something to learn. The whole stream is one document. Each split has its own key.
     """
 
     is_far = False
@@ -52,17 +51,17 @@ class RandomWindows:
         return batch_of(tokens, np.zeros(shape, np.int32) if self._with_documents else None)
 
     def reach(self) -> None:
-        """They are everywhere."""
+        """Nothing to do: the samples are computed."""
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """They are near."""
+        """Nothing to do: the samples are computed."""
 
     def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
-        """They are near."""
+        """Nothing to do: the samples are computed."""
 
 
 def mixed(bits: np.ndarray) -> np.ndarray:
-    """The finaliser of SplitMix64, element by element (see `elastic.samples.mixed`)."""
+    """The finaliser of SplitMix64, elementwise (see `elastic.geometry.sample_order.mixed`)."""
     bits = (bits ^ (bits >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> 27)) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> 31)

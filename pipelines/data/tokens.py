@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids, by bytes or by a Hugging Face `tokenizers` file."""
+"""Tokenizers: text to token ids, by bytes or with a Hugging Face `tokenizers` file."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pipelines.settings.errors import UserError
 from pipelines.settings.home import expanded
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Tokens that part documents in common vocabularies, the first one found is taken."""
+"""Tokens that separate documents in common vocabularies; the first one in a vocabulary is used."""
 
 
 class Tokenizer(Protocol):
-    """Text to token ids in 0..vocab_size-1; `separator` is the id that parts documents."""
+    """Text to token ids in 0..vocab_size-1; `separator` is the id between documents."""
 
     name: str
     """Identifies the mapping: equal names give equal tokens."""
@@ -33,7 +33,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8, 0..255, and 256 as the separator."""
+    """The UTF-8 bytes as tokens 0..255, and 256 as the separator."""
 
     name = "bytes"
     vocab_size = 257
@@ -49,10 +49,10 @@ class ByteTokenizer:
 class FileTokenizer:
     """A `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-    `separator` names the token that parts documents. If it is None the first of `SEPARATORS` is
-    taken, and if the vocabulary has none of them, a new id after it. Truncation, padding and
-    special tokens that the file asks for are left off. Raises `UserError` if the file cannot be
-    read or has no such token.
+    `separator` names the token between documents. If it is None, the first of `SEPARATORS` in the
+    vocabulary is used, or else a new id after the vocabulary. Truncation, padding and special
+    tokens that the file configures are disabled. Raises `UserError` if the file cannot be read or
+    has no such token.
     """
 
     def __init__(self, file: Path, separator: str | None = None) -> None:
@@ -60,13 +60,15 @@ class FileTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises nothing narrower
-            raise UserError(f"{file}: not a `tokenizers` JSON file ({error})") from error
+            raise UserError(
+                f"{file}: not a `tokenizers` JSON file ({error}); give 'bytes' or such a file"
+            ) from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         num_known = max(vocabulary.values(), default=-1) + 1
         if separator is not None and separator not in vocabulary:
-            raise UserError(f"{file}: has no token {separator!r}; name another separator")
+            raise UserError(f"{file}: has no token {separator!r}; change data.separator")
         known = [token for token in (separator, *SEPARATORS) if token in vocabulary]
         self.separator = vocabulary[known[0]] if known else num_known
         self.vocab_size = max(num_known, self.separator + 1)
@@ -81,6 +83,7 @@ class FileTokenizer:
 
 
 def read_bytes(file: Path) -> bytes:
+    """The content of a tokenizer's file. Raises `UserError`."""
     try:
         return file.read_bytes()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The `transformers` library, imported by those alone who train its models, and never online."""
+"""Lazy, offline import of the optional `transformers` and `peft` libraries."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pipelines.settings.errors import UserError
 
 @cache
 def library(name: str = "transformers") -> ModuleType:
-    """The installed `transformers`, or `peft`. Raises `UserError` if there is none."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when it is imported
+    """The installed `transformers` or `peft`. Raises `UserError` if it is not installed."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read at import
     try:
         module = importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
         raise UserError(
-            f"{name} is not installed; pip install 'elastic-training[finetune]', or {name} itself"
+            f"{name} is not installed; pip install 'elastic-training[finetune]', or {name} alone"
         ) from None
     if name == "transformers":
         module.logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Windows: the samples of a run, read straight from memory-mapped token shards."""
+"""Windows: the samples of a run, read from memory-mapped token shards."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from pipelines.settings.errors import UserError
 
 
 class Batch(NamedTuple):
-    """B windows of T tokens on the host: `targets` are the tokens one position further.
+    """B windows of T tokens on the host; `targets` are the tokens shifted by one position.
 
     `tokens` and `targets` are int64, (B, T). `documents` is int32, (B, T), or None: positions of a
-    row with equal numbers lie in one document (the numbers mean nothing across rows).
+    row with equal numbers belong to the same document. The numbers have no meaning across rows.
     """
 
     tokens: torch.Tensor
@@ -34,34 +34,34 @@ class Samples(Protocol):
     seq_len: int
     vocab_size: int
     digest: str
-    """Identifies the data: with `num_samples` it fixes what every sample id stands for."""
+    """Identifies the data: with `num_samples` it determines the content of every sample id."""
     is_far: bool
-    """Whether samples have to be brought before they can be read."""
+    """Whether samples must be fetched before they can be read."""
 
     def read(self, indices: Sequence[int]) -> Batch:
         """These samples as one batch, (B, T) = (len(indices), seq_len)."""
 
     def reach(self) -> None:
-        """See that they can be read on this machine. Raises `DataUnreachable`."""
+        """Check that this machine can read the samples. Raises `DataUnreachable`."""
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to bring these samples near, if they are far; returns at once."""
+        """Start to fetch these samples, if they are remote; returns at once."""
 
     def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
-        """Have these samples near; who has to wait for them calls `interrupt`, which may raise."""
+        """Wait until these samples are local; the wait calls `interrupt`, which may raise."""
 
 
 class Windows:
     """The windows of a split of prepared data.
 
-    Window i takes the tokens `i x seq_len` up to and including `(i+1) x seq_len` of the split's
-    stream, over the ends of shards and documents, so each token but the first is a target once; an
-    incomplete window at the end is left out. Every position is predicted. A separator belongs to
-    the document that it starts: with attention kept inside documents, a document's first token is
-    predicted from the separator alone, and the next separator from the document that it ends.
+    Window i holds the tokens `i x seq_len` up to and including `(i+1) x seq_len` of the split's
+    stream, across shards and documents. So each token except the first is a target once; an
+    incomplete window at the end is dropped. Every position is predicted. A separator belongs to the
+    document that it starts. With attention within documents, a document's first token is predicted
+    from the separator alone, and the next separator from the document that it ends.
 
-    Raises `UserError` if the folder holds no such data, a shard is damaged, or the split is
-    shorter than one window.
+    Raises `UserError` if the folder has no such data, a shard is damaged, or the split is shorter
+    than one window.
     """
 
     def __init__(
@@ -70,20 +70,20 @@ class Windows:
         data = open_prepared(data) if isinstance(data, Path) else data
         index, self._shards = data.index, data.shards
         self.is_far = isinstance(self._shards, FetchedShards)
-        held = index.splits[split]
+        stream = index.splits[split]
         self.seq_len = seq_len
         self.vocab_size = index.vocab_size
         self.digest = index.digest
-        self.num_samples = max(0, held.num_tokens - 1) // seq_len
+        self.num_samples = max(0, stream.num_tokens - 1) // seq_len
         if self.num_samples == 0:
             raise UserError(
-                f"{data.place}: the {split} split holds {held.num_tokens} tokens, less than one "
-                f"window of {seq_len} + 1; give more text, a shorter sequence or another held-out "
-                "fraction"
+                f"{data.place}: the {split} split has {stream.num_tokens} tokens, less than one "
+                f"window of {seq_len} + 1; give more text, a smaller data.seq_len or another "
+                "held-out fraction"
             )
-        self._tokens = Column(self._shards, "token", index.dtype, held.tokens)
+        self._tokens = Column(self._shards, "token", index.dtype, stream.tokens)
         self._starts = (
-            Column(self._shards, "start", "int64", held.starts) if with_documents else None
+            Column(self._shards, "start", "int64", stream.starts) if with_documents else None
         )
 
     def read(self, indices: Sequence[int]) -> Batch:
@@ -96,17 +96,17 @@ class Windows:
         return batch_of(tokens, self._documents(indices))
 
     def reach(self) -> None:
-        """See that the shards can be fetched, if they must be. Raises `DataUnreachable`."""
+        """Check that remote shards can be fetched. Raises `DataUnreachable`."""
         if isinstance(self._shards, FetchedShards):
             self._shards.reach()
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to fetch the shards of these windows, if they are elsewhere; returns at once."""
+        """Start to fetch the shards of these windows, if they are remote; returns at once."""
         if isinstance(self._shards, FetchedShards):
             self._shards.prefetch(self._files_of(indices))
 
     def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
-        """Have the shards of these windows near; who waits for them calls `interrupt`."""
+        """Wait until the shards of these windows are local; the wait calls `interrupt`."""
         if isinstance(self._shards, FetchedShards):
             for name in self._files_of(indices):
                 self._shards.opened(name, interrupt)
@@ -143,7 +143,7 @@ def batch_of(windows: np.ndarray, documents: np.ndarray | None) -> Batch:
 
 
 def verify(place: str | Path) -> None:
-    """Read all prepared data of a folder; raise `UserError` with the first damaged file."""
+    """Read all prepared data of a folder; raise `UserError` naming the first damaged file."""
     data = open_prepared(place)
     for split in data.index.splits.values():
         Column(data.shards, "token", data.index.dtype, split.tokens).verify()

@@ -1,4 +1,4 @@
-"""Models as `transformers` keeps them: exported from checkpoints, and to begin a run from."""
+"""Hugging Face models: training, import from and export to the format of `transformers`."""
 
 from pipelines.hugging_face.configuration import transformer_from
 

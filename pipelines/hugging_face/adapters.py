@@ -1,4 +1,4 @@
-"""Low-rank adapters by `peft`: put into a model, begun, and named as in the files of an adapter."""
+"""Low-rank adapters (LoRA) of `peft`: insertion, initial values, and names in adapter files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from pipelines.training.workload.initial_values import Constant, Distribution, k
 
 BASE = ".base_layer."
 ADAPTER = ".default."
-"""Parts of the names that `peft` gives: of a layer that has an adapter, and of the adapter."""
+"""Name parts that `peft` inserts: for the base layer of an adapter, and for the adapter."""
 ALL = "all-linear"
 
 
 def adapter_config(lora: LoraSettings, folder: str | None = None) -> Any:
-    """What `peft` calls its config, of adapters to the model in this folder."""
+    """The `peft` config of adapters to the model in this folder."""
     return library("peft").LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -33,7 +33,10 @@ def adapter_config(lora: LoraSettings, folder: str | None = None) -> Any:
 
 
 def add_adapters(model: nn.Module, lora: LoraSettings) -> None:
-    """Put adapters into a model on the meta device, and freeze all else. Raises `UserError`."""
+    """Insert adapters into a model on the meta device and freeze all other parameters.
+
+    Raises `UserError`.
+    """
     peft = library("peft")
     try:
         with torch.device("meta"):
@@ -50,25 +53,25 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """What a parameter is called in a model without adapters."""
+    """The name of a parameter in the model without adapters."""
     return name.replace(BASE, ".")
 
 
 def file_name(name: str) -> str:
-    """What a parameter of an adapter is called in a file of `peft`."""
+    """The name of an adapter's parameter in a file of `peft`."""
     return f"base_model.model.{name.replace(ADAPTER, '.')}"
 
 
-def of_adapter(name: str, shape: tuple[int, ...]) -> Distribution:
-    """As `peft` begins: the product of the two is 0."""
+def adapter_distribution(name: str, shape: tuple[int, ...]) -> Distribution:
+    """The initial distribution of an adapter's parameter, as in `peft`: B is 0, so B x A is 0."""
     return Constant(0.0) if ".lora_B." in name else kaiming_uniform(shape[1], math.sqrt(5))
 
 
 def with_adapters(anatomy: Anatomy) -> Anatomy:
-    """Refuses the model axes: the plans of `transformers` say nothing of adapters."""
+    """The anatomy with `tp` and `pp` refused: the plans of `transformers` do not cover adapters."""
     limits = anatomy.shape.limits
-    told = tuple((axis, "adapters train over dp and fsdp alone") for axis in ("tp", "pp"))
+    added = tuple((axis, "adapters train over dp and fsdp alone") for axis in ("tp", "pp"))
     known = tuple(pair for pair in limits.refused if pair[0] not in ("tp", "pp"))
-    limits = replace(limits, tp_divides=1, refused=(*known, *told))
+    limits = replace(limits, tp_divides=1, refused=(*known, *added))
     shape = replace(anatomy.shape, limits=limits, styles={})
     return replace(anatomy, shape=shape, is_head_cut=False)

@@ -1,4 +1,4 @@
-"""The parts of a model of `transformers`, and how its own plans spread them."""
+"""The parts of a `transformers` model, and how its tensor and pipeline plans shard them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ STYLES: dict[str, Style | None] = {
     "replicated_with_grad_allreduce": "partial",
     "replicate": None,
 }
-"""Ours by the name in a plan."""
+"""Our sharding style by the style's name in a `transformers` plan; None: replicated."""
 
 EXPERTS = "moe_tp_experts"
-"""The plan's style of experts, which are whole on each rank here."""
+"""The plan's style of experts, which are replicated here."""
 
-NO_CP = "the attention of a model of transformers wants whole sequences"
-NO_EP = "the experts of a model of transformers are not dealt out"
-BY_CHANCE = ("dropout", "pdrop", "jitter")
-"""In the names of fields that make a pass depend on torch's own random numbers."""
+NO_CP = "the attention of a transformers model needs whole sequences"
+NO_EP = "the experts of a transformers model are not distributed"
+RANDOM_FIELDS = ("dropout", "pdrop", "jitter")
+"""Parts of the names of config fields that make a pass draw torch's random numbers."""
 OTHER_HEADS = ("classifier", "summary")
-"""What such names begin with where they are of other heads than a language model's."""
+"""Prefixes of such fields that belong to other heads than the language model's."""
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Names of modules: the embedding, the decoder's layers, and the head."""
+    """The names of a model's embedding, decoder layers and head, and its sharding limits."""
 
     embedding: str
     blocks: tuple[str, ...]
@@ -45,31 +45,32 @@ class Anatomy:
 
 
 class Placeholder(nn.Identity):
-    """In the place of a module that another pipeline stage has; gives back its first input."""
+    """Takes the place of a module that another pipeline stage holds; returns its first input."""
 
     def forward(self, hidden: Any, *inputs: Any, **options: Any) -> Any:
         return hidden
 
 
-def stand_in(lacking: nn.Module) -> nn.Module:
-    """With what a loop over layers may ask of each."""
-    made = Placeholder()
-    plain = {k: v for k, v in vars(lacking).items() if isinstance(v, str | int | float | None)}
-    vars(made).update({k: v for k, v in plain.items() if not k.startswith("_") and k != "training"})
-    return made
+def placeholder_for(module: nn.Module) -> nn.Module:
+    """A placeholder with the plain attributes that a loop over layers may read."""
+    placeholder = Placeholder()
+    plain = {k: v for k, v in vars(module).items() if isinstance(v, str | int | float | None)}
+    public = {k: v for k, v in plain.items() if not k.startswith("_") and k != "training"}
+    vars(placeholder).update(public)
+    return placeholder
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
-    """Of a model on the meta device."""
+    """The anatomy of a model on the meta device."""
     names = {module: name for name, module in model.named_modules()}
     embedding = names.get(model.get_input_embeddings(), "")
     head = names.get(model.get_output_embeddings(), "")
     blocks = _blocks(model)
     styles, no_tp = _styles(model, head)
     layers, no_pp = _layers(model, blocks, embedding, head)
-    by_chance = _by_chance(model.config)
-    if by_chance:
-        no_tp, no_pp = no_tp or by_chance, no_pp or by_chance
+    randomness = _why_random(model.config)
+    if randomness:
+        no_tp, no_pp = no_tp or randomness, no_pp or randomness
     refused = [("cp", NO_CP), ("ep", NO_EP)]
     refused += [(axis, reason) for axis, reason in (("tp", no_tp), ("pp", no_pp)) if reason]
     limits = Limits(
@@ -78,13 +79,13 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         refused=tuple(refused),
     )
     shape = ModelShape(
-        layers, limits, {} if no_tp else styles, sequence_parallel=False, stand_in=stand_in
+        layers, limits, {} if no_tp else styles, sequence_parallel=False, stand_in=placeholder_for
     )
     return Anatomy(embedding, blocks, head, shape, shape.style_of(head) == "logits")
 
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
-    """The layers of the pipeline plan; without one the parts that are not to be split."""
+    """The layers in the pipeline plan; without a plan the modules that must not be split."""
     lists = [name for name in model._pp_plan or () if _is_list(model, name)]
     if lists:
         return tuple(f"{lists[0]}.{number}" for number in range(len(model.get_submodule(lists[0]))))
@@ -99,7 +100,7 @@ def _is_list(model: nn.Module, name: str) -> bool:
 
 
 def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
-    """Of the modules that `tp` cuts, or why it cannot."""
+    """The style of each module that `tp` shards, or the reason why it cannot."""
     plan: dict[str, str] = dict(model._tp_plan or {})
     if not plan:
         return {}, f"{type(model).__name__} has no tensor parallel plan"
@@ -107,24 +108,24 @@ def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
     plan = {
         name: style
         for name, style in plan.items()
-        if not any(name == one or name.startswith(f"{one}.") for one in experts)
+        if not any(name == expert or name.startswith(f"{expert}.") for expert in experts)
     }
     kinds = _kinds(model, plan)
     parameters = {_starred(name) for name, _ in model.named_parameters()}
     styles: dict[str, Style] = {}
-    for name, told in plan.items():
-        style = STYLES.get(told)
-        wanted = {"vocabulary": nn.Embedding, "partial": nn.Module}.get(style or "", nn.Linear)
-        unfit = [kind for kind in kinds[name] if not issubclass(kind, wanted)]
-        elsewhere = style == "logits" and name != head
-        if told not in STYLES or elsewhere or unfit or name in parameters:
-            return {}, f"its plan says {told} of {name}, which is not done here"
-        # A subclass may do more than look up, and is whole on each rank.
+    for name, planned in plan.items():
+        style = STYLES.get(planned)
+        required = {"vocabulary": nn.Embedding, "partial": nn.Module}.get(style or "", nn.Linear)
+        unfit = [kind for kind in kinds[name] if not issubclass(kind, required)]
+        is_not_head = style == "logits" and name != head
+        if planned not in STYLES or is_not_head or unfit or name in parameters:
+            return {}, f"its plan gives {name} the style {planned}, which is not supported here"
+        # A subclass may do more than a lookup, so it is replicated.
         subclassed = style == "vocabulary" and kinds[name] != {nn.Embedding}
         if style is not None and kinds[name] and not subclassed:
             styles[name] = style
     if not {"colwise", "rowwise"} & set(styles.values()):
-        return {}, f"the plan of {type(model).__name__} cuts none of its layers"
+        return {}, f"the plan of {type(model).__name__} shards none of its layers"
     weights = dict(model.named_parameters(remove_duplicate=False))
     is_tied = weights.get(f"{head}.weight") is model.get_input_embeddings().weight
     if is_tied and "vocabulary" not in styles.values():
@@ -133,17 +134,17 @@ def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
 
 
 def _kinds(model: nn.Module, plan: dict[str, str]) -> dict[str, set[type]]:
-    """The classes of the modules that each name of a plan stands for."""
-    asked = ModelShape((), Limits(), dict.fromkeys(plan, "replicated"))
+    """The classes of the modules that each name of a plan matches."""
+    planned = ModelShape((), Limits(), dict.fromkeys(plan, "replicated"))
     kinds: dict[str, set[type]] = {name: set() for name in plan}
     for name, module in model.named_modules():
-        if asked.style_of(name):
+        if planned.style_of(name):
             kinds[_starred(name)].add(type(module))
     return kinds
 
 
 def _divisor(model: nn.Module, styles: dict[str, Style]) -> int:
-    """What `tp` must divide: the numbers of heads, and the widths that are cut."""
+    """The number that `tp` must divide: common to the numbers of heads and the sharded widths."""
     text = model.config.get_text_config()
     heads = [getattr(text, name, 0) for name in ("num_attention_heads", "num_key_value_heads")]
     shape = ModelShape((), Limits(), styles)
@@ -158,31 +159,31 @@ def _divisor(model: nn.Module, styles: dict[str, Style]) -> int:
 def _layers(
     model: nn.Module, blocks: tuple[str, ...], embedding: str, head: str
 ) -> tuple[tuple[Layer, ...], str]:
-    """The parts of a pipeline, or one for all and why there cannot be several."""
+    """The layers for pipeline stages; or one layer for all, and the reason against several."""
     whole = (Layer((), 1),)
     plan = [name for name in model._pp_plan or () if name in dict(model.named_modules())]
     if not plan or not blocks:
         return whole, f"{type(model).__name__} has no pipeline plan"
     weights = dict(model.named_parameters(remove_duplicate=False))
     if len(weights) != len(dict(model.named_parameters())):
-        return whole, "it ties weights of two stages; tie_word_embeddings=false would not"
+        return whole, "it ties weights of two stages; set tie_word_embeddings=false to untie them"
     inner = [name for name in plan if name.startswith(f"{model.base_model_prefix}.")]
     outer = [name for name in plan if name not in inner]
     at = inner.index(blocks[0].rpartition(".")[0])
     front, back = tuple(inner[:at]), (*inner[at + 1 :], *outer)
     if front != (embedding,) or head not in back:
-        return whole, "its pipeline plan does not begin with the embedding and end with the head"
+        return whole, "its pipeline plan must begin with the embedding and end with the head"
     parts = (front, *((block,) for block in blocks), back)
     layers = tuple(Layer(names, _cost(model, names)) for names in parts)
     known = [name for layer in layers for name in layer.modules]
     for name in weights:
-        if not any(name.startswith(f"{one}.") for one in known):
+        if not any(name.startswith(f"{module}.") for module in known):
             return whole, f"its pipeline plan leaves out {name}"
     return layers, ""
 
 
 def _cost(model: nn.Module, names: tuple[str, ...]) -> int:
-    """Multiplications a token, of an embedding one a value."""
+    """Multiplications per token; an embedding counts one per value of a row."""
     parts = [part for name in names for part in model.get_submodule(name).modules()]
     costs = [
         part.embedding_dim if isinstance(part, nn.Embedding) else weight.numel()
@@ -192,14 +193,14 @@ def _cost(model: nn.Module, names: tuple[str, ...]) -> int:
     return max(1, sum(costs))
 
 
-def _by_chance(config: Any) -> str:
-    """Why passes that are not whole would not draw the same random numbers."""
+def _why_random(config: Any) -> str:
+    """The config field because of which a sharded pass would draw other random numbers, or ''."""
     for name, value in config.to_dict().items():
-        chance = any(part in name for part in BY_CHANCE)
+        is_random = any(part in name for part in RANDOM_FIELDS)
         if name.startswith(OTHER_HEADS):
             continue
-        if chance and isinstance(value, int | float) and value:
-            return f"{name}={value}: its random numbers follow the layout; set 0"
+        if is_random and isinstance(value, int | float) and value:
+            return f"{name}={value}: its random numbers would depend on the layout; set 0"
     return ""
 
 

@@ -1,5 +1,4 @@
-"""Causal language models of `transformers` from their config: shapes on the meta device, and the
-values that `transformers` gives them."""
+"""Construction of `transformers` causal language models on the meta device, and initial values."""
 
 from __future__ import annotations
 
@@ -15,8 +14,8 @@ from pipelines.settings.errors import UserError
 from pipelines.settings.home import expanded
 
 CPU = torch.device("cpu")
-NOT_HERE = ("auto_map", "quantization_config")
-"""Fields of a config that ask for code of the model's own, or for quantised weights."""
+UNSUPPORTED_FIELDS = ("auto_map", "quantization_config")
+"""Config fields that require the model's custom code, or quantized weights."""
 
 
 def config_of_model(fields: dict[str, Any]) -> Any:
@@ -25,32 +24,34 @@ def config_of_model(fields: dict[str, Any]) -> Any:
     Raises `UserError` for a model that the installed `transformers` cannot build from it.
     """
     transformers, kind = library(), fields.get("model_type")
-    told = f"model.config: model_type={kind}"
+    subject = f"model.config: model_type={kind}"
     if kind not in transformers.CONFIG_MAPPING:
         version = transformers.__version__
-        raise UserError(f"{told} is none that transformers {version} knows")
-    unfit = [name for name in NOT_HERE if fields.get(name)]
+        raise UserError(f"{subject} is unknown to the installed transformers {version}")
+    unfit = [name for name in UNSUPPORTED_FIELDS if fields.get(name)]
     if unfit:
-        raise UserError(f"{told} has {' and '.join(unfit)}, which cannot be trained here")
+        raise UserError(f"{subject} has {' and '.join(unfit)}, which cannot be trained here")
     try:
         config = transformers.CONFIG_MAPPING[kind].from_dict(json.loads(json.dumps(fields)))
-    except Exception as error:  # of whatever kind its own checks raise
-        raise UserError(f"{told}: {_one_line(error)}") from None
+    except Exception as error:  # the config's own checks raise any type
+        raise UserError(f"{subject}: {_one_line(error)}") from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(f"{told} is no causal language model of transformers")
+        raise UserError(f"{subject} is not a causal language model of transformers")
     if getattr(config, "output_router_logits", False):
         raise UserError(
-            f"{told}: the balance loss of its router is not computed; "
+            f"{subject}: the load-balancing loss of its router is not computed; "
             "--set model.config.output_router_logits=false"
         )
     return config
 
 
 def build(fields: dict[str, Any]) -> nn.Module:
-    """The model on the meta device, but for its buffers that are no state: those have their
-    values, on the host. Raises `UserError`."""
+    """The model on the meta device, with its non-persistent buffers as real host tensors.
+
+    Raises `UserError`.
+    """
     transformers, config = library(), config_of_model(fields)
-    # Its grouped kernel is not in every dtype, and has been wrong where an expert has no rows.
+    # The grouped kernel lacks some dtypes, and gave wrong results for an expert without rows.
     options = {"dtype": torch.float32, "experts_implementation": "eager"}
     try:
         with torch.device("meta"):
@@ -64,8 +65,11 @@ def build(fields: dict[str, Any]) -> nn.Module:
 
 
 def draw_tensor(model: nn.Module, name: str, seed: int) -> Tensor:
-    """The whole of what `transformers` gives a parameter, or buffer, of that name (float32, or of
-    its own kind of integers): of a model on the meta device only this one is there for a while."""
+    """The whole initial value that `transformers` gives a parameter or buffer (float32, or its
+    integer dtype).
+
+    The model is on the meta device; only this tensor is allocated, temporarily.
+    """
     owner, _, key = name.rpartition(".")
     holder = model.get_submodule(owner)
     is_parameter = key in holder._parameters
@@ -83,40 +87,40 @@ def draw_tensor(model: nn.Module, name: str, seed: int) -> Tensor:
     finally:
         held[key] = absent
     if tensor.is_floating_point() and tensor.isnan().any():
-        raise UserError(f"model.config: transformers gives no initial values to {name}")
+        raise UserError(f"model.config: transformers does not initialise {name}")
     return tensor
 
 
 def _fill_buffers(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        found = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
-        kept_out = {key: buffer for key, buffer in found.items() if buffer is not None}
-        for key, absent in kept_out.items():
+        optional = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
+        transient = {key: buffer for key, buffer in optional.items() if buffer is not None}
+        for key, absent in transient.items():
             value = torch.zeros(absent.shape, dtype=absent.dtype, device=CPU)
             module._buffers[key] = value.fill_(torch.nan) if value.is_floating_point() else value
-        if kept_out:
+        if transient:
             with CPU, torch.no_grad():
                 _initialise(model, name)
-        unknown = [key for key in kept_out if module._buffers[key].isnan().any()]
+        unknown = [key for key in transient if module._buffers[key].isnan().any()]
         if unknown:
-            raise UserError(f"model.config: transformers gives no values to {name}.{unknown[0]}")
+            raise UserError(f"model.config: transformers does not initialise {name}.{unknown[0]}")
 
 
 def initialise_upwards(model: nn.Module, name: str) -> None:
-    """What `transformers` does to a module, and then to those that it lies in."""
+    """Initialise a module, and then each module that contains it, as `transformers` does."""
     for place in _upwards(name):
         _initialise(model, place)
 
 
 def _initialise(model: nn.Module, name: str) -> None:
-    """What `transformers` does to a module without its parts; a model inside has its own way."""
+    """Initialise a module without its children, by the innermost model that contains it."""
     models = (model.get_submodule(place) for place in _upwards(name))
-    nearest = next(one for one in models if hasattr(one, "_init_weights"))
+    nearest = next(module for module in models if hasattr(module, "_init_weights"))
     nearest._init_weights(model.get_submodule(name))
 
 
 def _upwards(name: str) -> list[str]:
-    """The names of a module and of those that it lies in."""
+    """The names of a module and of those that contain it, innermost first."""
     parts = name.split(".") if name else []
     return [".".join(parts[:length]) for length in range(len(parts), -1, -1)]
 
@@ -126,22 +130,22 @@ def _one_line(error: Exception) -> str:
 
 
 def read_fields(path: str) -> tuple[dict[str, Any], Path | None]:
-    """The fields of the `config.json` that a folder, or a file, is, and the folder if it is one.
+    """The fields of a `config.json`, given as a file or its folder; and the folder, if given.
 
     Raises `UserError`.
     """
     place = expanded(path).resolve()
     file = place / "config.json" if place.is_dir() else place
     if not file.is_file():
-        lacks = f"has no {file.name}" if place.is_dir() else "is no folder or file here"
+        problem = f"has no {file.name}" if place.is_dir() else "no such folder or file"
         raise UserError(
-            f"hf:{path}: {lacks}; nothing is downloaded: name a folder that has a model of "
-            "transformers, or a config.json"
+            f"hf:{path}: {problem}; nothing is downloaded: name a folder with a transformers "
+            "model, or a config.json"
         )
     try:
         fields = json.loads(file.read_bytes())
     except (OSError, ValueError) as error:
-        raise UserError(f"{file}: is no JSON that can be read ({error})") from None
+        raise UserError(f"{file}: cannot be read as JSON ({error})") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{file}: is no JSON object")
+        raise UserError(f"{file}: is not a JSON object")
     return fields, place if place.is_dir() else None

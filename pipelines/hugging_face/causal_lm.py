@@ -1,4 +1,4 @@
-"""Next-token prediction with a causal language model of `transformers`."""
+"""The workload of a `transformers` causal language model: next-token prediction."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from elastic.geometry.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
 from pipelines.hugging_face.adapters import (
+    adapter_distribution,
     add_adapters,
     base_name,
     is_adapter,
-    of_adapter,
     with_adapters,
 )
 from pipelines.hugging_face.anatomy import Anatomy, Placeholder, anatomy_of
@@ -31,7 +31,7 @@ from pipelines.training.workload.spread import ALONE, Spread
 from pipelines.training.workload.workload import Fed, ModelShape, nothing
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
-"""What makes the masks of a model in `transformers` that keeps packed sequences apart."""
+"""Functions of `transformers` that build masks which separate packed documents."""
 TINY = {
     "model_type": "llama",
     "vocab_size": 8,
@@ -46,7 +46,7 @@ TINY = {
 class CausalLMWorkload(NextToken):
     """Any causal language model of the installed `transformers`, built from its config.
 
-    Documents in a sequence are kept apart by their positions, which begin anew at 0.
+    Documents in a sequence are separated by their positions, which restart at 0.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class CausalLMWorkload(NextToken):
         self.anatomy = anatomy_of(self.example)
         if self.lora:
             self.anatomy = with_adapters(self.anatomy)
-            add_adapters(build(settings.config), self.lora)  # refused here
+            add_adapters(build(settings.config), self.lora)  # raises `UserError` early
         head = self.example.get_output_embeddings()
         super().__init__(head.weight.shape[0], train, held_out, dtype)
         self.cuts_head = self.anatomy.is_head_cut
@@ -73,18 +73,18 @@ class CausalLMWorkload(NextToken):
     def _refuse_unfit_data(self) -> None:
         if self.train.vocab_size > self.vocab_size:
             raise UserError(
-                f"the model knows {self.vocab_size} tokens, but the data have "
-                f"{self.train.vocab_size}: prepare them with the model's own tokenizer "
+                f"the model has {self.vocab_size} tokens, but the data have "
+                f"{self.train.vocab_size}: prepare them with the model's tokenizer "
                 "(--set data.tokenizer=FOLDER/tokenizer.json)"
             )
-        told = self.train.read([0]).documents is not None if not self.is_far else True
-        if told and not self._keeps_documents_apart():
+        has_documents = self.is_far or self.train.read([0]).documents is not None
+        if has_documents and not self._separates_documents():
             raise UserError(
-                f"{type(self.example).__name__} has no mask that keeps the documents of a "
-                "sequence apart: --set data.attend_across_documents=true"
+                f"{type(self.example).__name__} has no mask that separates the documents of a "
+                "sequence: --set data.attend_across_documents=true"
             )
 
-    def _keeps_documents_apart(self) -> bool:
+    def _separates_documents(self) -> bool:
         kind = type(self.example)
         code = vars(sys.modules[kind.__module__])
         if "position_ids" not in signature(kind.forward).parameters:
@@ -99,8 +99,8 @@ class CausalLMWorkload(NextToken):
         return model
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        there = (module.get_submodule(name) for name in self.anatomy.blocks)
-        return [block for block in there if not isinstance(block, Placeholder)]
+        blocks = (module.get_submodule(name) for name in self.anatomy.blocks)
+        return [block for block in blocks if not isinstance(block, Placeholder)]
 
     def shape(self) -> ModelShape:
         return self.anatomy.shape
@@ -113,12 +113,18 @@ class CausalLMWorkload(NextToken):
         seed: int,
         interrupt: Callable[[], None] = nothing,
     ) -> Tensor:
-        """As `transformers` and `peft` do: by the distribution that they draw from where one was
-        found out, else the whole tensor and the region of it."""
+        """A region of an initial value, distributed as by `transformers` and `peft`.
+
+        If the distribution is unknown, the whole tensor is drawn and the region taken from it.
+        """
         base = base_name(name)
-        drawn = of_adapter(name, shape) if is_adapter(name) else distribution(self.example, base)
-        if drawn is not None:
-            return draw(drawn, name, seed, shape, region, interrupt)
+        known = (
+            adapter_distribution(name, shape)
+            if is_adapter(name)
+            else distribution(self.example, base)
+        )
+        if known is not None:
+            return draw(known, name, seed, shape, region, interrupt)
         key = keyed_generator("initial", seed, name).initial_seed()
         return draw_tensor(self.example, base, key)[slices_of(region)].clone()
 
@@ -140,14 +146,17 @@ class CausalLMWorkload(NextToken):
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def miniature(self) -> CausalLMWorkload:
-        """A Llama: no model can be made smaller without knowing it."""
+        """A tiny Llama: an arbitrary model cannot be made smaller."""
         samples = RandomWindows("train", 4, vocab_size=8, num_samples=8)
         return CausalLMWorkload(HuggingFaceSettings(config=TINY), samples, samples, self.dtype)
 
 
 def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:
-    """What replaces the model's forward: tokens, or the hidden states of the stage before, to
-    logits or those of the next; `positions` (batch, length) begin anew with each document."""
+    """The forward of a pipeline stage, which replaces the model's.
+
+    It maps tokens, or hidden states of the stage before, to logits or hidden states for the next
+    stage. `positions` (batch, length) restart with each document.
+    """
     whole = model.forward
 
     def forward(hidden: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -162,8 +171,7 @@ def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:
 
 
 def positions_of(documents: Tensor) -> Tensor:
-    """The place of each token in its document, int64, from the number of the document of each
-    (batch, length)."""
+    """The position of each token in its document, int64, from document numbers (batch, length)."""
     places = torch.arange(documents.shape[1]).expand(documents.shape)
     begins = torch.ones_like(documents, dtype=torch.bool)
     begins[:, 1:] = documents[:, 1:] != documents[:, :-1]

@@ -1,4 +1,4 @@
-"""Our transformer's settings as a `config.json` of `transformers`, and back."""
+"""Conversion between our transformer's settings and a `config.json` of `transformers`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipelines.settings.home import expanded
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "granitemoeshared": "GraniteMoeSharedForCausalLM"}
 DEFAULT_THETA = 10_000.0
-"""Of `transformers`, for a file that names none."""
+"""The default of `transformers` for a config without `rope_theta`."""
 
 
 def config_of(
@@ -24,8 +24,8 @@ def config_of(
 ) -> dict[str, Any]:
     """The `config.json` of a model. `separator` is the token that ends a document, if known.
 
-    What 4.x called `rope_theta` and `torch_dtype` stands there as well, for servers that are
-    built on it.
+    It also has the names of `transformers` 4.x, `rope_theta` and `torch_dtype`, for servers built
+    on that version.
     """
     kind = "granitemoeshared" if model.experts else "llama"
     config = {
@@ -69,11 +69,11 @@ def _mixture(model: TransformerSettings, experts: ExpertsSettings) -> dict[str, 
 
 
 ONES = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
-"""Factors of Granite's that our model does not have."""
+"""Scaling factors of Granite that our model does not have."""
 
-EXCLUDED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-EXCLUDED |= dict.fromkeys((*ONES, "attention_multiplier"), 1.0)
-"""What a file means that does not name these."""
+DEFAULTS = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
+DEFAULTS |= dict.fromkeys((*ONES, "attention_multiplier"), 1.0)
+"""The meaning of a config that lacks these fields."""
 
 
 def _attention_scale(model: TransformerSettings) -> float:
@@ -81,38 +81,38 @@ def _attention_scale(model: TransformerSettings) -> float:
 
 
 def transformer_from(folder: str | Path) -> TransformerSettings:
-    """The settings of the model in a folder of `transformers`, for a recipe that begins with it.
+    """Our settings for the model in a `transformers` folder, for a recipe with that `init_from`.
 
-    Raises `UserError` if there is none, or our transformer cannot compute what it computes.
+    Raises `UserError` if there is no model, or our transformer does not support it.
     """
     return settings_of(read_config(expanded(folder)), Path(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The `config.json` of a folder of `transformers`; raises `UserError`."""
+    """The `config.json` of a `transformers` folder; raises `UserError`."""
     if not folder.is_dir():
         raise UserError(
-            f"{folder}: there is no such folder; download the model, and name the folder that "
-            f"has its {CONFIG}"
+            f"{folder}: there is no such folder; download the model and name the folder with "
+            f"its {CONFIG}"
         )
     try:
         config = json.loads((folder / CONFIG).read_bytes())
     except OSError as error:
-        raise UserError(f"{folder}: has no {CONFIG} that can be read ({error.strerror})") from None
+        raise UserError(f"{folder / CONFIG}: cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise UserError(f"{folder / CONFIG}: is no JSON ({error})") from None
+        raise UserError(f"{folder / CONFIG}: is not JSON ({error})") from None
     if not isinstance(config, dict):
-        raise UserError(f"{folder / CONFIG}: is no JSON object")
+        raise UserError(f"{folder / CONFIG}: is not a JSON object")
     return config
 
 
 def settings_of(config: dict[str, Any], folder: Path) -> TransformerSettings:
-    """The settings that a `config.json` stands for; `folder` is for the message of a refusal."""
+    """Our settings for a `config.json`; `folder` is for error messages. Raises `UserError`."""
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise UserError(
-            f"{folder / CONFIG}: model_type={kind}, but our transformer has only "
-            f"{' or '.join(ARCHITECTURES)}"
+            f"{folder / CONFIG}: model_type={kind}, but the built-in transformer supports only "
+            f"{' or '.join(ARCHITECTURES)}; train it as hf:{folder}"
         )
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     try:
@@ -131,9 +131,9 @@ def settings_of(config: dict[str, Any], folder: Path) -> TransformerSettings:
     except KeyError as error:
         raise UserError(f"{folder / CONFIG}: has no {error}") from None
     except ValidationError as error:
-        told = "; ".join(f"{one['loc'][-1]}: {one['msg']}" for one in error.errors())
-        raise UserError(f"{folder / CONFIG}: {told}") from None
-    _refuse_what_we_lack(config, rope, model, folder)
+        problems = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in error.errors())
+        raise UserError(f"{folder / CONFIG}: {problems}") from None
+    _refuse_unsupported(config, rope, model, folder)
     return model
 
 
@@ -146,27 +146,28 @@ def _experts(config: dict[str, Any]) -> ExpertsSettings:
     )
 
 
-def _refuse_what_we_lack(
+def _refuse_unsupported(
     config: dict[str, Any], rope: dict[str, Any], model: TransformerSettings, folder: Path
 ) -> None:
-    """A part that our transformer does not have."""
-    ours: dict[str, tuple[Any, ...]] = {
+    """Raise `UserError` for a config with features that our transformer does not have."""
+    supported: dict[str, tuple[Any, ...]] = {
         "hidden_act": ("silu", "swish"),
         "attention_bias": (False,),
         "mlp_bias": (False,),
         "head_dim": (None, model.dim // model.num_heads),
         "rope_type": ("default",),
     }
-    found = EXCLUDED | config
-    found["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
+    fields = DEFAULTS | config
+    fields["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if model.experts:
-        ours |= dict.fromkeys(ONES, (1.0,))
+        supported |= dict.fromkeys(ONES, (1.0,))
         scale = _attention_scale(model)
-        same = math.isclose(found["attention_multiplier"], scale, rel_tol=1e-6)
-        ours["attention_multiplier"] = (found["attention_multiplier"] if same else scale,)
-    for key, values in ours.items():
-        if found.get(key) not in values:
+        same = math.isclose(fields["attention_multiplier"], scale, rel_tol=1e-6)
+        supported["attention_multiplier"] = (fields["attention_multiplier"] if same else scale,)
+    for key, values in supported.items():
+        if fields.get(key) not in values:
             known = " or ".join(str(value) for value in values if value is not None)
             raise UserError(
-                f"{folder / CONFIG}: {key}={found.get(key)}, but our transformer has only {known}"
+                f"{folder / CONFIG}: {key}={fields.get(key)}, but the built-in transformer "
+                f"supports only {known}; train it as hf:{folder}"
             )

@@ -1,7 +1,7 @@
-"""From which distribution `transformers` draws a parameter, found out without drawing it.
+"""The distribution from which `transformers` draws a parameter, determined without drawing it.
 
-The model's own `_init_weights` runs on the meta device, where random operations cost nothing, and
-what it does to the parameter is recorded.
+The model's `_init_weights` runs on the meta device, where random operations cost nothing, and a
+recorder notes the operations on the parameter.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pipelines.training.workload.recorded_init import Recorder
 
 @cache
 def distribution(model: nn.Module, name: str) -> Distribution | None:
-    """That of a parameter or buffer of a model on the meta device; None if it is not drawn in one
-    operation from a known distribution."""
+    """The distribution of a parameter of a model on the meta device.
+
+    None for a buffer, and for a parameter that no single draw from a known distribution fills.
+    """
     owner, _, key = name.rpartition(".")
     holder = model.get_submodule(owner)
     tensor = holder._parameters.get(key)

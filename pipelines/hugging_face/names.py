@@ -1,4 +1,8 @@
-"""Which tensor of ours lies where in which one of theirs, of Llama and of a mixture of experts."""
+"""Tensor names and shapes of exported models, and their mapping to our transformer's parameters.
+
+The built-in transformer maps to `LlamaForCausalLM` or, with experts, `GraniteMoeSharedForCausalLM`.
+A model that `transformers` builds keeps its own names.
+"""
 
 from __future__ import annotations
 
@@ -20,30 +24,45 @@ TensorShape = tuple[int, ...]
 
 
 class TensorPlace(NamedTuple):
-    """A tensor of theirs, of which ours is part `index` of `num_parts` equal ones along `dim`."""
+    """The place of one of our parameters in a stored tensor.
+
+    The parameter is part `index` of `num_parts` equal parts along dim `dim` of the tensor `name`.
+    """
 
     name: str
     dim: int = 0
     index: int = 0
     num_parts: int = 1
 
-    def shape(self, ours: TensorShape) -> TensorShape:
-        """Of their whole tensor, if ours is of this shape."""
-        return (*ours[: self.dim], self.num_parts * ours[self.dim], *ours[self.dim + 1 :])
+    def shape(self, shape: TensorShape) -> TensorShape:
+        """The shape of the stored tensor, if our parameter has this shape."""
+        return (*shape[: self.dim], self.num_parts * shape[self.dim], *shape[self.dim + 1 :])
 
-    def region(self, ours: TensorShape, region: Region) -> Region:
-        """The region of theirs that is this region of ours."""
+    def region(self, shape: TensorShape, region: Region) -> Region:
+        """The region of the stored tensor that is this region of our parameter."""
         offsets = list(region.offsets)
-        offsets[self.dim] += self.index * ours[self.dim]
+        offsets[self.dim] += self.index * shape[self.dim]
         return Region(tuple(offsets), region.shape)
 
 
+class TensorPart(NamedTuple):
+    """One of our tensors, and the region of a stored tensor that it is."""
+
+    name: str
+    region: Region
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of an exported file, and our tensors that make it up."""
+
+    name: str
+    shape: TensorShape
+    parts: tuple[TensorPart, ...]
+
+
 EMBEDDING = "model.embed_tokens.weight"
-
 HEAD = "lm_head.weight"
-
 LAYER = "model.layers.*."
-
 COMMON = {
     "embedding.weight": TensorPlace(EMBEDDING),
     "layers.*.attention_norm.weight": TensorPlace(LAYER + "input_layernorm.weight"),
@@ -55,19 +74,15 @@ COMMON = {
     "norm.weight": TensorPlace("model.norm.weight"),
     "head.weight": TensorPlace(HEAD),
 }
-"""Both turn the pairs (i, i + head_dim / 2) of a head, so that no weight is permuted."""
-
+"""Both models rotate the pairs (i, i + head_dim / 2) of a head, so no weight is permuted."""
 DENSE = {
     "layers.*.feed_forward.w1.weight": TensorPlace(LAYER + "mlp.gate_proj.weight"),
     "layers.*.feed_forward.w3.weight": TensorPlace(LAYER + "mlp.up_proj.weight"),
     "layers.*.feed_forward.w2.weight": TensorPlace(LAYER + "mlp.down_proj.weight"),
 }
-"""LlamaForCausalLM."""
-
+"""The feed-forward network of LlamaForCausalLM."""
 MOE = LAYER + "block_sparse_moe."
-
 SHARED = LAYER + "shared_mlp."
-
 MIXTURE = {
     "layers.*.feed_forward.router.weight": TensorPlace(MOE + "router.layer.weight"),
     "layers.*.feed_forward.experts.w1": TensorPlace(MOE + "input_linear.weight", 1, 0, 2),
@@ -77,54 +92,10 @@ MIXTURE = {
     "layers.*.feed_forward.shared.w3.weight": TensorPlace(SHARED + "input_linear.weight", 0, 1, 2),
     "layers.*.feed_forward.shared.w2.weight": TensorPlace(SHARED + "output_linear.weight"),
 }
-"""GraniteMoeSharedForCausalLM: as ours, its router takes the softmax over the chosen logits alone,
-and its shared expert has no gate."""
-
+"""The experts of GraniteMoeSharedForCausalLM: like our model, its router takes the softmax over
+the chosen logits alone, and its shared expert has no gate."""
 PLACES: Mapping[str, TensorPlace] = COMMON | DENSE | MIXTURE
-
-
-def parameter_shapes(model: TransformerSettings) -> dict[str, TensorShape]:
-    """Our parameters by name, in the module's order."""
-    with torch.device("meta"):
-        module = Transformer(model)
-    return {name: tuple(value.shape) for name, value in module.named_parameters()}
-
-
-def place_of(name: str) -> TensorPlace:
-    """Where a parameter of ours lies among theirs."""
-    number = re.search(r"\.(\d+)\.", name)
-    place = PLACES[re.sub(r"\.\d+\.", ".*.", name)]
-    return place._replace(name=place.name.replace("*", number[1])) if number else place
-
-
-class TensorPart(NamedTuple):
-    """A tensor of ours, and the region that it is of one of theirs."""
-
-    name: str
-    region: Region
-
-
-class Whole(NamedTuple):
-    """A tensor of theirs, and those of ours that make it up."""
-
-    name: str
-    shape: TensorShape
-    parts: tuple[TensorPart, ...]
-
-
-def their_tensors(model: TransformerSettings) -> list[Whole]:
-    """Every tensor that a folder of theirs holds of a model, in the order of its layers."""
-    shapes: dict[str, TensorShape] = {}
-    parts: dict[str, list[TensorPart]] = {}
-    for name, shape in parameter_shapes(model).items():
-        place = place_of(name)
-        shapes[place.name] = place.shape(shape)
-        region = place.region(shape, Region.whole(shape))
-        parts.setdefault(place.name, []).append(TensorPart(name, region))
-    return [Whole(name, shape, tuple(parts[name])) for name, shape in shapes.items()]
-
-
-TOKENIZER_FILES = (
+AUXILIARY_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -137,27 +108,57 @@ TOKENIZER_FILES = (
 )
 
 
-def own_tensors(model: HuggingFaceSettings) -> list[Whole]:
-    """Each parameter once, however many names it has, and each buffer that is state."""
-    return [whole(name, tuple(shape)) for name, shape in _shapes(build(model.config)).items()]
+def place_of(name: str) -> TensorPlace:
+    """The place of one of our transformer's parameters."""
+    number = re.search(r"\.(\d+)\.", name)
+    place = PLACES[re.sub(r"\.\d+\.", ".*.", name)]
+    return place._replace(name=place.name.replace("*", number[1])) if number else place
 
 
-def whole(name: str, shape: tuple[int, ...], stored_as: str | None = None) -> Whole:
-    """A tensor of ours that lies there whole."""
-    return Whole(stored_as or name, shape, (TensorPart(name, Region.whole(shape)),))
+def parameter_shapes(model: TransformerSettings) -> dict[str, TensorShape]:
+    """The parameters of our transformer by name, in the module's order."""
+    with torch.device("meta"):
+        module = Transformer(model)
+    return {name: tuple(value.shape) for name, value in module.named_parameters()}
+
+
+def transformer_tensors(model: TransformerSettings) -> list[StoredTensor]:
+    """Every stored tensor of our transformer, in the order of its layers."""
+    shapes: dict[str, TensorShape] = {}
+    parts: dict[str, list[TensorPart]] = {}
+    for name, shape in parameter_shapes(model).items():
+        place = place_of(name)
+        shapes[place.name] = place.shape(shape)
+        region = place.region(shape, Region.whole(shape))
+        parts.setdefault(place.name, []).append(TensorPart(name, region))
+    return [StoredTensor(name, shape, tuple(parts[name])) for name, shape in shapes.items()]
+
+
+def hugging_face_tensors(model: HuggingFaceSettings) -> list[StoredTensor]:
+    """Every stored tensor of a model that `transformers` builds.
+
+    These are its parameters, each once even if it has several names, and its persistent buffers.
+    """
+    shapes = _shapes(build(model.config))
+    return [stored_whole(name, tuple(shape)) for name, shape in shapes.items()]
+
+
+def stored_whole(name: str, shape: tuple[int, ...], stored_as: str | None = None) -> StoredTensor:
+    """A stored tensor that is one of our tensors."""
+    return StoredTensor(stored_as or name, shape, (TensorPart(name, Region.whole(shape)),))
 
 
 def stored_config(model: HuggingFaceSettings, dtype: str) -> dict[str, Any]:
-    """The `config.json` that the run was given, in the dtype of what is written."""
+    """The run's `config.json`, with the dtype of the exported tensors."""
     architecture = type(build(model.config)).__name__
     return model.config | {"architectures": [architecture], "dtype": dtype, "torch_dtype": dtype}
 
 
-def files_beside(settings: TrainSettings) -> list[Path]:
-    """The tokenizer's and others that the folder had which the run began with."""
+def auxiliary_files(settings: TrainSettings) -> list[Path]:
+    """The tokenizer and generation files in the folder that the run's weights came from."""
     if not isinstance(settings.model, HuggingFaceSettings) or settings.init_from is None:
         return []
-    files = (Path(settings.init_from) / name for name in TOKENIZER_FILES)
+    files = (Path(settings.init_from) / name for name in AUXILIARY_FILES)
     return [file for file in files if file.is_file()]
 
 

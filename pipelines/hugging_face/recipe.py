@@ -1,4 +1,4 @@
-"""The recipe `hf:PATH`: a causal language model of `transformers`, from its folder or config."""
+"""Recipes for `transformers` models: `hf:PATH` from a folder or config, and `finetune`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ TOKENIZER = "tokenizer.json"
 
 
 def finetune() -> TrainSettings:
-    """Conversations of a JSONL file, of which the responses are learnt, by the model in the folder
-    that `--set init_from=FOLDER` names: its weights, or with `--set lora.rank=8` adapters."""
+    """Fine-tune a model on the responses in a JSONL file of conversations.
+
+    `--set init_from=FOLDER` names the model; `--set lora.rank=8` trains adapters instead of its
+    weights.
+    """
     return TrainSettings(
         model=HuggingFaceSettings(),
         data=DataSettings(format="chat", seq_len=1024),
@@ -27,28 +30,34 @@ def finetune() -> TrainSettings:
 
 
 def with_model_of_folder(settings: TrainSettings) -> TrainSettings:
-    """With the config, and the tokenizer, of the folder that `init_from` names, where the settings
-    leave them open. Raises `UserError`."""
+    """The settings with an empty config and tokenizer filled in from the folder in `init_from`.
+
+    Raises `UserError`.
+    """
     model = settings.model
     if not isinstance(model, HuggingFaceSettings):
         if settings.lora.rank:
-            raise UserError("lora.rank: adapters are for models of transformers; leave it 0")
+            raise UserError("lora.rank: only transformers models can have adapters; set 0")
         return settings
     if model.config:
         return settings
     if settings.init_from is None:
-        raise UserError("which model? --set init_from=FOLDER, one that transformers has saved")
-    begun = hugging_face(settings.init_from)
-    changes: dict[str, Any] = {"model": begun.model}
+        raise UserError(
+            "no model given: --set init_from=FOLDER, a folder that transformers has saved"
+        )
+    pretrained = hugging_face(settings.init_from)
+    changes: dict[str, Any] = {"model": pretrained.model}
     if settings.data.tokenizer == "bytes":
-        tokenizer = {"tokenizer": begun.data.tokenizer}
+        tokenizer = {"tokenizer": pretrained.data.tokenizer}
         changes["data"] = settings.data.model_copy(update=tokenizer)
     return settings.model_copy(update=changes)
 
 
 def hugging_face(path: str) -> TrainSettings:
-    """Train the model in a folder on, with its weights and tokenizer if they are there; a
-    `config.json` alone is begun anew. Raises `UserError`."""
+    """Continue to train the model in a folder, with its weights and tokenizer if it has them.
+
+    A `config.json` alone is trained from scratch. Raises `UserError`.
+    """
     fields, folder = read_fields(path)
     config_of_model(fields)
     tokenizer = folder / TOKENIZER if folder else None

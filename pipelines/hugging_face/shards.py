@@ -1,4 +1,4 @@
-"""Safetensors files written from regions that are read a window at a time, whatever their size."""
+"""Writer of safetensors files in bounded memory: regions are read and written by windows."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ import torch
 from torch import Tensor
 
 from elastic.geometry.regions import Region
-from pipelines.hugging_face.names import TensorShape, Whole
+from pipelines.hugging_face.names import StoredTensor, TensorShape
 from pipelines.settings.safetensors_format import bytes_of, header_of, with_length
 
 RegionReader = Callable[[Mapping[str, Region]], Mapping[str, Tensor]]
-"""Regions of our tensors by name, to what they hold."""
+"""Reads regions of our tensors, by name."""
 
-FileWindow = list[tuple[Whole, Region]]
-"""Which regions of which tensors are read at once."""
+FileWindow = list[tuple[StoredTensor, Region]]
+"""The regions of stored tensors that are read at once."""
 
 
-def deal(tensors: Sequence[Whole], itemsize: int, shard_bytes: int) -> list[list[Whole]]:
-    """Tensors in order to as few files as hold `shard_bytes` each; a larger one is alone in its."""
-    shards: list[list[Whole]] = []
+def deal(
+    tensors: Sequence[StoredTensor], itemsize: int, shard_bytes: int
+) -> list[list[StoredTensor]]:
+    """Distribute tensors in order to files of up to `shard_bytes`; a larger tensor gets its own."""
+    shards: list[list[StoredTensor]] = []
     room = 0
     for tensor in tensors:
         num_bytes = itemsize * prod(tensor.shape)
@@ -36,9 +38,13 @@ def deal(tensors: Sequence[Whole], itemsize: int, shard_bytes: int) -> list[list
 
 
 def write_shard(
-    file: Path, tensors: Sequence[Whole], dtype: torch.dtype, read: RegionReader, window_bytes: int
+    file: Path,
+    tensors: Sequence[StoredTensor],
+    dtype: torch.dtype,
+    read: RegionReader,
+    window_bytes: int,
 ) -> None:
-    """Write one file; memory holds a window and what it is made of. Raises `OSError`."""
+    """Write one file; memory holds one window and its parts. Raises `OSError`."""
     header = header_of(((tensor.name, dtype, tensor.shape) for tensor in tensors), {})
     with file.open("wb") as out:
         out.write(with_length(header))
@@ -53,9 +59,11 @@ def _write_window(
         out.write(bytes_of(piece.to(dtype)))
 
 
-def _windows(tensors: Sequence[Whole], max_elements: int) -> Iterator[FileWindow]:
-    """All elements in order: small tensors together, large ones cut into slabs of rows. No two
-    slabs of one tensor meet in a window."""
+def _windows(tensors: Sequence[StoredTensor], max_elements: int) -> Iterator[FileWindow]:
+    """All elements in order: small tensors share a window, large ones are cut into slabs of rows.
+
+    A window holds at most one slab of a tensor.
+    """
     window: FileWindow = []
     room = max_elements
     for tensor in tensors:
@@ -77,21 +85,21 @@ def _slabs(shape: TensorShape, max_elements: int) -> Iterator[Region]:
 
 
 def _read_window(window: FileWindow, read: RegionReader) -> Iterator[Tensor]:
-    wanted = {}
+    regions = {}
     for tensor, slab in window:
         for part in tensor.parts:
-            if hit := part.region.intersection(slab):
-                wanted[part.name] = _seen_from(part.region, hit)
-    found = dict(read(wanted))
+            if overlap := part.region.intersection(slab):
+                regions[part.name] = _relative_to(part.region, overlap)
+    values = dict(read(regions))
     for tensor, slab in window:
         pieces = []
         for part in tensor.parts:
-            if hit := part.region.intersection(slab):
-                pieces.append((_seen_from(slab, hit), found.pop(part.name)))
-        yield _put_together(slab.shape, pieces)
+            if overlap := part.region.intersection(slab):
+                pieces.append((_relative_to(slab, overlap), values.pop(part.name)))
+        yield _assemble(slab.shape, pieces)
 
 
-def _put_together(shape: TensorShape, pieces: list[tuple[Region, Tensor]]) -> Tensor:
+def _assemble(shape: TensorShape, pieces: list[tuple[Region, Tensor]]) -> Tensor:
     if len(pieces) == 1:
         return pieces[0][1]
     whole = torch.empty(shape, dtype=pieces[0][1].dtype)
@@ -101,7 +109,7 @@ def _put_together(shape: TensorShape, pieces: list[tuple[Region, Tensor]]) -> Te
     return whole
 
 
-def _seen_from(outer: Region, inner: Region) -> Region:
-    """A region inside of another, by its offsets from where that begins."""
+def _relative_to(outer: Region, inner: Region) -> Region:
+    """The inner region, with offsets relative to the start of the outer one."""
     offsets = tuple(a - b for a, b in zip(inner.offsets, outer.offsets, strict=True))
     return Region(offsets, inner.shape)

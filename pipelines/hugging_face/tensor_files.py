@@ -1,4 +1,4 @@
-"""The safetensors files of a folder of `transformers`, read region by region."""
+"""Reader of the safetensors files in a `transformers` folder, region by region."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ INDEX = "model.safetensors.index.json"
 
 
 class TensorFiles:
-    """Which file holds which tensor, as the files themselves say; opening reads the headers alone.
+    """The tensors of a folder's safetensors files; opening reads only the headers.
 
-    Raises `UserError`, in whatever it is asked, if they cannot be read.
+    Every method raises `UserError` if the files cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,7 +39,7 @@ class TensorFiles:
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:
-        """A tensor, to be sliced."""
+        """A tensor that can be sliced."""
         with self._opened(self.places[name]) as file:
             yield file.get_slice(name)
 
@@ -57,15 +57,17 @@ class TensorFiles:
             try:
                 return sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
             except (ValueError, KeyError, TypeError, AttributeError):
-                raise UserError(f"init_from: {index} is damaged") from None
+                raise UserError(
+                    f"init_from: {index} is damaged; download or save the model again"
+                ) from None
         if not (self.folder / ONE_FILE).is_file():
             raise UserError(
-                f"init_from={self.folder}: has no {ONE_FILE}; nothing else is read: save the model "
-                "with `save_pretrained`"
+                f"init_from={self.folder}: has no {ONE_FILE}; other formats are not supported: "
+                "save the model with `save_pretrained`"
             )
         return [ONE_FILE]
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has safetensors of a model."""
+    """Whether a folder has a model's safetensors."""
     return (folder / ONE_FILE).is_file() or (folder / INDEX).is_file()

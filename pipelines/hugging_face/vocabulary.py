@@ -1,4 +1,4 @@
-"""The tokenizer of a run as `transformers` loads it."""
+"""Export of a run's tokenizer in the format of `transformers`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from pipelines.settings.home import expanded
 
 
 class Vocabulary(NamedTuple):
-    """The token that parts documents, and the tokenizer; None, and why, if they are not known."""
+    """The token between documents, and the tokenizer.
+
+    Each is None if unknown; then `lacking` is the reason.
+    """
 
     separator: int | None
     tokenizer: Tokenizer | None
@@ -26,7 +29,7 @@ class Vocabulary(NamedTuple):
 
 
 def vocabulary_of(data: DataSettings, folder: str | None) -> Vocabulary:
-    """Of the run that was trained on the prepared data in `folder` (None: random)."""
+    """The vocabulary of a run that was trained on the prepared data in `folder` (None: random)."""
     if folder is None:
         return Vocabulary(None, None, "the data are random")
     try:
@@ -43,7 +46,7 @@ def vocabulary_of(data: DataSettings, folder: str | None) -> Vocabulary:
 
 
 def write_vocabulary(folder: Path, vocabulary: Vocabulary, seq_len: int) -> None:
-    """`tokenizer.json` and `tokenizer_config.json`, if the tokenizer is known."""
+    """Write `tokenizer.json` and `tokenizer_config.json`, if the tokenizer is known."""
     tokenizer, separator = vocabulary.tokenizer, vocabulary.separator
     if tokenizer is None:
         return
@@ -58,10 +61,11 @@ def write_vocabulary(folder: Path, vocabulary: Vocabulary, seq_len: int) -> None
 
 
 def _file_tokenizer(data: DataSettings, index: Index) -> Tokenizer:
-    """As the text was prepared with it: without truncation, padding or tokens around a text."""
-    found = find_tokenizer(data.tokenizer, data.separator)
-    if found.name != index.tokenizer:
-        raise UserError(f"the data were prepared with another than data.tokenizer={data.tokenizer}")
+    """The tokenizer as the data were prepared: without truncation, padding or added tokens."""
+    if find_tokenizer(data.tokenizer, data.separator).name != index.tokenizer:
+        raise UserError(
+            f"the data were prepared with another tokenizer than data.tokenizer={data.tokenizer}"
+        )
     tokenizer = tokenizers.Tokenizer.from_file(str(expanded(data.tokenizer)))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -70,7 +74,7 @@ def _file_tokenizer(data: DataSettings, index: Index) -> Tokenizer:
 
 
 def _byte_tokenizer() -> Tokenizer:
-    """The bytes of UTF-8 as tokens 0..255: a vocabulary of single bytes, and nothing merged."""
+    """The UTF-8 bytes as tokens 0..255: a vocabulary of single bytes without merges."""
     tokenizer = Tokenizer(models.BPE(vocab=_byte_symbols(), merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -78,8 +82,10 @@ def _byte_tokenizer() -> Tokenizer:
 
 
 def _byte_symbols() -> dict[str, int]:
-    """The character that `tokenizers` writes for each byte (Radford et al., GPT-2, 2019): its
-    own if that is visible, else one from 256 on."""
+    """The character that `tokenizers` uses for each byte (Radford et al., GPT-2, 2019).
+
+    A visible byte is its own character; the others get characters from 256 on.
+    """
     visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in visible]
     symbols = {chr(byte): byte for byte in visible}
@@ -87,9 +93,9 @@ def _byte_symbols() -> dict[str, int]:
 
 
 def _with_separator(tokenizer: Tokenizer, separator: int) -> Tokenizer:
-    """With a token for the separator, if the text was prepared with an id beyond the vocabulary."""
+    """The tokenizer with a token added for a separator whose id is beyond the vocabulary."""
     if tokenizer.id_to_token(separator) is None:
         tokenizer.add_special_tokens([SEPARATORS[0]])
     if tokenizer.id_to_token(separator) is None:
-        raise UserError(f"no token can be added to the tokenizer as number {separator}")
+        raise UserError(f"no token with id {separator} can be added to the tokenizer")
     return tokenizer

@@ -1,5 +1,4 @@
-"""The loop stays the user's: a script that calls for its steps, and is handed the same one again
-after a failure."""
+"""Custom training loops: the user's script iterates over steps, and repeats one after a failure."""
 
 from pipelines.loop.run import Run
 from pipelines.loop.step import Step

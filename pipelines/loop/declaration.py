@@ -1,4 +1,4 @@
-"""What a script declares before it asks for its first step: all that the run must know of it."""
+"""Declaration of a custom training loop: what the run must know before the first step."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pipelines.loop.errors import LoopMisused
-from pipelines.loop.stepping import AsPrepared
+from pipelines.loop.stepping import ScriptOptimizing
 
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """`losses(model, batch)` is the mean loss over a batch of held-out samples."""
+    """Held-out data and their losses; `losses(model, batch)` is the mean loss over a batch."""
 
     dataset: Dataset[Any]
     losses: Callable[[nn.Module, Any], Any]
@@ -24,11 +24,15 @@ class EvaluationSetup:
 
 @dataclass(frozen=True)
 class Declaration:
-    """A step's batch is `num_microbatches` of `microbatch` samples, on whatever workers."""
+    """All that a script declares.
+
+    A step's batch is `num_microbatches` microbatches of `microbatch` samples, whatever the number
+    of workers.
+    """
 
     model: nn.Module
-    """With the values of step 0."""
-    optimising: AsPrepared
+    """The module with its values of step 0."""
+    optimising: ScriptOptimizing
     dataset: Dataset[Any]
     collate: Callable[[list[Any]], Any]
     microbatch: int
@@ -38,7 +42,7 @@ class Declaration:
 
     @property
     def batch(self) -> int:
-        """Samples a step."""
+        """Samples per step."""
         return self.microbatch * self.num_microbatches
 
     @property
@@ -48,4 +52,4 @@ class Declaration:
 
 
 class NotDeclared(LoopMisused):
-    """The script ended without asking for a step."""
+    """The script ended without a step."""

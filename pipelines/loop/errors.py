@@ -1,7 +1,7 @@
-"""What is wrong with a script that owns its loop, each in one line."""
+"""Errors of a custom training loop, each reported in one line."""
 
 from pipelines.settings.errors import UserError
 
 
 class LoopMisused(UserError):
-    """The loop does not do what a step needs of it."""
+    """The script violates the rules of a custom training loop."""

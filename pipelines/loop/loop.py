@@ -1,4 +1,4 @@
-"""A worker's loop: the user's function, wherever it stands, and a new one where it was left."""
+"""A worker's custom training loop: runs the user's script, and restarts it if it is stuck."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ScriptFunction = Callable[[Run], None]
 
 
 class Loop:
-    """Runs a script up to its first step, and hands it each step from then on.
+    """Runs a script up to its first step, and then passes it each step.
 
-    A script that is stuck where no other worker will ever answer is left there, and begun anew:
-    what it has kept in variables of its own is gone then, as on a worker that has just come.
+    A script that is stuck in a collective that will never complete is abandoned, and restarted on a
+    new thread. The values of its own variables are then lost, as on a worker that has just joined.
     """
 
     def __init__(self, script: ScriptFunction, seed: int) -> None:
@@ -39,13 +39,15 @@ class Loop:
         return self._thread.is_busy
 
     def begin_anew(self) -> None:
-        """Leave the script where it is, and run it up to its first step again."""
-        self._leave()
+        """Abandon the running script, and run it up to its first step again."""
+        self._abandon()
         self._begin()
 
     def take(self, step: Step, module: nn.Module) -> list[Sums]:
-        """The step's losses, as the loop's body computes them with this worker's module. Raises
-        what the body raises."""
+        """The losses that the loop's body computes for a step with this worker's module.
+
+        Raises what the body raises.
+        """
         if self.is_busy:
             self.begin_anew()
         thread, part = self._thread, self._part
@@ -59,8 +61,8 @@ class Loop:
         self._part = part = CalledModule()
         script = self._script
         self._thread = LoopThread(lambda thread: script(Run(thread.steps, part)))
-        self._leave = finalize(self, self._thread.leave_behind)
-        # A thread that frees tensors while the interpreter ends takes the whole process with it.
-        self._leave.atexit = False
+        self._abandon = finalize(self, self._thread.abandon)
+        # A thread that frees tensors while the interpreter exits would abort the process.
+        self._abandon.atexit = False
         with seeded(self._seed):
             self.declaration: Declaration = self._thread.declared()

@@ -1,4 +1,4 @@
-"""The passes of a step, made by the body of a user's loop."""
+"""Training passes of a step, driven by the body of a custom training loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines.training.workload.workload import Sums, Workload
 
 
 class LoopPasses(OneByOne):
-    """Training passes are the loop's, evaluation is as of any workload; see `Passes`."""
+    """Passes whose training part the script drives; evaluation is standard. See `Passes`."""
 
     def __init__(
         self,
@@ -34,13 +34,13 @@ class LoopPasses(OneByOne):
         self.step = self.epoch = 0
 
     def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
-        around = Around(iter(feds), num_rounds, self.sharded, self.moving)
-        step = Step(self.step, around, self.epoch, self.is_first_worker)
+        engine = LoopEngine(iter(feds), num_rounds, self.sharded, self.moving)
+        step = Step(self.step, engine, self.epoch, self.is_first_worker)
         return self.loop.take(step, self.module)
 
 
-class Around:
-    """What goes on around the passes; see `Engine`."""
+class LoopEngine:
+    """Gradient accumulation and buffer updates around a step's passes; see `Engine`."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What `run.prepare` gives back in place of a model, an optimizer, a scheduler and a loader."""
+"""Wrappers that `run.prepare` returns for a model, an optimizer, a scheduler and a loader."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pipelines.loop.step import Step
 
 
 class PreparedModel(nn.Module):
-    """Calls go to this worker's part of the model, which is another after each re-layout.
+    """Wrapper of a model: a call runs this worker's current part of it, which a reshard replaces.
 
-    Before the first step it has the parameters that it was made of; from then on these are
-    sharded, and no longer to be had here.
+    Before the first step it gives access to the original parameters. From then on they are sharded
+    and not accessible here.
     """
 
     def __init__(self, declared: nn.Module, part: CalledModule) -> None:
         super().__init__()
-        object.__setattr__(self, "_declared", declared)  # it is none of its children
+        object.__setattr__(self, "_declared", declared)  # not registered as a submodule
         object.__setattr__(self, "_part", part)
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
@@ -32,8 +32,9 @@ class PreparedModel(nn.Module):
     def train(self, mode: bool = True) -> PreparedModel:
         if not mode and self._part.is_training:
             raise LoopMisused(
-                "model.eval(): the model trains here; held-out data are evaluated between two "
-                "steps, by run.evaluation(dataset, losses) before the loop"
+                "model.eval(): not possible within a step; declare held-out data with "
+                "run.evaluation(dataset, losses) before the loop, and the run evaluates them "
+                "between steps"
             )
         return self
 
@@ -52,36 +53,36 @@ class PreparedModel(nn.Module):
     def _before_training(self, what: str) -> nn.Module:
         if self._part.is_training:
             raise LoopMisused(
-                f"model.{what}: within the loop they are divided among workers; whole ones are in "
-                "the run's checkpoints"
+                f"model.{what}: within the loop these are sharded over the workers; read whole "
+                "ones from the run's checkpoints"
             )
         module: nn.Module = self._declared
         return module
 
 
 class CalledModule:
-    """Where the model's calls go: the module of the step under way."""
+    """The target of the model's calls: this worker's module in the current step."""
 
     def __init__(self) -> None:
         self.module: nn.Module | None = None
         self.is_training = False
         self.is_first_worker = False
-        self._note: Callable[[BaseException], None] = _nobody
+        self._note: Callable[[BaseException], None] = _ignore
 
     def open(self, module: nn.Module, step: Step) -> None:
-        """The block of a step begins, which is told what goes wrong in a call."""
+        """Enter a step, which is notified of errors in calls."""
         self.module, self._note, self.is_training = module, step.note, True
         self.is_first_worker = step.is_first_worker
 
     def close(self) -> None:
-        """It is over."""
-        self.module, self._note = None, _nobody
+        """Leave the step."""
+        self.module, self._note = None, _ignore
 
     def call(self, *inputs: Any, **keywords: Any) -> Any:
         if self.module is None:
             raise LoopMisused(
-                "model(...): called outside of `with step:`, where it has no values; to look at "
-                "it, use the module that was given to run.prepare, before the loop"
+                "model(...): called outside of `with step:`, where it has no values; before the "
+                "loop, call the module that was passed to run.prepare"
             )
         try:
             return self.module(*inputs, **keywords)
@@ -91,16 +92,16 @@ class CalledModule:
 
 
 class PreparedOptimizer:
-    """A script may go on calling `step` and `zero_grad`: both are done by the run, once a step."""
+    """Wrapper of an optimizer: the run steps it, so `step` and `zero_grad` do nothing."""
 
     def __init__(self, declared: Optimizer) -> None:
         self.declared = declared
 
     def step(self) -> None:
-        """The run does, as soon as the step is decided."""
+        """Does nothing: the run steps the optimizer when the step commits."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """The run does."""
+        """Does nothing: the run zeroes the gradients."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -109,30 +110,30 @@ class PreparedOptimizer:
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_private(name)
         raise LoopMisused(
-            f"optimizer.{name}: the optimizer is the run's from run.prepare on, and its state is "
-            "divided among workers"
+            f"optimizer.{name}: not available after run.prepare: the run owns the optimizer and "
+            "shards its state over the workers"
         )
 
 
 class PreparedScheduler:
-    """A script may go on calling `step`: the run does it, once a step."""
+    """Wrapper of a scheduler: the run steps it once a step, so `step` does nothing."""
 
     def __init__(self, declared: LRScheduler) -> None:
         self.declared = declared
 
     def step(self) -> None:
-        """The run does."""
+        """Does nothing: the run steps the schedule."""
 
     def __getattr__(self, name: str) -> NoReturn:
         _refuse_private(name)
         raise LoopMisused(
-            f"scheduler.{name}: the schedule is the run's from run.prepare on; metrics.jsonl has "
-            "each step's learning rate"
+            f"scheduler.{name}: not available after run.prepare: the run owns the schedule; "
+            "metrics.jsonl has each step's learning rate"
         )
 
 
 class PreparedLoader:
-    """Its length is that of an epoch in microbatches; the batches come from `step.batches()`."""
+    """Wrapper of a loader: its length is an epoch in microbatches; it cannot be iterated."""
 
     def __init__(self, declared: DataLoader[Any]) -> None:
         self.declared = declared
@@ -145,14 +146,14 @@ class PreparedLoader:
         return self.declared.dataset
 
     def __iter__(self) -> NoReturn:
-        raise LoopMisused("the loader: a step's microbatches come from `step.batches()`")
+        raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
 
 
-def _nobody(error: BaseException) -> None:
-    """No step is under way."""
+def _ignore(error: BaseException) -> None:
+    """No step needs to know of the error."""
 
 
 def _refuse_private(name: str) -> None:
-    """Python itself asks whether there are such, and takes this for no."""
+    """Raise `AttributeError` for private names, whose existence Python itself probes."""
     if name.startswith("_"):
         raise AttributeError(name)

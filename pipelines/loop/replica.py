@@ -1,4 +1,4 @@
-"""One rank's part of a module that a user's loop trains."""
+"""The replica of a custom training loop: one rank's part of the module."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelines.training.workload.workload import Workload
 
 
 class LoopReplica(ShardedReplica):
-    """See `actors.runtime.program.Replica`."""
+    """A replica whose training passes the script drives; see `actors.runtime.program.Replica`."""
 
     def __init__(
         self, workload: Workload, settings: TrainSettings, groups: Groups, loop: Loop
@@ -28,7 +28,7 @@ class LoopReplica(ShardedReplica):
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
         if len(stages) > 1 or self.groups.layout.pp > 1:
-            raise LoopMisused("pp: the passes of a pipeline cannot be those of a loop of one's own")
+            raise LoopMisused("pp: a custom training loop cannot run as a pipeline; set pp=1")
         is_warm_up = self.groups.assignment.generation == 0
         is_first = self.groups.world_rank == 0 and not is_warm_up
         self.loop_passes = LoopPasses(

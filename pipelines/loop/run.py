@@ -1,4 +1,4 @@
-"""The run as a script sees it: what it prepares, and the steps that it asks for."""
+"""The `run` object of a custom training loop: preparation of objects, and iteration over steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pipelines.loop.prepared import (
     PreparedScheduler,
 )
 from pipelines.loop.step import Step
-from pipelines.loop.stepping import AsPrepared
+from pipelines.loop.stepping import ScriptOptimizing
 
 
 class Run:
-    """Given to the script's function: `prepare` what it trains with, then loop over `steps`."""
+    """The argument of the script's function: call `prepare`, then loop over `steps`."""
 
     def __init__(self, begin: Callable[[Declaration], Iterator[Step]], part: CalledModule) -> None:
-        """`begin` gives the steps of what was declared; `part` is where the model's calls go."""
+        """`begin` starts the steps of a declaration; `part` receives the model's calls."""
         self._begin = begin
         self._part = part
         self._model: nn.Module | None = None
@@ -37,13 +37,13 @@ class Run:
         self._evaluation: EvaluationSetup | None = None
 
     def prepare(self, *objects: Any) -> Any:
-        """Take a model, its optimizer, a learning-rate scheduler and a loader, in any order, at
-        once or one by one; what comes back, in the same order, stands for them in the loop.
+        """Wrap a model, its optimizer, a learning-rate scheduler and a loader for use in the loop.
 
-        The loader's `batch_size` is that of a microbatch. The schedule counts in steps. Raises
-        `LoopMisused` for what cannot follow a run through changes of its workers.
+        Pass them in any order, in one call or several; the wrappers are returned in the same order.
+        The loader's `batch_size` is the microbatch size. The schedule counts steps. Raises
+        `LoopMisused` for an object that cannot survive a change of the workers.
         """
-        prepared = tuple(self._prepared(one) for one in objects)
+        prepared = tuple(self._prepared(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def evaluation(
@@ -52,23 +52,24 @@ class Run:
         losses: Callable[[nn.Module, Any], Any],
         **metrics: Callable[[nn.Module, Any], Any],
     ) -> None:
-        """Evaluate these held-out samples after every `eval_every` steps: `losses(model, batch)`
-        is the mean loss over one microbatch, and each of the metrics a mean likewise."""
+        """Declare held-out samples, which the run evaluates every `eval_every` steps.
+
+        `losses(model, batch)` is the mean loss over a microbatch; each metric is a mean likewise.
+        """
         self._evaluation = EvaluationSetup(dataset, losses, metrics)
 
     def steps(
         self, num_steps: int, microbatches: int = 8, max_grad_norm: float | None = None
     ) -> Iterator[Step]:
-        """The steps that are left of so many, from 1 on, each to be computed within `with step:`.
+        """The remaining steps of `num_steps`, counted from 1; compute each within `with step:`.
 
-        A step is the mean over so many microbatches, whatever the number of workers that share
-        them; its gradient's norm is clipped to `max_grad_norm`. What a script does after its last
-        step is not done.
+        A step's gradient is the mean over `microbatches` microbatches, whatever the number of
+        workers; its norm is clipped to `max_grad_norm`. Code after the loop does not run.
         """
         return self._begin(self._declared(num_steps, microbatches, max_grad_norm))
 
     def print(self, *values: Any) -> None:
-        """Print within the loop, on one worker of all; see `elastic logs`."""
+        """Print within the loop, on one worker only; see `elastic logs`."""
         if self._part.is_first_worker:
             print(*values, flush=True)
 
@@ -77,17 +78,17 @@ class Run:
     ) -> Declaration:
         for name, count in (("num_steps", num_steps), ("microbatches", microbatches)):
             if count < 1:
-                raise LoopMisused(f"run.steps: {name}={count}, which is not at least 1")
+                raise LoopMisused(f"run.steps: {name}={count} must be at least 1")
         model, optimizer, loader = self._model, self._optimizer, self._loader
         if model is None or optimizer is None or loader is None:
             kinds = {"model": model, "optimizer": optimizer, "loader": loader}
-            missing = [kind for kind, one in kinds.items() if one is None]
-            raise LoopMisused(f"run.steps: give run.prepare the {' and the '.join(missing)} first")
+            missing = [kind for kind, item in kinds.items() if item is None]
+            raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         names = {parameter: name for name, parameter in model.named_parameters()}
         assert loader.batch_size is not None
         return Declaration(
             model,
-            AsPrepared(optimizer, self._scheduler, names, max_grad_norm),
+            ScriptOptimizing(optimizer, self._scheduler, names, max_grad_norm),
             loader.dataset,
             loader.collate_fn,
             loader.batch_size,
@@ -96,51 +97,52 @@ class Run:
             self._evaluation,
         )
 
-    def _prepared(self, one: Any) -> Any:
-        match one:
+    def _prepared(self, item: Any) -> Any:
+        match item:
             case nn.Module():
                 _refuse_second(self._model, "model")
-                self._model = one
-                return PreparedModel(one, self._part)
+                self._model = item
+                return PreparedModel(item, self._part)
             case Optimizer():
                 _refuse_second(self._optimizer, "optimizer")
-                self._optimizer = one
-                return PreparedOptimizer(one)
-            case LRScheduler() if not isinstance(one, ReduceLROnPlateau):
+                self._optimizer = item
+                return PreparedOptimizer(item)
+            case LRScheduler() if not isinstance(item, ReduceLROnPlateau):
                 _refuse_second(self._scheduler, "scheduler")
-                self._scheduler = one
-                return PreparedScheduler(one)
+                self._scheduler = item
+                return PreparedScheduler(item)
             case DataLoader():
                 _refuse_second(self._loader, "loader")
-                _refuse_other_order(one)
-                self._loader = one
-                return PreparedLoader(one)
+                _refuse_other_order(item)
+                self._loader = item
+                return PreparedLoader(item)
         raise LoopMisused(
-            f"run.prepare: {type(one).__name__}; it takes a model, an optimizer, a learning-rate "
-            "scheduler that needs no metric, and a DataLoader"
+            f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, a "
+            "learning-rate scheduler that needs no metric, and a DataLoader"
         )
 
 
 def _refuse_second(known: Any, kind: str) -> None:
     if known is not None:
-        told = "; of held-out samples: run.evaluation(dataset, losses)" if kind == "loader" else ""
-        raise LoopMisused(f"run.prepare: a second {kind}; a run trains with one{told}")
+        advice = "; for held-out samples use run.evaluation(dataset, losses)"
+        advice = advice if kind == "loader" else ""
+        raise LoopMisused(f"run.prepare: a second {kind}; a run trains with one{advice}")
 
 
 def _refuse_other_order(loader: DataLoader[Any]) -> None:
-    """Which samples a step has is a function of the step's number, and of nothing else."""
+    """Raise `LoopMisused` for a loader with its own order: the run determines a step's samples."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
         raise LoopMisused(
-            "run.prepare: the loader's dataset is no map-style one; it needs __len__ and "
+            "run.prepare: the loader's dataset is not map-style; it needs __len__ and "
             "__getitem__, so that any worker can read any sample"
         )
     sampler = loader.sampler
     is_plain = isinstance(sampler, RandomSampler) and loader.batch_size is not None
     if not is_plain or sampler.replacement or sampler.num_samples != len(dataset):
         raise LoopMisused(
-            "run.prepare: the loader has an order of its own; samples come in a shuffled order "
-            "that all workers know: say shuffle=True, without a sampler (one of held-out samples: "
+            "run.prepare: the loader has its own order, but all workers must know the order: set "
+            "shuffle=True without a sampler (for held-out samples use "
             "run.evaluation(dataset, losses))"
         )
     if not len(dataset):

@@ -1,4 +1,4 @@
-"""A script that owns its loop, as a recipe: what it declares before its first step."""
+"""A script with a custom training loop, turned into settings and a recipe."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_module import seeded
 
 DTYPES = {torch.float64: "float64"}
-"""What is computed in, by what the model is made of; else float32."""
+"""The run's dtype by that of the model's parameters; float32 for all others."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """`function(run)` prepares what it trains with, and loops over `run.steps`.
+    """A script's function, which prepares its objects and loops over `run.steps`.
 
-    `settings` are what its loop asks for, and the defaults of all the rest.
+    `settings` are those that the loop declares, and defaults for the others.
     """
 
     function: Callable[[Run], None]
@@ -37,24 +37,26 @@ class Script:
 
 
 class _Declared(BaseException):
-    """Unwinds a script whose declaration is all that is wanted."""
+    """Unwinds a script once its declaration is known."""
 
     def __init__(self, declaration: Declaration) -> None:
         self.declaration = declaration
 
 
 def is_script(function: Callable[..., Any]) -> bool:
-    """Whether it wants a run: it has one parameter without a default."""
+    """Whether a function is a script: it has exactly one parameter without a default, the run."""
     try:
         parameters = signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
-    return sum(one.default is Parameter.empty for one in parameters) == 1
+    return sum(parameter.default is Parameter.empty for parameter in parameters) == 1
 
 
 def script_of(function: Callable[[Run], None]) -> Script:
-    """Run it up to its first step, and leave it there. Raises `UserError` if it never gets there,
-    and what it raises."""
+    """Run a function up to its first step, and unwind it there.
+
+    Raises `UserError` if it ends before, and what the function raises.
+    """
     part = CalledModule()
     try:
         with seeded(TrainSettings().seed):
@@ -62,13 +64,13 @@ def script_of(function: Callable[[Run], None]) -> Script:
     except _Declared as declared:
         return Script(function, settings_of(declared.declaration))
     raise NotDeclared(
-        f"{getattr(function, '__name__', function)}: it ended without a step; loop over "
+        f"{getattr(function, '__name__', function)}: ended without a step; loop over "
         "run.steps(num_steps)"
     )
 
 
 def settings_of(declaration: Declaration) -> TrainSettings:
-    """What the script's loop asks for."""
+    """The settings that a script's loop declares."""
     first = next(declaration.model.parameters(), torch.empty(0))
     return TrainSettings(
         model=CustomModelSettings(),
@@ -80,11 +82,11 @@ def settings_of(declaration: Declaration) -> TrainSettings:
 
 
 def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
-    """What was declared, but for the training passes, which are the loop's."""
+    """A recipe of what was declared, without the training passes, which the loop drives."""
     evaluation = declaration.evaluation
     return Recipe(
         model=partial(_copied, declaration.model),
-        loss=_not_here,
+        loss=_no_held_out_data,
         optimizer=declaration.optimising.build,
         schedule=declaration.optimising.rate,
         max_grad_norm=declaration.optimising.max_grad_norm,
@@ -102,7 +104,7 @@ def _declare(declaration: Declaration) -> Iterator[Step]:
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """The module as it was declared; its shapes alone where the default device is `meta`."""
+    """A copy of the declared module; on the meta device if that is the default device."""
     memo: dict[int, Tensor] = {}
     if torch.get_default_device().type == "meta":
         for parameter in model.parameters():
@@ -114,8 +116,8 @@ def _copied(model: nn.Module) -> nn.Module:
     return copied
 
 
-def _not_here(model: nn.Module, batch: Any) -> NoReturn:
+def _no_held_out_data(model: nn.Module, batch: Any) -> NoReturn:
     raise LoopMisused(
-        "eval_every: the script has declared no held-out data: say run.evaluation(dataset, losses) "
-        "before its loop, or set eval_every=0"
+        "eval_every: the script has declared no held-out data: call run.evaluation(dataset, "
+        "losses) before its loop, or set eval_every=0"
     )

@@ -1,4 +1,4 @@
-"""One step as the body of the user's loop sees it."""
+"""The `step` object of a custom training loop: its microbatches and backward passes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pipelines.training.workload.workload import Sums, at_least_float32
 
 
 class Microbatch(Protocol):
-    """What the body computes with at once.
+    """The data of one pass.
 
-    `num_samples` is 0 for one that only keeps this worker in pace with those that have more: its
-    samples are real, and count for nothing.
+    `num_samples` is 0 for a padding microbatch, which keeps this worker's collectives in pace with
+    workers that have more microbatches. Its samples are real, but do not count.
     """
 
     @property
@@ -29,24 +29,24 @@ class Microbatch(Protocol):
 
 
 class Engine(Protocol):
-    """What goes on around the passes of one step."""
+    """The run's work around the passes of one step."""
 
     num_microbatches: int
-    """Of this worker, those included that count for nothing."""
+    """The number of this worker's microbatches, padding included."""
 
     def next(self) -> Microbatch:
-        """What the next pass is for; nothing else comes between this and its forward."""
+        """Begin the next pass and return its microbatch; the forward must follow directly."""
 
     def forwarded(self, count: Tensor) -> None:
-        """A forward pass is over, of so many losses."""
+        """End a forward pass, whose loss is the mean of `count` losses."""
 
 
 class Step:
-    """`with step:` around what is computed for it.
+    """One step; its computation goes into a block `with step:`.
 
-    The block ends when the step is decided. A failure inside, of this machine or of another, ends
-    it without an error: the loop is handed the same step again once the run has recovered. An
-    error of the script's own ends the run, with its traceback.
+    The block ends when the step has committed or failed. If a worker fails, the block ends without
+    an exception, and after the recovery the loop gets the same step again. An exception of the
+    script ends the run with its traceback.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Step:
         self.number = number
         """Counted from 1."""
         self.epoch = epoch
-        """How often the data have been read before this step."""
+        """How often the data were read completely before this step."""
         self.is_first_worker = is_first_worker
-        """True on one worker of all, for what is to be told once."""
+        """True on exactly one worker, for output that should appear once."""
         self.committed = False
-        """Whether it counts: known after the block. If not, the same step follows again."""
+        """Whether the step committed, known after the block; if not, the same step follows."""
         self.begun: Callable[[], None] = _nothing
-        self.finished: Callable[[list[Sums] | BaseException], None] = _nobody
+        self.finished: Callable[[list[Sums] | BaseException], None] = _ignore
         self._engine = engine
         self._open: Microbatch | None = None
         self._sums: list[Sums] = []
@@ -84,19 +84,19 @@ class Step:
         trace: TracebackType | None,
     ) -> bool:
         if error is not None and not isinstance(error, Exception):
-            return False  # it ends the script
+            return False  # ends the script
         if error is not None:
             self.note(error)
-            clear_frames(trace)  # they hold what the run is about to give back
+            clear_frames(trace)  # the frames hold memory that the run is about to free
         if self._failure is None and (unread := self._unread()):
             self._failure = LoopMisused(f"step {self.number}: {unread}")
         self._finish()
         return True
 
     def batches(self) -> Iterator[Any]:
-        """This worker's microbatches of the step, each to be followed by one `backward`."""
+        """This worker's microbatches of the step; call `backward` once for each."""
         for _ in range(self._engine.num_microbatches):
-            self._see_that_it_is_closed()
+            self._check_closed()
             try:
                 microbatch = self._engine.next()
             except BaseException as error:
@@ -104,20 +104,20 @@ class Step:
                 raise
             self._open = microbatch
             yield microbatch.value
-        self._see_that_it_is_closed()
+        self._check_closed()
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
-        """The backward pass of the mean loss over the microbatch.
+        """Run the backward pass of the mean loss over the microbatch.
 
-        `weight` is how many losses it is the mean of, where these are not the samples, as with
-        tokens some of which are masked. A step's gradient is that of the mean over all its
-        microbatches, on whatever workers.
+        `weight` is the number of losses in the mean, if these are not the samples, e.g. tokens
+        of which some are masked. A step's gradient is that of the mean over all its microbatches,
+        whatever the number of workers.
         """
         microbatch, self._open = self._open, None
         if microbatch is None:
-            raise self._misused("`step.backward` comes once after each of `step.batches()`")
+            raise self._misused("call `step.backward` once for each of `step.batches()`")
         if loss.numel() != 1:
-            raise self._misused(f"a loss of shape {tuple(loss.shape)}: give its mean, one number")
+            raise self._misused(f"a loss of shape {tuple(loss.shape)}: pass its mean, one number")
         weight = microbatch.num_samples if weight is None else weight
         count = torch.as_tensor(weight if microbatch.num_samples else 0, device=loss.device)
         count = count.detach().reshape(())
@@ -131,12 +131,12 @@ class Step:
         self._sums.append(Sums(total.detach(), count))
 
     def note(self, error: BaseException) -> None:
-        """The step cannot commit, even if the script goes on as if nothing had been."""
+        """Record an error: the step cannot commit, even if the script suppresses the error."""
         if self._failure is None:
             self._failure = error
 
-    def see_that_it_ran(self) -> None:
-        """Called when the loop asks for another step."""
+    def ensure_finished(self) -> None:
+        """Finish the step when the loop requests another; an error if it was never entered."""
         if not self._is_entered:
             self._failure = LoopMisused(
                 f"step {self.number} was never entered: write `with step:` in the loop's body"
@@ -152,20 +152,20 @@ class Step:
 
     def _unread(self) -> str | None:
         if self._open is not None:
-            return "a microbatch got no `step.backward(loss)`"
-        wanted = self._engine.num_microbatches
-        missing = wanted - len(self._sums)
+            return "a microbatch got no `step.backward(loss)`; call it once for each"
+        expected = self._engine.num_microbatches
+        missing = expected - len(self._sums)
         if missing:
             return (
-                f"{missing} of this worker's {wanted} microbatches were left "
-                "unread: read all of `step.batches()`, without `break` or `continue` of the block"
+                f"{missing} of this worker's {expected} microbatches were not read: read all of "
+                "`step.batches()`, without `break`"
             )
         return None
 
-    def _see_that_it_is_closed(self) -> None:
+    def _check_closed(self) -> None:
         if self._open is not None:
             raise self._misused(
-                "a microbatch got no `step.backward(loss)` before the next was asked for"
+                "a microbatch got no `step.backward(loss)` before the next; call it once for each"
             )
 
     def _misused(self, how: str) -> LoopMisused:
@@ -175,8 +175,8 @@ class Step:
 
 
 def _nothing() -> None:
-    """Nothing is to be opened."""
+    """The step has nothing to open yet."""
 
 
-def _nobody(outcome: list[Sums] | BaseException) -> None:
-    """Nobody waits for it yet."""
+def _ignore(outcome: list[Sums] | BaseException) -> None:
+    """No thread waits for the outcome yet."""

@@ -1,4 +1,4 @@
-"""The user's function on a thread of its own, which is handed one step after another."""
+"""The thread that runs a script's function and passes it one step after another."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from pipelines.loop.step import Step
 from pipelines.training.workload.workload import Sums
 
 
-class LeftBehind(BaseException):
-    """Unwinds the user's function where nobody waits for it any more; no `except Exception` of the
-    user's catches it."""
+class Abandoned(BaseException):
+    """Unwinds an abandoned function; a user's `except Exception` does not catch it."""
 
 
 Outcome = Declaration | list[Sums] | BaseException
 
 
 class LoopThread:
-    """Runs `function`, which is given this as where its steps come from.
+    """Runs `function(thread)`, which gets its steps from this object.
 
-    The training thread waits while the loop computes, and the loop between two steps, so that
-    never both go on. What the function raises comes out of `declared` or `take`.
+    The training thread waits while the loop computes, and the loop waits between two steps: they
+    never run at the same time. `declared` and `take` raise what the function raises.
     """
 
     def __init__(self, function: Callable[[LoopThread], None]) -> None:
@@ -40,9 +39,9 @@ class LoopThread:
         """Whether a step is being computed."""
 
     def declared(self) -> Declaration:
-        """Start the function; what it has declared when it asks for its first step.
+        """Start the function, and return its declaration when it requests its first step.
 
-        Raises what the function raises, and `UserError` if it ends without asking.
+        Raises what the function raises, and `UserError` if it ends without a step.
         """
         self._thread.start()
         with stood_in_for(self._thread):
@@ -53,7 +52,7 @@ class LoopThread:
         return outcome
 
     def take(self, step: Step) -> list[Sums]:
-        """Have the loop's body run for a step. Raises what the body raises."""
+        """Let the loop's body compute a step. Raises what the body raises."""
         if self._end is not None:
             raise self._end
         self.is_busy = True
@@ -65,28 +64,28 @@ class LoopThread:
             try:
                 raise outcome
             finally:
-                del outcome  # its traceback holds this frame, and the frame would hold it
+                del outcome  # breaks the reference cycle of this frame and the traceback
         assert isinstance(outcome, list)
         return outcome
 
-    def leave_behind(self) -> None:
-        """Nobody will wait for it any more: its function ends when it asks for another step."""
+    def abandon(self) -> None:
+        """Stop waiting for the function; it ends when it requests another step."""
         self._turns.put(None)
 
     def steps(self, declaration: Declaration) -> Iterator[Step]:
-        """For the function: each step that it is handed, for as long as there are any."""
+        """The function's steps, until the thread is abandoned."""
         self._outcomes.put(declaration)
-        return self._handed()
+        return self._steps()
 
-    def _handed(self) -> Iterator[Step]:
+    def _steps(self) -> Iterator[Step]:
         step = self._next()
         while True:
             yield step
-            step.see_that_it_ran()
+            step.ensure_finished()
             step = self._step
 
     def _finish(self, outcome: Outcome) -> None:
-        """Wait here for the step after; what is raised ends the function."""
+        """Pass on a step's outcome and wait for the next step; an exception ends the function."""
         finished = self._step
         self._outcomes.put(outcome)
         finished.committed = self._next().number > finished.number
@@ -94,7 +93,7 @@ class LoopThread:
     def _next(self) -> Step:
         step = self._turns.get()
         if step is None:
-            raise LeftBehind
+            raise Abandoned
         step.finished = self._finish
         self._step = step
         return step
@@ -103,25 +102,25 @@ class LoopThread:
         drop_tiny_numbers()
         try:
             self._function(self)
-            self._end = self._left()
-        except LeftBehind:
+            self._end = self._early_end()
+        except Abandoned:
             return
         except BaseException as error:
-            self._end = _reported(error)
+            self._end = _as_failure(error)
         self._outcomes.put(self._end)
 
-    def _left(self) -> LoopMisused:
+    def _early_end(self) -> LoopMisused:
         if self._step is None:
             return NotDeclared("the script ended without a step: loop over run.steps(num_steps)")
         return LoopMisused(
-            f"step {self._step.number}: the loop was left before it; to stop there, "
-            f"say run.steps({self._step.number - 1}) or --steps {self._step.number - 1}"
+            f"step {self._step.number}: the script left the loop before it; to stop there, "
+            f"use run.steps({self._step.number - 1}) or --steps {self._step.number - 1}"
         )
 
 
-def _reported(error: BaseException) -> BaseException:
-    """An end of the process that the user's code asks for is a failure of the run's."""
+def _as_failure(error: BaseException) -> BaseException:
+    """The exception as a failure of the run: the user's code may not exit the worker process."""
     if isinstance(error, Exception):
         return error
-    told = RuntimeError(f"the loop ended by {type(error).__name__}: {error}")
-    return told.with_traceback(error.__traceback__)
+    failure = RuntimeError(f"the loop ended by {type(error).__name__}: {error}")
+    return failure.with_traceback(error.__traceback__)

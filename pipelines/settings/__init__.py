@@ -1,4 +1,4 @@
-"""Settings: all that a recipe may choose."""
+"""Settings of a run: everything that a recipe can choose."""
 
 from pipelines.settings.settings import (
     CacheSettings,

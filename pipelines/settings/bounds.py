@@ -1,4 +1,4 @@
-"""The kinds of values that settings have, each with its bounds."""
+"""Types of setting values, each with its bounds."""
 
 from __future__ import annotations
 
@@ -7,71 +7,71 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
-"""A part of a whole, from 0 to below 1."""
+"""A fraction from 0 (included) to 1 (excluded)."""
 
 
-def _at_least_a_second(time: str) -> str:
+def _refuse_under_one_second(time: str) -> str:
     if 60.0 * float(time.removesuffix("min")) < 1.0:
-        raise ValueError("a time under 1 s; give at least 0.017min, or 0 for no checkpoints")
+        raise ValueError("must be at least 0.017min (1 s), or 0 for no periodic checkpoints")
     return time
 
 
 Minutes = Annotated[
     str,
     Field(pattern=r"^([0-9]{1,7}(\.[0-9]{1,6})?|\.[0-9]{1,6})min$"),
-    AfterValidator(_at_least_a_second),
+    AfterValidator(_refuse_under_one_second),
 ]
-"""A time between checkpoints, such as `15min`."""
+"""The time between two checkpoints, such as `15min`."""
 
 PositiveInt = Annotated[int, Field(gt=0, le=10**12)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=10**12)]
 Width = Annotated[int, Field(gt=0, le=10**8)]
-"""Of a layer, or how many of a kind a batch or a table has."""
+"""The width of a layer, or the number of entries in a batch or a table."""
 Depth = Annotated[int, Field(gt=0, le=10_000)]
-"""How many layers; a module for each is made before a run begins."""
+"""The number of layers. The bound is low because each layer is built before a run starts."""
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Seconds = Annotated[float, Field(gt=0.0, le=1e9)]
-"""At most some thirty years: clocks of operating systems take no more."""
+"""At most about thirty years: operating systems' timers accept no more."""
 
 
-def _over_one(factor: float) -> float:
+def _refuse_spike_factor_up_to_one(factor: float) -> float:
     if 0.0 < factor <= 1.0:
-        raise ValueError("a loss as high as the others is no spike: give more than 1, or 0 for off")
+        raise ValueError("must be greater than 1, or 0 to disable spike detection")
     return factor
 
 
-def _slower(factor: float) -> float:
+def _refuse_straggler_factor_up_to_one(factor: float) -> float:
     if factor <= 1.0:
-        raise ValueError("who takes as long as the others is no straggler: give more than 1")
+        raise ValueError("must be greater than 1 (straggler_every=0 disables detection)")
     return factor
 
 
-StragglerFactor = Annotated[PositiveFloat, AfterValidator(_slower)]
-"""How many times as long as the others a straggler computes."""
+StragglerFactor = Annotated[PositiveFloat, AfterValidator(_refuse_straggler_factor_up_to_one)]
+"""A worker is a straggler if its compute time is over this many times that of the others."""
 
-SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_over_one)]
-"""How many times the usual loss is a spike; 0 is never."""
+SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_refuse_spike_factor_up_to_one)]
+"""A loss over this many times the median loss is a spike; 0 disables the detection."""
 
 TimeFactor = Annotated[float, Field(ge=1.0, le=1e6)]
-"""How many times as long as measured something may take; under 1 nothing could be in time."""
+"""A time limit as a multiple of a measured time; below 1 the measured time itself would fail."""
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
-"""A part of a whole, or all of it."""
+"""A fraction from 0 (excluded) to 1 (included)."""
 
 
-def _ports_in_order(text: str) -> str:
+def _refuse_malformed_ports(text: str) -> str:
     first, _, last = text.partition(":")
     are_numbers = text.isascii() and len(text) <= 11 and first.isdecimal() and last.isdecimal()
     if not (are_numbers and 1 <= int(first) <= int(last) <= 65535):
-        raise ValueError("write the first and the last port, from 1 to 65535, e.g. 20000:20100")
+        raise ValueError("write FIRST:LAST with ports from 1 to 65535, e.g. 20000:20100")
     return text
 
 
-Ports = Annotated[str, AfterValidator(_ports_in_order)]
-"""The first and the last port, such as `20000:20100`."""
+Ports = Annotated[str, AfterValidator(_refuse_malformed_ports)]
+"""The first and last port of a range, both included, such as `20000:20100`."""
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
-"""The order of a pipeline's passes."""
+"""A pipeline schedule: the order of the forward and backward passes of a pipeline's stages."""
 
 SEVERAL_STAGES: tuple[ScheduleName, ...] = ("interleaved_1f1b", "zero_bubble")
-"""The schedules that may have several stages a rank (`vp`)."""
+"""The pipeline schedules that support several stages on one rank (`vp`)."""

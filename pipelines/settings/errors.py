@@ -1,15 +1,18 @@
-"""What is the user's doing: told in one line, ends with exit code 2."""
+"""User errors: each is reported in one line and ends the command with exit code 2."""
 
 from actors.storage.errors import UnfitMachine
 
 
 class UserError(Exception):
-    """The message says what is wrong, where, and how to mend it."""
+    """A mistake in what the user gave; the message says what is wrong, where, and how to fix it."""
 
 
 class UserCodeFailed(UserError):
-    """The user's own code has raised; `frames` are its frames as a traceback shows them, if these
-    say more than the message."""
+    """The user's code raised an exception.
+
+    `frames` are the formatted traceback frames of that code, or empty if the message names the
+    only one.
+    """
 
     def __init__(self, message: str, frames: str = "") -> None:
         super().__init__(message)
@@ -17,8 +20,8 @@ class UserCodeFailed(UserError):
 
 
 class LayoutRefused(UserError):
-    """A layout that no number of workers of this run can be brought into."""
+    """A requested layout that this run can form with no number of workers."""
 
 
 class DataUnreachable(UserError, UnfitMachine):
-    """The data of the run cannot be read from this machine, though perhaps from others."""
+    """This machine cannot read the run's data; other machines may be able to."""

@@ -1,4 +1,4 @@
-"""Paths as users write them: `~` and `~name` stand for home folders."""
+"""Expansion of `~` and `~name` in paths that users write."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 
 
 def expanded(path: str | Path) -> Path:
-    """The path with its home folder; as it is where nobody has that name, which then does not
-    exist. (`Path.expanduser` raises there.)"""
+    """The path with `~` replaced by the home folder.
+
+    For an unknown user name the path stays unchanged and so does not exist, where
+    `Path.expanduser` would raise.
+    """
     return Path(os.path.expanduser(path))

@@ -1,4 +1,4 @@
-"""Settings changed from the command line, and compared with those of a stored run."""
+"""Settings given on the command line, and their comparison with those of a stored run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pipelines.settings.errors import UserError
 from pipelines.settings.settings import TrainSettings
 
-WHERE_AND_HOW = frozenset(
+RESUMABLE_SETTINGS = frozenset(
     {
         "steps",
         "eval_every",
@@ -73,11 +73,14 @@ WHERE_AND_HOW = frozenset(
         "network",
     }
 )
-"""The fields that may change when a run is resumed, with all in them; others define the maths."""
+"""Settings, with all that they contain, that may change when a run is resumed.
+
+All others are training settings: they define the computation, so a resumed run must keep them.
+"""
 
 
 class Given(NamedTuple):
-    """A setting that an option of its own gives, such as `--steps 100`."""
+    """A setting that has its own command-line option, such as `--steps 100`."""
 
     key: str
     text: str
@@ -85,29 +88,30 @@ class Given(NamedTuple):
 
 
 def override(settings: TrainSettings, changes: Iterable[str | Given]) -> TrainSettings:
-    """The settings with each `key=value` set, e.g. `optimizer.lr=3e-4`; the last of a key counts.
+    """The settings with each `key=value` applied, e.g. `optimizer.lr=3e-4`.
 
-    Raises `UserError` for an unknown key (naming the near ones), a value that does not fit
-    (naming the type wanted), or settings that contradict each other.
+    If a key occurs several times, the last one counts. Raises `UserError` for an unknown key
+    (naming similar ones), a value of the wrong type (naming the right one), or settings that
+    contradict each other.
     """
     values = settings.model_dump()
     known = list(_flat(values))
     for change in changes:
         if isinstance(change, Given):
-            key, text, told = change.key, change.text, f"{change.option} {change.text}"
+            key, text, written = change.key, change.text, f"{change.option} {change.text}"
         else:
             key, equals, text = change.partition("=")
-            told = f"--set {change}"
+            written = f"--set {change}"
             if not equals:
                 raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
         if key not in known:
             raise UserError(f"--set {key}: there is no such setting; {near(key, known)}")
-        _set(values, key.split("."), _typed(settings, key, text, told))
+        _set(values, key.split("."), _parse(settings, key, text, written))
     return settings_from(values, "--set")
 
 
 def settings_from(values: Mapping[str, Any], where: str) -> TrainSettings:
-    """The settings that nested JSON says. Raises `UserError`, which names `where` they stand."""
+    """The settings in nested JSON values. Raises `UserError`, whose message begins with `where`."""
     try:
         return TrainSettings.model_validate(values)
     except ValidationError as error:
@@ -116,34 +120,35 @@ def settings_from(values: Mapping[str, Any], where: str) -> TrainSettings:
 
 
 def first_problem(error: ValidationError) -> str:
-    """The first of a validation's complaints: the field, if there is one, and what is wrong."""
+    """The first problem of a failed validation: the field, if there is one, and what is wrong."""
     problem = _problems(error)[0]
     key = ".".join(str(part) for part in problem["loc"])
     return ": ".join(filter(None, (key, _lowered(problem["msg"]))))
 
 
 def differing_training_settings(old: TrainSettings, new: TrainSettings) -> list[str]:
-    """Each field that defines the maths and differs, as `key: old -> new`."""
+    """Each training setting that differs, as `key: old -> new`."""
     before = _flat(old.model_dump(mode="json"))
     after = _flat(new.model_dump(mode="json"))
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in before | after
-        if key.partition(".")[0] not in WHERE_AND_HOW and before.get(key) != after.get(key)
+        if key.partition(".")[0] not in RESUMABLE_SETTINGS and before.get(key) != after.get(key)
     ]
 
 
 def near(name: str, known: Sequence[str]) -> str:
-    """The known names most like this one, or all of them, as the end of an error message."""
+    """The end of an error message: the known names most similar to `name`, or all of them."""
     last = {key.rpartition(".")[2]: key for key in reversed(known)}
     close = get_close_matches(name, known, n=3)
     close += [last[part] for part in get_close_matches(name.rpartition(".")[2], list(last), n=3)]
     if close:
-        return "near it: " + ", ".join(dict.fromkeys(close))
+        return "similar: " + ", ".join(dict.fromkeys(close))
     return "there are: " + ", ".join(known) if known else "there is none"
 
 
-def _typed(settings: Any, key: str, text: str, told: str) -> Any:
+def _parse(settings: Any, key: str, text: str, written: str) -> Any:
+    """The value that `text` means for this setting; `written` is for the error message."""
     *path, last = key.split(".")
     for part in path:
         settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
@@ -156,19 +161,26 @@ def _typed(settings: Any, key: str, text: str, told: str) -> Any:
     try:
         return _adapter(annotation).validate_python(value)
     except ValidationError as error:
-        wanted = "; ".join(dict.fromkeys(_lowered(problem["msg"]) for problem in _problems(error)))
-        raise UserError(f"{told}: {wanted}") from None
+        reasons = (_lowered(problem["msg"]) for problem in _problems(error))
+        raise UserError(f"{written}: {'; '.join(dict.fromkeys(reasons))}") from None
 
 
 def _problems(error: ValidationError) -> list[Any]:
-    """What is wrong; of a type with alternatives only that of the one whose form the value has."""
+    """The problems of a validation.
+
+    For a union type pydantic lists those of every alternative. If the value has the form of one
+    alternative, only that alternative's are returned.
+    """
     problems = error.errors()
-    return [each for each in problems if each["type"] == "value_error"] or problems
+    return [problem for problem in problems if problem["type"] == "value_error"] or problems
 
 
 def _adapter(annotation: Any) -> TypeAdapter[Any]:
-    """The finiteness of numbers is the models' own configuration, which a bare type lacks; and a
-    model brings its own, and takes no other."""
+    """A validator for one field's type.
+
+    A bare type lacks the models' configuration that numbers must be finite, so it is given here.
+    A model has its own configuration and accepts no other.
+    """
     try:
         return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
     except PydanticUserError:
@@ -181,7 +193,7 @@ def _lowered(message: str) -> str:
 
 
 def _as_json(text: str) -> Any:
-    """What stands in a file of JSON; a word is itself."""
+    """The JSON value that the text is, or the text itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""A recipe of one's own: any module, any data, as callables and plain values."""
+"""Custom recipes: any module and any data, as callables and plain values."""
 
 from __future__ import annotations
 
@@ -15,41 +15,46 @@ from pipelines.settings.settings import TrainSettings
 __all__ = ["Recipe", "TrainSettings"]
 
 Losses = Tensor | tuple[Tensor, Tensor | int | float]
-"""A scalar, the mean over the samples of a microbatch; or the sum of the losses of its parts, such
-as tokens, and how many these are."""
+"""A scalar, the mean loss over the samples of a microbatch; or a pair (sum, count) of the losses
+of its parts, such as tokens."""
 
 
 class Dataset(Sized, Protocol):
-    """Samples by number, as `torch.utils.data.Dataset` has them."""
+    """A map-style dataset, as `torch.utils.data.Dataset` defines it: samples by index."""
 
     def __getitem__(self, index: int) -> Any: ...
 
 
 def constant(step: int) -> float:
-    """The schedule that leaves learning rates as they are."""
+    """The schedule that leaves learning rates unchanged."""
     return 1.0
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to train, as one would write it for one process.
+    """What to train, written as for one process.
 
-    `model` makes the module. `loss` is called with it and a batch on its device. `optimizer` gets
-    pairs (name, tensor), which torch's optimizers take, and steps whatever parts of parameters a
-    worker has: what it does to an element may depend on that alone. `schedule` gives what every
-    group's learning rate is multiplied by at a step, counted from 1. `data` and `held_out` open
-    map-style datasets; `collate` makes a batch of a microbatch's samples. `evaluation` is the loss
-    on held-out data, if it is another, and `metrics` are further numbers of them by name, each
-    given as a loss is and with a forward pass of its own. `blocks` names the modules, or their
-    classes, that are sharded one by one; by default those of the lists of modules of one class.
-    `plan` says which linear layers and embeddings `tp` cuts, e.g. `{"layers.*.up": "colwise",
-    "layers.*.down": "rowwise"}`, and `tp_divides` what it has to divide, e.g. the number of heads
-    (None: what the widths that are cut have in common). `pipeline` names the blocks that `pp`
-    deals to stages, in forward order, e.g. `["embed", "layers.*", "head"]`, a star being each
-    number: the module's forward is to call each with what the one before gave, one tensor.
+    `model` builds the module. `loss` is called with the module and a batch on its device.
+    `optimizer` gets pairs (name, tensor), as torch's optimizers accept them. It steps whatever
+    shards of the parameters a worker holds, so its update of an element may depend on that
+    element alone. `schedule` returns the factor of every group's learning rate at a step, counted
+    from 1. `data` and `held_out` open map-style datasets. `collate` makes a batch from the samples
+    of a microbatch.
 
-    `settings` are all the rest: `batch`, `microbatch`, `steps`, `seed`, `dtype`...; its `model`,
-    `data` and `optimizer` mean nothing here.
+    `evaluation` is the loss on held-out data, if it differs from `loss`. `metrics` are further
+    functions of held-out data by name; each returns what a loss returns and makes its own forward
+    pass. `blocks` are names or classes of the modules that are sharded one by one; the default is
+    the children of each list of modules of one class.
+
+    `plan` names the linear layers and embeddings that `tp` shards, e.g.
+    `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`. `tp` must divide `tp_divides`, e.g.
+    the number of heads (None: the greatest common divisor of the sharded widths). `pipeline` names
+    the blocks that `pp` distributes to stages, in forward order, e.g.
+    `["embed", "layers.*", "head"]`; a star stands for each number. The module's forward must call
+    each block with the output of the block before, one tensor.
+
+    `settings` hold everything else: `batch`, `microbatch`, `steps`, `seed`, `dtype`... Their
+    `model`, `data` and `optimizer` are ignored.
     """
 
     model: Callable[[], nn.Module]

@@ -1,6 +1,6 @@
-"""The safetensors format as it is written: a header of JSON, then the bytes of each tensor.
+"""The safetensors file format: a JSON header, then the bytes of each tensor.
 
-Source: the format's description in the documentation of safetensors.
+Source: the description of the format in the documentation of safetensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 LENGTH = struct.Struct("<Q")
-"""What stands before the header: how many bytes it has."""
+"""The header's size in bytes, which precedes the header."""
 ALIGNMENT_BYTES = 8
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
@@ -34,7 +34,7 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file whose tensors follow in this order, without gaps."""
+    """The header of a file that holds the tensors in this order, without gaps."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, dtype, shape in entries:
@@ -45,11 +45,11 @@ def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
 
 
 def with_length(header: bytes) -> bytes:
-    """What a file begins with."""
+    """The beginning of a file: the header's size and the header."""
     return LENGTH.pack(len(header)) + header
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Of a host tensor; a view where it is contiguous."""
+    """The bytes of a host tensor; a view if it is contiguous, else a copy."""
     flat = tensor.detach().contiguous().flatten()
     return memoryview(flat.view(torch.uint8).numpy())

@@ -1,4 +1,4 @@
-"""All that a recipe may choose: frozen, typed, and refused in one line when wrong."""
+"""The settings model: frozen, typed settings, whose errors are reported in one line."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from pipelines.settings.errors import UserError
 
 
 class Settings(BaseModel):
-    """Frozen, and refuses what it does not know."""
+    """A frozen group of settings that refuses unknown names and non-finite numbers."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ExpertsSettings(Settings):
-    """The experts of a mixture, of which each token uses `top_k` (Shazeer et al., 2017).
+    """A mixture of experts, in which each token uses `top_k` experts (Shazeer et al., 2017).
 
-    `shared_hidden_dim` is the width of an expert that all tokens use, 0 for none;
-    `balance_coefficient` weighs the loss that keeps the experts equally busy against that of a
-    token. With `top_k=1` the router learns from that loss alone.
+    `shared_hidden_dim` is the width of an expert that all tokens use (0: none).
+    `balance_coefficient` weighs the load-balancing loss against the loss of a token. With
+    `top_k=1` the router learns from the load-balancing loss alone.
     """
 
     num_experts: Width = 8
@@ -59,8 +59,8 @@ class ExpertsSettings(Settings):
     def enough_to_choose_from(self) -> ExpertsSettings:
         if self.top_k > self.num_experts:
             raise UserError(
-                f"model.experts.top_k={self.top_k} of model.experts.num_experts="
-                f"{self.num_experts}: a token cannot use more experts than there are"
+                f"model.experts.top_k={self.top_k} exceeds model.experts.num_experts="
+                f"{self.num_experts}: set top_k to at most {self.num_experts}"
             )
         return self
 
@@ -68,9 +68,9 @@ class ExpertsSettings(Settings):
 class TransformerSettings(Settings):
     """A decoder-only transformer of the Llama family (Touvron et al., 2023).
 
-    `vocab_size` may exceed that of the data: 264 is bytes and the separator, rounded up to
-    what divides evenly among 2, 3, 4, 6 and 8 shards. With `experts`, these stand where the one
-    network of width `hidden_dim` stood in each layer.
+    `vocab_size` may exceed that of the data: the default 264 is 256 bytes and the separator,
+    rounded up to a multiple that 2, 3, 4, 6 and 8 shards divide evenly. With `experts`, these
+    replace the feed-forward network of width `hidden_dim` in each layer.
     """
 
     kind: Literal["transformer"] = "transformer"
@@ -89,19 +89,19 @@ class TransformerSettings(Settings):
     def heads_fit(self) -> TransformerSettings:
         if self.dim % (2 * self.num_heads):
             raise UserError(
-                f"model.dim={self.dim} is no multiple of 2 x model.num_heads={self.num_heads}: "
-                "each head needs an even width for its rotary embedding"
+                f"model.dim={self.dim} must be a multiple of 2 x model.num_heads={self.num_heads}: "
+                "the rotary embedding of a head needs an even width"
             )
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"model.num_heads={self.num_heads} is no multiple of "
+                f"model.num_heads={self.num_heads} must be a multiple of "
                 f"model.num_kv_heads={self.num_kv_heads}: equal groups of query heads share one"
             )
         return self
 
 
 class MlpSettings(Settings):
-    """A multi-layer perceptron on random vectors: small work for benchmarks and tests."""
+    """A multi-layer perceptron on random vectors, for benchmarks and tests."""
 
     kind: Literal["mlp"] = "mlp"
     dims: tuple[Width, ...] = (512, 1024, 1024, 512)
@@ -110,23 +110,25 @@ class MlpSettings(Settings):
     @model_validator(mode="after")
     def has_a_layer(self) -> MlpSettings:
         if len(self.dims) < 2:
-            raise UserError(f"model.dims={self.dims}: name at least the input and output width")
+            raise UserError(f"model.dims={self.dims}: give at least an input and an output width")
         return self
 
 
 class HuggingFaceSettings(Settings):
-    """A causal language model of the installed `transformers`; `config` is its `config.json`,
-    filled in from the folder that `init_from` names if it is empty."""
+    """A causal language model of the installed `transformers`.
+
+    `config` is its `config.json`; if empty, it is read from the folder that `init_from` names.
+    """
 
     kind: Literal["hugging_face"] = "hugging_face"
     config: dict[str, Any] = {}
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters (Hu et al., LoRA, 2021) instead of full weights, made by `peft`.
+    """Low-rank adapters (Hu et al., LoRA, 2021), trained instead of the weights; built by `peft`.
 
     `rank` 0 trains the weights themselves. `targets` are the last parts of the names of the linear
-    layers that get one; none are named: all but the head.
+    layers that get an adapter (empty: all but the head).
     """
 
     rank: NonNegativeInt = 0
@@ -135,18 +137,18 @@ class LoraSettings(Settings):
 
 
 class CustomModelSettings(Settings):
-    """A module that is the user's own, as a `pipelines.settings.recipe.Recipe` gives it."""
+    """A custom module, built by a `pipelines.settings.recipe.Recipe`."""
 
     kind: Literal["own"] = "own"
 
 
 class DataSettings(Settings):
-    """Where the text comes from and how it becomes samples.
+    """The source of the training data and its division into samples.
 
     `source` is a file, folder or glob of text, `random` for synthetic tokens, or empty for the
-    Python standard library's own sources; `tokenizer` is `bytes` or a Hugging Face `tokenizers`
-    JSON file, and `separator` the token in it that parts documents (None: the usual one). With the
-    `format` chat it is a JSONL file of conversations, see docs/finetune.md.
+    source files of the Python standard library. With `format` chat it is a JSONL file of
+    conversations, see docs/finetune.md. `tokenizer` is `bytes` or a Hugging Face `tokenizers` JSON
+    file, and `separator` its token that separates documents (None: the usual one).
     """
 
     source: str = ""
@@ -159,13 +161,13 @@ class DataSettings(Settings):
 
 
 class CacheSettings(Settings):
-    """How token shards that lie at a URL come to a machine; see docs/data.md.
+    """The cache of token shards that a machine fetches from a URL; see docs/data.md.
 
-    They are fetched into `folder` (None: one of this user's in the machine's temporary folder),
-    which all workers of a machine share and which never holds more than `max_bytes`, `num_fetchers`
-    at once a worker, for the samples of the next `prefetch_steps` steps. A worker that has needed
-    data out of its reach for `patience_s` is given up, one that is starting after
-    `reach_timeout_s`.
+    `folder` (None: a folder of this user in the machine's temporary folder) is shared by all
+    workers of a machine and never holds more than `max_bytes`. Each worker fetches up to
+    `num_fetchers` shards at once, for the samples of the next `prefetch_steps` steps. A worker
+    fails if data that it needs stay unreachable for `patience_s`, or for `reach_timeout_s` while
+    it starts.
     """
 
     folder: str | None = None
@@ -177,11 +179,10 @@ class CacheSettings(Settings):
 
 
 class NetworkSettings(Settings):
-    """Where a run's processes listen; see docs/security.md.
+    """Network interface and ports of a run's processes; see docs/security.md.
 
-    `interface` is the network interface of all traffic between them (None: on each machine the one
-    on the route to the store), `ports` are the first and the last that are listened on, as
-    `20000:20100` (None: any).
+    `interface` carries all traffic between them (None: on each machine the interface on the route
+    to the store). `ports` is the range that they listen on, such as `20000:20100` (None: any).
     """
 
     interface: str | None = None
@@ -189,7 +190,7 @@ class NetworkSettings(Settings):
 
     @property
     def port_range(self) -> tuple[int, int] | None:
-        """The first and the last."""
+        """The first and the last port, or None for any."""
         if self.ports is None:
             return None
         first, _, last = self.ports.partition(":")
@@ -197,11 +198,11 @@ class NetworkSettings(Settings):
 
 
 class OptimizerSettings(Settings):
-    """AdamW (Loshchilov and Hutter, 2019), its learning-rate schedule and gradient clipping.
+    """AdamW (Loshchilov and Hutter, 2019) with learning-rate schedule and gradient clipping.
 
-    The schedule counts in its own `warmup_steps` and `decay_steps`, so that a run may stop
-    earlier or later without another schedule. The rate decays to `min_lr_ratio` of `lr`;
-    `decay_steps=0` keeps it after the warm-up.
+    The schedule has its own `warmup_steps` and `decay_steps`, so a change of the run's `steps`
+    does not change it. The rate decays to `min_lr_ratio` of `lr`; `decay_steps=0` keeps it
+    constant after the warm-up.
     """
 
     lr: PositiveFloat = 1e-3
@@ -216,67 +217,67 @@ class OptimizerSettings(Settings):
 
 
 class TrainSettings(Settings):
-    """One training job. `batch` and `microbatch` count samples; `steps` is where it stops.
+    """The settings of one training run. `batch` and `microbatch` count samples.
 
-    `dtype` is what is computed in; with `bfloat16` the parameters stay float32 and gradients
-    are reduced in float32. `record_samples` names a file that gets the ids that each data
-    rank read. `checkpoint_every` is in steps, or a time such as `15min`; with `auto` the time
-    between two follows their measured cost and the observed rate of failures, from 1 to 15 minutes
-    (docs/checkpoints.md); with 0 only the last step is saved. Kept are the
-    newest `keep_last` checkpoints (0: all), those of each multiple of `keep_every` steps, and the
-    `keep_best` with the lowest held-out loss. Every `snapshot_every` steps what no other worker
-    holds is copied to host memory outside of the workers; 0 is never. What a node has alone is
-    then kept elsewhere, too: `snapshot_redundancy` is `copy`, or `xor:k` for the parity of it and
-    of parts of k other nodes, which costs a k-th of the memory. With `reshard_after_forward` a
-    block's gathered parameters are let go of between its forward and its backward. With
-    `sync_each_microbatch` zero=3 reduces gradients in every backward, and keeps only their shard;
-    without it whole gradients are summed, and reduced in the last. `offload` keeps the shards of
-    parameters and gradients and the optimizer's state in host memory, where the optimizer then
-    steps. `init_from` is a folder as `transformers` saves models: step 0 has its parameters (see
-    docs/export.md). `accelerator` is what a worker asks the cluster for: `cpu`, `gpu` (of whatever
-    types), one type that Ray knows, such as `L4`, or `auto`: the one type of GPU that the
-    cluster has now, else a CPU.
+    `steps` is the last step of the run. `dtype` is the dtype of the computation; with `bfloat16`
+    parameters stay float32 and gradients are reduced in float32. `init_from` is a folder in the
+    format of `transformers` with the parameters of step 0 (docs/export.md). `record_samples` names
+    a file for the sample ids that each data rank reads. `accelerator` is the resource that a worker
+    requests from the cluster: `cpu`, `gpu` (any type), a type that Ray knows, such as `L4`, or
+    `auto`: the only type of GPU in the cluster, else a CPU.
 
-    A step with a loss or gradient that is not finite is skipped; so many in a row as `max_skipped`
-    (0: never) end the run. A loss over `spike_factor` (0: never) times the median of the latest
-    `spike_window` takes the run back to before it, and the batches from there on are left out.
-    Replicas are compared after every `audit_every` steps (0: never); with `audit_rollback` the run
-    goes back to the last clean audit also where a majority names the one that differs.
-
-    After every `statistics_every` steps (0: never) norms of gradients, parameters and updates, and
-    what the activations are like, are told by block (docs/debugging.md).
-
-    A run begins with all workers, or after `start_timeout_s` with the minimum. It pauses for more
-    workers if that gains more than the pause costs within `growth_horizon_s`. Spares are given back
-    after `standby_timeout_s`, and all workers where fewer than the minimum have come and no other
-    comes in `gang_timeout_s`. Process groups form within the largest of `form_timeout_s`,
-    `form_timeout_per_worker_s` for each worker, and `form_factor` times what the slowest of the
-    last four formings took; the state is moved or read within `reshard_timeout_s`. A generation
-    that is later is aborted; after `max_attempts` recoveries without a step the run has failed.
-    Without progress for `hang_timeout_s`, or `hang_factor` median steps, a worker hangs; in the
-    first step, which may compile, after `first_step_timeout_s`. A worker whose process runs but
-    answers no probe for `silence_timeout_s`, or for a median step if that is longer, is suspected:
-    raise it if a call in C holds the interpreter's lock longer. When a generation is aborted, a
-    worker that does not answer probes gets the largest of `quiesce_deadline_s` (on a GPU
-    `quiesce_deadline_cuda_s`), `quiesce_factor` median steps, and as many times what the last
-    survivor took; then it is ended. After a hang the last that has not unwound is ended after
-    `hang_share` of `hang_timeout_s`; of several one at a time, each time that none unwinds for as
-    long as a hang takes. Any other worker gets `collective_timeout_s`, also the limit of every
-    collective. The last checkpoint may take `save_timeout_s`; what was not written is tried again
-    after `save_backoff_s`, doubled each time. Snapshot servers get
-    `snapshot_server_timeout_s`. A controller
-    that was away asks one worker for the records of steps, and after `records_timeout_s` another.
-    Workers tell after every `straggler_every` steps (0: never) how long they computed; who took
-    over `straggler_factor` times as long as others with the same work, `straggler_reports` times in
-    a row, is replaced by a standby worker or reported. A node on which workers
-    crash `quarantine_after` times (0:
-    never) within `crash_window_s` gets no new ones for `quarantine_s`, or until the run has lacked
-    workers for `quarantine_patience_s`.
-    A run without `--detach` is saved and ends when its driver has been silent for
-    `driver_timeout_s`. Workers, snapshot servers, store and controller train on for
-    `orphan_timeout_s` without a sign of their controller (which Ray restarts) or driver; then each
-    ends its own process.
-    `--notify` tells of a run that has waited for `notify_after_s`.
+    - Memory and passes: with `reshard_after_forward` a block frees its gathered parameters between
+      forward and backward. With `sync_each_microbatch` zero=3 reduces gradients in every backward
+      and keeps only their shard; without it, it sums whole gradients and reduces them in the last
+      backward. `offload` keeps the shards of parameters and gradients and the optimizer state in
+      host memory, where the optimizer then steps.
+    - Checkpoints: `checkpoint_every` is a number of steps, a time such as `15min`, or 0 to save the
+      last step only. With `auto` the interval follows the measured cost of a checkpoint and the
+      observed failure rate, between 1 and 15 minutes (docs/checkpoints.md). The run keeps the
+      newest `keep_last` checkpoints (0: all), those of multiples of `keep_every` steps, and the
+      `keep_best` with the lowest held-out loss. The last checkpoint may take `save_timeout_s`; a
+      failed write is retried after `save_backoff_s`, doubled each time.
+    - Snapshots: every `snapshot_every` steps (0: never) a worker copies state that no other worker
+      holds to a snapshot server in host memory. State that only one node holds is also stored on
+      another node: `snapshot_redundancy` is `copy`, or `xor:k` for its parity with the state of k
+      other nodes, which takes a k-th of the memory. A snapshot server must answer within
+      `snapshot_server_timeout_s`.
+    - Loss and state checks: a step with a non-finite loss or gradient is skipped; `max_skipped` (0:
+      no limit) skipped steps in a row end the run. A loss over `spike_factor` (0: off) times the
+      median of the latest `spike_window` losses rolls the run back to before it, and the run skips
+      the batches from there on. Replicas are compared every `audit_every` steps (0: never). With
+      `audit_rollback` the run rolls back to the last clean audit even if a majority identifies the
+      replica that differs. Every `statistics_every` steps (0: never) the run records norms of
+      gradients, parameters and updates, and activation statistics, by block (docs/debugging.md).
+    - Membership: a run starts with all workers, or after `start_timeout_s` with the minimum. It
+      pauses to add workers if they gain more than the pause costs within `growth_horizon_s`.
+      Standby workers are released after `standby_timeout_s`. If fewer than the minimum have joined
+      and no other joins within `gang_timeout_s`, all workers are released (gang back-off).
+    - Recovery: process groups must form within the largest of `form_timeout_s`,
+      `form_timeout_per_worker_s` times the number of workers, and `form_factor` times the slowest
+      of the last four formings. The state must be moved or read within `reshard_timeout_s`. A
+      generation that misses these limits is aborted; after `max_attempts` recoveries without a step
+      the run fails. A worker hangs if it makes no progress for `hang_timeout_s`, or `hang_factor`
+      median steps; in the first step, which may compile, for `first_step_timeout_s`. A worker whose
+      process runs but answers no probe for `silence_timeout_s`, or a median step if longer, is
+      suspected; raise this if a C call holds the GIL for longer.
+    - Abort: when a generation is aborted, a worker that answers no probe gets the largest of
+      `quiesce_deadline_s` (on a GPU `quiesce_deadline_cuda_s`), `quiesce_factor` median steps, and
+      `quiesce_factor` times what the last survivor took; then it is killed. After a hang the last
+      worker that has not unwound is killed after `hang_share` of `hang_timeout_s`. If several have
+      not, one is killed each time that none unwinds for the duration of a hang. Any other worker
+      gets `collective_timeout_s`, which also limits every collective.
+    - Stragglers and bad nodes: workers report their compute time every `straggler_every` steps (0:
+      never). A worker that takes over `straggler_factor` times as long as others with the same
+      work, `straggler_reports` times in a row, is replaced by a standby worker, or else reported. A
+      node with `quarantine_after` (0: off) worker crashes within `crash_window_s` gets no new
+      workers for `quarantine_s`, or until the run has lacked workers for `quarantine_patience_s`.
+    - Driver and controller: a run without `--detach` is saved and ends when its driver has been
+      silent for `driver_timeout_s`. Workers, snapshot servers, store and controller continue for
+      `orphan_timeout_s` without a sign of their controller (which Ray restarts) or driver; then
+      each ends its own process. A restarted controller requests the records of missed steps from
+      one worker, and after `records_timeout_s` from another. `--notify` reports a run that has
+      waited for `notify_after_s`.
     """
 
     model: Annotated[
@@ -357,7 +358,7 @@ class TrainSettings(Settings):
             ways.append(str(below + self.microbatch))
             fewer = f", or microbatch to {self.batch}" if not below else ""
             raise UserError(
-                f"batch={self.batch} is no multiple of microbatch={self.microbatch}: "
+                f"batch={self.batch} must be a multiple of microbatch={self.microbatch}: "
                 f"set batch to {' or '.join(ways)}{fewer}"
             )
         return self
@@ -366,7 +367,7 @@ class TrainSettings(Settings):
     def gradients_are_summed_in_float32(self) -> TrainSettings:
         if self.schedule == "zero_bubble" and self.dtype == "bfloat16":
             raise UserError(
-                "schedule=zero_bubble: torch's version sums gradients in dtype=bfloat16: "
+                "schedule=zero_bubble: torch's implementation sums gradients in bfloat16: "
                 "set schedule=interleaved_1f1b or dtype=float32"
             )
         return self
@@ -381,17 +382,17 @@ class TrainSettings(Settings):
 
     @property
     def checkpoint_steps(self) -> int:
-        """A checkpoint after each multiple of so many; 0 if they come by time, or never."""
+        """Steps between two checkpoints; 0 if checkpoints are timed, or disabled."""
         return self.checkpoint_every if isinstance(self.checkpoint_every, int) else 0
 
     @property
     def checkpoint_s(self) -> float:
-        """A checkpoint after so many seconds; 0 if they come by steps, by `auto`, or never."""
+        """Seconds between two checkpoints; 0 if they are counted in steps, `auto`, or disabled."""
         every = self.checkpoint_every
         is_time = isinstance(every, str) and every != "auto"
         return 60.0 * float(every.removesuffix("min")) if is_time else 0.0
 
     @property
     def num_microbatches(self) -> int:
-        """How many microbatches make one step, over all data ranks."""
+        """The number of microbatches of one step, over all data ranks."""
         return self.batch // self.microbatch

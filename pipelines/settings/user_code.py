@@ -1,4 +1,4 @@
-"""Exceptions of the user's own code, told in one line with the place in the user's file."""
+"""Exceptions of the user's code, reported in one line with the file and line of that code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.settings.errors import UserCodeFailed, UserError
 
 MAX_MESSAGE = 300
 _PROJECT = Path(__file__).resolve().parents[2]
-_OURS = tuple(f"{_PROJECT / package}/" for package in ("elastic", "actors", "pipelines"))
+_PACKAGES = tuple(f"{_PROJECT / package}/" for package in ("elastic", "actors", "pipelines"))
 _INSTALLED = tuple(
     f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -21,10 +21,10 @@ _INSTALLED = tuple(
 
 @contextmanager
 def code_of_user(what: str, is_all_theirs: bool = False) -> Iterator[None]:
-    """Raise `UserCodeFailed` for an exception that comes out of the user's code.
+    """Raise `UserCodeFailed` for an exception of the user's code.
 
-    `what` names the code. An exception with frames of this project only is passed on, since it is
-    a defect of ours, unless `is_all_theirs`. `SystemExit` counts as an exception of the user's.
+    `what` names the code. An exception whose frames are all in this project is a defect of this
+    project and is passed on, unless `is_all_theirs`. `SystemExit` counts as the user's exception.
     """
     try:
         yield
@@ -41,19 +41,21 @@ def code_of_user(what: str, is_all_theirs: bool = False) -> Iterator[None]:
 
 
 def printable(text: str) -> str:
-    """The text without the lone surrogates that no encoding knows."""
+    """The text with lone surrogates, which cannot be encoded, replaced by escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames in files of the user's; if there are none, those of installed packages, since a
-    recipe may be one's function. Never those of this project."""
-    theirs = [
+    """The traceback frames in the user's files, without those of this project.
+
+    If there are none, the frames in installed packages: a recipe may be a package's function.
+    """
+    foreign = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen ") and not _is_in(frame, _OURS)
+        if not frame.filename.startswith("<frozen ") and not _is_in(frame, _PACKAGES)
     ]
-    return [frame for frame in theirs if not _is_in(frame, _INSTALLED)] or theirs
+    return [frame for frame in foreign if not _is_in(frame, _INSTALLED)] or foreign
 
 
 def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
@@ -68,9 +70,9 @@ def _place(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
 
 def _in_one_line(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
-        told = error.msg
+        message = error.msg
     else:
-        told = "".join(traceback.format_exception_only(error)).partition(": ")[2]
-    told = " ".join(printable(told).split())
-    shown = told if len(told) <= MAX_MESSAGE else told[:MAX_MESSAGE] + "..."
+        message = "".join(traceback.format_exception_only(error)).partition(": ")[2]
+    message = " ".join(printable(message).split())
+    shown = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__

@@ -1,4 +1,4 @@
-"""A recipe whose module leaves out one of its blocks for each sample, and its plain loop."""
+"""A recipe whose module skips a block for each sample, and its plain loop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 
 WIDTH = 400
-"""So that a block's gradients are more than what is joined with others'."""
+"""Large enough that a block's gradients do not share a bucket with others."""
 NUM_SAMPLES, NUM_BLOCKS = 24, 3
 SETTINGS = TrainSettings(batch=4, microbatch=1, steps=8, dtype="float64", seed=5)
 

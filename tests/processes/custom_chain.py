@@ -30,7 +30,7 @@ class Tokens:
 
 
 class Mixer(nn.Module):
-    """With BatchNorm, and a buffer that does not change."""
+    """A chain with BatchNorm, and a buffer that does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Mixer(nn.Module):
 
 
 class Net(nn.Module):
-    """Its embedding is frozen: nothing that needs a gradient flows out of it."""
+    """A chain with a frozen embedding, whose output needs no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Net(nn.Module):
 
 
 def loss(model, batch):
-    """Over the tokens that are known, of which microbatches have different numbers."""
+    """The loss over the known tokens, whose number differs between microbatches."""
     logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
     return cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
 
@@ -95,7 +95,7 @@ OWN = with_custom_model(recipe()).settings
 
 
 def plainly(microbatch: int) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
-    """Losses of the steps, loss and accuracy of evaluations, and the state at the end."""
+    """Losses of the steps, loss and accuracy of evaluations, and the final state."""
     torch.manual_seed(SETTINGS.seed)
     net, data = Net().double(), Tokens()
     chosen = optimizer([one for one in net.named_parameters() if one[1].requires_grad])
@@ -118,7 +118,7 @@ def plainly(microbatch: int) -> tuple[list[float], dict[int, list[float]], dict[
 
 
 def _pass(net, samples, microbatch: int) -> float:
-    """Forward and backward; each microbatch begins with the same buffers, whose mean stays."""
+    """Forward and backward passes; microbatches start with equal buffers, whose mean is kept."""
     before = {name: buffer.clone() for name, buffer in net.named_buffers()}
     count = (_batch(samples)["targets"] != -100).sum()
     made, mean = [], 0.0

@@ -1,4 +1,4 @@
-"""A recipe of one's own, and the plain loop that trains it in one process."""
+"""A custom recipe, and the plain loop that trains it in one process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Images:
 
 
 class Net(nn.Module):
-    """With BatchNorm, dropout, tied and frozen parameters, and a buffer that is no state."""
+    """A net with BatchNorm, dropout, tied and frozen parameters, and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,8 +97,10 @@ OWN = with_custom_model(recipe()).settings
 
 
 def plainly(seed_of) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
-    """Losses of the steps, loss and accuracy of evaluations, and the state at the end; `seed_of`
-    tells the seeds of microbatches, from which noise and dropout are drawn."""
+    """Losses of the steps, loss and accuracy of evaluations, and the final state.
+
+    `seed_of` gives the seeds of microbatches, from which noise and dropout are drawn.
+    """
     torch.manual_seed(SETTINGS.seed)
     net, data = Net().double(), Images()
     trained = [(n, p) for n, p in net.named_parameters() if p.requires_grad]

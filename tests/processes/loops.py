@@ -1,4 +1,4 @@
-"""Scripts that own their loop, some with one mistake, and the plain loop that each must equal."""
+"""Custom training loops, some with one mistake, and the plain loop that each must equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelines.loop import Run, Step
 FOLDER = "LOOP_FOLDER"
 NUM_STEPS, NUM_MICROBATCHES, MICROBATCH = 24, 6, 4
 KILLED = (8, 16)
-"""At the first a worker dies in a forward pass, at the second one in a backward pass."""
+"""A worker dies in a forward pass of the first step, and in a backward pass of the second."""
 
 
 class Net(nn.Module):
@@ -51,7 +51,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
 
 
 def train(run: Run) -> None:
-    """Dies twice, and writes down which steps it was handed."""
+    """A loop whose workers die twice, and which records the steps that it gets."""
     model, optimizer, scheduler, loader = made()
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
     handed: list[int] = []
@@ -69,7 +69,7 @@ def train(run: Run) -> None:
 
 
 def train_heedless(run: Run) -> None:
-    """Passes over whatever goes wrong inside of it, of others' deaths, too."""
+    """A loop that suppresses every exception, including those of other workers' deaths."""
     model, optimizer, scheduler, loader = made()
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
@@ -84,7 +84,7 @@ def train_heedless(run: Run) -> None:
 
 
 def train_with_a_mistake(run: Run) -> None:
-    """Raises at one step."""
+    """A loop that raises at one step."""
     model, *_ = run.prepare(*made())
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
         with step:
@@ -104,8 +104,10 @@ def plain(
     num_microbatches: int,
     criterion: Callable[[Tensor, Tensor], Tensor] = nn.functional.cross_entropy,
 ) -> Iterator[float]:
-    """The loss of each step, on one process; a step's buffers are the mean of those that its
-    microbatches make of the last step's."""
+    """The loss of each step in one process.
+
+    A step's buffers are the mean of its microbatches' updates of the buffers of the step before.
+    """
     data = loader.dataset
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
@@ -136,7 +138,7 @@ def plain(
 
 
 def _die_once(step: Step, moment: str) -> None:
-    """One worker does, of those that are not the first."""
+    """True on one worker that is not the first."""
     folder = os.environ.get(FOLDER)
     if folder is None or step.is_first_worker:
         return

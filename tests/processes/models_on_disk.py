@@ -50,7 +50,7 @@ def settings_for(model: TransformerSettings, **changes: object) -> TrainSettings
 
 
 def random_weights(model: TransformerSettings, seed: int = 0) -> dict[str, Tensor]:
-    """Of a size at which logits spread by about 1: twice that, and rounding alone reaches 1e-5."""
+    """Weights whose logits spread by about 1: at twice that, rounding alone reaches 1e-5."""
     torch.manual_seed(seed)
     weights = {}
     for name, like in Transformer(model).state_dict().items():
@@ -81,7 +81,7 @@ def write_run(
     step: int = 3,
     data_folder: Path | None = None,
 ) -> Path:
-    """A run's folder with one checkpoint more, its parameters written as that layout has them."""
+    """Write a checkpoint into a run's folder, sharded as that layout shards parameters."""
     run = storage / name
     checkpoint = DiskStorage(run / folder_of(step, 1))
     run.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ def write_run(
 
 
 def loaded(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """By transformers, from the folder alone, in the dtype that it names."""
+    """The model that transformers loads from the folder, in the folder's dtype."""
     model, told = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True
     )

@@ -1,5 +1,4 @@
-"""An independent oracle: a model that `transformers` has built and loaded, trained in one process
-by plain PyTorch."""
+"""An independent oracle: a model of `transformers`, trained in one process by plain PyTorch."""
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -7,14 +6,16 @@ from transformers import AutoModelForCausalLM
 
 
 def load(folder, dtype=torch.float64):
-    # Experts one by one, in whatever dtype.
+    # Experts one by one, in every dtype.
     options = {"dtype": torch.float32, "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(folder, **options).to(dtype)
 
 
 def train(model, batches, lrs, betas, weight_decay, max_grad_norm):
-    """The loss and gradient norm of each step; a batch is tokens, targets (-100: none) and
-    positions. The model has the final weights afterwards."""
+    """The loss and gradient norm of each step; trains the model in place.
+
+    A batch is tokens, targets (-100: none) and positions.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [{"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay}]
     groups += [{"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
@@ -27,8 +28,8 @@ def train(model, batches, lrs, betas, weight_decay, max_grad_norm):
         optimizer.zero_grad()
         logits = model(tokens, position_ids=positions, use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        # Divided afterwards: transformers rounds in its norms to float32, backwards as well, and
-        # would do that to other numbers.
+        # Divided afterwards: the norms of transformers round to float32, in backward too, and
+        # would round other numbers.
         loss.backward()
         num_tokens = (targets != -100).sum()
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""Scripts converted to loops of a run: few lines change, and what is computed does not."""
+"""Converted scripts: few lines change, and the results do not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MOST_CHANGED_LINES = 14
 
 
 def changed_lines(before: str, after: str) -> int:
-    """Lines that are other ones, gone or new; moved to the right is another one."""
+    """The number of lines that differ, are removed or added; an indented line differs."""
     old, new = before.splitlines(), after.splitlines()
     changes = SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return sum(max(b - a, d - c) for kind, a, b, c, d in changes if kind != "equal")
@@ -41,7 +41,7 @@ def test_few_lines_are_changed(name: str) -> None:
 
 
 class Recorder:
-    """A run without steps: what a script prepares with is taken as it is."""
+    """A run without steps, whose `prepare` returns its arguments."""
 
     def __init__(self) -> None:
         self.objects: list[Any] = []

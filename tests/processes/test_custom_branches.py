@@ -1,4 +1,4 @@
-"""Modules that leave out some of their parts for some samples: each rank others."""
+"""Modules that skip blocks for some samples, so that ranks skip different ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ RECIPE = f"{Path(custom_branches.__file__)}:recipe"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2,zero=1", "dp=4"])
-def test_what_some_ranks_leave_out_is_stepped_alike_on_all(layout: str, tmp_path: Path) -> None:
+def test_blocks_that_some_ranks_skip_are_stepped_equally_on_all(
+    layout: str, tmp_path: Path
+) -> None:
     num_workers = 4 if layout == "dp=4" else 2
     run = run_plainly(
         tmp_path, custom_branches.OWN, num_workers, layout=layout, recipe=RECIPE, audit_every=1

@@ -1,4 +1,4 @@
-"""A module, data and an optimizer of one's own: killed and resized, as the plain loop."""
+"""Custom models: killed and resized runs equal the plain loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPE = f"{Path(custom_net.__file__)}:recipe"
 
 @cache
 def plain():
-    """On one thread: two that wait for each other on a busy machine take ten times as long."""
+    """One thread: on a busy machine, two that wait for each other are ten times slower."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -52,7 +52,7 @@ def assert_equals_the_plain_loop(run: Outcome) -> None:
     ],
 )
 def test_killed_twice_and_resized(layout: str, num_workers: int, tmp_path: Path) -> None:
-    """Five microbatches on three and two data ranks: some always pad."""
+    """Five microbatches on three and two data ranks, so some ranks always pad."""
     faults = (Fault("kill", "w2", 6, "compute"), Fault("kill", "w1", 12, "apply"))
     leaving = ((18, WorkerDraining("w0", "shrinks")),)
     run = run_plainly(

@@ -1,4 +1,4 @@
-"""A module of one's own on the stages of a pipeline: killed and resized, as the plain loop."""
+"""Custom pipelines: killed and resized runs equal the plain loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RECIPE = f"{Path(custom_chain.__file__)}:recipe"
 
 @cache
 def plain(microbatch: int):
-    """On one thread: two that wait for each other on a busy machine take ten times as long."""
+    """One thread: on a busy machine, two that wait for each other are ten times slower."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,7 +46,7 @@ def plain(microbatch: int):
 def test_killed_and_resized(
     layout: str, num_workers: int, changes: dict[str, Any], formed: list[str], tmp_path: Path
 ) -> None:
-    """Who is left alone takes all of the stages; evaluations end with a smaller microbatch."""
+    """The last worker takes all stages; evaluations end with a smaller microbatch."""
     leaving = ((45, WorkerDraining("w0", "shrinks")),)
     settings = custom_chain.OWN.model_copy(update=changes)
     run = run_plainly(

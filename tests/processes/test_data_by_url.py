@@ -1,4 +1,4 @@
-"""Prepared data on a real S3 server: the same losses, each shard once, whatever goes wrong."""
+"""Prepared data on a real S3 server: equal losses, and each shard fetched once, through faults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pipelines.settings.overrides import override
 
 NUM_SHARD_ROWS = 2000
 SHARD_BYTES = 5000
-"""A little more than a file of so many tokens has."""
+"""A little more than the size of a file of that many tokens."""
 STEPS = 12
 OUTAGE_S = 6.0
 
@@ -47,7 +47,7 @@ def door() -> Iterator[Door]:
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Prepared data of some 25 shards of 4 KB, where a step reads up to 12 of them."""
+    """Prepared data of about 25 shards of 4 KB, of which a step reads up to 12."""
     folder = tmp_path_factory.mktemp("data")
     for number in range(40):
         text = f"text {number}: " + " ".join(str(number * i * i) for i in range(250))
@@ -58,7 +58,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def there(here: Path, door: Door, request: pytest.FixtureRequest) -> str:
-    """The same data behind the door, in a folder of the test's own."""
+    """The same data on the S3 server, in a separate folder for each test."""
     url = door.url_of(f"data/{request.node.name}")
     storage = open_storage(url)
     for file in sorted(here.iterdir()):
@@ -79,7 +79,7 @@ def undisturbed(here: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome
 
 
 def fetching(run: Path, there: str, settings: TrainSettings, **changes: object) -> Outcome:
-    """A run of two workers of one machine with the data behind the door."""
+    """A run of two workers on one machine, with the data on the S3 server."""
     return run_plainly(
         run, settings, 2, data_folder=there, environment=dict(CREDENTIALS), **changes
     )
@@ -90,7 +90,7 @@ def shards_of(cache: Path) -> list[Path]:
 
 
 def size_of(cache: Path) -> int:
-    """What it holds, drafts included, while nobody changes it."""
+    """The bytes in the cache, partial files included, while it is locked."""
     with (cache / ROOM).open("ab") as room:
         fcntl.flock(room, fcntl.LOCK_EX)
         there = list(cache.iterdir())
@@ -150,7 +150,7 @@ def test_damaged_files_of_the_cache_are_fetched_again(
 
 
 @pytest.mark.slow
-def test_training_goes_on_when_the_store_comes_back(
+def test_training_continues_when_the_store_is_back(
     undisturbed: Outcome, there: str, door: Door, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
@@ -172,7 +172,7 @@ def test_training_goes_on_when_the_store_comes_back(
 
 
 @pytest.mark.slow
-def test_a_machine_without_a_way_to_the_data_says_so_and_others_train(
+def test_a_machine_that_cannot_reach_the_data_reports_it_and_others_train(
     undisturbed: Outcome, there: str, tmp_path: Path
 ) -> None:
     outcome = cut_off(1, there, tmp_path, start_timeout_s=3.0)
@@ -190,9 +190,7 @@ def test_a_machine_without_a_way_to_the_data_says_so_and_others_train(
 
 
 @pytest.mark.slow
-def test_a_run_in_which_nobody_has_a_way_to_the_data_ends_with_that(
-    there: str, tmp_path: Path
-) -> None:
+def test_a_run_without_a_machine_that_reaches_the_data_ends(there: str, tmp_path: Path) -> None:
     outcome = cut_off(100, there, tmp_path)
     stopped = outcome.stopped
     assert (stopped.outcome, exit_code(stopped, 0)) == ("user_error", 2)
@@ -202,7 +200,7 @@ def test_a_run_in_which_nobody_has_a_way_to_the_data_ends_with_that(
 
 
 def cut_off(num: int, there: str, folder: Path, **policy: float) -> Outcome:
-    """A run of which the first processes have no way to the data."""
+    """A run whose first worker processes cannot reach the data."""
     slots = folder / "cut-off"
     slots.mkdir()
     return run_plainly(
@@ -217,7 +215,7 @@ def cut_off(num: int, there: str, folder: Path, **policy: float) -> Outcome:
     )
 
 
-def test_the_driver_says_in_one_line_what_it_cannot_read(door: Door, tmp_path: Path) -> None:
+def test_unreadable_data_at_the_driver_are_a_one_line_error(door: Door, tmp_path: Path) -> None:
     def refused(data: str) -> str:
         asked = TrainRequest(
             "tiny", "run", str(tmp_path), data=data, changes=("cache.reach_timeout_s=1",)
@@ -229,7 +227,7 @@ def test_the_driver_says_in_one_line_what_it_cannot_read(door: Door, tmp_path: P
 
     nothing = door.url_of("data/nothing-there")
     assert "data/nothing-there/index.json" in refused(nothing)
-    assert "prepare the data first" in refused(nothing)
+    assert "prepare the data in" in refused(nothing)
     assert "environment" in refused("s3://me:hunter2@bucket/data")
     assert "hunter2" not in refused("s3://me:hunter2@bucket/data")
     door.shut()
@@ -271,5 +269,5 @@ def test_data_are_prepared_at_a_url(
     assert all(a.equal(b) for a, b in zip(remote.read(ids), near.read(ids), strict=True))
     with pytest.raises(UserError, match="was prepared from other text or settings"):
         prepare_at(find_corpus(str(text)), url, find_tokenizer(), 0.5)
-    with pytest.raises(UserError, match=r"holds other files, as .*index\.json"):
+    with pytest.raises(UserError, match=r"holds other files, such as .*index\.json"):
         prepare_at(find_corpus(str(text)), door.url_of("data"), find_tokenizer(), 0.5)

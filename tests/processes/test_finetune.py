@@ -1,4 +1,4 @@
-"""Fine-tuning equals a plain loop of `transformers` and `peft`, which load what comes of it."""
+"""Fine-tuning: equals a plain loop of `transformers` and `peft`, which load the export."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def asked_for(folder: Path, *changes: str) -> TrainRequest:
 
 
 def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
-    """Of four workers two are killed, and one leaves."""
+    """A run of four workers, of which two are killed and one is drained."""
     plan = make_plan(asked_for(tmp_path, *changes), 0)
     settings = plan.settings.model_copy(update={"checkpoint_every": NUM_STEPS})
     folder = plan.run.program.kwargs["data_folder"]
@@ -108,7 +108,7 @@ def test_full_weights(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_adapters(tmp_path: Path) -> None:
-    """The weights below them stay out of the optimizer; the export is a folder of peft's."""
+    """Base weights are not in the optimizer; the export is a `peft` folder."""
     losses, program = trained(tmp_path, *LORA)
     specs = program.specs()
     kept = {spec.name for spec in specs if spec.kind == "optimizer"}

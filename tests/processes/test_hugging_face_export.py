@@ -1,4 +1,4 @@
-"""`elastic export`: the real transformers loads what comes of it, and computes the same."""
+"""`elastic export`: transformers loads the result and computes the same."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def exported(tmp_path: Path, *arguments: str) -> Path:
-    """By the command line, to the folder that it names by itself."""
+    """Export from the command line, to the default folder."""
     sys.argv = ["elastic", "export", "first", "--storage", str(tmp_path), *arguments]
     with pytest.raises(SystemExit) as ended:
         main()
@@ -80,7 +80,9 @@ def test_a_mixture_computes_the_same(tmp_path: Path, settings) -> None:
 
 @pytest.mark.parametrize("settings", [DENSE, MIXTURE], ids=["dense", "mixture"])
 @pytest.mark.parametrize("window_bytes", [1, 3000, 1 << 20])
-def test_files_and_windows_of_any_size_hold_the_same(tmp_path, settings, window_bytes) -> None:
+def test_files_and_windows_of_any_size_have_the_same_contents(
+    tmp_path, settings, window_bytes
+) -> None:
     write_run(tmp_path, settings_for(settings), Layout(fsdp=3), random_weights(settings))
     whole = load_file(exported(tmp_path) / "model.safetensors")
     export("first", tmp_path, Path("cut"), shard_bytes=20_000, window_bytes=window_bytes)
@@ -104,7 +106,7 @@ def test_bfloat16_is_the_rounded_float32(tmp_path: Path) -> None:
     assert torch.equal(model.lm_head.weight, weights["head.weight"].bfloat16())
 
 
-def test_float64_stays_what_it_is(tmp_path: Path) -> None:
+def test_float64_is_exported_unchanged(tmp_path: Path) -> None:
     weights = {name: value.double() for name, value in random_weights(DENSE).items()}
     write_run(tmp_path, settings_for(DENSE, dtype="float64"), Layout(), weights)
     model = loaded(exported(tmp_path))
@@ -139,7 +141,7 @@ def write_text_run(tmp_path: Path, tokenizer: str, vocab_size: int) -> None:
     write_run(tmp_path, settings, Layout(), random_weights(model), data_folder=folder)
 
 
-def test_bytes_are_a_tokenizer_of_transformers_too(tmp_path: Path) -> None:
+def test_the_byte_tokenizer_is_exported_for_transformers(tmp_path: Path) -> None:
     write_text_run(tmp_path, "bytes", 264)
     folder = exported(tmp_path)
     theirs, ours = AutoTokenizer.from_pretrained(folder), ByteTokenizer()
@@ -155,7 +157,7 @@ def test_bytes_are_a_tokenizer_of_transformers_too(tmp_path: Path) -> None:
     assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[1] <= 9
 
 
-def test_a_tokenizer_file_comes_along_without_what_training_left_off(tmp_path: Path) -> None:
+def test_a_tokenizer_file_is_exported_without_disabled_features(tmp_path: Path) -> None:
     words = {"[UNK]": 0, "to": 1, "be": 2, "or": 3, "not": 4, "<s>": 5}
     file = tmp_path / "words.json"
     file.write_text(json.dumps(WORDS | {"model": WORDS["model"] | {"vocab": words}}))
@@ -186,7 +188,7 @@ WORDS = {
 }
 
 
-def test_a_tokenizer_that_is_gone_is_told(tmp_path: Path, capsys) -> None:
+def test_a_missing_tokenizer_is_reported(tmp_path: Path, capsys) -> None:
     write_text_run(tmp_path, "bytes", 264)
     shutil.rmtree(tmp_path / "tokens")
     folder = exported(tmp_path)
@@ -205,24 +207,24 @@ def refused(capsys, *arguments: str) -> str:
     return line
 
 
-def test_what_cannot_be_exported_is_told_in_one_line(tmp_path: Path, capsys) -> None:
+def test_runs_that_cannot_be_exported_are_one_line_errors(tmp_path: Path, capsys) -> None:
     write_run(tmp_path, settings_for(DENSE), Layout(), random_weights(DENSE))
     storage = ("--storage", str(tmp_path))
     line = refused(capsys, "second", *storage)
     assert "no run 'second'" in line and "there are: first" in line
-    assert "no checkpoint of step 4; there are: 3" in refused(
+    assert "no checkpoint of step 4; steps with one: 3" in refused(
         capsys, "first", *storage, "--step", "4"
     )
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("in the way")
-    assert "is there already" in refused(capsys, "first", *storage, "--out", "taken")
+    assert "exists already" in refused(capsys, "first", *storage, "--out", "taken")
     assert "cannot be written" in refused(capsys, "first", *storage, "--out", "taken/file/x")
     shutil.rmtree(tmp_path / "first" / "checkpoints")
-    assert "has no checkpoint that is whole" in refused(capsys, "first", *storage)
+    assert "has no complete checkpoint" in refused(capsys, "first", *storage)
     recipe = {"settings": mlp().model_dump(mode="json"), "data_folder": None}
     write_run(tmp_path, settings_for(DENSE), Layout(), random_weights(DENSE), name="mlp")
     (tmp_path / "mlp" / "recipe.json").write_text(json.dumps(recipe))
-    assert "only transformers are exported" in refused(capsys, "mlp", *storage)
+    assert "only transformers can be exported" in refused(capsys, "mlp", *storage)
 
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path: Path, capsys) -> None:
@@ -262,8 +264,7 @@ def large_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_memory_is_bounded_by_a_window(large_runs: Path) -> None:
-    """77 MB a tensor, 8 MB a window: read from files that are mapped, into another, beside what
-    the allocator keeps."""
+    """77 MB a tensor, 8 MB a window: the limit includes mapped files and the allocator's cache."""
     ended = subprocess.run(
         [sys.executable, "-c", EXPORT],
         cwd=large_runs,
@@ -279,7 +280,7 @@ def test_memory_is_bounded_by_a_window(large_runs: Path) -> None:
     shutil.rmtree(large_runs / "small-hf")
 
 
-def test_an_export_that_is_killed_is_never_taken_for_a_whole_one(large_runs: Path) -> None:
+def test_a_killed_export_is_never_mistaken_for_a_complete_one(large_runs: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", EXPORT], cwd=large_runs, stdout=subprocess.PIPE, text=True
     )

@@ -1,4 +1,4 @@
-"""`init_from`: a run begins with what the real transformers has saved, whatever its layout."""
+"""`init_from`: a run of any layout starts from a model that transformers has saved."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_only_parameters_come_from_the_folder(tmp_path: Path) -> None:
     assert not any(made.initial(spec, Region.whole(spec.shape)).any() for spec in kept)
 
 
-def test_tokens_that_the_folder_does_not_know_cost_what_is_told(tmp_path: Path) -> None:
+def test_tokens_that_the_folder_lacks_raise_the_loss_within_the_bound(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path)
     larger = DENSE.model_copy(update={"vocab_size": 79})
@@ -114,7 +114,7 @@ def test_tokens_that_the_folder_does_not_know_cost_what_is_told(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("made", [llama, granite])
-def test_there_and_back_is_the_same_bit_for_bit(tmp_path: Path, made) -> None:
+def test_import_of_an_export_is_bitwise_equal(tmp_path: Path, made) -> None:
     made().save_pretrained(tmp_path / "theirs")
     shape = transformer_from(tmp_path / "theirs")
     weights = initial(program(tmp_path / "theirs", shape))
@@ -130,7 +130,7 @@ def test_there_and_back_is_the_same_bit_for_bit(tmp_path: Path, made) -> None:
     assert all(torch.equal(back[name], value) for name, value in there.items())
 
 
-def test_the_settings_of_a_folder_are_a_recipes_model(tmp_path: Path) -> None:
+def test_transformer_from_reads_the_settings_of_a_folder(tmp_path: Path) -> None:
     for made, expected in ((llama, DENSE), (granite, MIXTURE)):
         made().save_pretrained(tmp_path / made.__name__)
         found = transformer_from(tmp_path / made.__name__)
@@ -138,7 +138,7 @@ def test_the_settings_of_a_folder_are_a_recipes_model(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_transformers_4_is_the_same_model(tmp_path: Path) -> None:
-    """Its `config.json` names what turns a head otherwise, and leaves out what is usual."""
+    """Its `config.json` has another name for the rotary base, and omits defaults."""
     llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for key in ("rope_parameters", "dtype", "head_dim", "attention_bias", "mlp_bias"):
@@ -148,7 +148,7 @@ def test_a_folder_of_transformers_4_is_the_same_model(tmp_path: Path) -> None:
     assert transformer_from(tmp_path) == DENSE
 
 
-def test_a_run_of_two_workers_begins_with_the_loss_of_the_model(tmp_path: Path) -> None:
+def test_a_run_of_two_workers_starts_with_the_loss_of_the_model(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "theirs")
     settings = settings_for(DENSE, init_from=str(tmp_path / "theirs"))
@@ -217,9 +217,12 @@ REFUSED = {
     "biases": (lambda folder: changed(folder, attention_bias=True), "attention_bias=True"),
     "a field is missing": (lambda folder: changed(folder, hidden_size=None), "dim: "),
     "only a pickle": (emptied, "save_pretrained"),
-    "a tensor is missing": (lambda folder: without(folder, Q_PROJ), f"holds no {Q_PROJ}"),
-    "untied without a head": (lambda f: without(f, "lm_head.weight"), "holds no lm_head.weight"),
-    "another shape": (lambda folder: reshaped(folder, Q_PROJ), "is (47, 48), but by its"),
+    "a tensor is missing": (lambda folder: without(folder, Q_PROJ), f"has no tensor {Q_PROJ}"),
+    "untied without a head": (
+        lambda f: without(f, "lm_head.weight"),
+        "has no tensor lm_head.weight",
+    ),
+    "another shape": (lambda folder: reshaped(folder, Q_PROJ), "has shape (47, 48), but its"),
     "quantised": (lambda f: reshaped(f, Q_PROJ, torch.int8), "only F64, F32, BF16, F16"),
     "cut short": (shortened, "model.safetensors"),
 }
@@ -239,7 +242,7 @@ def own():
 def test_a_folder_that_does_not_fit_is_refused_in_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """Before a run's folder is made, or data are prepared."""
+    """The error comes before a run's folder is created or data are prepared."""
     spoil, told = REFUSED[name]
     llama().save_pretrained(tmp_path / "theirs")
     capsys.readouterr()
@@ -255,14 +258,14 @@ def test_a_folder_that_does_not_fit_is_refused_in_one_line(
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_perceptron_begins_from_no_folder(capsys, monkeypatch) -> None:
+def test_init_from_is_refused_for_an_mlp(capsys, monkeypatch) -> None:
     monkeypatch.setattr(sys, "argv", ["elastic", "train", "mlp", "--set", "init_from=somewhere"])
     with pytest.raises(SystemExit) as ended:
         main()
-    assert ended.value.code == 2 and "only a transformer" in capsys.readouterr().err
+    assert ended.value.code == 2 and "cannot start from a folder" in capsys.readouterr().err
 
 
-def test_a_part_of_granite_that_we_lack_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_feature_of_granite_is_refused(tmp_path: Path) -> None:
     granite(residual_multiplier=0.22).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"residual_multiplier=0\.22"):
         transformer_from(tmp_path)

@@ -1,4 +1,4 @@
-"""Models of `transformers` by their own plans train as plain `transformers` does."""
+"""Models of `transformers`, sharded by their own plans, train as in plain `transformers`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ MODELS = {
 
 
 class Case(NamedTuple):
-    """Which model is trained, and under which layout."""
+    """A model and the layout under which it is trained."""
 
     model: str
     layout: str
@@ -87,7 +87,7 @@ CASES = [
 
 
 def written(folder: Path, name: str) -> Path:
-    """A random model as `transformers` saves it."""
+    """A random model, saved by `transformers`."""
     place = folder / name
     if not place.exists():
         kind = "llama" if name == "tied" else name
@@ -111,7 +111,7 @@ def settings_for(place: Path, **changes: object) -> TrainSettings:
 
 
 def expected(settings: TrainSettings, num_steps: int) -> tuple[list[tuple[float, float]], dict]:
-    """Of plain `transformers`, on the same samples."""
+    """The results of plain `transformers` on the same samples."""
     model, optimizer = plain_causal_lm.load(settings.init_from), settings.optimizer
     data, batches = program_of(settings).workload.train, []
     for step in range(num_steps):
@@ -131,7 +131,7 @@ def expected(settings: TrainSettings, num_steps: int) -> tuple[list[tuple[float,
 
 
 def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
-    """One of the processes: train each case that has such a rank."""
+    """The work of one process: train each case that has its rank."""
     torch.set_num_threads(1)
     store = open_file_store(folder, NUM_PROCESSES)
     for case in cases:
@@ -146,7 +146,7 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all cases, by four processes."""
+    """The results of all cases, computed by four processes."""
     folder = tmp_path_factory.mktemp("trained")
     for case in CASES:
         written(folder, case.model)
@@ -183,8 +183,8 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_killed_and_relaid_out_and_exported(tmp_path: Path) -> None:
-    """And `transformers` loads what comes of it."""
+def test_a_run_is_killed_resharded_and_exported(tmp_path: Path) -> None:
+    """`transformers` loads the export."""
     place = written(tmp_path, "qwen3")
     settings = settings_for(place, steps=14, eval_every=0, checkpoint_every=7)
     kill = Fault("kill", "w3", 4, "compute")
@@ -207,8 +207,8 @@ def test_a_run_is_killed_and_relaid_out_and_exported(tmp_path: Path) -> None:
         torch.testing.assert_close(stored[name], weight, rtol=1e-9, atol=1e-12)
 
 
-def test_it_begins_with_the_folder_or_with_what_transformers_draws(tmp_path: Path) -> None:
-    """Whatever names the files have; a config alone is begun anew, alike each time."""
+def test_a_run_starts_from_the_folder_or_from_values_of_transformers(tmp_path: Path) -> None:
+    """With any tensor names in the files; a config alone gives the same values each time."""
     place = written(tmp_path, "mixtral")
     program = program_of(settings_for(place))
     assert not program.pretrained.is_direct, "experts are stored one by one"
@@ -230,14 +230,16 @@ def test_it_begins_with_the_folder_or_with_what_transformers_draws(tmp_path: Pat
 
 REFUSED = {
     "cp": ("llama", "cp=2", "whole sequences"),
-    "ep": ("mixtral", "fsdp=2,ep=2", "not dealt out"),
+    "ep": ("mixtral", "fsdp=2,ep=2", "not distributed"),
     "tied stages": ("tied", "pp=2", "tie_word_embeddings=false"),
     "odd heads": ("qwen2", "tp=4", "tp=4 does not divide 2"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_a_model_cannot_be_spread_over_is_told(tmp_path: Path, name: str) -> None:
+def test_an_unsupported_axis_of_a_model_is_refused_with_the_reason(
+    tmp_path: Path, name: str
+) -> None:
     model, layout, told = REFUSED[name]
     place = written(tmp_path, model)
     asked = TrainRequest(
@@ -249,11 +251,14 @@ def test_what_a_model_cannot_be_spread_over_is_told(tmp_path: Path, name: str) -
 
 UNFIT = {
     "nothing there": (None, "nothing is downloaded"),
-    "unknown kind": ({"model_type": "lama"}, "none that transformers"),
-    "no language model": ({"model_type": "vit"}, "no causal language model"),
+    "unknown kind": ({"model_type": "lama"}, "unknown to the installed"),
+    "no language model": ({"model_type": "vit"}, "not a causal language model"),
     "quantised": ({"model_type": "llama", "quantization_config": {"a": 1}}, "quantization_config"),
     "bad value": ({"model_type": "llama", "hidden_size": 50, "num_attention_heads": 4}, "multiple"),
-    "balance loss": ({"model_type": "mixtral", "output_router_logits": True}, "balance loss"),
+    "balance loss": (
+        {"model_type": "mixtral", "output_router_logits": True},
+        "load-balancing loss",
+    ),
 }
 
 

@@ -1,4 +1,4 @@
-"""Loops of the user's own: handed the same step again after a death, equal to the plain loop."""
+"""Custom training loops: they repeat a step after a worker dies, and equal the plain loop."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def plain_losses() -> dict[int, float]:
     return dict(enumerate(losses, start=1))
 
 
-def test_deaths_within_the_body_and_another_layout_change_nothing(tmp_path: Path) -> None:
-    """Whoever lives is handed the step again, by the same call of the same function."""
+def test_deaths_in_the_body_and_a_reshard_do_not_change_the_losses(tmp_path: Path) -> None:
+    """Surviving workers get the step again within the same call of the function."""
     due = ((19, LayoutRequested("shards", TargetLayout.parse("fsdp=2"))),)
     run = run_loop(tmp_path, layout="dp=4", workers=4, due=due)
     assert run.stopped.outcome == "completed", run.stopped
@@ -50,7 +50,7 @@ def test_deaths_within_the_body_and_another_layout_change_nothing(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_who_passes_over_the_failure_commits_nothing_of_it(tmp_path: Path) -> None:
+def test_a_script_that_suppresses_a_failure_does_not_commit_the_step(tmp_path: Path) -> None:
     run = run_loop(tmp_path, "train_heedless", layout="dp=2,fsdp=2", workers=4)
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
@@ -59,7 +59,7 @@ def test_who_passes_over_the_failure_commits_nothing_of_it(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_scripts_own_exception_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+def test_an_exception_of_the_script_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     run = run_loop(tmp_path, "train_with_a_mistake", workers=2)
     assert run.stopped.outcome == "failed"
     assert "ValueError: the script's own mistake" in run.stopped.reason
@@ -67,7 +67,7 @@ def test_the_scripts_own_exception_ends_the_run_with_its_traceback(tmp_path: Pat
     assert len(run.metrics) == loops.KILLED[0] - 1
 
 
-def test_what_is_declared_is_what_the_loop_asks_for() -> None:
+def test_the_declaration_has_what_the_loop_requests() -> None:
     settings = script_of(loops.train).settings
     assert (settings.batch, settings.microbatch, settings.steps) == (24, 4, 24)
     assert settings.dtype == "float64"

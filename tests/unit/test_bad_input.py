@@ -58,7 +58,7 @@ CASES = {
         ["tiny", "--inject", "flip a bit in worker 1 in vote at step 7"],
         "leave the moment out",
     ),
-    "no spike": (["tiny", "--set", "spike_factor=0.5"], "more than 1"),
+    "no spike": (["tiny", "--set", "spike_factor=0.5"], "greater than 1"),
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
     "redundancy is unknown": (["tiny", "--set", "snapshot_redundancy=raid6"], "copy, or xor:3"),
     "parity of nothing": (["tiny", "--set", "snapshot_redundancy=xor:0"], "copy, or xor:3"),

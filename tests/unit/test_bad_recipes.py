@@ -1,4 +1,4 @@
-"""Recipes that cannot be used: one line, with the place in the user's file, exit code 2."""
+"""Invalid recipes: a one-line error with the place in the user's file, and exit code 2."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ RECIPES = {
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a recipe; Ray would start a cluster if the refusal came later."""
+    """A recipe file; if the error came too late, Ray would start a cluster."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     return tmp_path / "mine.py"
@@ -107,7 +107,7 @@ def test_a_recipe_that_cannot_be_used(name: str, own: Path, capsys) -> None:
 
 
 def test_of_several_frames_the_users_own_are_shown(own: Path, capsys) -> None:
-    """And none of importlib or of ours."""
+    """Frames of importlib and of this project are hidden."""
     own.write_text("def inner():\n    raise ValueError('boom')\n\n\ndef own():\n    inner()\n")
     sys.argv = ["elastic", "train", f"{own}:own"]
     with pytest.raises(SystemExit) as ended:
@@ -137,7 +137,7 @@ def end():
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module of a folder that counts as that of installed packages."""
+    """A module in a folder that counts as an installed package."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.syspath_prepend(tmp_path)
@@ -149,7 +149,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_recipe_of_an_installed_package_that_raises(installed: Path, capsys) -> None:
-    """The line and, before it, the frames of the package alone."""
+    """The frames of the package, followed by the one-line error."""
     sys.argv = ["elastic", "train", "installed_recipes:big"]
     with pytest.raises(SystemExit) as ended:
         main()

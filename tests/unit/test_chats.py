@@ -1,4 +1,4 @@
-"""Conversations become tokens of which the responses count, packed so that none sees another."""
+"""Chat data: rendering with response masks, and packing into separate documents."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def written(folder: Path, *records: object) -> str:
     return str(file)
 
 
-def test_plainly_a_response_and_its_end_count() -> None:
+def test_plain_rendering_counts_responses_and_their_separator() -> None:
     rendering = find_rendering("bytes", None)
     tokens, counts = rendering.render(TALK, "here")
     text = "".join(chr(token) if token < 256 else "|" for token in tokens)
@@ -42,7 +42,7 @@ def test_plainly_a_response_and_its_end_count() -> None:
     assert counted.replace(".", "") == "Hello!|So long|"
 
 
-def test_by_a_chat_template_what_it_writes_of_responses_counts(tmp_path: Path) -> None:
+def test_template_rendering_counts_the_text_of_responses(tmp_path: Path) -> None:
     vocabulary = {symbol: number for number, symbol in enumerate(sorted(ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -72,20 +72,23 @@ def test_packed_conversations_keep_their_targets_and_documents(tmp_path: Path) -
     inside = documents[:, :-1] == documents[:, 1:]
     follows = tokens[:, 1:] == targets[:, :-1]
     assert torch.all(follows[inside & counted[:, :-1]])
-    with pytest.raises(UserError, match="held_out split holds no conversation"):
+    with pytest.raises(UserError, match="held_out split has no conversation"):
         PackedChats(place, "held_out")
 
 
 BAD = {
     "no JSON": ("{", "line 1: not JSON"),
     "no conversation": ('{"text": "a"}', "each line is"),
-    "no response": ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to learn"),
+    "no response": (
+        '{"messages": [{"role": "user", "content": "a"}]}',
+        "no message of role assistant",
+    ),
     "no text": ('{"prompt": 1, "response": "a"}', "each line is"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_line_that_is_no_conversation_is_named(tmp_path: Path, name: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, name: str) -> None:
     line, told = BAD[name]
     file = tmp_path / "chats.jsonl"
     file.write_text(line)

@@ -1,4 +1,4 @@
-"""Datasets of one's own: mixtures by weight, rows of Arrow and Parquet files."""
+"""Custom datasets: weighted mixtures, and rows of Arrow and Parquet files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelines.settings.errors import UserError
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
 
 
-def test_a_mixture_gives_each_dataset_its_part_from_its_beginning() -> None:
+def test_a_mixture_reads_each_dataset_from_its_start() -> None:
     mixed = Mixture([("abcd", 1.0), ("xy", 3.0)], 8)
     assert "".join(mixed[i] for i in range(8)) == "abxyxyxy"
     assert [mixed.place_of(i) for i in (0, 2, 7)] == [(0, 0), (1, 0), (1, 1)]
@@ -37,10 +37,10 @@ def test_weights_are_kept_to_within_one_sample(weights: list[float], num_samples
         assert abs(used[number] - num_samples * weight / sum(weights)) < 1.001
 
 
-def test_a_mixture_that_cannot_be_is_refused() -> None:
+def test_an_invalid_mixture_is_refused() -> None:
     with pytest.raises(UserError, match="dataset 1 is empty"):
         Mixture([("ab", 1.0), ("", 1.0)], 4)
-    with pytest.raises(UserError, match="none may be negative"):
+    with pytest.raises(UserError, match="give weights >= 0"):
         Mixture([("ab", -1.0)], 4)
 
 
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_rows_of_files_are_read_by_number(folder: Path) -> None:
+def test_rows_of_files_are_read_by_index(folder: Path) -> None:
     rows = ArrowDataset(folder)
     assert len(rows) == 10
     assert [rows[i]["number"] for i in (9, 0, 5, 6)] == [9, 0, 5, 6]

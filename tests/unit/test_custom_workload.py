@@ -1,4 +1,4 @@
-"""A module and data of one's own: what is found out about them, and what is refused."""
+"""Custom modules and data: what the workload derives from them, and what it refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
-from pipelines.training.custom.custom_module import build_for_real, find_blocks, shapes_alone
+from pipelines.training.custom.custom_module import build_on_host, build_shapes, find_blocks
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.custom_workload import CustomWorkload, sums_of
 from pipelines.training.passes.moving_buffers import MovingBuffers
@@ -25,7 +25,7 @@ SCALAR = torch.tensor(3.0)
 
 
 class Reading(nn.Module):
-    """Its constructor reads values; it has tied weights and a buffer that is no state."""
+    """The constructor reads values; there are tied weights and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def of(**changes: object) -> Recipe:
     )
 
 
-def test_a_loss_is_a_mean_or_a_sum_and_a_number() -> None:
+def test_a_loss_is_a_mean_or_a_sum_and_a_count() -> None:
     assert sums_of(SCALAR, 4) == (torch.tensor(12.0), torch.tensor(4))
     assert sums_of(SCALAR[None], 4).loss.shape == ()
     assert sums_of((SCALAR, 7), 4) == (SCALAR, torch.tensor(7))
@@ -59,7 +59,7 @@ def test_a_loss_is_a_mean_or_a_sum_and_a_number() -> None:
 
 
 @pytest.mark.parametrize("given", [torch.ones(4), None, (torch.ones(4), 4), {"loss": SCALAR}])
-def test_another_loss_is_refused(given: object) -> None:
+def test_a_loss_of_another_form_is_refused(given: object) -> None:
     with pytest.raises(UserError, match="return a scalar"):
         sums_of(given, 4)
 
@@ -74,25 +74,25 @@ def test_padding_counts_nothing_and_has_a_gradient_of_zero() -> None:
     assert not module.weight.grad.any() and not module.bias.grad.any()
 
 
-def test_blocks_are_found_or_named() -> None:
-    module = build_for_real(Reading, 0)
+def test_blocks_are_inferred_or_named() -> None:
+    module = build_on_host(Reading, 0)
     layers = list(module.layers)
     assert find_blocks(module) == layers
     assert find_blocks(module, ["layers.1", "first"]) == [layers[1], module.first]
     assert find_blocks(module, [nn.Sequential]) == layers
     assert find_blocks(module, []) == []
-    with pytest.raises(UserError, match=r"no layer\.1; near it: layers\.1"):
+    with pytest.raises(UserError, match=r"no layer\.1; similar: layers\.1"):
         find_blocks(module, ["layer.1"])
     with pytest.raises(UserError, match="no part of class Conv2d"):
         find_blocks(module, [nn.Conv2d])
 
 
-def test_shapes_alone_keep_what_no_state_has() -> None:
-    module = shapes_alone(Reading, 0)
+def test_build_shapes_keeps_tensors_outside_of_the_state() -> None:
+    module = build_shapes(Reading, 0)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert torch.equal(module.scale, torch.ones(4))
     assert module.last.weight is module.first.weight
-    assert shapes_alone(lambda: nn.Linear(2, 2), 0).weight.is_meta
+    assert build_shapes(lambda: nn.Linear(2, 2), 0).weight.is_meta
 
 
 def test_values_at_step_0_are_the_constructors_and_leave_generators_alone() -> None:
@@ -106,7 +106,7 @@ def test_values_at_step_0_are_the_constructors_and_leave_generators_alone() -> N
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_plan_says_what_tp_cuts() -> None:
+def test_a_plan_determines_what_tp_shards() -> None:
     module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(6, 4) for _ in range(2))})
     shape = shape_of(module, {"layers.*": "colwise"})
     assert shape.limits.tp_divides == 4
@@ -114,13 +114,13 @@ def test_a_plan_says_what_tp_cuts() -> None:
     assert shape_of(module, {"layers.*": "rowwise"}).limits.tp_divides == 6
     assert shape_of(module, {"layers.*": "rowwise"}, tp_divides=3).limits.tp_divides == 3
     assert "the recipe has no plan" in dict(shape_of(module, {}).limits.refused)["tp"]
-    with pytest.raises(UserError, match="no layer; near it: layers"):
+    with pytest.raises(UserError, match="no layer; similar: layers"):
         shape_of(module, {"layer": "colwise"})
-    with pytest.raises(UserError, match="is ModuleList and cannot be cut"):
+    with pytest.raises(UserError, match="is ModuleList and cannot be"):
         shape_of(module, {"layers": "colwise"})
 
 
-def test_buffers_become_the_mean_of_what_the_microbatches_made_of_them() -> None:
+def test_buffers_become_the_mean_over_the_microbatches() -> None:
     module = nn.BatchNorm1d(1, momentum=0.5, affine=False)
     module.register_buffer("constant", torch.ones(1))
     state = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -145,8 +145,8 @@ def test_buffers_become_the_mean_of_what_the_microbatches_made_of_them() -> None
     assert all(getattr(module, name) is buffer for name, buffer in state.items())
 
 
-def test_a_pass_that_puts_other_buffers_in_their_place_keeps_those_for_its_backward() -> None:
-    """And what changes one buffer spoils no other for autograd."""
+def test_a_pass_that_replaces_buffers_keeps_the_old_ones_for_backward() -> None:
+    """Changing one buffer does not invalidate another one for autograd."""
 
     class Running(nn.Module):
         def __init__(self) -> None:
@@ -180,7 +180,7 @@ def test_a_pass_that_puts_other_buffers_in_their_place_keeps_those_for_its_backw
     assert (state["scale"].item(), state["count"].item()) == (7.0, 2.0)
 
 
-def test_who_pads_an_evaluation_is_given_what_it_evaluates() -> None:
+def test_a_rank_that_pads_an_evaluation_gets_held_out_data() -> None:
     workload = CustomWorkload(of(held_out=lambda: [torch.full((3,), 7.0)]))
     workload.read([0, 1])
     padding = workload.empty(held_out=True)
@@ -195,7 +195,7 @@ def planned(folder: Path, **changes: object) -> RunPlan:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """With a recipe in a file."""
+    """A folder with a recipe file."""
     (tmp_path / "mine.py").write_text(
         "from dataclasses import dataclass\n"
         "import torch\n"
@@ -220,10 +220,10 @@ def folder(tmp_path: Path) -> Path:
         ({"changes": ("optimizer.lr=0.1",)}, "brings its own optimizer"),
         ({"data": "texts"}, "brings its own data"),
         ({"layout": "tp=2", "workers": "2"}, "has no plan"),
-        ({"layout": "pp=2", "workers": "2"}, "no pipeline can cut"),
+        ({"layout": "pp=2", "workers": "2"}, "does not list the blocks"),
     ],
 )
-def test_what_a_recipe_cannot_do_is_refused_in_one_line(
+def test_an_unsupported_recipe_is_a_one_line_error(
     folder: Path, changes: dict[str, object], told: str
 ) -> None:
     with pytest.raises(UserError, match=told) as refused:
@@ -232,7 +232,7 @@ def test_what_a_recipe_cannot_do_is_refused_in_one_line(
 
 
 @pytest.mark.parametrize("name", ["loss", "top 5"])
-def test_metrics_have_names_that_can_be_told(folder: Path, name: str) -> None:
+def test_invalid_names_of_metrics_are_refused(folder: Path, name: str) -> None:
     file = folder / "mine.py"
     named = f"return replace(whole(), metrics={{'{name}': loss}})"
     text = file.read_text().replace("def mine(size=1)", "def whole(size=1)")
@@ -253,7 +253,7 @@ def test_a_parameter_without_dims_is_refused(folder: Path) -> None:
         planned(folder)
 
 
-def test_how_much_is_evaluated_is_told(folder: Path) -> None:
+def test_the_number_of_evaluated_samples_is_reported(folder: Path) -> None:
     file = folder / "mine.py"
     text = file.read_text().replace(
         "lambda: Data(6),", "lambda: Data(6), held_out=lambda: Data(9),"
@@ -266,7 +266,7 @@ def test_how_much_is_evaluated_is_told(folder: Path) -> None:
     assert planned(folder, changes=("eval_every=5",)).notes == ()
 
 
-def test_another_state_is_refused_and_another_source_is_told_of(folder: Path) -> None:
+def test_another_state_is_refused_and_a_changed_source_is_reported(folder: Path) -> None:
     store_recipe(planned(folder))
     assert planned(folder).notes == ()
     file = folder / "mine.py"

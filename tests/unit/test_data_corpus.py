@@ -1,4 +1,4 @@
-"""What `--data` names, and what it refuses."""
+"""Corpora: the files that `--data` selects, and the errors for bad ones."""
 
 from pathlib import Path
 
@@ -33,8 +33,8 @@ def test_a_glob_and_a_file_take_what_they_name(folder: Path):
     ("data", "problem"),
     [
         ("missing", "no such file or folder"),
-        ("*.parquet", "holds no .*file"),
-        ("notes.md", "is no .*file"),
+        ("*.parquet", "has no .*file"),
+        ("notes.md", "not a .*file"),
         (".hidden/none", "no such file or folder"),
     ],
 )
@@ -46,11 +46,11 @@ def test_nothing_to_read_is_refused_in_one_line(folder: Path, data: str, problem
 
 
 def test_a_folder_without_text_is_refused(tmp_path: Path):
-    with pytest.raises(UserError, match="holds no"):
+    with pytest.raises(UserError, match="has no"):
         find_corpus(str(tmp_path))
 
 
-def test_empty_documents_are_left_out(tmp_path: Path):
+def test_empty_documents_are_skipped(tmp_path: Path):
     (tmp_path / "a.txt").touch()
     (tmp_path / "b.txt").write_text("b")
     assert list(find_corpus(str(tmp_path)).documents()) == ["b"]

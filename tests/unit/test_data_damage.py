@@ -1,4 +1,4 @@
-"""Damaged, foreign and missing shards are named, never read."""
+"""Damaged, foreign and missing shards: errors name them, and training never reads them."""
 
 import json
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def pad(shard: Path, num_bytes: int) -> None:
 
 
 def write_foreign(shard: Path, schema: pa.Schema) -> None:
-    """Another Arrow file of the very size that the index tells."""
+    """Another Arrow file with exactly the size in the index."""
     num_bytes = shard.stat().st_size
     with pa.ipc.new_file(shard, schema) as writer:
         writer.write_table(pa.table({schema.names[0]: [1, 2, 3]}, schema=schema))
@@ -50,7 +50,7 @@ def zero_the_footer(shard: Path) -> None:
 
 
 def exchange(shard: Path) -> None:
-    """The shard of another column, as the index would tell of it."""
+    """The shard of another column, with a matching index entry."""
     other = shard.with_name("train-starts-00000.arrow")
     shard.write_bytes(other.read_bytes())
     index = json.loads((shard.parent / INDEX).read_text())
@@ -93,7 +93,7 @@ def test_one_changed_token_is_found_by_reading_everything(folder: Path):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=4))
 def test_random_damage_is_read_or_refused(folder: Path, place: int, junk: bytes):
-    """Whatever stands in a shard, it is opened or named: no other exception, no crash."""
+    """A shard with random bytes is opened or named: no other exception, no crash."""
     shard = folder / SHARD
     good = shard.read_bytes()
     place %= len(good) - len(junk)

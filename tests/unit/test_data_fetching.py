@@ -1,4 +1,4 @@
-"""What is fetched, and when: what is needed first, then ahead, no more than may lie unread."""
+"""Fetching: requested files come first, then prefetched ones, within the bound on unread bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pipelines.settings.errors import DataUnreachable, UserError
 
 
 class Store(DiskStorage):
-    """A folder that stands for an object store: it can refuse, and what it gives is counted."""
+    """A folder as an object store that can fail and records the names that are read."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -63,7 +63,7 @@ def test_windows_are_those_of_the_folder(store: Store, tmp_path: Path) -> None:
     assert len(store.read_names) == len(set(store.read_names)) > 10
 
 
-def test_what_the_store_holds_damaged_is_named(store: Store, tmp_path: Path) -> None:
+def test_a_file_damaged_in_the_store_is_named(store: Store, tmp_path: Path) -> None:
     samples = far(store, tmp_path / "cache")
     shard = store.path / "train-tokens-00002.arrow"
     content = shard.read_bytes()
@@ -71,11 +71,11 @@ def test_what_the_store_holds_damaged_is_named(store: Store, tmp_path: Path) -> 
     with pytest.raises(UserError, match=r"train-tokens-00002\.arrow: is damaged"):
         samples.read(range(samples.num_samples))
     shard.unlink()
-    with pytest.raises(UserError, match=r"train-tokens-00002\.arrow: is not there any more"):
+    with pytest.raises(UserError, match=r"train-tokens-00002\.arrow: does not exist any more"):
         far(store, tmp_path / "other").read(range(samples.num_samples))
 
 
-def test_patience_ends(store: Store, tmp_path: Path) -> None:
+def test_an_unreachable_store_fails_after_patience_s(store: Store, tmp_path: Path) -> None:
     samples = far(store, tmp_path / "cache", patience_s=1.0)
     store.error = ConnectionRefusedError("nobody answers")
     with pytest.raises(DataUnreachable, match=r"cannot be read \(nobody answers\)"):
@@ -84,7 +84,7 @@ def test_patience_ends(store: Store, tmp_path: Path) -> None:
     assert same(samples, store)
 
 
-def test_who_waits_can_be_interrupted(store: Store, tmp_path: Path) -> None:
+def test_a_waiting_reader_can_be_interrupted(store: Store, tmp_path: Path) -> None:
     samples = far(store, tmp_path / "cache")
     store.error = ConnectionRefusedError("nobody answers")
 
@@ -96,7 +96,7 @@ def test_who_waits_can_be_interrupted(store: Store, tmp_path: Path) -> None:
         samples.bring([3], stop)
 
 
-def test_a_cache_that_is_tidied_away_is_made_again(store: Store, tmp_path: Path) -> None:
+def test_a_deleted_cache_is_created_again(store: Store, tmp_path: Path) -> None:
     samples = far(store, tmp_path / "cache")
     samples.read([0])
     rmtree(tmp_path / "cache")
@@ -122,17 +122,17 @@ def test_data_without_checksums_are_refused(store: Store, tmp_path: Path) -> Non
 
 
 def test_a_cache_that_cannot_hold_a_shard_is_refused(store: Store, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"cache\.max_bytes=1000: .* allow more"):
+    with pytest.raises(UserError, match=r"cache\.max_bytes=1000 is too small: .* allow more"):
         far(store, tmp_path / "cache", max_bytes=1000)
 
 
-def test_a_folder_that_cannot_be_the_cache_is_told(store: Store, tmp_path: Path) -> None:
+def test_an_unusable_cache_folder_is_reported(store: Store, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataUnreachable, match=r"cache\.folder=.*file/cache: cannot be used"):
         far(store, tmp_path / "file" / "cache").reach()
 
 
-def test_what_is_needed_goes_before_what_comes_ahead_and_that_has_a_bound() -> None:
+def test_requested_files_precede_prefetched_ones_which_have_a_bound() -> None:
     queue = Queue(max_ahead_bytes=20)
     queue.ahead = {"a": 10, "b": 10, "c": 10}
     assert queue.take(0.0, ()) == "a"
@@ -140,16 +140,16 @@ def test_what_is_needed_goes_before_what_comes_ahead_and_that_has_a_bound() -> N
     assert queue.take(0.0, ()) == "c"
     assert queue.take(0.0, ()) == "b"
     for name in "ab":
-        queue.has_come(name)
+        queue.mark_fetched(name)
         queue.under_way.discard(name)
     queue.needed.remove("c")
     queue.under_way.discard("c")
     assert queue.take(0.0, ()) is None, "as much lies unread as may"
-    queue.is_read("a")
+    queue.mark_read("a")
     assert queue.take(0.0, ()) == "c"
-    queue.has_come("c")
-    queue.is_read("elsewhere")
-    assert not queue.unread, "who reads something else does not follow the plan any more"
+    queue.mark_fetched("c")
+    queue.mark_read("elsewhere")
+    assert not queue.unread, "a reader of another file does not follow the plan any more"
     queue.needed.append("z")
     queue.not_before["z"] = 5.0
     assert (queue.take(1.0, ()), queue.take(5.0, {"z"}), queue.take(5.0, ())) == (None, None, "z")

@@ -1,4 +1,4 @@
-"""Documents come out of every format as they went in, or with a line that says what is wrong."""
+"""Corpus formats: documents are read unchanged, or a one-line error names the problem."""
 
 import json
 from pathlib import Path
@@ -97,7 +97,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path):
 @pytest.mark.parametrize(
     ("columns", "problem"),
     [
-        ({"body": ["x"]}, r"has no column 'text' \(but body\)"),
+        ({"body": ["x"]}, r"has no column 'text', only body"),
         ({"text": [1]}, "is int64, not text"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Preparing takes memory bounded by what is in hand, not by the corpus."""
+"""Memory of preparation: bounded, whatever the size of the corpus."""
 
 import json
 import subprocess

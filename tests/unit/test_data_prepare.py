@@ -1,4 +1,4 @@
-"""Text becomes token shards: whole, once, and the same wherever it came from."""
+"""Preparation of token shards: complete, once, and independent of the files' layout."""
 
 import json
 import sys
@@ -70,7 +70,7 @@ def test_every_document_is_stored_once_in_order(tmp_path: Path, kind: str):
     verify(tmp_path / "out")
 
 
-def test_the_digest_tells_the_data_not_the_files(tmp_path: Path):
+def test_the_digest_depends_on_the_data_not_the_files(tmp_path: Path):
     digests = {
         prepared(write_texts(tmp_path / kind, kind), tmp_path / f"out-{kind}", rows).digest
         for kind, rows in [("txt", 1000), ("jsonl", 1000), ("parquet", 77), ("arrow", 10**6)]
@@ -80,7 +80,7 @@ def test_the_digest_tells_the_data_not_the_files(tmp_path: Path):
     assert other.digest not in digests
 
 
-def test_what_is_held_out_does_not_depend_on_the_order(tmp_path: Path):
+def test_the_held_out_split_does_not_depend_on_the_order(tmp_path: Path):
     prepared(write_texts(tmp_path / "in", "jsonl"), tmp_path / "a")
     prepared(write_texts(tmp_path / "back", "jsonl", [*TEXTS[::-1], "new"]), tmp_path / "b")
     assert set(stored(tmp_path / "b", "held_out")) - {"new"} == set(
@@ -96,7 +96,7 @@ def test_one_of_few_documents_is_held_out(tmp_path: Path):
     assert prepared(source, tmp_path / "none", fraction=0).splits["held_out"].num_documents == 0
 
 
-def test_a_second_prepare_finds_the_first(tmp_path: Path):
+def test_a_second_prepare_reuses_the_first(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
     first = prepared(source, tmp_path / "out")
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
@@ -104,7 +104,7 @@ def test_a_second_prepare_finds_the_first(tmp_path: Path):
     assert times == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
 
 
-def test_two_at_once_prepare_once(tmp_path: Path):
+def test_two_concurrent_prepares_prepare_once(tmp_path: Path):
     source = write_texts(tmp_path / "in", "jsonl")
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: prepared(source, tmp_path / "out"), range(4)))
@@ -114,7 +114,7 @@ def test_two_at_once_prepare_once(tmp_path: Path):
 
 @dataclass(frozen=True)
 class Interrupted(Corpus):
-    """A corpus whose reading breaks off in the middle."""
+    """A corpus that fails while it is read."""
 
     def documents(self) -> Iterator[str]:
         yield "x" * 5000
@@ -122,14 +122,14 @@ class Interrupted(Corpus):
         raise KeyboardInterrupt
 
 
-def test_a_half_done_prepare_is_invisible_and_begun_again(tmp_path: Path):
+def test_an_interrupted_prepare_is_invisible_and_starts_again(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
     corpus = find_corpus(str(source))
     with pytest.raises(KeyboardInterrupt):
         prepare(Interrupted("", corpus.files), tmp_path / "out", find_tokenizer(), 0.1, 100_000)
     left = set((tmp_path / "out").glob("*.arrow"))
     assert left and not (tmp_path / "out" / INDEX).exists()
-    with pytest.raises(UserError, match="prepare the data first"):
+    with pytest.raises(UserError, match="prepare the data in"):
         read_index(tmp_path / "out")
     prepared(source, tmp_path / "out")
     assert prepared(source, tmp_path / "again") == read_index(tmp_path / "out")
@@ -161,13 +161,13 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])
-def test_a_held_out_fraction_is_a_part(tmp_path: Path, fraction: float):
+def test_an_invalid_held_out_fraction_is_refused(tmp_path: Path, fraction: float):
     source = write_texts(tmp_path / "in", "txt", ["a"])
     with pytest.raises(UserError, match="held-out fraction"):
         prepared(source, tmp_path / "out", fraction=fraction)
 
 
-def test_data_are_prepared_once_a_cache(tmp_path: Path):
+def test_data_are_prepared_once_per_storage(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
     cache = str(tmp_path / "cache")
     first = prepared_folder(str(source), cache)
@@ -179,7 +179,7 @@ def test_data_are_prepared_once_a_cache(tmp_path: Path):
     assert prepared_folder("random", cache) is None
 
 
-def test_the_command_says_how_to_train_on_what_it_made(
+def test_the_command_prints_how_to_train_on_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)

@@ -1,4 +1,4 @@
-"""Text to tokens and back."""
+"""Tokenizers: text to tokens and back."""
 
 from pathlib import Path
 

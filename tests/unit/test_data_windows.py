@@ -1,4 +1,4 @@
-"""What training reads: windows of the stream, their targets and their documents."""
+"""Windows of the token stream: tokens, targets and documents."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def stream() -> tuple[list[int], list[int]]:
-    """All tokens, and the number of the document of each."""
+    """All tokens, and the document number of each."""
     tokens = [token for text in TEXTS for token in (SEPARATOR, *text.encode())]
     return tokens, np.cumsum(np.array(tokens) == SEPARATOR).tolist()
 
@@ -46,7 +46,7 @@ def test_windows_are_the_stream_in_order(folder: Path, seq_len: int):
     assert batch.documents.equal((wanted - wanted[:, :1]).to(torch.int32))
 
 
-def test_a_batch_holds_what_was_asked_for(folder: Path):
+def test_a_batch_has_the_requested_windows(folder: Path):
     samples = Windows(folder, "train", 8)
     batch, last, first = samples.read([5, 0]), samples.read([5]), samples.read([0])
     assert batch.tokens.equal(torch.cat([last.tokens, first.tokens]))
@@ -57,7 +57,7 @@ def test_a_batch_holds_what_was_asked_for(folder: Path):
     assert samples.read([]).tokens.shape == (0, 8)
 
 
-def test_documents_are_a_switch(folder: Path):
+def test_documents_are_optional(folder: Path):
     assert Windows(folder, "train", 8, with_documents=False).read([0]).documents is None
 
 
@@ -71,7 +71,7 @@ def test_a_window_that_does_not_exist_is_refused(folder: Path, index: int):
 
 @pytest.mark.parametrize(("split", "seq_len"), [("held_out", 8), ("train", 1000)])
 def test_a_split_shorter_than_a_window_is_refused(folder: Path, split: str, seq_len: int):
-    with pytest.raises(UserError, match=f"the {split} split holds .* less than one window"):
+    with pytest.raises(UserError, match=f"the {split} split has .* less than one window"):
         Windows(folder, split, seq_len)
 
 

@@ -32,7 +32,7 @@ from pipelines.run.recipes import mlp, tiny
 from pipelines.run.refusals import BUILT_IN
 from pipelines.run.sweep import SweepRequest, trials_of
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import WHERE_AND_HOW
+from pipelines.settings.overrides import RESUMABLE_SETTINGS
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 MAX_S = 3.0
@@ -73,7 +73,7 @@ def keys_of(values: dict[str, object], prefix: str = "") -> list[str]:
     return found
 
 
-KEYS = sorted({*keys_of(tiny().model_dump()), *keys_of(mlp().model_dump()), *WHERE_AND_HOW})
+KEYS = sorted({*keys_of(tiny().model_dump()), *keys_of(mlp().model_dump()), *RESUMABLE_SETTINGS})
 SETTING = st.builds("{}={}".format, st.sampled_from(KEYS), TEXTS)
 GIVEN = st.one_of(
     st.tuples(st.just("--set"), SETTING),

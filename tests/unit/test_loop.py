@@ -1,5 +1,4 @@
-"""A loop of the user's own: what it is handed, what is said when it does otherwise, and what it
-may prepare."""
+"""Custom training loops: the steps they get, errors of misuse, and objects they may prepare."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from pipelines.loop import Run, Step
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.script import script_of
-from pipelines.loop.stepping import AsPrepared
+from pipelines.loop.stepping import ScriptOptimizing
 
 
 class One(NamedTuple):
@@ -31,7 +30,7 @@ class One(NamedTuple):
 
 
 class Given:
-    """Microbatches from a list; notes of how many losses each was."""
+    """An engine with microbatches from a list that records the counts of losses."""
 
     def __init__(self, *microbatches: One) -> None:
         self.microbatches = list(microbatches)
@@ -62,8 +61,8 @@ def a_step(number: int = 1) -> Step:
 MODULE = nn.Linear(2, 1)
 
 
-def test_a_step_is_what_its_body_made_of_it() -> None:
-    """Means become sums; what only keeps pace counts for nothing, and has no gradient."""
+def test_a_step_has_the_sums_of_its_body() -> None:
+    """Means become sums; a padding microbatch counts zero and has no gradient."""
     weight = torch.ones(2, requires_grad=True)
 
     def script(run: Run) -> None:
@@ -79,7 +78,7 @@ def test_a_step_is_what_its_body_made_of_it() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [4.0, 6.0]
 
 
-def test_what_stands_after_the_block_knows_whether_the_step_counts() -> None:
+def test_code_after_the_block_sees_whether_the_step_committed() -> None:
     seen = []
 
     def script(run: Run) -> None:
@@ -131,13 +130,13 @@ def passed_over(step: Step) -> None:
     [
         (left_unread, "a microbatch got no `step.backward"),
         (no_backward, "a microbatch got no `step.backward"),
-        (backward_twice, "comes once after each"),
-        (no_scalar, "give its mean, one number"),
+        (backward_twice, "once for each of"),
+        (no_scalar, "pass its mean, one number"),
         (passed_over, "a microbatch got no `step.backward"),
-        (lambda step: None, "2 of this worker's 2 microbatches were left unread"),
+        (lambda step: None, "2 of this worker's 2 microbatches were not read"),
     ],
 )
-def test_a_body_that_does_otherwise_is_told_so(body: Callable[[Step], None], told: str) -> None:
+def test_a_misused_step_is_a_one_line_error(body: Callable[[Step], None], told: str) -> None:
     def script(run: Run) -> None:
         declare(run)
         for step in run.steps(3):
@@ -145,13 +144,13 @@ def test_a_body_that_does_otherwise_is_told_so(body: Callable[[Step], None], tol
                 body(step)
 
     loop = Loop(script, 0)
-    for number in (7, 7):  # it is handed the step again
+    for number in (7, 7):  # the loop gets the same step again
         with pytest.raises(LoopMisused, match=told) as raised:
             loop.take(a_step(number), MODULE)
         assert "step 7" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_script_that_leaves_its_loop_is_told_so() -> None:
+def test_a_script_that_leaves_its_loop_is_an_error() -> None:
     def never_entered(run: Run) -> None:
         declare(run)
         for _ in run.steps(3):
@@ -169,13 +168,13 @@ def test_a_script_that_leaves_its_loop_is_told_so() -> None:
         Loop(never_entered, 0).take(a_step(), MODULE)
     loop = Loop(ends, 0)
     assert len(loop.take(a_step(), MODULE)) == 2
-    with pytest.raises(LoopMisused, match="step 2: the loop was left"):
+    with pytest.raises(LoopMisused, match="step 2: the script left the loop"):
         loop.take(a_step(2), MODULE)
     with pytest.raises(LoopMisused, match=r"run\.steps\(num_steps\)"):
         script_of(declare)
 
 
-def test_what_the_script_raises_comes_out_where_the_step_was_asked_for() -> None:
+def test_take_raises_the_exception_of_the_script() -> None:
     def script(run: Run) -> None:
         declare(run)
         for step in run.steps(3):
@@ -194,8 +193,8 @@ def test_what_the_script_raises_comes_out_where_the_step_was_asked_for() -> None
         Loop(exits, 0).take(a_step(), MODULE)
 
 
-def test_a_script_that_is_stuck_is_left_and_begun_anew() -> None:
-    """It computes for another thread then; who was stuck ends when he comes back."""
+def test_a_stuck_script_is_abandoned_and_restarted() -> None:
+    """A new thread computes; the stuck one ends when it returns."""
     go, begun, ended = threading.Event(), [], []
 
     def script(run: Run) -> None:
@@ -245,8 +244,8 @@ loops = [Loop(script, 0) for _ in range(4)]
 """
 
 
-def test_a_process_with_loops_that_wait_ends_in_peace() -> None:
-    """A thread that lets go of tensors while the interpreter ends would abort it."""
+def test_a_process_with_waiting_loops_exits_cleanly() -> None:
+    """A thread that frees tensors while the interpreter exits would abort the process."""
     ended = subprocess.run(
         [sys.executable, "-c", LOOPS_AT_EXIT],
         cwd=Path(__file__).parents[2],
@@ -270,12 +269,12 @@ def stepped(optimizer: torch.optim.Optimizer, schedule: Any, weight: Tensor) -> 
 
 
 @pytest.mark.parametrize("kind", [SGD, Adam, torch.optim.AdamW, torch.optim.RMSprop])
-def test_an_optimizer_and_its_schedule_step_shards_as_they_would_the_whole(kind: Any) -> None:
+def test_optimizer_and_schedule_step_shards_like_whole_parameters(kind: Any) -> None:
     model = nn.Linear(2, 1, bias=False)
     optimizer = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
     scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 3)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    ours = AsPrepared(optimizer, scheduler, names, None)
+    ours = ScriptOptimizing(optimizer, scheduler, names, None)
     shard = model.weight.detach().clone()
     made = ours.build([("weight", shard)])
     first_lr = made.param_groups[0]["lr"]
@@ -303,18 +302,20 @@ OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
 @pytest.mark.parametrize(
     ("objects", "told"),
     [
-        ((3,), "int; it takes a model"),
+        ((3,), "cannot prepare int; pass a model"),
         ((ReduceLROnPlateau(OPTIMIZER),), "needs no metric"),
         ((MODEL, nn.Linear(1, 1)), "a second model"),
-        ((DataLoader(Stream()),), "no map-style"),
-        ((DataLoader(TensorDataset(torch.ones(4))),), "say shuffle=True"),
+        ((DataLoader(Stream()),), "not map-style"),
+        ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
         ((MODEL,), "the optimizer and the loader"),
-        ((MODEL, SGD(nn.Linear(1, 1).parameters()), data()), "none of the model's"),
-        ((MODEL, SGD([MODEL.bias]), data()), "has no parameter weight"),
+        ((MODEL, SGD(nn.Linear(1, 1).parameters()), data()), "the model does not have"),
+        ((MODEL, SGD([MODEL.bias]), data()), "lacks parameter weight"),
         ((MODEL, OPTIMIZER, data(), LambdaLR(SGD([MODEL.bias]), float)), "another optimizer"),
     ],
 )
-def test_what_cannot_follow_a_run_is_refused_in_a_line(objects: tuple[Any], told: str) -> None:
+def test_objects_that_cannot_be_elastic_are_refused_in_one_line(
+    objects: tuple[Any], told: str
+) -> None:
     def script(run: Run) -> None:
         run.prepare(*objects)
         run.steps(3)
@@ -330,7 +331,7 @@ def test_a_schedule_of_momentum_is_refused() -> None:
     scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=9)
     names = {parameter: name for name, parameter in model.named_parameters()}
     with pytest.raises(LoopMisused, match="momentum"):
-        AsPrepared(optimizer, scheduler, names, None).rate(5)
+        ScriptOptimizing(optimizer, scheduler, names, None).rate(5)
 
 
 def test_the_prepared_model_has_its_parameters_until_the_loop_begins() -> None:

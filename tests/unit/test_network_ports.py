@@ -89,7 +89,7 @@ def test_the_options_reach_the_workers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ports", ["20000", "2:1", "a:b", "0:5", "1:70000"])
 def test_a_range_that_is_none_is_refused(ports: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--ports .*first and the last port") as told:
+    with pytest.raises(UserError, match=r"--ports .*FIRST:LAST") as told:
         make_plan(
             TrainRequest("tiny", "run", str(tmp_path), data="random", ports=ports), num_gpus=0
         )

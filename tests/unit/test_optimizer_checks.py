@@ -1,4 +1,4 @@
-"""An optimizer that cannot be elastic is refused before anything starts."""
+"""Checks of custom optimizers: unsuitable ones are refused before a run starts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Of:
 
 
 class Normed(torch.optim.SGD):
-    """Like LARS: the step of a parameter depends on its norm."""
+    """Like LARS: a parameter's update depends on its norm."""
 
     def step(self):
         for group in self.param_groups:
@@ -59,18 +59,18 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("make", FIT.values(), ids=FIT)
-def test_an_optimizer_that_steps_each_element_alone_is_fit(make) -> None:
+def test_an_elementwise_optimizer_is_accepted(make) -> None:
     refuse_unfit(Of(make), NUM_DIMS)
 
 
 @pytest.mark.parametrize(("told", "make"), UNFIT.items(), ids=UNFIT)
-def test_others_are_refused_in_one_line(told: str, make) -> None:
+def test_other_optimizers_are_refused_in_one_line(told: str, make) -> None:
     with pytest.raises(UserError, match=told) as refused:
         refuse_unfit(Of(make), NUM_DIMS)
     assert "\n" not in str(refused.value)
 
 
-def test_what_it_keeps_is_found_for_each_parameter() -> None:
+def test_the_state_of_each_parameter_is_determined() -> None:
     kept = state_templates(Of(FIT["momentum"]), NUM_DIMS, torch.float64)
     assert {name: value["momentum_buffer"].ndim for name, value in kept.items()} == NUM_DIMS
     assert state_templates(Of(FIT["sgd"]), NUM_DIMS, torch.float64)["scalar"] == {}

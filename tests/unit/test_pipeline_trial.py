@@ -1,4 +1,4 @@
-"""A module of one's own as a pipeline: what is found out by trying it, and what is refused."""
+"""Trial of custom pipelines: differences that it finds, and recipes that it refuses."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from pipelines.training.custom.pipeline_trial import why_no_pipeline
 
 PARTS = ["first", "layers.*", "last"]
 BY_SHAPES = 0
-"""Parameters of a module that is tried with real values: no module is."""
+"""The limit on parameters for a trial with real values: none is below it."""
 
 
 class Net(nn.Module):
-    """A chain, if nothing happens between its blocks."""
+    """A chain of blocks, with an optional operation between them."""
 
     def __init__(self, between=lambda hidden: hidden, inner=nn.Tanh) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def test_a_chain_of_blocks_is_a_pipeline(most: int) -> None:
         (lambda: Net(lambda pair: pair[0], Pair), r"layers\.0 .* gives tuple"),
     ],
 )
-def test_modules_that_are_no_chain_are_found_out(model, told: str) -> None:
+def test_modules_that_are_not_a_chain_are_detected(model, told: str) -> None:
     limits = limits_of(of(model))
     [why] = [reason for axis, reason in limits.refused if axis == "pp"]
     with pytest.raises(AssertionError, match=told):
@@ -90,7 +90,7 @@ def test_modules_that_are_no_chain_are_found_out(model, told: str) -> None:
 
 
 @pytest.mark.parametrize("most", [BY_SHAPES, 100])
-def test_buffers_may_change_and_nothing_be_drawn_also_by_shapes(most: int) -> None:
+def test_changing_buffers_are_accepted_and_random_draws_refused(most: int) -> None:
     assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.BatchNorm1d(3))), most) is None
     assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.Dropout(0.1))), most)
 
@@ -107,16 +107,16 @@ def test_buffers_may_change_and_nothing_be_drawn_also_by_shapes(most: int) -> No
         ({"metrics": {"twice": lambda model, batch: loss(model, 2 * batch)}}, "metric twice calls"),
         ({"held_out": lambda: [torch.randn(4, 2) for _ in range(3)]}, "pad samples to one size"),
         ({"pipeline": ["first", "layers.*"]}, "leaves out last.weight"),
-        ({"pipeline": ["first", "layers.*.0", "last"], "blocks": ["layers.0"]}, "name `blocks`"),
+        ({"pipeline": ["first", "layers.*.0", "last"], "blocks": ["layers.0"]}, "set `blocks`"),
     ],
 )
-def test_recipes_that_are_no_pipeline_are_refused_pp_alone(changes, told: str) -> None:
+def test_recipes_that_are_not_a_pipeline_are_refused_only_pp(changes, told: str) -> None:
     limits = limits_of(of(**changes))
     refused = dict(limits.refused)
     assert told in refused["pp"] and "\n" not in refused["pp"]
 
 
-def test_an_evaluation_is_filled_up_only_if_samples_do_not_depend_on_others() -> None:
+def test_an_evaluation_is_padded_only_if_samples_are_independent() -> None:
     class Centred(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden - hidden.mean(0))
@@ -139,7 +139,7 @@ def test_blocks_are_named_in_order() -> None:
     assert [layer.modules for layer in shape_of(module, {}, pipeline=["layers.*"]).layers] == [
         (name,) for name in names
     ]
-    with pytest.raises(UserError, match=r"no layer\.\*; near it: layers\.\*"):
+    with pytest.raises(UserError, match=r"no layer\.\*; similar: layers\.\*"):
         parts_of(module, ["layer.*"])
     with pytest.raises(UserError, match=r"layers\.3 is named twice"):
         parts_of(module, ["layers.*", "layers.3"])
@@ -148,7 +148,7 @@ def test_blocks_are_named_in_order() -> None:
     assert r"layers.4 and layers.9 of the recipe's pipeline share" in dict(limits.refused)["pp"]
 
 
-def test_a_block_without_anything_to_train_goes_with_a_neighbour() -> None:
+def test_a_block_without_trained_parameters_joins_a_neighbour() -> None:
     parts = (nn.Embedding(9, 2).requires_grad_(False), nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     module = nn.Sequential(*parts, nn.Flatten())
     layers = shape_of(module, {}, pipeline=["*"]).layers
@@ -156,7 +156,7 @@ def test_a_block_without_anything_to_train_goes_with_a_neighbour() -> None:
     assert [layer.cost for layer in layers] == [2 + 9, 1 + 4 + 1]
 
 
-def test_blocks_between_which_tp_cuts_what_flows_stay_together() -> None:
+def test_blocks_with_a_tp_sharded_tensor_between_them_stay_together() -> None:
     module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
     shape = shape_of(module, {"*": "colwise"}, pipeline=["*"])
     assert len(shape.layers) == 1

@@ -63,12 +63,12 @@ def test_a_recipe_is_found_in_a_file_or_a_module(tmp_path, monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("byte_ml", "near it: byte_lm"),
+        ("byte_ml", "similar: byte_lm"),
         ("zzz", "there are: tiny, tiny_moe, byte_lm, mlp"),
         ("nowhere.py:own", "there is no file nowhere.py"),
         ("no_such_module:own", "there is no module no_such_module"),
         ("no.such.module:own", "there is no module no.such.module"),
-        ("{file}:own_", "near it: own"),
+        ("{file}:own_", "similar: own"),
         ("{file}:wrong", "returns int, not TrainSettings"),
     ],
 )

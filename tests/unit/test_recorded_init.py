@@ -1,4 +1,4 @@
-"""A large module of a user's own is drawn by region, from the distributions of its constructor."""
+"""Large custom modules: drawn by region from the distributions that their constructor uses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.geometry.regions import Region
-from pipelines.training.custom.custom_module import InitialValues, build_for_real, shapes_alone
+from pipelines.training.custom.custom_module import InitialValues, build_on_host, build_shapes
 from pipelines.training.workload.initial_values import (
     Constant,
     Distribution,
@@ -78,7 +78,9 @@ def test_the_distribution_is_that_of_the_constructor(
         lambda t: t.normal_().mul_(torch.arange(SHAPE[1])),
     ],
 )
-def test_what_cannot_be_recorded_is_done(change: Callable[[Tensor], object]) -> None:
+def test_an_operation_that_cannot_be_recorded_is_executed(
+    change: Callable[[Tensor], object],
+) -> None:
     with Recorder() as recorder:
         tensor = filled(change)
     assert recorder.record(tensor) is None
@@ -96,11 +98,11 @@ def test_truncated_normal_values_are_those_of_torch() -> None:
 
 
 def nothing() -> None:
-    """Nobody interrupts."""
+    """An interrupt that never raises."""
 
 
 class Large(nn.Module):
-    """Large by an argument; with copies, a padding row, a table of positions and BatchNorm."""
+    """A module with copies, a padding row, a table of positions and BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,9 +122,9 @@ class Large(nn.Module):
 
 
 def test_a_large_module_is_drawn_by_region_and_its_buffers_keep_their_values() -> None:
-    values, real = InitialValues(Large, 1, most_bytes=0), build_for_real(Large, 1).state_dict()
+    values, real = InitialValues(Large, 1, most_bytes=0), build_on_host(Large, 1).state_dict()
     drawn = {}
-    with pytest.warns(UserWarning, match=r"largest of them words\.weight"):
+    with pytest.warns(UserWarning, match=r"the largest for words\.weight"):
         for name, tensor in real.items():
             shape = tuple(tensor.shape)
             drawn[name] = values.draw(name, shape, Region.whole(shape), nothing).to(tensor.dtype)
@@ -141,15 +143,15 @@ def test_a_large_module_is_drawn_by_region_and_its_buffers_keep_their_values() -
             )
 
 
-def test_shapes_of_a_large_module_keep_what_no_state_has() -> None:
-    module = shapes_alone(Large, 1, most_bytes=0)
+def test_shapes_of_a_large_module_keep_tensors_outside_of_the_state() -> None:
+    module = build_shapes(Large, 1, most_bytes=0)
     assert all(parameter.is_meta for parameter in module.parameters())
     assert torch.equal(module.mask, torch.ones(512, 512).tril())
     assert module.rate == pytest.approx(0.05)
 
 
 class Huge(nn.Module):
-    """4.3 GB, with a buffer for which it is not built on the meta device alone."""
+    """A module of 4.3 GB with a buffer that the meta device alone cannot build."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +159,7 @@ class Huge(nn.Module):
         self.register_buffer("scale", torch.ones(4), persistent=False)
 
 
-def test_a_shard_of_a_module_above_the_size_takes_memory_of_its_own_size() -> None:
+def test_a_shard_of_a_large_module_takes_memory_of_the_shards_size() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     values = InitialValues(Huge, 0)
     assert values.is_large

@@ -1,4 +1,4 @@
-"""Settings: typed, checked, and refused in one line."""
+"""Settings: types, checks, and one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.run.recipes import byte_lm, mlp, tiny_moe
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import (
-    WHERE_AND_HOW,
+    RESUMABLE_SETTINGS,
     differing_training_settings,
     override,
     settings_from,
@@ -42,7 +42,7 @@ def test_a_tuple_is_written_with_commas() -> None:
     assert override(mlp(), ["model.dims=4,5,6"]).model.dims == (4, 5, 6)
 
 
-def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
+def test_the_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None:
     before = byte_lm()
     after = override(before, ["seed=1", "batch=30", "microbatch=10", "seed=2"])
     assert (after.seed, after.batch, after.num_microbatches) == (2, 30, 3)
@@ -64,15 +64,15 @@ def test_the_last_of_a_key_counts_and_the_recipe_stays() -> None:
         ("compile=perhaps", "valid boolean"),
         ("dtype=float8", "'float32', 'float64' or 'bfloat16'"),
         ("batch=none", "valid integer"),
-        ("straggler_factor=1", "who takes as long as the others is no straggler"),
+        ("straggler_factor=1", "must be greater than 1"),
         ("straggler_reports=0", "greater than 0"),
         ("quarantine_after=-1", "greater than or equal to 0"),
         ("model.kind=mlp", "'transformer'"),
         ("schedule=zero_bubble", "set schedule=interleaved_1f1b or dtype=float32"),
-        ("batch=25", "batch=25 is no multiple of microbatch=2: set batch to 24 or 26"),
+        ("batch=25", "batch=25 must be a multiple of microbatch=2: set batch to 24 or 26"),
     ],
 )
-def test_what_cannot_be_is_told_in_one_line(change, told) -> None:
+def test_an_invalid_override_is_a_one_line_error(change, told) -> None:
     settings = override(byte_lm(), ["microbatch=2", "dtype=bfloat16"])
     with pytest.raises(UserError) as error:
         override(settings, [change])
@@ -90,7 +90,7 @@ def test_heads_must_divide_the_width() -> None:
 
 def test_a_token_cannot_use_more_experts_than_there_are() -> None:
     assert override(tiny_moe(), ["model.experts.top_k=4"]).model.experts.top_k == 4
-    with pytest.raises(UserError, match=r"model\.experts\.top_k=5 of .*num_experts=4"):
+    with pytest.raises(UserError, match=r"model\.experts\.top_k=5 exceeds .*num_experts=4"):
         override(tiny_moe(), ["model.experts.top_k=5"])
 
 
@@ -106,7 +106,7 @@ def test_settings_survive_json(settings) -> None:
     assert TrainSettings.model_validate(json.loads(settings.model_dump_json())) == settings
 
 
-def test_only_what_defines_the_maths_is_compared() -> None:
+def test_only_training_settings_are_compared() -> None:
     old = byte_lm()
     assert (
         differing_training_settings(old, override(old, ["steps=7", "eval_every=3", "compile=true"]))
@@ -126,10 +126,10 @@ def test_another_kind_of_model_differs_in_its_fields() -> None:
     assert any(line.startswith("model.dims: None -> ") for line in told)
 
 
-def test_the_fields_that_may_not_change_on_resume_are_these() -> None:
+def test_the_list_of_training_settings_is_frozen() -> None:
     fields = TrainSettings.model_fields.keys()
-    assert fields >= WHERE_AND_HOW
-    assert fields - WHERE_AND_HOW == {
+    assert fields >= RESUMABLE_SETTINGS
+    assert fields - RESUMABLE_SETTINGS == {
         "model",
         "data",
         "optimizer",
@@ -146,8 +146,8 @@ def test_the_fields_that_may_not_change_on_resume_are_these() -> None:
     ("text", "steps", "seconds"),
     [("auto", 0, 0.0), ("0", 0, 0.0), ("250", 250, 0.0), ("15min", 0, 900.0), (".5min", 0, 30.0)],
 )
-def test_how_often_to_save(text: str, steps: int, seconds: float) -> None:
-    """By default, as by `auto`, the controller works it out; only 0 leaves a run unsaved."""
+def test_checkpoint_every_is_steps_time_auto_or_off(text: str, steps: int, seconds: float) -> None:
+    """The default `auto` leaves the interval to the controller; 0 disables periodic checkpoints."""
     settings = override(TrainSettings(checkpoint_every=7), [f"checkpoint_every={text}"])
     assert (settings.checkpoint_steps, settings.checkpoint_s) == (steps, seconds)
     assert TrainSettings().checkpoint_every == "auto"
@@ -155,22 +155,24 @@ def test_how_often_to_save(text: str, steps: int, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["never", "-1", "15 min", "1.5"])
-def test_another_way_of_saving_is_refused(text: str) -> None:
+def test_an_invalid_checkpoint_every_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="checkpoint_every"):
         override(TrainSettings(), [f"checkpoint_every={text}"])
 
 
 @pytest.mark.parametrize("text", ["0min", "0.000001min", ".016666min"])
 def test_a_time_between_checkpoints_under_a_second_is_refused(text: str) -> None:
-    """It was taken for `never`, without a warning."""
+    """A regression test: it silently disabled checkpoints."""
     with pytest.raises(UserError) as refused:
         override(TrainSettings(), [f"checkpoint_every={text}"])
     assert str(refused.value) == (
-        f"--set checkpoint_every={text}: a time under 1 s; give at least 0.017min, or 0 for no "
+        f"--set checkpoint_every={text}: must be at least 0.017min (1 s), or 0 for no periodic "
         "checkpoints"
     )
     values = {**TrainSettings().model_dump(), "checkpoint_every": text}
-    with pytest.raises(UserError, match=r"recipe\.json checkpoint_every.*: a time under 1 s"):
+    with pytest.raises(
+        UserError, match=r"recipe\.json checkpoint_every.*: must be at least 0\.017min"
+    ):
         settings_from(values, "recipe.json")
     assert override(TrainSettings(), ["checkpoint_every=0.017min"]).checkpoint_s > 1.0
 
@@ -183,7 +185,7 @@ def test_a_time_between_checkpoints_under_a_second_is_refused(text: str) -> None
         (("checkpoint_every=2min",), False, 120),
     ],
 )
-def test_the_controller_is_given_the_way_of_saving(
+def test_checkpoint_every_reaches_the_controllers_policy(
     changes: tuple[str, ...], is_auto: bool, every_s: float, tmp_path: Path
 ) -> None:
     asked = TrainRequest("tiny", changes=changes, storage=str(tmp_path), data="random", workers="2")

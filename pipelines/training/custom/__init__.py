@@ -1,1 +1,1 @@
-"""Custom modules: a user's module, optimizer and pipeline as a workload."""
+"""Custom models: a user's module, data, optimizer and pipeline as a workload."""

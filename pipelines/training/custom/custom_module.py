@@ -1,4 +1,4 @@
-"""A module that initialises itself: its shapes, its values at step 0, its blocks."""
+"""Custom modules that initialise themselves: their shapes, values at step 0, and blocks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.recorded_init import Record, Recorder
 
 MAX_WHOLE_BYTES = 4 << 30
-"""Of the parameters of a module that each worker builds as a plain script would; of a larger one it
-draws only what it holds."""
+"""Up to this size of parameters each worker builds the whole module, as a plain script would. Of a
+larger module it draws only its own regions."""
 
 
 class InitialValues:
-    """What a module's constructor makes of its parameters and buffers under a seed.
+    """The values that a module's constructor gives its parameters and buffers under a seed.
 
-    Up to `most_bytes` of parameters they are exactly what the constructor makes. Of a larger module
-    a tensor is drawn by region, from the distribution that the constructor draws it from; where
-    that is not known, the tensor is the constructor's. What has been built is kept, on the host,
-    until `release`; asked for again, it is built again.
+    Up to `most_bytes` of parameters they equal those of the constructor. In a larger module each
+    tensor is drawn by region from the distribution that the constructor uses. If that is unknown,
+    the constructor's whole tensor is used. The values stay in host memory until `release`; a later
+    request builds them again.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class InitialValues:
         self.most_bytes = most_bytes
         self._values: dict[str, Tensor | Record] | None = None
         self._names: dict[int, str] = {}
-        """Of the first tensor of each draw: copies have its values."""
+        """The name of the first tensor of each draw, whose values its copies share."""
 
     @cached_property
     def is_large(self) -> bool:
-        shapes = shapes_alone(self.model, self.seed, self.most_bytes)
+        shapes = build_shapes(self.model, self.seed, self.most_bytes)
         return parameter_bytes(shapes) > self.most_bytes
 
     def draw(
@@ -68,10 +68,10 @@ class InitialValues:
 
     def _build(self) -> dict[str, Tensor | Record]:
         if not self.is_large:
-            return {**build_for_real(self.model, self.seed).state_dict()}
+            return {**build_on_host(self.model, self.seed).state_dict()}
         recorder = Recorder(self.seed)
         state = _build_recorded(self.model, self.seed, recorder).state_dict()
-        # What the first pass makes real may have copies that it has met before.
+        # A second pass is needed: the first may allocate a tensor after it has recorded its copy.
         for _ in range(2):
             values = {name: recorder.record(value) or value for name, value in state.items()}
         for name, value in values.items():
@@ -86,54 +86,56 @@ class InitialValues:
 
 
 _WHOLE = (
-    "each worker holds {:.1f} GB of the module's initial values whole until its first step, the "
-    "largest of them {}: it draws in part only what normal_, uniform_, trunc_normal_, zeros_ or "
-    "ones_ fills. Use these for large parameters, and change no part of them in the constructor"
+    "each worker holds {:.1f} GB of whole initial values until its first step, the largest for {}: "
+    "only parameters filled by normal_, uniform_, trunc_normal_, zeros_ or ones_ can be drawn in "
+    "part. Use these for large parameters, and do not change them partly in the constructor"
 )
 
 
 def parameter_bytes(module: nn.Module) -> int:
-    """What the parameters of a module take, on whichever device."""
+    """The bytes of a module's parameters, on any device."""
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def build_for_real(model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """The module on the host, every generator seeded; they go on afterwards as before."""
+def build_on_host(model: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """The module on the host, built with seeded generators, whose state is restored afterwards."""
     with torch.device("cpu"), seeded(seed):
         return _checked(model())
 
 
 def _build_recorded(model: Callable[[], nn.Module], seed: int, recorder: Recorder) -> nn.Module:
-    """The module on the host without memory for its large tensors."""
+    """The module on the host, without allocating its large tensors."""
     with torch.device("cpu"), seeded(seed), recorder:
         return _checked(model())
 
 
-def shapes_alone(
+def build_shapes(
     model: Callable[[], nn.Module], seed: int, most_bytes: float = MAX_WHOLE_BYTES
 ) -> nn.Module:
-    """The module with its parameters and buffers on the meta device, but for what no state has:
-    buffers that are not persistent, and tensors that are neither, keep their values. To have these
-    a module of more than `most_bytes` is not built whole."""
+    """The module with its state on the meta device.
+
+    Tensors outside of the state, i.e. non-persistent buffers and plain tensor attributes, keep
+    their values. To get these, a module of more than `most_bytes` is not built whole.
+    """
     try:
         with torch.device("meta"), seeded(seed):
             module = _checked(model())
-        if not _keeps_values_apart(module):
+        if not _has_stateless_tensors(module):
             return module
     except (RuntimeError, NotImplementedError):
-        pass  # a constructor that reads values can only be run for real
+        pass  # a constructor that reads values fails on the meta device
     recorder = Recorder(seed)
     module = _build_recorded(model, seed, recorder)
     if parameter_bytes(module) <= most_bytes:
-        module = build_for_real(model, seed)
-    for _, tensor in _apart(module):
+        module = build_on_host(model, seed)
+    for _, tensor in _stateless_tensors(module):
         recorder.make_real(tensor)
     persistent = module.state_dict().keys()
-    made: dict[nn.Parameter, nn.Parameter] = {}
+    replaced: dict[nn.Parameter, nn.Parameter] = {}
     for prefix, part in module.named_modules():
         for key, parameter in list(part.named_parameters(recurse=False)):
             empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-            setattr(part, key, made.setdefault(parameter, empty))
+            setattr(part, key, replaced.setdefault(parameter, empty))
         for key, buffer in list(part.named_buffers(recurse=False)):
             if f"{prefix}.{key}".removeprefix(".") in persistent:
                 setattr(part, key, buffer.to("meta"))
@@ -143,23 +145,23 @@ def shapes_alone(
 def find_blocks(
     module: nn.Module, wanted: Sequence[str | type[nn.Module]] | None = None
 ) -> list[nn.Module]:
-    """The modules of these names or classes, or else the children of lists (`nn.ModuleList`,
-    `nn.Sequential`) of several modules of one class; none inside of another. In forward order, as
-    far as a module names its children in that order.
+    """The modules of these names or classes; by default the children of each list (`nn.ModuleList`,
+    `nn.Sequential`) of several modules of one class.
 
-    Raises `UserError` for a name or class that the module has not.
+    No block is inside another. They are in forward order if the module defines its children in that
+    order. Raises `UserError` for a name or class that the module does not have.
     """
-    found: list[nn.Module] = []
-    for part in _wanted(module, wanted) if wanted is not None else _repeated(module):
-        if not any(part is inner for block in found for inner in block.modules()):
-            found.append(part)
-    return found
+    blocks: list[nn.Module] = []
+    for part in _named(module, wanted) if wanted is not None else _repeated(module):
+        if not any(part is inner for block in blocks for inner in block.modules()):
+            blocks.append(part)
+    return blocks
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The host's generators seeded within, and as before afterwards."""
-    of_python, of_numpy = random.getstate(), np.random.get_state()
+    """Seed the host's random generators within the block, and restore them afterwards."""
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         random.seed(seed)
@@ -167,8 +169,8 @@ def seeded(seed: int) -> Iterator[None]:
         try:
             yield
         finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
 
 
 def _checked(module: object) -> nn.Module:
@@ -177,12 +179,12 @@ def _checked(module: object) -> nn.Module:
     return module
 
 
-def _keeps_values_apart(module: nn.Module) -> bool:
-    return any(True for _ in _apart(module))
+def _has_stateless_tensors(module: nn.Module) -> bool:
+    return any(True for _ in _stateless_tensors(module))
 
 
-def _apart(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a module that are no part of its state."""
+def _stateless_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module that are not part of its state."""
     persistent = module.state_dict().keys()
     for name, buffer in module.named_buffers(remove_duplicate=False):
         if name not in persistent:
@@ -194,21 +196,21 @@ def _apart(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     for part in module.modules():
         children = list(part.children())
-        alike = len({type(child) for child in children}) == 1 and len(children) > 1
-        if isinstance(part, nn.ModuleList | nn.Sequential) and alike:
+        is_repeated = len({type(child) for child in children}) == 1 and len(children) > 1
+        if isinstance(part, nn.ModuleList | nn.Sequential) and is_repeated:
             yield from (child for child in children if any(True for _ in child.parameters()))
 
 
-def _wanted(module: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterator[nn.Module]:
+def _named(module: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterator[nn.Module]:
     named = dict(module.named_modules())
-    classes = tuple(one for one in wanted if isinstance(one, type))
-    names = [one for one in wanted if isinstance(one, str)]
+    classes = tuple(kind for kind in wanted if isinstance(kind, type))
+    names = [name for name in wanted if isinstance(name, str)]
     for name in names:
         if name not in named:
             raise UserError(f"blocks: the module has no {name}; {near(name, list(named))}")
-    for one in classes:
-        if not any(isinstance(part, one) for part in named.values()):
-            raise UserError(f"blocks: the module has no part of class {one.__name__}")
+    for kind in classes:
+        if not any(isinstance(part, kind) for part in named.values()):
+            raise UserError(f"blocks: the module has no part of class {kind.__name__}")
     for name, part in named.items():
         if name in names or isinstance(part, classes):
             yield part

@@ -1,5 +1,8 @@
-"""A module of the user's own as a pipeline: its blocks in a row, and its loss in two halves, what
-the first block is given and what is made of the last one's output."""
+"""Custom pipelines: a module's blocks as stages, and its loss split around the module's call.
+
+The loss runs twice: once to find the input of the first block, once to turn the last block's output
+into a loss.
+"""
 
 from __future__ import annotations
 
@@ -16,65 +19,66 @@ from pipelines.training.workload.workload import Layer, Style, starred
 
 
 class Unfit(UserError):
-    """Why a recipe cannot be run as a pipeline."""
+    """The reason why a recipe cannot run as a pipeline."""
 
 
 class Chain:
-    """The blocks of a stage, each called with what the one before gives: replaces `forward`.
+    """The forward of a stage: calls its blocks in order, each with the output of the one before.
 
-    `leaving` has the shape and dtype of what the stage gives.
+    `output` has the shape and dtype of the stage's output.
     """
 
-    def __init__(self, blocks: Sequence[nn.Module], leaving: Tensor) -> None:
+    def __init__(self, blocks: Sequence[nn.Module], output: Tensor) -> None:
         self.blocks = tuple(blocks)
-        self.leaving = leaving
+        self.output = output
 
     def __call__(self, hidden: Tensor) -> Tensor:
         if hidden.requires_grad and hidden.is_leaf:
-            hidden = hidden.clone()  # a block may change it in place, which no leaf allows
+            hidden = hidden.clone()  # a block may change it in place, which a leaf forbids
         for block in self.blocks:
             hidden = block(hidden)
-        refuse_other(hidden, self.leaving, "a stage gives")
+        refuse_other_tensor(hidden, self.output, "a stage returns")
         return hidden.clone() if hidden._is_view() else hidden  # schedules detach it in place
 
 
 def parts_of(module: nn.Module, pipeline: Sequence[str]) -> tuple[str, ...]:
-    """The names of the blocks in forward order, a star being each number in order.
+    """The names of the blocks in forward order; a star stands for each number, in order.
 
-    Raises `UserError` for a name that the module has not, or what is named twice.
+    Raises `UserError` for a name that the module does not have, and for a block named twice.
     """
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     parts: list[str] = []
     for wanted in pipeline:
         pattern = re.escape(wanted).replace(r"\*", r"\d+")
-        found = [name for name in names if name and re.fullmatch(pattern, name)]
-        if not found:
+        matches = [name for name in names if name and re.fullmatch(pattern, name)]
+        if not matches:
             known = list(dict.fromkeys([*names, *map(starred, names)]))
             raise UserError(f"pipeline: the module has no {wanted}; {near(wanted, known)}")
-        parts += sorted(found, key=_numbers)
+        parts += sorted(matches, key=_numbers)
     for number, name in enumerate(parts):
         for other in parts[:number]:
             if _is_within(name, other) or _is_within(other, name):
-                raise UserError(f"pipeline: {name} is named twice, also as {other}")
+                raise UserError(f"pipeline: {name} is named twice, also as {other}; name it once")
     return tuple(parts)
 
 
 def layers_of(
     module: nn.Module, parts: Sequence[str], styles: Mapping[str, Style]
 ) -> tuple[Layer, ...]:
-    """What is dealt to stages. A block of which nothing is trained goes with the next one, or the
-    last with the one before: no stage is without anything to step. So do blocks between which what
-    flows is cut by `tp`.
+    """The units that are distributed to stages.
 
-    Their costs are their numbers of parameters, of an embedding those of one row: no pass is
-    needed to know them, and they are the same on each machine.
+    A block without trained parameters joins the next block (the last one the block before), so each
+    stage has parameters to step. Blocks also join if `tp` shards the tensor between them.
+
+    A unit's cost is its number of parameters; an embedding counts one row. So the cost is known
+    without a pass and is the same on each machine.
     """
     groups: list[list[str]] = [[]]
     for name in parts:
         groups[-1].append(name)
-        held = [module.get_submodule(one) for one in groups[-1]]
-        is_trained = any(one.requires_grad for part in held for one in part.parameters())
-        if is_trained and not _leaves_cut(module, groups[-1], styles):
+        blocks = [module.get_submodule(member) for member in groups[-1]]
+        is_trained = any(value.requires_grad for block in blocks for value in block.parameters())
+        if is_trained and not _has_sharded_output(module, groups[-1], styles):
             groups.append([])
     *closed, rest = groups
     if closed:
@@ -86,15 +90,20 @@ def layers_of(
     )
 
 
-def _leaves_cut(module: nn.Module, parts: Sequence[str], styles: Mapping[str, Style]) -> bool:
-    """Whether `tp` cuts what flows out of these blocks: there is no rowwise one for a colwise."""
+def _has_sharded_output(
+    module: nn.Module, parts: Sequence[str], styles: Mapping[str, Style]
+) -> bool:
+    """Whether `tp` shards the output of these blocks: a colwise layer without a rowwise one."""
     names = [name for name, _ in module.named_modules() if any(_is_within(name, p) for p in parts)]
-    found = [styles.get(starred(name)) for name in names]
-    return "colwise" in found and "rowwise" not in found
+    used = [styles.get(starred(name)) for name in names]
+    return "colwise" in used and "rowwise" not in used
 
 
 def why_not_alone(module: nn.Module, parts: Sequence[str], blocks: Sequence[str]) -> str | None:
-    """Why the parts cannot lie on machines of their own, if so; `blocks` are sharded one by one."""
+    """The reason why the parts cannot be on different stages, or None.
+
+    `blocks` are the modules that are sharded one by one.
+    """
     owner: dict[Tensor, str] = {}
     tensors = [
         *module.named_parameters(remove_duplicate=False),
@@ -104,93 +113,97 @@ def why_not_alone(module: nn.Module, parts: Sequence[str], blocks: Sequence[str]
     for name, value in tensors:
         part = next((part for part in parts if _is_within(name, part)), None)
         if part is None and name in persistent:
-            return f"the recipe's pipeline leaves out {name}; have a block of it hold that"
+            return f"the recipe's pipeline leaves out {name}; move it into a block"
         if part is not None and owner.setdefault(value, part) != part:
             return f"{owner[value]} and {part} of the recipe's pipeline share {name}"
     for block in blocks:
         if any(_is_within(part, block) and part != block for part in parts):
-            return f"{block} is sharded as one, but the recipe's pipeline cuts it: name `blocks`"
+            return f"{block} is sharded as one, but the recipe's pipeline splits it: set `blocks`"
     return None
 
 
 def inputs_of(loss: Callable[[Any, Any], Any], batch: Any, training: bool = True) -> Tensor:
-    """What a loss calls its module with. Raises `Unfit`."""
+    """The tensor that a loss calls its module with. Raises `Unfit`."""
     try:
-        loss(_Asking(training), batch)
-    except _Asked as asked:
-        return asked.inputs
+        loss(_InputProbe(training), batch)
+    except _InputsKnown as known:
+        return known.inputs
     raise Unfit("the recipe's loss does not call its module")
 
 
-def having_called(output: Tensor, training: bool = True) -> Any:
-    """What a loss takes for a module that, called once, returns `output`. Raises `Unfit`."""
-    return _Answering(output, training)
+def module_returning(output: Tensor, training: bool = True) -> Any:
+    """A substitute module for a loss: returns `output`, once. Another use raises `Unfit`."""
+    return _OutputReplay(output, training)
 
 
-def filled_up(inputs: Tensor, num_rows: int) -> Tensor:
-    """So many rows, those that are there over and over."""
+def pad_rows(inputs: Tensor, num_rows: int) -> Tensor:
+    """The inputs repeated cyclically up to `num_rows` rows."""
     if not 0 < len(inputs) < num_rows:
         return inputs
     return inputs[torch.arange(num_rows, device=inputs.device) % len(inputs)]
 
 
-def cut_back(output: Tensor, num_samples: int, num_filled: int) -> Tensor:
-    """Of the output of so many samples, filled up, the rows of those that were there."""
-    if num_samples == num_filled or not output.ndim:
+def unpad_rows(output: Tensor, num_samples: int, num_padded: int) -> Tensor:
+    """The output's rows of the first `num_samples` samples of a batch padded to `num_padded`."""
+    if num_samples == num_padded or not output.ndim:
         return output
-    return output[: len(output) * num_samples // num_filled]
+    return output[: len(output) * num_samples // num_padded]
 
 
-def refuse_other(given: Any, expected: Tensor, told: str) -> None:
-    """Raises `Unfit` for anything but a tensor of this shape and dtype."""
-    if not isinstance(given, Tensor):
-        raise Unfit(f"{told} {type(given).__name__}, and a pipeline passes on one tensor")
-    if (given.shape, given.dtype) != (expected.shape, expected.dtype):
+def refuse_other_tensor(value: Any, expected: Tensor, subject: str) -> None:
+    """Raise `Unfit` for anything but a tensor of the expected shape and dtype."""
+    if not isinstance(value, Tensor):
+        raise Unfit(f"{subject} {type(value).__name__}, but a pipeline passes on one tensor")
+    if (value.shape, value.dtype) != (expected.shape, expected.dtype):
         raise Unfit(
-            f"{told} {tuple(given.shape)} of {given.dtype}, not {tuple(expected.shape)} of "
-            f"{expected.dtype}: what flows through a pipeline has one shape in all microbatches"
+            f"{subject} {tuple(value.shape)} of {value.dtype}, not {tuple(expected.shape)} of "
+            f"{expected.dtype}: tensors in a pipeline must have one shape in all microbatches"
         )
 
 
-class _Asked(BaseException):
+class _InputsKnown(BaseException):
     """Unwinds a loss that has called its module."""
 
     def __init__(self, inputs: Tensor) -> None:
         self.inputs = inputs
 
 
-class _StandIn:
-    """For a module of which the loss may know nothing but its output."""
+class _Substitute:
+    """Takes the place of a module in a loss, which may only call it."""
 
     def __init__(self, training: bool) -> None:
         self.training = training
 
     def __getattr__(self, name: str) -> NoReturn:
         raise Unfit(
-            f"the recipe's loss uses {name} of its module, and in a pipeline nobody has the whole: "
-            "have it only call the module"
+            f"the recipe's loss uses {name} of its module, but in a pipeline no worker has the "
+            "whole module: let the loss only call it"
         )
 
 
-class _Asking(_StandIn):
+class _InputProbe(_Substitute):
+    """Raises the inputs that the loss calls its module with."""
+
     def __call__(self, *inputs: Any, **keywords: Any) -> NoReturn:
         if len(inputs) != 1 or keywords or not isinstance(inputs[0], Tensor) or not inputs[0].ndim:
-            told = ", ".join(
-                [*(type(one).__name__ for one in inputs), *(f"{k}=" for k in keywords)]
+            arguments = ", ".join(
+                [*(type(value).__name__ for value in inputs), *(f"{k}=" for k in keywords)]
             )
             raise Unfit(
-                f"the recipe's loss calls its module with ({told}), and the first block of a "
+                f"the recipe's loss calls its module with ({arguments}), but the first block of a "
                 "pipeline takes one tensor"
             )
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
             raise Unfit(
-                "the recipe's loss calls its module under autocast, of which the other stages of a "
-                "pipeline know nothing: set dtype=bfloat16, or enter autocast in the blocks"
+                "the recipe's loss calls its module under autocast, which does not reach the other "
+                "stages of a pipeline: set dtype=bfloat16, or enter autocast in the blocks"
             )
-        raise _Asked(inputs[0])
+        raise _InputsKnown(inputs[0])
 
 
-class _Answering(_StandIn):
+class _OutputReplay(_Substitute):
+    """Returns a given output, once."""
+
     def __init__(self, output: Tensor, training: bool) -> None:
         super().__init__(training)
         self.output: Tensor | None = output
@@ -198,7 +211,7 @@ class _Answering(_StandIn):
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
         output, self.output = self.output, None
         if output is None:
-            raise Unfit("the recipe's loss calls its module twice, and a pipeline runs once")
+            raise Unfit("the recipe's loss calls its module twice, but a pipeline runs once")
         return output if self.training else output.clone()  # a metric may change it in place
 
 
@@ -212,8 +225,8 @@ def _numbers(name: str) -> list[int]:
 
 def _cost(part: nn.Module) -> int:
     costs = [
-        one.embedding_dim if isinstance(one, nn.Embedding) else weight.numel()
-        for one in part.modules()
-        for weight in one.parameters(recurse=False)
+        module.embedding_dim if isinstance(module, nn.Embedding) else weight.numel()
+        for module in part.modules()
+        for weight in module.parameters(recurse=False)
     ]
     return max(1, sum(costs))

@@ -1,4 +1,4 @@
-"""Microbatches of the user's own through the stages of a pipeline."""
+"""Pipeline passes of a custom model: microbatches of any form through the stages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from pipelines.training.custom.custom_pipeline import (
-    cut_back,
-    filled_up,
-    having_called,
     inputs_of,
-    refuse_other,
+    module_returning,
+    pad_rows,
+    refuse_other_tensor,
+    unpad_rows,
 )
 from pipelines.training.custom.custom_workload import CustomBatch, CustomWorkload
 from pipelines.training.passes.passes import evaluating
@@ -24,18 +24,20 @@ from pipelines.training.workload.workload import Sums
 
 
 class CustomPipelined(Pipelined):
-    """The first stage is given what the recipe's loss calls its module with, and the last one has
-    the loss called with a module that returns the output. Batches are of any form: losses look
-    theirs up by its number.
+    """Pipeline passes of a recipe.
 
-    Smaller microbatches, of which an evaluation may have one, are filled up, and the output cut.
+    The first stage gets the tensor that the recipe's loss calls its module with. The last stage
+    calls the loss with a substitute module that returns the pipeline's output. Batches may have any
+    form: the loss finds its microbatch by index.
+
+    A smaller microbatch, which an evaluation may have, is padded, and its output is unpadded.
     """
 
     workload: CustomWorkload
     needs_full_size = False
 
-    def __init__(self, *of: Any, moving: StageBuffers) -> None:
-        super().__init__(*of)
+    def __init__(self, *arguments: Any, moving: StageBuffers) -> None:
+        super().__init__(*arguments)
         self.moving = moving
         for number, module in enumerate(self.sharded.modules):
             module.register_forward_pre_hook(partial(self._before_pass, number))
@@ -53,7 +55,7 @@ class CustomPipelined(Pipelined):
     ) -> list[list[Sums]]:
         self.workload.values.release()
         self._feds, self._training = feds, training
-        self._found: dict[int, list[Sums]] = {}
+        self._sums: dict[int, list[Sums]] = {}
         self._num_run = [0] * len(self.stages)
         schedule = self._schedule(num_rounds)
         run = schedule.step if training else schedule.eval
@@ -64,16 +66,16 @@ class CustomPipelined(Pipelined):
         if self.has_last:
             options = {"target": torch.arange(len(feds)), "losses": []}
         run(*inputs, **options)
-        found = [self._found[number] for number in sorted(self._found)]
-        del self._feds, self._found
-        return found
+        sums = [self._sums[number] for number in sorted(self._sums)]
+        del self._feds, self._sums
+        return sums
 
     def _before_pass(self, stage: int, module: nn.Module, inputs: Any) -> None:
         if self._training:
             self.moving.begin_pass(stage)
 
     def _after_pass(self, stage: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        """A schedule takes a stage's microbatches in their order."""
+        """Count the passes of a stage: a schedule runs its microbatches in order."""
         if self._training:
             fed = self._feds[self._num_run[stage]]
             self._num_run[stage] += 1
@@ -81,17 +83,17 @@ class CustomPipelined(Pipelined):
 
     def _inputs(self, fed: CustomBatch) -> Tensor:
         loss, first = self.workload.loss_in(self._training), self.workload.flow[0]
-        inputs = filled_up(inputs_of(loss, fed.value, self._training), len(first))
-        refuse_other(inputs, first, "the recipe's loss calls its module with")
+        inputs = pad_rows(inputs_of(loss, fed.value, self._training), len(first))
+        refuse_other_tensor(inputs, first, "the recipe's loss calls its module with")
         return inputs
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         number = int(targets)
         fed = self._feds[number]
-        own = cut_back(output, fed.num_held, self.num_samples)
+        unpadded = unpad_rows(output, fed.num_held, self.num_samples)
         kinds = [
-            kind(having_called(own, self._training), fed, self.spread)
+            kind(module_returning(unpadded, self._training), fed, self.spread)
             for kind in self.workload.kinds(self._training)
         ]
-        self._found[number] = [Sums(loss.detach(), num_tokens) for loss, num_tokens in kinds]
-        return kinds[0].loss.clone()  # schedules detach it in place, which no view allows
+        self._sums[number] = [Sums(loss.detach(), num_tokens) for loss, num_tokens in kinds]
+        return kinds[0].loss.clone()  # schedules detach it in place, which a view forbids

@@ -1,4 +1,4 @@
-"""What a module of the user's own offers to the model axes: `tp` by a plan, `pp` by a pipeline."""
+"""Model-parallel sharding of a custom module: `tp` by the recipe's plan, `pp` by its pipeline."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from pipelines.training.workload.workload import Layer, ModelShape, Style, starr
 
 CustomCut = Literal["colwise", "rowwise"]
 NO_PLAN = (
-    "the recipe has no plan, which says how tp cuts its module: "
+    "the recipe has no plan for tp: "
     "Recipe(plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, ...)"
 )
 NO_PIPELINE = (
-    "a recipe's loss calls its module as a whole, which no pipeline can cut unless the recipe "
-    "lists its blocks in forward order: Recipe(pipeline=['embed', 'layers.*', 'head'], ...)"
+    "the recipe does not list the blocks of its module in forward order, which pp needs: "
+    "Recipe(pipeline=['embed', 'layers.*', 'head'], ...)"
 )
 REFUSED = {
-    "cp": "nobody knows what of a recipe's batch is a sequence",
-    "ep": "nobody knows which of a recipe's modules are experts",
+    "cp": "it is unknown which part of a recipe's batch is a sequence",
+    "ep": "it is unknown which of a recipe's modules are experts",
 }
 
 
@@ -36,43 +36,43 @@ def shape_of(
     pipeline: Sequence[str] = (),
     blocks: Sequence[str] = (),
 ) -> ModelShape:
-    """Of a module on the meta device, whose `blocks` are sharded one by one; without a pipeline
-    it is one layer.
+    """The shape of a module on the meta device, whose `blocks` are sharded one by one.
 
-    Raises `UserError` for a plan or a pipeline that does not fit it.
+    Without a pipeline the module is one layer. Raises `UserError` for a plan or a pipeline that
+    does not fit the module.
     """
-    there: dict[str, list[nn.Module]] = {}
+    modules: dict[str, list[nn.Module]] = {}
     for name, part in module.named_modules():
-        there.setdefault(starred(name), []).append(part)
-    styles = {name: _style(name, cut, there) for name, cut in plan.items()}
+        modules.setdefault(starred(name), []).append(part)
+    styles = {name: _style(name, cut, modules) for name, cut in plan.items()}
     parts = parts_of(module, pipeline)
     no_pp = why_not_alone(module, parts, blocks) if parts else NO_PIPELINE
     refused = [*REFUSED.items(), *([] if plan else [("tp", NO_PLAN)])]
     refused += [("pp", no_pp)] if no_pp else []
-    widths = [_width(part, style) for name, style in styles.items() for part in there[name]]
+    widths = [_width(part, style) for name, style in styles.items() for part in modules[name]]
     divides = tp_divides or gcd(*widths) if plan else 1
     layers = layers_of(module, parts, styles) or (Layer((), 1),)
     limits = Limits(tp_divides=divides, num_layers=len(layers), refused=tuple(refused))
     return ModelShape(layers, limits, styles, sequence_parallel=False)
 
 
-def _style(name: str, cut: str, there: Mapping[str, Sequence[nn.Module]]) -> Style:
-    parts = there.get(name)
+def _style(name: str, cut: str, modules: Mapping[str, Sequence[nn.Module]]) -> Style:
+    parts = modules.get(name)
     if parts is None:
-        raise UserError(f"plan: the module has no {name}; {near(name, list(there))}")
+        raise UserError(f"plan: the module has no {name}; {near(name, list(modules))}")
     kinds = {type(part) for part in parts}
     if all(issubclass(kind, nn.Linear) for kind in kinds) and cut in ("colwise", "rowwise"):
         return "colwise" if cut == "colwise" else "rowwise"
     if all(issubclass(kind, nn.Embedding) for kind in kinds) and cut == "rowwise":
         return "vocabulary"
-    told = ", ".join(sorted(kind.__name__ for kind in kinds))
+    names = ", ".join(sorted(kind.__name__ for kind in kinds))
     raise UserError(
-        f"plan: {name} is {told} and cannot be cut {cut}: nn.Linear can be colwise "
+        f"plan: {name} is {names} and cannot be {cut}: nn.Linear can be colwise "
         "or rowwise, nn.Embedding rowwise"
     )
 
 
 def _width(part: nn.Module, style: Style) -> int:
-    """What `tp` has to divide."""
+    """The width that `tp` must divide."""
     rows, columns = part.weight.shape
     return int(columns if style == "rowwise" else rows)

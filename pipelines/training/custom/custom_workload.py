@@ -1,4 +1,4 @@
-"""A module and data of the user's own as a workload."""
+"""The workload of a custom recipe: the user's module, data, loss and optimizer."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from pipelines.training.custom.block_flow import flow_of
 from pipelines.training.custom.custom_module import (
     MAX_WHOLE_BYTES,
     InitialValues,
+    build_shapes,
     find_blocks,
     seeded,
-    shapes_alone,
 )
 from pipelines.training.custom.custom_pipeline import Chain, inputs_of
 from pipelines.training.custom.custom_shape import shape_of
@@ -39,8 +39,10 @@ NUM_DIGESTED = 3
 
 
 class CustomBatch(NamedTuple):
-    """What the recipe's `collate` made of `num_held` samples. `num_samples` of them count: none,
-    if it only pads."""
+    """The output of the recipe's `collate` for `num_held` samples.
+
+    `num_samples` of them count in the loss: all, or none in a padding microbatch.
+    """
 
     value: Any
     num_samples: int
@@ -48,10 +50,10 @@ class CustomBatch(NamedTuple):
 
 
 class CustomWorkload:
-    """Trains what a recipe gives; see `pipelines.training.workload.workload.Workload`.
+    """The workload of a recipe; see `pipelines.training.workload.workload.Workload`.
 
-    Ranks that have fewer microbatches than others repeat one, with a gradient of 0: what a module
-    makes of no data at all nobody knows.
+    A rank with fewer microbatches than others repeats one with a gradient of 0, because a custom
+    module may not accept an empty batch.
     """
 
     seq_len = 1
@@ -59,8 +61,10 @@ class CustomWorkload:
     keeps_its_size = True
 
     def __init__(self, recipe: Recipe, most_bytes: float = MAX_WHOLE_BYTES) -> None:
-        """A module of more than `most_bytes` of parameters is drawn by region. Raises `UserError`
-        for data without samples."""
+        """A module with more than `most_bytes` of parameters is drawn by region.
+
+        Raises `UserError` for data without samples.
+        """
         self.recipe = recipe
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
@@ -70,14 +74,14 @@ class CustomWorkload:
         self.num_samples = len(self.train)
         self.num_held_out = len(self.held_out) if self.held_out is not None else 0
         if not self.num_samples:
-            raise UserError("the recipe's data have no sample: len() of them is 0")
+            raise UserError("the recipe's data have no sample: their len() is 0")
         self.metrics = {
             name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())
         }
         self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
         self.is_miniature = False
         self._latest: dict[bool, CustomBatch] = {}
-        """By split."""
+        """The latest microbatch of each split: False is training, True is held-out."""
 
     @cached_property
     def _shape(self) -> ModelShape:
@@ -95,32 +99,32 @@ class CustomWorkload:
 
     @cached_property
     def flow(self) -> tuple[Tensor, ...]:
-        """What a microbatch brings into each block of the recipe's pipeline, then out of the last,
-        as tensors on the meta device."""
+        """The input of each block of the pipeline for a microbatch, and the last output, as meta
+        tensors."""
         inputs = inputs_of(self.recipe.loss, self.example(self.settings.microbatch).value)
         return flow_of(self.recipe, self._shape.layers, inputs)
 
     @cached_property
     def digest(self) -> str:
-        """Of how many samples there are, and of a few."""
+        """A digest of the numbers of samples, and of a few samples."""
         digest = sha256(f"{self.num_samples} {self.num_held_out}".encode())
         for number in range(NUM_DIGESTED):
             sample = number * (self.num_samples - 1) // (NUM_DIGESTED - 1)
             seed_host(keyed_generator("digest", sample).initial_seed())
             batch = self.recipe.collate([self.train[sample]])
             for tensor in tensors_in(batch):
-                told = tensor.detach().cpu().contiguous()
-                digest.update(f"{told.dtype} {tuple(told.shape)}".encode())
-                digest.update(told.view(-1).view(torch.uint8).numpy().tobytes())
+                value = tensor.detach().cpu().contiguous()
+                digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
+                digest.update(value.view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
-        return shapes_alone(self.recipe.model, self.settings.seed, self.values.most_bytes)
+        return build_shapes(self.recipe.model, self.settings.seed, self.values.most_bytes)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """Those of the whole module that are there."""
-        there = dict(module.named_modules(remove_duplicate=False))
-        return [there[name] for name in self._names_of_blocks if name in there]
+        """The blocks of the whole module that this stage has."""
+        modules = dict(module.named_modules(remove_duplicate=False))
+        return [modules[name] for name in self._names_of_blocks if name in modules]
 
     def shape(self) -> ModelShape:
         return self._shape
@@ -133,14 +137,14 @@ class CustomWorkload:
         seed: int,
         interrupt: Callable[[], None] = nothing,
     ) -> Tensor:
-        """As the module's own constructor makes it under the run's seed; see `InitialValues`."""
+        """A region of the constructor's value under the run's seed; see `InitialValues`."""
         return self.values.draw(name, shape, region, interrupt)
 
     def reach(self) -> None:
-        """They were opened in the constructor."""
+        """Nothing to do: the constructor has opened the datasets."""
 
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
-        """A dataset has no such thing."""
+        """Nothing to do: a map-style dataset has no prefetch."""
 
     def read(
         self,
@@ -148,7 +152,7 @@ class CustomWorkload:
         held_out: bool = False,
         interrupt: Callable[[], None] = nothing,
     ) -> CustomBatch:
-        """Where samples are changed at random, the seed is that of the microbatch."""
+        """Read a microbatch; its random augmentation is seeded by the step and the microbatch."""
         seed = torch.initial_seed()
         if held_out:
             seed = keyed_generator("held out", self.settings.seed, samples[0]).initial_seed()
@@ -157,24 +161,24 @@ class CustomWorkload:
         return batch
 
     def empty(self, num_samples: int = 0, held_out: bool = False) -> CustomBatch:
-        """The split's latest microbatch again: it is not finite only if that was not."""
+        """A padding microbatch: the split's latest one, so it is as finite as real data."""
         if held_out not in self._latest:
             self.read(self.first(self.settings.microbatch, held_out), held_out)
         return self._latest[held_out]._replace(num_samples=0)
 
     def first(self, num_samples: int, held_out: bool = False) -> list[int]:
-        """So many samples, from the beginning, those that are there over and over."""
-        there = self.num_held_out if held_out else self.num_samples
-        return [number % there for number in range(num_samples)]
+        """The ids of the first `num_samples` samples, repeated cyclically if there are fewer."""
+        available = self.num_held_out if held_out else self.num_samples
+        return [number % available for number in range(num_samples)]
 
     def collated(self, samples: Sequence[int], held_out: bool = False) -> CustomBatch:
-        """The batch of these samples, whatever the generators' seeds are."""
-        data = self._of(held_out)
+        """The batch of these samples, without seeding the generators."""
+        data = self._dataset(held_out)
         value = self.recipe.collate([data[sample] for sample in samples])
         return CustomBatch(value, len(samples), len(samples))
 
     def example(self, num_samples: int, held_out: bool = False) -> CustomBatch:
-        """The first samples, fed on the host; generators go on afterwards as before."""
+        """The first samples on the host; the generators' states are restored afterwards."""
         with seeded(self.settings.seed):
             batch = self.collated(self.first(num_samples, held_out), held_out)
         return self.feed(batch, torch.device("cpu"), ALONE, 0)
@@ -182,7 +186,7 @@ class CustomWorkload:
     def feed(
         self, batch: CustomBatch, device: torch.device, spread: Spread, seed: int
     ) -> CustomBatch:
-        """On the device, and what is floating in the run's dtype."""
+        """The batch on the device, with floating-point tensors in the run's dtype."""
 
         def fed(tensor: Tensor) -> Tensor:
             return tensor.to(device, self.dtype if tensor.is_floating_point() else None)
@@ -195,56 +199,58 @@ class CustomWorkload:
         return _counted(self.loss_in(module.training), module, fed, spread)
 
     def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Losses]:
-        """The recipe's, in training or in evaluation."""
+        """The recipe's loss for training or for evaluation."""
         return self.recipe.loss if training else self.recipe.evaluation or self.recipe.loss
 
     def kinds(self, training: bool) -> list[Callable[[nn.Module, CustomBatch, Spread], Sums]]:
-        """All that is found of a microbatch: the loss and, in evaluation, the metrics."""
+        """The functions computed on a microbatch: the loss and, in evaluation, the metrics."""
         loss = partial(_counted, self.loss_in(training))
         return [loss, *(() if training else self.metrics.values())]
 
     def num_tokens(self, targets: Tensor) -> Tensor:
-        raise NotImplementedError("the loss of a recipe is not cut")
+        raise NotImplementedError("a recipe's loss is not split")
 
     def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
-        raise NotImplementedError("the loss of a recipe is not cut")
+        raise NotImplementedError("a recipe's loss is not split")
 
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
         return self.flow[layer] if self.recipe.pipeline else torch.empty(0, device="meta")
 
     def miniature(self) -> CustomWorkload | MlpWorkload:
-        """Itself, since nobody knows how to make it smaller; of one that a worker cannot hold whole
-        another."""
+        """The workload itself, as a custom module cannot be made smaller.
+
+        A module too large for one worker is replaced by a small MLP.
+        """
         if self.values.is_large:
             return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.settings.seed, self.dtype)
-        one = copy(self)
-        one.is_miniature = True
-        return one
+        miniature = copy(self)
+        miniature.is_miniature = True
+        return miniature
 
     def _make_stage(self, module: nn.Module, kept: range) -> None:
         parts = [name for number in kept for name in self._shape.layers[number].modules]
         blocks = [module.get_submodule(name) for name in parts]
         module.forward = Chain(blocks, self.flow[kept.stop])
 
-    def _of(self, held_out: bool) -> Dataset:
+    def _dataset(self, held_out: bool) -> Dataset:
         if held_out and self.held_out is None:
             raise UserError("eval_every: the recipe has no `held_out` data; give some, or set 0")
         return self.held_out if held_out and self.held_out is not None else self.train
 
 
 def _map_style(dataset: Any, name: str) -> Any:
-    lacking = [what for what in ("__len__", "__getitem__") if not hasattr(type(dataset), what)]
-    if lacking:
+    missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
+    if missing:
         raise UserError(
-            f"the recipe's {name} gave {type(dataset).__name__}, which has no "
-            f"{' and no '.join(lacking)}: give a map-style dataset, so that any worker can read "
+            f"the recipe's {name} returned {type(dataset).__name__}, which has no "
+            f"{' and no '.join(missing)}: return a map-style dataset, so that any worker can read "
             "any sample"
         )
     return dataset
 
 
 class CustomOptimizing:
-    """A recipe's optimizer; see `pipelines.training.workload.optimizer.Optimizing`."""
+    """The optimizer of a recipe; see `pipelines.training.workload.optimizer.Optimizing`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -260,7 +266,7 @@ class CustomOptimizing:
 def _counted(
     loss: Callable[[nn.Module, Any], Losses], module: nn.Module, fed: CustomBatch, spread: Spread
 ) -> Sums:
-    """What a function of the recipe finds of a microbatch; nothing, if that only pads."""
+    """The sums of a recipe's function on a microbatch; zero on a padding microbatch."""
     sums = sums_of(loss(module, fed.value), fed.num_samples)
     if fed.num_samples:
         return sums
@@ -268,9 +274,9 @@ def _counted(
 
 
 def sums_of(losses: Losses, num_samples: int) -> Sums:
-    """The sum of a microbatch's losses and their number, whichever form a loss function chose.
+    """The sum and the count of a microbatch's losses, from either form that a loss may return.
 
-    Raises `UserError` for any other.
+    Raises `UserError` for any other form.
     """
     match losses:
         case Tensor() if losses.numel() == 1:
@@ -279,19 +285,19 @@ def sums_of(losses: Losses, num_samples: int) -> Sums:
         case (Tensor() as total, count) if total.numel() == 1:
             total = at_least_float32(total.reshape(()))
             return Sums(total, torch.as_tensor(count, device=total.device).detach().reshape(()))
-    told = (
+    returned = (
         f"a tensor of shape {tuple(losses.shape)}"
         if isinstance(losses, Tensor)
         else (type(losses).__name__)
     )
     raise UserError(
-        f"the recipe's loss returned {told}: return a scalar, its mean over the samples of the "
+        f"the recipe's loss returned {returned}: return a scalar, the mean over the samples of the "
         "batch, or a pair (sum, count), e.g. over tokens"
     )
 
 
 def seed_host(seed: int) -> None:
-    """Seed the generators that code on the host draws from."""
+    """Seed the random generators of torch, Python and NumPy on the host."""
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -1,4 +1,4 @@
-"""Whether a user's own optimizer can be elastic: tried on small tensors, once, beforehand."""
+"""Checks that a custom optimizer can be sharded and resumed, by a trial on small tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from pipelines.training.workload.seeds import keyed_generator
 
 NUM_STEPS = 2
 SHAPE = (4, 3, 2)
-"""The first dims of what is stepped; halves of the first are stepped apart."""
+"""The first sizes of the trial tensors, whose halves along dim 0 are also stepped separately."""
 TOLERANCE = 1e-9
 Weights = dict[str, Tensor]
 
 
 def refuse_unfit(optimising: Optimizing, num_dims: Mapping[str, int]) -> None:
-    """Try it on parameters of these names and numbers of dims.
+    """Try the optimizer on parameters of these names and numbers of dims.
 
-    Raises `UserError` for one whose state cannot begin at 0, or that does to an element what
-    depends on others, of which another worker may have some.
+    Raises `UserError` if its state cannot start at 0, or if its update of an element depends on
+    other elements, which another worker may hold.
     """
     shapes = {name: (*SHAPE, *[2] * ndim)[:ndim] for name, ndim in num_dims.items()}
     weights = {name: _drawn("weight", name, shape) for name, shape in shapes.items()}
@@ -34,28 +34,28 @@ def refuse_unfit(optimising: Optimizing, num_dims: Mapping[str, int]) -> None:
     plain = _copied(weights)
     optimizer = optimising.build(list(plain.items()))
     kind = type(optimizer).__name__
-    for given in gradients:
-        _step(optimizer, plain, given)
+    for step_gradients in gradients:
+        _step(optimizer, plain, step_gradients)
     from_zeros = _stepped(optimising, weights, gradients)
     if not _alike(plain, from_zeros):
         raise UserError(
-            f"optimizer {kind}: its first step differs from one with a state of zeros, with which "
-            "every state begins here (SGD with dampening, NAdam); choose another"
+            f"optimizer {kind}: its first step differs from a step with a state of zeros, which is "
+            "every run's initial state (as with SGD with dampening, NAdam); choose another"
         )
-    cut = {name: shape[0] // 2 for name, shape in shapes.items() if shape}
+    sizes = {name: shape[0] // 2 for name, shape in shapes.items() if shape}
     halves = [
         _stepped(
             optimising,
-            {name: weights[name][part(number)] for name, number in cut.items()},
-            [{name: one[name][part(number)] for name, number in cut.items()} for one in gradients],
+            {name: weights[name][half(size)] for name, size in sizes.items()},
+            [{name: step[name][half(size)] for name, size in sizes.items()} for step in gradients],
         )
-        for part in (lambda n: slice(0, n), lambda n: slice(n, None))
+        for half in (lambda n: slice(0, n), lambda n: slice(n, None))
     ]
-    together = {name: torch.cat([half[name] for half in halves]) for name in cut}
-    if not _alike({name: from_zeros[name] for name in cut}, together):
+    together = {name: torch.cat([half[name] for half in halves]) for name in sizes}
+    if not _alike({name: from_zeros[name] for name in sizes}, together):
         raise UserError(
-            f"optimizer {kind}: what it does to an element depends on others of the same parameter "
-            "(as LARS, LAMB, Muon and Adafactor do), which `fsdp` may divide; choose another"
+            f"optimizer {kind}: its update of an element depends on others of the same parameter "
+            "(as with LARS, LAMB, Muon, Adafactor), which `fsdp` may shard; choose another"
         )
 
 
@@ -71,8 +71,8 @@ def _stepped(optimising: Optimizing, weights: Weights, gradients: list[Weights])
         for name, template in templates.items()
     }
     optimizer = LocalOptimizer(optimising, shards, state)
-    for given in gradients:
-        optimizer.step(given, 1.0)
+    for step_gradients in gradients:
+        optimizer.step(step_gradients, 1.0)
     return shards
 
 
