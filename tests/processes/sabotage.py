@@ -71,7 +71,7 @@ class DiesOfAHeldOutSample(ShardedReplica):
     """The first held-out microbatch ends the worker that evaluates it."""
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
-        if self.share.data_rank == 0 and self.groups.assignment.generation > 0:
+        if self.data_shard.data_rank == 0 and self.groups.assignment.generation > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().evaluate(step, interrupt)
 

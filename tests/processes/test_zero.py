@@ -97,7 +97,7 @@ class Weighed(ShardedReplica):
     between_bytes = 0
 
     def _fed(self, step: int, microbatch: int | None) -> Fed:
-        own = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
+        own = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         if len(own) > 1 and microbatch in (own[0], own[-1]):
             sign = -1 if microbatch == own[0] else 1
             self.between_bytes += sign * bytes_of_all_tensors()

@@ -13,14 +13,14 @@ from pipelines.settings import TrainSettings
 from pipelines.training.passes.passes import Passes
 from pipelines.training.workload.data_shard import DataShard
 from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import PADDING, Fed, Workload, joined, nothing
+from pipelines.training.workload.workload import PADDING, Fed, Workload, concatenate, nothing
 
 
 def evaluate(
     passes: Passes,
     workload: Workload,
     settings: TrainSettings,
-    share: DataShard,
+    data_shard: DataShard,
     spread: Spread,
     groups: Groups,
     interrupt: Interrupt = nothing,
@@ -35,7 +35,7 @@ def evaluate(
     """
     num_samples = min(settings.eval_samples, workload.num_held_out)
     starts = range(0, num_samples, settings.microbatch)
-    rounds = share.rounds(len(starts), passes.num_rounds)
+    rounds = data_shard.rounds(len(starts), passes.num_rounds)
 
     def fed(microbatch: int | None) -> Fed:
         first = starts[microbatch] if microbatch is not None else num_samples
@@ -45,13 +45,13 @@ def evaluate(
         if passes.needs_full_size and missing:
             batches.append(workload.empty(missing, held_out=True))
         batches = batches or [workload.empty(held_out=True)]
-        return joined([workload.feed(one, groups.device, spread, PADDING) for one in batches])
+        return concatenate([workload.feed(one, groups.device, spread, PADDING) for one in batches])
 
     summed = passes.evaluate((fed(microbatch) for microbatch in rounds), len(rounds))
     size = (1 + len(workload.metrics), 2, len(starts))
     sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
     for microbatch, kinds in zip(rounds, summed, strict=False):
-        if microbatch is not None and spread.counts:
+        if microbatch is not None and spread.counts_loss:
             for number, (total, count) in enumerate(kinds):
                 sums[number, 0, microbatch] = total
                 sums[number, 1, microbatch] = count

@@ -17,15 +17,15 @@ from torch.distributed import ProcessGroup, Work
 from actors.distributed.stall import wait_for
 
 
-class Alike:
+class BufferGroup:
     """Buffers of one dtype, side by side in memory, so that a pass costs a few operations however
     many there are."""
 
     def __init__(self, kept: Mapping[str, Tensor]) -> None:
         self.before = torch.cat([value.detach().flatten() for value in kept.values()])
-        self.made = torch.empty_like(self.before)
+        self.updated = torch.empty_like(self.before)
         self.sums = torch.zeros_like(self.before, dtype=torch.float64)
-        parts = self.made.split([value.numel() for value in kept.values()])
+        parts = self.updated.split([value.numel() for value in kept.values()])
         # `data`: views count their changes together, and one buffer's would spoil for autograd what
         # it has kept of another.
         self.copies = {
@@ -33,14 +33,14 @@ class Alike:
             for (name, value), part in zip(kept.items(), parts, strict=True)
         }
 
-    def made_with(self, replaced: Mapping[str, Tensor]) -> Tensor:
+    def updated_with(self, replaced: Mapping[str, Tensor]) -> Tensor:
         """What a pass has made, where it has put other tensors in the places of some copies."""
         if not replaced.keys() & self.copies.keys():
-            return self.made
+            return self.updated
         given = [replaced.get(name, copy) for name, copy in self.copies.items()]
-        return torch.cat([one.detach().flatten().to(self.made) for one in given])
+        return torch.cat([one.detach().flatten().to(self.updated) for one in given])
 
-    def sums_of(self) -> dict[str, Tensor]:
+    def named_sums(self) -> dict[str, Tensor]:
         parts = self.sums.split([copy.numel() for copy in self.copies.values()])
         return dict(zip(self.copies, parts, strict=True))
 
@@ -74,21 +74,21 @@ class MovingBuffers:
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name in names:
             by_dtype.setdefault(self.kept[name].dtype, {})[name] = self.kept[name]
-        self._groups = [Alike(kept) for kept in by_dtype.values()]
+        self._groups = [BufferGroup(kept) for kept in by_dtype.values()]
         self._copies = {name: copy for one in self._groups for name, copy in one.copies.items()}
         self._num_passes = torch.zeros((), dtype=torch.float64)
         self._changed = dict.fromkeys(names, False)
         self._has_replaced = False
-        self._begun: tuple[Work, list[Tensor]] | None = None
-        self._reduced: dict[str, Tensor] = {}
-        self._give(self._copies)
+        self._pending: tuple[Work, list[Tensor]] | None = None
+        self._means: dict[str, Tensor] = {}
+        self._install(self._copies)
 
     def begin_pass(self) -> None:
         """Before the forward pass of a microbatch."""
         for one in self._groups:
-            one.made.copy_(one.before)
+            one.updated.copy_(one.before)
         if self._has_replaced:
-            self._give(self._copies)
+            self._install(self._copies)
 
     def end_pass(self, num_tokens: Tensor, is_last: bool) -> None:
         """After the forward pass of a microbatch with so many tokens: without any, it counts
@@ -101,11 +101,11 @@ class MovingBuffers:
         if not num_tokens.is_cpu:
             self._num_passes = self._num_passes.to(counts.device) + counts
             for one in self._groups:
-                one.sums += torch.where(counts, one.made_with(replaced), 0)
+                one.sums += torch.where(counts, one.updated_with(replaced), 0)
         elif counts:
             self._num_passes += 1
             for one in self._groups:
-                one.sums += one.made_with(replaced)
+                one.sums += one.updated_with(replaced)
         for name, copy in self._copies.items() if self.moving is None else ():
             # By value: BatchNorm writes past the counter of versions that autograd has.
             value = replaced.get(name, copy)
@@ -117,7 +117,7 @@ class MovingBuffers:
     def reduce(self) -> None:
         """After the passes of a step, what is the sum over all ranks: one collective, and none if
         no buffer changes. In the first step another one tells which do."""
-        self._give(self.kept)  # not before: a backward that recomputes changes them, too
+        self._install(self.kept)  # not before: a backward that recomputes changes them, too
         if self.moving is None:
             told = torch.tensor([float(one) for one in self._changed.values()])
             told = told.to(self._num_passes.device)
@@ -125,11 +125,11 @@ class MovingBuffers:
             self.moving = [n for n, one in zip(self._changed, told.tolist(), strict=True) if one]
             if self.moving:
                 self._begin_sum(self.moving)
-        if self._begun is None:
+        if self._pending is None:
             return
-        (work, [num_passes, *sums]), self._begun = self._begun, None
+        (work, [num_passes, *sums]), self._pending = self._pending, None
         wait_for(work)
-        self._reduced = {
+        self._means = {
             name: total.view_as(self.kept[name]) / num_passes.squeeze()
             for name, total in zip(self.moving, sums, strict=True)
         }
@@ -137,19 +137,19 @@ class MovingBuffers:
     @torch.no_grad()
     def apply(self) -> None:
         """Make the buffers what the step's microbatches have made of them, on average."""
-        for name, mean in self._reduced.items():
+        for name, mean in self._means.items():
             kept = self.kept[name]
             kept.copy_(mean if kept.is_floating_point() else mean.round())
-        self._reduced = {}
+        self._means = {}
 
     def _begin_sum(self, names: Sequence[str]) -> None:
-        sums_of = {name: sums for one in self._groups for name, sums in one.sums_of().items()}
-        parts = [self._num_passes.view(1), *(sums_of[name] for name in names)]
+        named_sums = {name: sums for one in self._groups for name, sums in one.named_sums().items()}
+        parts = [self._num_passes.view(1), *(named_sums[name] for name in names)]
         flat = torch.cat(parts)
         work = self.ranks.allreduce([flat])
-        self._begun = work, list(flat.split([part.numel() for part in parts]))
+        self._pending = work, list(flat.split([part.numel() for part in parts]))
 
-    def _give(self, buffers: Mapping[str, Tensor]) -> None:
+    def _install(self, buffers: Mapping[str, Tensor]) -> None:
         for name, value in buffers.items():
             place, key = self._places[name]
             place[key] = value

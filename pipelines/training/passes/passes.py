@@ -49,7 +49,7 @@ class OneByOne:
 
     def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         sums = []
-        with loss_over(self.spread):
+        with loss_context(self.spread):
             for number, fed in enumerate(feds, start=1):
                 is_last = number == num_rounds
                 if number == 1 or is_last:
@@ -63,11 +63,11 @@ class OneByOne:
 
     def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
         kinds = [self.workload.losses, *self.workload.metrics.values()]
-        with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
+        with torch.no_grad(), loss_context(self.spread), evaluating(self.sharded):
             return [[kind(self.module, fed, self.spread) for kind in kinds] for fed in feds]
 
 
-def loss_over(spread: Spread) -> AbstractContextManager[None]:
+def loss_context(spread: Spread) -> AbstractContextManager[None]:
     """Where `tp` cuts the vocabulary, the loss is computed in parts."""
     return loss_parallel() if spread.tp is not None else nullcontext()
 

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from actors.runtime.program import Groups
 from pipelines.settings import TrainSettings
 from pipelines.settings.bounds import SEVERAL_STAGES, ScheduleName
-from pipelines.training.passes.passes import evaluating, loss_over
+from pipelines.training.passes.passes import evaluating, loss_context
 from pipelines.training.passes.stage_modules import Stage
 from pipelines.training.sharding.sharded import Sharded
 from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import Fed, Sums, Workload, joined
+from pipelines.training.workload.workload import Fed, Sums, Workload, concatenate
 
 SCHEDULES: dict[ScheduleName, str] = {
     "gpipe": "ScheduleGPipe",
@@ -73,15 +73,15 @@ class Pipelined:
         return max(least, pp) if self.schedule == "1f1b" else -(-least // pp) * pp
 
     def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
-        with loss_over(self.spread):
+        with loss_context(self.spread):
             return self._run(list(feds), self._schedule(num_rounds).step)
 
     def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
-        with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
+        with torch.no_grad(), loss_context(self.spread), evaluating(self.sharded):
             return [[sums] for sums in self._run(list(feds), self._schedule(num_rounds).eval)]
 
     def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
-        together = joined(feds)
+        together = concatenate(feds)
         losses: list[Tensor] = []
         options: dict[str, Any] = dict(together.keywords)
         if self.has_last:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from elastic.geometry.sample_order import deal
 from pipelines.settings import TrainSettings
-from pipelines.training.workload.data_shard import DataShard, ids_of
+from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
 from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.workload import Workload
 
@@ -14,13 +14,13 @@ from pipelines.training.workload.workload import Workload
 class SamplePrefetch:
     """Of one rank under one assignment; each step is told of once."""
 
-    def __init__(self, workload: Workload, settings: TrainSettings, share: DataShard) -> None:
+    def __init__(self, workload: Workload, settings: TrainSettings, data_shard: DataShard) -> None:
         self._workload = workload
         self._settings = settings
-        self._share = share
+        self._data_shard = data_shard
         self._last_step = 0
 
-    def tell(self, step: int, skipped_batches: Sequence[int]) -> None:
+    def start(self, step: int, skipped_batches: Sequence[int]) -> None:
         """Have the samples of this step and the next `cache.prefetch_steps` begin to come."""
         if not self._workload.is_far:
             return
@@ -33,14 +33,14 @@ class SamplePrefetch:
             self._last_step = coming
 
     def _own(self, num_microbatches: int) -> Sequence[int]:
-        return deal(num_microbatches, self._share.num_data_ranks)[self._share.data_rank]
+        return deal(num_microbatches, self._data_shard.num_data_ranks)[self._data_shard.data_rank]
 
     def _trained(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
         settings = self._settings
         ids = [
             one
             for microbatch in self._own(settings.num_microbatches)
-            for one in ids_of(settings, step, microbatch, skipped_batches)
+            for one in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
         ]
         return samples_of(settings.seed, ids, self._workload.num_samples)
 

@@ -50,46 +50,46 @@ class StageBuffers:
     def begin(self) -> None:
         """Before the passes of a step."""
         known = self.kept if self.moving is None else self.moving
-        self._made = [
-            _Made({name: self.kept[name] for name in known if self._is_in(name, n)}, self.device)
+        self._stage_sums = [
+            _StageSums({name: self.kept[name] for name in known if self._is_in_stage(name, n)}, self.device)
             for n in range(len(self.modules))
         ]
-        self._reduced: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}
 
     def begin_pass(self, number: int) -> None:
         """Before the forward pass of a microbatch through a stage: it changes copies, and new
         ones, since the backward pass of another may still want its own."""
-        made = self._made[number]
-        made.copies = {name: value.clone() for name, value in made.kept.items()}
-        self._give(made.copies)
+        stage = self._stage_sums[number]
+        stage.copies = {name: value.clone() for name, value in stage.kept.items()}
+        self._install(stage.copies)
 
     @torch.no_grad()
     def end_pass(self, num_samples: int, number: int) -> None:
         """After the forward pass of a microbatch with so many samples: without any, it counts
         nothing."""
-        if self._made[number].copies:
-            values = {name: self._held(name) for name in self._made[number].copies}
-            self._made[number].add(values, num_samples > 0, looks=self.moving is None)
+        if self._stage_sums[number].copies:
+            values = {name: self._current(name) for name in self._stage_sums[number].copies}
+            self._stage_sums[number].add(values, num_samples > 0, tracks_changes=self.moving is None)
 
     @torch.no_grad()
     def reduce(self) -> None:
         """After the passes of a step, sum over all ranks: one collective, and none if no buffer
         changes. In the first step another one tells which do."""
-        self._give(self.kept)  # not before: a backward that recomputes changes them, too
+        self._install(self.kept)  # not before: a backward that recomputes changes them, too
         if self.moving is None:
-            changed = {name for made in self._made for name in made.changed}
+            changed = {name for stage in self._stage_sums for name in stage.changed}
             told = torch.tensor([float(name in changed) for name in self.sizes])
             told = told.to(self.device)
             wait_for(self.ranks.allreduce([told]))
             self.moving = [n for n, one in zip(self.sizes, told.tolist(), strict=True) if one]
         if not self.moving:
             return
-        own = {name: sums for made in self._made for name, sums in made.sums_of().items()}
+        own = {name: sums for stage in self._stage_sums for name, sums in stage.named_sums().items()}
         widths = [1 + self.sizes[name] for name in self.moving]
         parts = zip(self.moving, widths, strict=True)
-        flat = torch.cat([own[n] if n in own else self._nothing(width) for n, width in parts])
+        flat = torch.cat([own[n] if n in own else self._zeros(width) for n, width in parts])
         wait_for(self.ranks.allreduce([flat]))
-        self._reduced = {
+        self._means = {
             name: sums[1:].view_as(self.kept[name]) / sums[0]
             for name, sums in zip(self.moving, flat.split(widths), strict=True)
             if name in self.kept
@@ -97,30 +97,30 @@ class StageBuffers:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Make the buffers what the step's microbatches have made of them, on average."""
-        for name, mean in self._reduced.items():
+        """Make the buffers what the step's microbatches have stage of them, on average."""
+        for name, mean in self._means.items():
             kept = self.kept[name]
             kept.copy_(mean if kept.is_floating_point() else mean.round())
-        self._reduced = {}
+        self._means = {}
 
-    def _give(self, buffers: Mapping[str, Tensor]) -> None:
+    def _install(self, buffers: Mapping[str, Tensor]) -> None:
         for name, value in buffers.items():
             _, owner, key = self.places[name]
             setattr(owner, key, value)
 
-    def _held(self, name: str) -> Any:
+    def _current(self, name: str) -> Any:
         _, owner, key = self.places[name]
         return getattr(owner, key)
 
-    def _is_in(self, name: str, number: int) -> bool:
+    def _is_in_stage(self, name: str, number: int) -> bool:
         return name in self.places and self.places[name][0] == number
 
-    def _nothing(self, width: int) -> Tensor:
+    def _zeros(self, width: int) -> Tensor:
         return torch.zeros(width, dtype=torch.float64, device=self.device)
 
 
-class _Made:
-    """What the passes of a step through one module have made of its buffers, in float64."""
+class _StageSums:
+    """What the passes of a step through one module have stage of its buffers, in float64."""
 
     def __init__(self, kept: dict[str, Tensor], device: torch.device) -> None:
         self.kept = kept
@@ -130,17 +130,17 @@ class _Made:
         self.sums = torch.zeros(size, dtype=torch.float64, device=device)
         self.num_passes = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def add(self, values: Mapping[str, Tensor], counts: bool, looks: bool) -> None:
-        """Those after one more pass, if it counts; `looks` for which of them it has changed."""
+    def add(self, values: Mapping[str, Tensor], counts: bool, tracks_changes: bool) -> None:
+        """Those after one more pass, if it counts; `tracks_changes` for which of them it has changed."""
         if counts:
             self.sums += torch.cat([one.flatten().double() for one in values.values()])
             self.num_passes += 1
-        for name, value in values.items() if looks else ():
+        for name, value in values.items() if tracks_changes else ():
             # By value: BatchNorm writes past the counter of versions that autograd has.
             if value is not self.copies[name] or not torch.equal(value, self.kept[name]):
                 self.changed.add(name)
 
-    def sums_of(self) -> dict[str, Tensor]:
+    def named_sums(self) -> dict[str, Tensor]:
         """Of each how many passes, and the sum over them, in a row."""
         pieces = self.sums.split([value.numel() for value in self.kept.values()])
         return {

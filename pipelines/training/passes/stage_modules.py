@@ -34,14 +34,14 @@ def build_stages(
     stages = []
     for number in range(pp_rank, len(dealt), layout.pp):
         module = build_on_meta(workload, settings, spread)
-        _take_out(module, shape, dealt[number])
+        _remove_other_layers(module, shape, dealt[number])
         if len(dealt) > 1:
             shape.make_stage(module, dealt[number])
         stages.append(Stage(number, dealt[number], module))
     return stages
 
 
-def _take_out(module: nn.Module, shape: ModelShape, kept: range) -> None:
+def _remove_other_layers(module: nn.Module, shape: ModelShape, kept: range) -> None:
     for number, layer in enumerate(shape.layers):
         for name in layer.modules if number not in kept else ():
             owner, _, child = name.rpartition(".")

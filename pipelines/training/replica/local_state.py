@@ -77,7 +77,7 @@ class LocalState:
     def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
         """One step of the optimizer with these gradients; see `LocalOptimizer.step`."""
         self.optimizer.step(gradients, rate)
-        self.sharded.stepped()
+        self.sharded.after_step()
 
     def lr(self, rate: float) -> float:
         """The learning rate that such a step has."""
@@ -100,7 +100,7 @@ class LocalState:
         kept = [value for state in self.optimizer.state().values() for value in state.values()]
         gradients = self.gradients()
         return StateBytes(
-            param_bytes=storage_bytes(self.sharded.kept(), self.device),
+            param_bytes=storage_bytes(self.sharded.resident_tensors(), self.device),
             grad_bytes=storage_bytes(gradients.values(), self.device)
             if gradients
             else self.sharded.gradient_bytes(),

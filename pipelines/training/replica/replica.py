@@ -24,9 +24,12 @@ from pipelines.training.passes.stage_modules import Stage, build_stages
 from pipelines.training.replica.local_state import LocalState
 from pipelines.training.replica.sample_log import append_samples
 from pipelines.training.replica.statistics import Statistics, StatisticsReport
-from pipelines.training.sharding.parallelize import Interruptible, parallelise
-from pipelines.training.tensor.tensor_parallel import sum_over_sequence, summed_over_sequence
-from pipelines.training.workload.data_shard import DataShard, ids_of
+from pipelines.training.sharding.parallelize import InterruptHooks, parallelize
+from pipelines.training.tensor.tensor_parallel import (
+    partial_gradient_names,
+    reduce_partial_gradients,
+)
+from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
 from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.seeds import seed_device
 from pipelines.training.workload.spread import Spread
@@ -44,14 +47,14 @@ class ShardedReplica:
         self.workload = workload
         self.settings = settings
         self.groups = groups
-        self.share = DataShard.of(groups)
-        self.prefetch = SamplePrefetch(workload, settings, self.share)
+        self.data_shard = DataShard.of(groups)
+        self.prefetch = SamplePrefetch(workload, settings, self.data_shard)
         self.spread = Spread.of(groups, workload.seq_len)
         stages = build_stages(workload, settings, groups.layout, groups.place.pp, self.spread)
         modules = [stage.module for stage in stages]
-        self.sharded = parallelise(modules, workload, groups, self.spread, settings)
+        self.sharded = parallelize(modules, workload, groups, self.spread, settings)
         blocks = [block for module in modules for block in workload.blocks(module)]
-        self.interruptible = Interruptible(blocks, groups.device)
+        self.interrupt_hooks = InterruptHooks(blocks, groups.device)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
         self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules, groups.world)
@@ -60,8 +63,8 @@ class ShardedReplica:
             self.moving = StageBuffers(modules, everywhere, groups.world, groups.device)
         self.passes = self._passes(stages)
         self.samples: Mapping[int, Sequence[int]] = {}
-        self.inside = Statistics(workload, settings, groups, self.state)
-        self.norms = summed_over_sequence(self.state.shards, workload.shape(), self.spread)
+        self.step_statistics = Statistics(workload, settings, groups, self.state)
+        self.partial_gradients = partial_gradient_names(self.state.shards, workload.shape(), self.spread)
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
         groups, settings = self.groups, self.settings
@@ -85,25 +88,25 @@ class ShardedReplica:
     ) -> Tensor:
         """Forward, backward and reduction of this rank's microbatches: float64 `(loss sum, token
         count, squared norm of the local gradients, each divided by its copies)`, shape (3,)."""
-        self.interruptible.interrupt = interrupt
-        rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
+        self.interrupt_hooks.interrupt = interrupt
+        rounds = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         self.samples = self._drawn(step, rounds, skipped_batches)
-        self.prefetch.tell(step, skipped_batches)
-        self.inside.begin(step, rounds)
+        self.prefetch.start(step, skipped_batches)
+        self.step_statistics.begin(step, rounds)
         feds = (self._fed(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
         self.sharded.gather(interrupt)
         found = self.passes.train(feds, len(rounds))
-        if self.spread.counts and found:
+        if self.spread.counts_loss and found:
             for place, several in enumerate(zip(*found, strict=True)):
                 sums[place] = torch.stack(several).double().sum()
         self.sharded.reduce(interrupt)
         self.moving.reduce()
-        if self.spread.tp is not None and self.norms:
+        if self.spread.tp is not None and self.partial_gradients:
             gradients = self.state.gradients()
-            sum_over_sequence([gradients[name] for name in self.norms], self.spread.tp)
-        self.inside.note_gradients()
+            reduce_partial_gradients([gradients[name] for name in self.partial_gradients], self.spread.tp)
+        self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
 
@@ -114,7 +117,7 @@ class ShardedReplica:
         rate = self.state.optimising.rate(step)
         skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0 or not math.isfinite(rate)
         norm = None
-        self.inside.before_step()
+        self.step_statistics.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
             most = self.state.optimising.max_grad_norm
@@ -123,13 +126,13 @@ class ShardedReplica:
             torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
             self.state.step(gradients, rate)
             self.moving.apply()
-        self.inside.after_step(vote.num_tokens)
+        self.step_statistics.after_step(vote.num_tokens)
         self.state.drop_gradients()
         return Applied(self.state.lr(rate), norm, skipped)
 
     def statistics(self) -> StatisticsReport | None:
         """Of the step just applied, if they are due; see `Statistics`."""
-        return self.inside.told()
+        return self.step_statistics.report()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that nobody has seen the vote of."""
@@ -137,13 +140,13 @@ class ShardedReplica:
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
         """Loss and metrics of the held-out split; see `pipelines.training.passes.evaluation`."""
-        self.interruptible.interrupt = interrupt
+        self.interrupt_hooks.interrupt = interrupt
         self.sharded.gather(interrupt)
         return evaluate(
             self.passes,
             self.workload,
             self.settings,
-            self.share,
+            self.data_shard,
             self.spread,
             self.groups,
             interrupt,
@@ -160,7 +163,7 @@ class ShardedReplica:
             return self.workload.feed(self.workload.empty(full_size), device, spread, PADDING)
         seed = microbatch_seed(self.settings.seed, step, microbatch)
         seed_device(device, seed)
-        batch = self.workload.read(self.samples[microbatch], interrupt=self.interruptible.interrupt)
+        batch = self.workload.read(self.samples[microbatch], interrupt=self.interrupt_hooks.interrupt)
         return self.workload.feed(batch, device, spread, seed)
 
     def _drawn(
@@ -169,8 +172,8 @@ class ShardedReplica:
         """The samples of each of this rank's microbatches; recorded, if that is wished."""
         settings = self.settings
         own = [microbatch for microbatch in rounds if microbatch is not None]
-        ids = [one for each in own for one in ids_of(settings, step, each, skipped_batches)]
-        if settings.record_samples and self.spread.is_first_reader:
+        ids = [one for each in own for one in microbatch_sample_ids(settings, step, each, skipped_batches)]
+        if settings.record_samples and self.spread.records_samples:
             generation = self.groups.assignment.generation
             append_samples(settings.record_samples, step, generation, self.groups.world_rank, ids)
         samples = samples_of(settings.seed, ids, self.workload.num_samples)

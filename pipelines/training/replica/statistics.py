@@ -17,7 +17,7 @@ from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups
 from pipelines.settings import TrainSettings
 from pipelines.training.replica.local_state import LocalState
-from pipelines.training.sharding.sharded import local_part
+from pipelines.training.sharding.sharded import local_tensor
 from pipelines.training.workload.state import build_on_meta
 from pipelines.training.workload.workload import Workload
 
@@ -25,7 +25,7 @@ GRADIENT, PARAMETER, UPDATE, SUM, SQUARES, COUNT, ZEROS, NONFINITE = range(8)
 """What is added up for each group: squared norms, then of the outputs of its block."""
 
 StatisticsReport = dict[str, dict[str, float | None]]
-"""By group the numbers that `Statistics.told` names; None for what is not there or not finite."""
+"""By group the numbers that `Statistics.numbers` names; None for what is not there or not finite."""
 
 
 class Statistics:
@@ -83,7 +83,7 @@ class Statistics:
         self._add(UPDATE, {name: shard - before[name] for name, shard in shards.items()})
         del self._before
 
-    def told(self) -> StatisticsReport | None:
+    def report(self) -> StatisticsReport | None:
         """The numbers of the whole model for the step just taken, the same on all ranks; None if
         it was not due. One collective."""
         if not self._due:
@@ -91,9 +91,9 @@ class Statistics:
         self._due = 0
         wait_for(self._groups.world.allreduce([self._sums]))
         rows = zip(self.names, self._sums.tolist(), strict=True)
-        return {name: _told(row, self._num_tokens) for name, row in rows}
+        return {name: _row_report(row, self._num_tokens) for name, row in rows}
 
-    def _see(self, group: int, output: Any) -> None:
+    def _add_output(self, group: int, output: Any) -> None:
         """A block has been run forward; a schedule takes microbatches in their order."""
         if not self._due or not self._is_forward:
             return
@@ -104,7 +104,7 @@ class Statistics:
             return
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return
-        values = local_part(first.detach())
+        values = local_tensor(first.detach())
         finite = torch.isfinite(values)
         known = torch.where(finite, values, 0)
         squares = known.to(torch.promote_types(known.dtype, torch.float32)).square()
@@ -126,7 +126,7 @@ class _Hook:
         self._statistics, self._group = statistics, group
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._statistics._see(self._group, output)
+        self._statistics._add_output(self._group, output)
 
 
 def group_names(module: nn.Module, workload: Workload) -> list[str]:
@@ -144,23 +144,23 @@ def group_of(names: Sequence[str], parameter: str) -> int | None:
     return names.index(max(found, key=len)) if found else None
 
 
-def _told(row: Sequence[float], num_tokens: int) -> dict[str, float | None]:
+def _row_report(row: Sequence[float], num_tokens: int) -> dict[str, float | None]:
     count = row[COUNT]
     parameter, update = _root(row[PARAMETER]), _root(row[UPDATE])
-    told = {
+    numbers = {
         "grad_norm": _root(row[GRADIENT], num_tokens),
         "param_norm": parameter,
         "update_norm": update,
         "update_ratio": update / parameter if parameter and update is not None else None,
     }
     if count:
-        told |= {
+        numbers |= {
             "activation_mean": _finite(row[SUM] / count),
             "activation_rms": _root(row[SQUARES] / count),
             "activation_zeros": row[ZEROS] / count,
             "activation_nonfinite": row[NONFINITE] / count,
         }
-    return told
+    return numbers
 
 
 def _root(square: float, divisor: int = 1) -> float | None:

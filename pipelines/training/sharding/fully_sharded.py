@@ -19,10 +19,10 @@ from actors.runtime.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.models.experts import Experts
 from pipelines.training.sharding.sharded import (
-    as_part,
+    as_distributed,
     assign,
-    local_part,
-    num_replicas,
+    count_copies,
+    local_tensor,
     storage_bytes,
 )
 from pipelines.training.workload.workload import Workload
@@ -52,16 +52,16 @@ class FullySharded:
         self._read()
 
     def shards(self) -> dict[str, Tensor]:
-        return {name: local_part(value) for name, value in self.parameters.items()}
+        return {name: local_tensor(value) for name, value in self.parameters.items()}
 
     def num_copies(self) -> dict[str, int]:
-        return {name: num_replicas(value) for name, value in self.parameters.items()}
+        return {name: count_copies(value) for name, value in self.parameters.items()}
 
     def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
         """Uncopied but for parameters that do not divide evenly, which FSDP pads, and for shards
         that are parts of wholes, as those of stages 1 and 2 are: nobody needs the wholes here."""
         parts = {
-            name: as_part(_alone(shard), self.parameters[name]) for name, shard in shards.items()
+            name: as_distributed(_alone(shard), self.parameters[name]) for name, shard in shards.items()
         }
         if self.offload:
             parts = {name: part.cpu() for name, part in parts.items()}
@@ -90,7 +90,7 @@ class FullySharded:
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         return {
-            name: local_part(parameter.grad)
+            name: local_tensor(parameter.grad)
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
@@ -99,18 +99,18 @@ class FullySharded:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """FSDP gathers anew."""
 
     def release(self) -> None:
         for module in self._parts():
             module.reshard()
 
-    def kept(self) -> Iterable[Tensor]:
+    def resident_tensors(self) -> Iterable[Tensor]:
         return self.shards().values()
 
     def gradient_bytes(self) -> int:
-        return storage_bytes(self.kept(), self.device)
+        return storage_bytes(self.resident_tensors(), self.device)
 
     def _shard(
         self, module: nn.Module, workload: Workload, groups: Groups, settings: TrainSettings

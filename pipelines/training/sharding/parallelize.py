@@ -16,15 +16,15 @@ from actors.runtime.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.fully_sharded import FullySharded
 from pipelines.training.sharding.sharded import Sharded, bring_constants
-from pipelines.training.sharding.zero import PartlySharded
-from pipelines.training.tensor.tensor_parallel import cut_modules
-from pipelines.training.tensor.unsharded_hidden import cut_parameters
+from pipelines.training.sharding.zero import ZeroSharded
+from pipelines.training.tensor.tensor_parallel import parallelize_modules
+from pipelines.training.tensor.unsharded_hidden import parallelize_parameters
 from pipelines.training.workload.spread import Spread
 from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import Workload
 
 
-def parallelise(
+def parallelize(
     modules: Sequence[nn.Module],
     workload: Workload,
     groups: Groups,
@@ -39,38 +39,38 @@ def parallelise(
         if spread.tp is not None:
             shape = workload.shape()
             if shape.sequence_parallel:
-                cut_modules(module, shape, spread.tp, spread.num_held)
+                parallelize_modules(module, shape, spread.tp, spread.num_held)
             else:
-                cut_parameters(module, shape, spread.tp)
+                parallelize_parameters(module, shape, spread.tp)
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
-    fully = groups.layout.zero == 3 and not _has_wholes(groups)
-    shards = FullySharded if fully else PartlySharded
+    fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
+    shards = FullySharded if fully else ZeroSharded
     return shards(modules, workload, groups, settings)
 
 
-def _has_wholes(groups: Groups) -> bool:
+def _has_full_parameters(groups: Groups) -> bool:
     """Whether nothing of this rank's parameters is divided among data ranks."""
     return all(mesh["fsdp"].size() == 1 for mesh in (groups.mesh, groups.experts or groups.mesh))
 
 
-NOTICED_S = 0.001
+CHECK_INTERVAL_S = 0.001
 """An abort is noticed in time if looked for as often. A hook in backward is dear: as a small
 operation, for each block of each microbatch."""
 
 
-class Interruptible:
+class InterruptHooks:
     """Hooks that let an abort be noticed within one block, in forward and in backward.
 
     `interrupt` is the callable of the computation under way; it raises if the generation is
     being aborted. The hooks run before a block's own collectives. Where the host computes itself,
-    blocks of which several take no longer than `NOTICED_S` in forward have one in backward.
+    blocks of which several take no longer than `CHECK_INTERVAL_S` in forward have one in backward.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
-        self.interrupt: Interrupt = _go_on
+        self.interrupt: Interrupt = _never
         self._on_host = device.type == "cpu"
-        self._hooked = -inf
+        self._last_hook_s = -inf
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward, prepend=True)
             block.register_forward_hook(self._after_forward, prepend=True)
@@ -80,18 +80,18 @@ class Interruptible:
 
     def _after_forward(self, block: nn.Module, inputs: Any, output: Any) -> None:
         now = time.perf_counter()
-        if self._on_host and now - self._hooked < NOTICED_S:
+        if self._on_host and now - self._last_hook_s < CHECK_INTERVAL_S:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._before_backward)
-                self._hooked = now
+                self._last_hook_s = now
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()
 
 
-def _go_on() -> None:
+def _never() -> None:
     """Nobody has asked to stop."""
 
 

@@ -44,13 +44,13 @@ class Sharded(Protocol):
 
     def drop_gradients(self) -> None: ...
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         """The shards have other values now."""
 
     def release(self) -> None:
         """Let go of what was gathered; after an evaluation nothing else does that."""
 
-    def kept(self) -> Iterable[Tensor]:
+    def resident_tensors(self) -> Iterable[Tensor]:
         """What is held of parameters at rest, between two steps."""
 
     def gradient_bytes(self) -> int:
@@ -87,7 +87,7 @@ def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def num_replicas(parameter: Tensor) -> int:
+def count_copies(parameter: Tensor) -> int:
     """Over how many ranks of its own mesh a parameter is replicated."""
     if not isinstance(parameter, DTensor):
         return 1
@@ -102,7 +102,7 @@ def on_host(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def as_part(local: Tensor, like: Tensor) -> Tensor:
+def as_distributed(local: Tensor, like: Tensor) -> Tensor:
     """A local tensor as the distributed one that `like` is, or as it is."""
     if not isinstance(like, DTensor):
         return local
@@ -117,6 +117,6 @@ def as_part(local: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def local_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """The part of a tensor that lies on this rank, outside of autograd."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
