@@ -25,7 +25,7 @@ class KeyedDropout(nn.Module):
         self.number = number
 
     def forward(self, hidden: Tensor, seed: int | None) -> Tensor:
-        """Apply dropout to hidden states (batch, length, dim); without a seed they are unchanged."""
+        """Apply dropout to hidden states (batch, length, dim), if there is a seed."""
         if seed is None or not self.probability:
             return hidden
         generator = torch.Generator(hidden.device).manual_seed(mixed(seed ^ self.number << 48) >> 1)

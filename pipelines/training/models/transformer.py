@@ -100,10 +100,10 @@ class TransformerBlock(nn.Module):
         hidden = hidden + self.attention_dropout(attended, frame.seed)
         normed = self.feed_forward_norm(hidden)
         if isinstance(self.feed_forward, MixtureOfExperts):
-            fed = self.feed_forward(normed, counted=not frame.is_padding)
+            output = self.feed_forward(normed, counted=not frame.is_padding)
         else:
-            fed = self.feed_forward(normed)
-        return hidden + self.feed_forward_dropout(fed, frame.seed)
+            output = self.feed_forward(normed)
+        return hidden + self.feed_forward_dropout(output, frame.seed)
 
 
 class Attention(nn.Module):

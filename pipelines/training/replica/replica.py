@@ -1,4 +1,4 @@
-"""One rank's part of a module and its optimizer, under one assignment."""
+"""The replica of one rank: its modules and optimizer under one assignment."""
 
 from __future__ import annotations
 
@@ -64,14 +64,17 @@ class ShardedReplica:
         self.passes = self._passes(stages)
         self.samples: Mapping[int, Sequence[int]] = {}
         self.step_statistics = Statistics(workload, settings, groups, self.state)
-        self.partial_gradients = partial_gradient_names(self.state.shards, workload.shape(), self.spread)
+        self.partial_gradients = partial_gradient_names(
+            self.state.shards, workload.shape(), self.spread
+        )
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
         groups, settings = self.groups, self.settings
         if groups.layout.pp > 1:
-            of = (self.workload, stages, self.sharded, groups, self.spread, settings)
-            own = isinstance(self.workload, CustomWorkload)
-            return CustomPipelined(*of, moving=self.moving) if own else Pipelined(*of)
+            args = (self.workload, stages, self.sharded, groups, self.spread, settings)
+            if isinstance(self.workload, CustomWorkload):
+                return CustomPipelined(*args, moving=self.moving)
+            return Pipelined(*args)
         return OneByOne(self.workload, self.sharded, self.spread, self.moving)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
@@ -80,14 +83,17 @@ class ShardedReplica:
         self.moving.keep(self.state.buffers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The local state by logical name, sharing memory with what is trained."""
+        """The live local state by logical name, which shares memory with the modules."""
         return self.state.tensors()
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> Tensor:
-        """Forward, backward and reduction of this rank's microbatches: float64 `(loss sum, token
-        count, squared norm of the local gradients, each divided by its copies)`, shape (3,)."""
+        """Run forward, backward and gradient reduction of this rank's microbatches.
+
+        Returns float64 `(loss sum, token count, squared norm of the local gradients, each divided
+        by its number of copies)`, shape (3,).
+        """
         self.interrupt_hooks.interrupt = interrupt
         rounds = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         self.samples = self._drawn(step, rounds, skipped_batches)
@@ -97,31 +103,34 @@ class ShardedReplica:
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
         self.sharded.gather(interrupt)
-        found = self.passes.train(feds, len(rounds))
-        if self.spread.counts_loss and found:
-            for place, several in enumerate(zip(*found, strict=True)):
-                sums[place] = torch.stack(several).double().sum()
+        results = self.passes.train(feds, len(rounds))
+        if self.spread.counts_loss and results:
+            for index, values in enumerate(zip(*results, strict=True)):
+                sums[index] = torch.stack(values).double().sum()
         self.sharded.reduce(interrupt)
         self.moving.reduce()
         if self.spread.tp is not None and self.partial_gradients:
             gradients = self.state.gradients()
-            reduce_partial_gradients([gradients[name] for name in self.partial_gradients], self.spread.tp)
+            partial = [gradients[name] for name in self.partial_gradients]
+            reduce_partial_gradients(partial, self.spread.tp)
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
 
     def apply(self, step: int, vote: Vote) -> Applied:
-        """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu
-        et al., 2013) and step the optimizer: local, without any collective. Parameters stay as
-        they are if anyone's gradients are not finite."""
+        """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu et
+        al., 2013) and step the optimizer, without any collective.
+
+        If the gradients of any rank are not finite, parameters do not change.
+        """
         rate = self.state.optimising.rate(step)
         skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0 or not math.isfinite(rate)
         norm = None
         self.step_statistics.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
-            most = self.state.optimising.max_grad_norm
-            clip = 1.0 if most is None else min(1.0, most / (norm + NORM_EPS))
+            max_norm = self.state.optimising.max_grad_norm
+            clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_EPS))
             gradients = self.state.gradients()
             torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
             self.state.step(gradients, rate)
@@ -131,15 +140,15 @@ class ShardedReplica:
         return Applied(self.state.lr(rate), norm, skipped)
 
     def statistics(self) -> StatisticsReport | None:
-        """Of the step just applied, if they are due; see `Statistics`."""
+        """The statistics of the step just applied, if they are due; see `Statistics`."""
         return self.step_statistics.report()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step that nobody has seen the vote of."""
+        """Drop the gradients of a step whose vote no worker has seen."""
         self.state.drop_gradients()
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
-        """Loss and metrics of the held-out split; see `pipelines.training.passes.evaluation`."""
+        """The loss and metrics of the held-out split; see `passes.evaluation`."""
         self.interrupt_hooks.interrupt = interrupt
         self.sharded.gather(interrupt)
         return evaluate(
@@ -153,7 +162,7 @@ class ShardedReplica:
         )
 
     def state_bytes(self) -> StateBytes:
-        """What this rank holds on its device; see `LocalState.state_bytes`."""
+        """The bytes of the state on this rank's device; see `LocalState.state_bytes`."""
         return self.state.state_bytes()
 
     def _fed(self, step: int, microbatch: int | None) -> Fed:
@@ -163,19 +172,24 @@ class ShardedReplica:
             return self.workload.feed(self.workload.empty(full_size), device, spread, PADDING)
         seed = microbatch_seed(self.settings.seed, step, microbatch)
         seed_device(device, seed)
-        batch = self.workload.read(self.samples[microbatch], interrupt=self.interrupt_hooks.interrupt)
+        interrupt = self.interrupt_hooks.interrupt
+        batch = self.workload.read(self.samples[microbatch], interrupt=interrupt)
         return self.workload.feed(batch, device, spread, seed)
 
     def _drawn(
         self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
     ) -> dict[int, list[int]]:
-        """The samples of each of this rank's microbatches; recorded, if that is wished."""
+        """The samples of each of this rank's microbatches; recorded if the settings say so."""
         settings = self.settings
         own = [microbatch for microbatch in rounds if microbatch is not None]
-        ids = [one for each in own for one in microbatch_sample_ids(settings, step, each, skipped_batches)]
+        ids = [
+            sample_id
+            for microbatch in own
+            for sample_id in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
+        ]
         if settings.record_samples and self.spread.records_samples:
             generation = self.groups.assignment.generation
             append_samples(settings.record_samples, step, generation, self.groups.world_rank, ids)
         samples = samples_of(settings.seed, ids, self.workload.num_samples)
         size = settings.microbatch
-        return {each: samples[i * size : (i + 1) * size] for i, each in enumerate(own)}
+        return {m: samples[i * size : (i + 1) * size] for i, m in enumerate(own)}

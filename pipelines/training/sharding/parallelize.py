@@ -1,4 +1,4 @@
-"""Modules made parallel over the mesh: cut, sharded, checkpointed, compiled, interruptible."""
+"""Parallelization of modules over the mesh: tp, fsdp, activation checkpointing, compile, hooks."""
 
 from __future__ import annotations
 
@@ -31,9 +31,11 @@ def parallelize(
     spread: Spread,
     settings: TrainSettings,
 ) -> Sharded:
-    """Cut the modules of a rank's stages over `tp`, then shard them over `fsdp` as the layout's
-    ZeRO stage says. Parameters of which each data rank has the whole need none of what FSDP does
-    at each forward and backward."""
+    """Shard the modules of a rank's stages over `tp`, then over `fsdp` by the layout's ZeRO stage.
+
+    FSDP is not used if every data rank holds the full parameters: it would only add work to each
+    forward and backward.
+    """
     for module in modules:
         bring_constants(module, groups.device)
         if spread.tp is not None:
@@ -50,21 +52,21 @@ def parallelize(
 
 
 def _has_full_parameters(groups: Groups) -> bool:
-    """Whether nothing of this rank's parameters is divided among data ranks."""
+    """Whether none of this rank's parameters is sharded over data ranks."""
     return all(mesh["fsdp"].size() == 1 for mesh in (groups.mesh, groups.experts or groups.mesh))
 
 
 CHECK_INTERVAL_S = 0.001
-"""An abort is noticed in time if looked for as often. A hook in backward is dear: as a small
-operation, for each block of each microbatch."""
+"""The minimum time between two backward hooks. A hook costs as much as a small operation, for each
+block of each microbatch."""
 
 
 class InterruptHooks:
-    """Hooks that let an abort be noticed within one block, in forward and in backward.
+    """Hooks that detect an abort within one block, in forward and in backward.
 
-    `interrupt` is the callable of the computation under way; it raises if the generation is
-    being aborted. The hooks run before a block's own collectives. Where the host computes itself,
-    blocks of which several take no longer than `CHECK_INTERVAL_S` in forward have one in backward.
+    `interrupt` is the callable of the current computation; it raises if the generation is being
+    aborted. The hooks run before a block's own collectives. On the CPU, blocks whose forward passes
+    together take less than `CHECK_INTERVAL_S` share one backward hook.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
@@ -92,12 +94,12 @@ class InterruptHooks:
 
 
 def _never() -> None:
-    """Nobody has asked to stop."""
+    """The `interrupt` that never raises."""
 
 
 def _wrap_forward(block: nn.Module, settings: TrainSettings) -> None:
-    # Replacing `forward` keeps the names of the parameters, which wrapping the module would
-    # change, and leaves FSDP's hooks outside of what is compiled and recomputed.
+    # Replacing `forward` keeps the parameter names, which wrapping the module would change, and
+    # keeps FSDP's hooks outside of the compiled and recomputed code.
     forward: Callable[..., Any] = block.forward
     if settings.compile:
         forward = torch.compile(forward)
