@@ -99,10 +99,10 @@ class _SavingReplica(ShardedReplica):
         return super().compute(step, interrupt, skipped_batches)
 
     def _parts(self) -> dict[str, Part]:
-        groups, held = self._groups_of_run, self.tensors()
+        groups, tensors = self._groups_of_run, self.tensors()
         parts = {}
         for spec in self._specs:
             region = region_of(spec, groups.layout, groups.place)
             if region is not None:
-                parts[spec.name] = Part.of(held[spec.name], region, spec.shape)
+                parts[spec.name] = Part.of(tensors[spec.name], region, spec.shape)
         return parts

@@ -128,7 +128,7 @@ def main() -> int:
             row, more = measure(where, parent, folder)
             rows.append(row)
             musts += more
-        held = child("memory", str(Path(name) / "memory"), str(options.memory_steps))
+        memory = child("memory", str(Path(name) / "memory"), str(options.memory_steps))
     columns = ["", "heard", "running", "status"]
     show_table(f"a run of {options.steps:,} steps, one a second", columns, rows)
     facts = [
@@ -136,14 +136,14 @@ def main() -> int:
         ["metrics, bytes a step", f"{sizes[1]:.0f}"],
         ["segments on S3 after compaction", f"{num_segments:,}"],
         ["written in, copied in", f"{written_s:.0f} s, {copied_s:.0f} s"],
-        ["a step through the shell", f"{held['step_us']:.0f} us"],
-        ["blocks of memory a step", f"{held['blocks_per_step']:.5f}"],
-        ["resident bytes a step", f"{held['bytes_per_step']:.2f}"],
+        ["a step through the shell", f"{memory['step_us']:.0f} us"],
+        ["blocks of memory a step", f"{memory['blocks_per_step']:.5f}"],
+        ["resident bytes a step", f"{memory['bytes_per_step']:.2f}"],
     ]
     show_table("what it costs", ["", "measured"], facts)
     musts += [
-        Must("controller memory, blocks a step", held["blocks_per_step"], 0.001, ""),
-        Must("controller memory, resident bytes a step", held["bytes_per_step"], 2.0, "bytes"),
+        Must("controller memory, blocks a step", memory["blocks_per_step"], 0.001, ""),
+        Must("controller memory, resident bytes a step", memory["bytes_per_step"], 2.0, "bytes"),
     ]
     return conclude(musts, options.check)
 

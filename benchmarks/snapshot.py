@@ -211,16 +211,16 @@ def main() -> int:
     for source, (layout, changes) in kinds.items():
         console.print(f"measuring recovery: {source} ...")
         times[source] = measure_recovery(layout, source, changes, options.kills)
-    medians = {kind: median(r.seconds for r in found) for kind, found in times.items()}
+    medians = {kind: median(r.seconds for r in recoveries) for kind, recoveries in times.items()}
     rows = [
         [
             kind,
             kinds[kind][0],
             f"{medians[kind]:.2f}",
-            " ".join(f"{r.seconds:.2f}" for r in found),
-            str(max(r.num_redone for r in found)),
+            " ".join(f"{r.seconds:.2f}" for r in recoveries),
+            str(max(r.num_redone for r in recoveries)),
         ]
-        for kind, found in times.items()
+        for kind, recoveries in times.items()
     ]
     columns = ("state from", "layout", "median s", "each s", "steps redone (most)")
     show_table("SIGKILL to the next newly committed step, mlp", columns, rows)

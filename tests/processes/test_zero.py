@@ -96,12 +96,12 @@ class MeasuredReplica(ShardedReplica):
 
     between_bytes = 0
 
-    def _fed(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
         own = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         if len(own) > 1 and microbatch in (own[0], own[-1]):
             sign = -1 if microbatch == own[0] else 1
             self.between_bytes += sign * bytes_of_all_tensors()
-        return super()._fed(step, microbatch)
+        return super()._feed_microbatch(step, microbatch)
 
 
 def bytes_of_all_tensors() -> int:

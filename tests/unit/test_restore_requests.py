@@ -165,7 +165,7 @@ def test_pieces_that_lie_side_by_side_are_read_in_few_requests(
     tensors = {f"w{i:02}": torch.randn(256) for i in range(64)}
     storage = CountingStorage(tmp_path)
     written = write_part(storage, "part", {name: (region, t) for name, t in tensors.items()})
-    opened = part_file.PartFile(storage, PartFile("part", *astuple(written)))
+    opened = part_file.PartFileReader(storage, PartFile("part", *astuple(written)))
     for wanted, num_requests in ((sorted(tensors), 4), (["w00", "w01", "w63"], 2)):
         storage.reads.clear()
         read = {name: torch.empty(256) for name in wanted}

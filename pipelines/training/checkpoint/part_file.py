@@ -158,7 +158,7 @@ class PartFileReader:
     def drop_buffers(self) -> None:
         """Release all bytes that were read."""
         self._first = self._last = 0
-        self._held = self._prefetched = memoryview(b"")
+        self._data_bytes = self._prefetched = memoryview(b"")
         self._runs: list[tuple[int, int]] = []
 
     def _rows(self, piece: FilePiece, first: int, num_rows: int) -> memoryview:
@@ -170,17 +170,17 @@ class PartFileReader:
         size = self._block_bytes
         first, last = begin // size, ceil(end / size)
         if not self._first <= first <= last <= self._last:
-            most = first + max(1, WINDOW_BYTES // size)
-            ends = (min(end, most) for begin, end in self._runs if begin <= first < end)
+            window_end = first + max(1, WINDOW_BYTES // size)
+            ends = (min(end, window_end) for begin, end in self._runs if begin <= first < end)
             last = max([last, *ends])
-            held = self._data(first * size, min(last * size, self._end - self._begin))
-            for index, block in enumerate(_cut(held, size), first):
+            data = self._data(first * size, min(last * size, self._end - self._begin))
+            for index, block in enumerate(_cut(data, size), first):
                 if crc32(block) != self._checksums[index]:
                     offset = self._begin + index * size
                     raise self._damaged(f"checksum mismatch in the block at byte {offset}")
-            self._first, self._last, self._held = first, last, held
+            self._first, self._last, self._data_bytes = first, last, data
         offset = begin - self._first * size
-        return self._held[offset : offset + end - begin]
+        return self._data_bytes[offset : offset + end - begin]
 
     def _data(self, begin: int, end: int) -> memoryview:
         """Bytes of the data section, from memory if they were prefetched."""

@@ -58,8 +58,8 @@ class LanguageModelWorkload(NextToken):
         interrupt: Callable[[], None] = nothing,
     ) -> Tensor:
         std = initial_std(name, self.settings)
-        drawn = Constant(1.0) if len(shape) == 1 else Normal(0.0, std)
-        return draw(drawn, name, seed, shape, region, interrupt)
+        distribution = Constant(1.0) if len(shape) == 1 else Normal(0.0, std)
+        return draw(distribution, name, seed, shape, region, interrupt)
 
     def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
         keywords = {"seeds": torch.full(batch.tokens.shape[:1], seed)}

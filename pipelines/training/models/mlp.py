@@ -89,8 +89,8 @@ class MlpWorkload:
         seed: int,
         interrupt: Callable[[], None] = nothing,
     ) -> Tensor:
-        drawn = Constant(0.0) if len(shape) == 1 else kaiming_uniform(shape[1])
-        return draw(drawn, name, seed, shape, region, interrupt)
+        distribution = Constant(0.0) if len(shape) == 1 else kaiming_uniform(shape[1])
+        return draw(distribution, name, seed, shape, region, interrupt)
 
     def reach(self) -> None:
         """The samples are generated locally."""
@@ -125,8 +125,8 @@ class MlpWorkload:
 
     def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
         """The squared error, averaged over the outputs of a sample, summed over samples."""
-        known = torch.where(targets.isnan(), output.detach(), targets)
-        return functional.mse_loss(output, known, reduction="sum") / targets.shape[1]
+        targets_or_output = torch.where(targets.isnan(), output.detach(), targets)
+        return functional.mse_loss(output, targets_or_output, reduction="sum") / targets.shape[1]
 
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
         shape = (num_samples, self.settings.dims[layer])

@@ -35,7 +35,7 @@ def evaluate(
     starts = range(0, num_samples, settings.microbatch)
     rounds = data_shard.rounds(len(starts), passes.num_rounds)
 
-    def fed(microbatch: int | None) -> Fed:
+    def feed_microbatch(microbatch: int | None) -> Fed:
         first = starts[microbatch] if microbatch is not None else num_samples
         samples = range(first, min(first + settings.microbatch, num_samples))
         batches = [workload.read(samples, held_out=True, interrupt=interrupt)] if samples else []
@@ -45,7 +45,7 @@ def evaluate(
         batches = batches or [workload.empty(held_out=True)]
         return concatenate([workload.feed(b, groups.device, spread, PADDING) for b in batches])
 
-    summed = passes.evaluate((fed(microbatch) for microbatch in rounds), len(rounds))
+    summed = passes.evaluate((feed_microbatch(microbatch) for microbatch in rounds), len(rounds))
     size = (1 + len(workload.metrics), 2, len(starts))
     sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
     for microbatch, kinds in zip(rounds, summed, strict=False):

@@ -21,16 +21,16 @@ class BufferGroup:
     """Buffers of one dtype, contiguous in memory, so that a pass costs a few operations for any
     number of buffers."""
 
-    def __init__(self, kept: Mapping[str, Tensor]) -> None:
-        self.before = torch.cat([value.detach().flatten() for value in kept.values()])
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self.before = torch.cat([value.detach().flatten() for value in buffers.values()])
         self.updated = torch.empty_like(self.before)
         self.sums = torch.zeros_like(self.before, dtype=torch.float64)
-        parts = self.updated.split([value.numel() for value in kept.values()])
+        parts = self.updated.split([value.numel() for value in buffers.values()])
         # `data`: views share a version counter, so a change of one buffer would invalidate what
         # autograd saved of another.
         self.copies = {
             name: part.view_as(value).data
-            for (name, value), part in zip(kept.items(), parts, strict=True)
+            for (name, value), part in zip(buffers.items(), parts, strict=True)
         }
 
     def updated_with(self, replaced: Mapping[str, Tensor]) -> Tensor:
@@ -56,28 +56,28 @@ class MovingBuffers:
         """Take the modules, and the ranks over which the results of the passes are summed."""
         self.modules = modules
         self.ranks = ranks
-        self.kept: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
         self.moving: list[str] | None = None
         """The names of the buffers that passes update; None before the first step shows it."""
-        self._places: dict[str, tuple[dict[str, Tensor | None], str]] = {}
+        self._owners: dict[str, tuple[dict[str, Tensor | None], str]] = {}
 
     def keep(self, buffers: Mapping[str, Tensor]) -> None:
         """Take the modules' buffers that are part of the state; only `apply` changes them."""
-        self.kept = dict(buffers)
+        self.buffers = dict(buffers)
         self.moving = None if buffers else []
         for name in buffers:
             owner, _, key = name.rpartition(".")
             holders = (module for module in self.modules if _has(module, owner, key))
-            self._places[name] = (next(holders).get_submodule(owner)._buffers, key)
+            self._owners[name] = (next(holders).get_submodule(owner)._buffers, key)
 
     @torch.no_grad()
     def begin(self) -> None:
         """Install copies before the passes of a step, for the passes to update."""
-        names = list(self.kept) if self.moving is None else self.moving
+        names = list(self.buffers) if self.moving is None else self.moving
         by_dtype: dict[torch.dtype, dict[str, Tensor]] = {}
         for name in names:
-            by_dtype.setdefault(self.kept[name].dtype, {})[name] = self.kept[name]
-        self._groups = [BufferGroup(kept) for kept in by_dtype.values()]
+            by_dtype.setdefault(self.buffers[name].dtype, {})[name] = self.buffers[name]
+        self._groups = [BufferGroup(buffers) for buffers in by_dtype.values()]
         self._copies = {name: copy for group in self._groups for name, copy in group.copies.items()}
         self._num_passes = torch.zeros((), dtype=torch.float64)
         self._changed = dict.fromkeys(names, False)
@@ -114,7 +114,7 @@ class MovingBuffers:
         for name, copy in self._copies.items() if self.moving is None else ():
             # Compare values: BatchNorm bypasses autograd's version counter.
             value = replaced.get(name, copy)
-            self._changed[name] = self._changed[name] or not torch.equal(value, self.kept[name])
+            self._changed[name] = self._changed[name] or not torch.equal(value, self.buffers[name])
         if is_last and self.moving:
             self._begin_sum(self.moving)
 
@@ -124,7 +124,7 @@ class MovingBuffers:
 
         In the first step another collective finds out which buffers change.
         """
-        self._install(self.kept)  # not earlier: a backward that recomputes updates buffers, too
+        self._install(self.buffers)  # not earlier: a backward that recomputes updates buffers, too
         if self.moving is None:
             flags = torch.tensor([float(changed) for changed in self._changed.values()])
             flags = flags.to(self._num_passes.device)
@@ -138,7 +138,7 @@ class MovingBuffers:
         (work, [num_passes, *sums]), self._pending = self._pending, None
         wait_for(work)
         self._means = {
-            name: total.view_as(self.kept[name]) / num_passes.squeeze()
+            name: total.view_as(self.buffers[name]) / num_passes.squeeze()
             for name, total in zip(self.moving, sums, strict=True)
         }
 
@@ -146,8 +146,8 @@ class MovingBuffers:
     def apply(self) -> None:
         """Set the buffers to the mean of the microbatches' results."""
         for name, mean in self._means.items():
-            kept = self.kept[name]
-            kept.copy_(mean if kept.is_floating_point() else mean.round())
+            buffer = self.buffers[name]
+            buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self._means = {}
 
     def _begin_sum(self, names: Sequence[str]) -> None:
@@ -161,16 +161,16 @@ class MovingBuffers:
 
     def _install(self, buffers: Mapping[str, Tensor]) -> None:
         for name, value in buffers.items():
-            place, key = self._places[name]
-            place[key] = value
+            holder, key = self._owners[name]
+            holder[key] = value
 
     def _replaced(self) -> dict[str, Tensor]:
         """The tensors with which a forward pass replaced copies; the copies stay unchanged for its
         backward."""
         replaced = {}
         for name, copy in self._copies.items():
-            place, key = self._places[name]
-            value = place[key]
+            holder, key = self._owners[name]
+            value = holder[key]
             if value is not copy:
                 assert value is not None, f"buffer {name}: the forward pass has removed it"
                 replaced[name] = value

@@ -41,9 +41,9 @@ def build_stages(
     return stages
 
 
-def _remove_other_layers(module: nn.Module, shape: ModelShape, kept: range) -> None:
+def _remove_other_layers(module: nn.Module, shape: ModelShape, kept_layers: range) -> None:
     for number, layer in enumerate(shape.layers):
-        for name in layer.modules if number not in kept else ():
+        for name in layer.modules if number not in kept_layers else ():
             owner, _, child = name.rpartition(".")
             holder = module.get_submodule(owner)
             if isinstance(holder, nn.ModuleDict):

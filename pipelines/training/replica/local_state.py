@@ -31,20 +31,20 @@ class LocalState:
         self._read_modules()
         num_dims = {name: shard.ndim for name, shard in self._trained().items()}
         templates = state_templates(optimising, num_dims, stored_dtype(settings))
-        kept = {
+        optimizer_state = {
             name: {key: _like(self.shards[name], value) for key, value in template.items()}
             for name, template in templates.items()
         }
-        self.optimizer = LocalOptimizer(optimising, self._trained(), kept)
+        self.optimizer = LocalOptimizer(optimising, self._trained(), optimizer_state)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live state without the gradients."""
-        kept = {
+        optimizer_state = {
             optimizer_name(name, key): value
             for name, state in self.optimizer.state().items()
             for key, value in state.items()
         }
-        return self.shards | self.buffers | kept
+        return self.shards | self.buffers | optimizer_state
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these tensors the state, without copies where the sharding allows it.
@@ -52,20 +52,23 @@ class LocalState:
         A tensor without elements may be omitted. Raises `ValueError` for a tensor that is missing
         or has a shape or dtype other than the shard's.
         """
-        given = {name: _given(tensors, name, expected) for name, expected in self.tensors().items()}
-        kept = {
-            name: {key: given[optimizer_name(name, key)] for key in state}
+        checked = {
+            name: _checked_tensor(tensors, name, expected)
+            for name, expected in self.tensors().items()
+        }
+        optimizer_state = {
+            name: {key: checked[optimizer_name(name, key)] for key in state}
             for name, state in self.optimizer.state().items()
         }
         self.sharded.adopt(
-            {name: given[name] for name in self.shards},
-            {name: given[name] for name in self.buffers},
+            {name: checked[name] for name in self.shards},
+            {name: checked[name] for name in self.buffers},
         )
         self._read_modules()
-        for name, state in kept.items():
+        for name, state in optimizer_state.items():
             device = self.shards[name].device
-            kept[name] = {key: value.to(device) for key, value in state.items()}
-        self.optimizer = LocalOptimizer(self.optimising, self._trained(), kept)
+            optimizer_state[name] = {key: value.to(device) for key, value in state.items()}
+        self.optimizer = LocalOptimizer(self.optimising, self._trained(), optimizer_state)
 
     def gradients(self) -> dict[str, Tensor]:
         """The local shards of the reduced gradients, without parameters that have none."""
@@ -102,14 +105,16 @@ class LocalState:
 
         Gradients exist only between compute and apply; at other times this is their expected size.
         """
-        kept = [value for state in self.optimizer.state().values() for value in state.values()]
+        optimizer_state = [
+            value for state in self.optimizer.state().values() for value in state.values()
+        ]
         gradients = self.gradients()
         return StateBytes(
             param_bytes=storage_bytes(self.sharded.resident_tensors(), self.device),
             grad_bytes=storage_bytes(gradients.values(), self.device)
             if gradients
             else self.sharded.gradient_bytes(),
-            optimizer_bytes=storage_bytes(kept, self.device),
+            optimizer_bytes=storage_bytes(optimizer_state, self.device),
         )
 
     def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
@@ -136,7 +141,7 @@ class LocalState:
         }
 
 
-def _given(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor:
+def _checked_tensor(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None:
         if expected.numel():
@@ -150,5 +155,7 @@ def _given(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor
     return tensor
 
 
-def _like(shard: Tensor, kept: Tensor) -> Tensor:
-    return torch.empty(shard.shape if kept.ndim else (), dtype=kept.dtype, device=shard.device)
+def _like(shard: Tensor, template: Tensor) -> Tensor:
+    return torch.empty(
+        shard.shape if template.ndim else (), dtype=template.dtype, device=shard.device
+    )

@@ -59,8 +59,8 @@ class ShardedReplica:
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
         self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules, groups.world)
         if groups.layout.pp > 1:
-            everywhere = dict(buffers(build_on_meta(workload, settings)))
-            self.moving = StageBuffers(modules, everywhere, groups.world, groups.device)
+            all_buffers = dict(buffers(build_on_meta(workload, settings)))
+            self.moving = StageBuffers(modules, all_buffers, groups.world, groups.device)
         self.passes = self._passes(stages)
         self.samples: Mapping[int, Sequence[int]] = {}
         self.step_statistics = Statistics(workload, settings, groups, self.state)
@@ -96,10 +96,10 @@ class ShardedReplica:
         """
         self.interrupt_hooks.interrupt = interrupt
         rounds = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
-        self.samples = self._drawn(step, rounds, skipped_batches)
+        self.samples = self._draw_samples(step, rounds, skipped_batches)
         self.prefetch.start(step, skipped_batches)
         self.step_statistics.begin(step, rounds)
-        feds = (self._fed(step, microbatch) for microbatch in rounds)
+        feds = (self._feed_microbatch(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
         self.sharded.gather(interrupt)
@@ -165,7 +165,7 @@ class ShardedReplica:
         """The bytes of the state on this rank's device; see `LocalState.state_bytes`."""
         return self.state.state_bytes()
 
-    def _fed(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
         device, spread = self.groups.device, self.spread
         if microbatch is None:
             full_size = self.settings.microbatch if self.passes.needs_full_size else 0
@@ -176,7 +176,7 @@ class ShardedReplica:
         batch = self.workload.read(self.samples[microbatch], interrupt=interrupt)
         return self.workload.feed(batch, device, spread, seed)
 
-    def _drawn(
+    def _draw_samples(
         self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
     ) -> dict[int, list[int]]:
         """The samples of each of this rank's microbatches; recorded if the settings say so."""

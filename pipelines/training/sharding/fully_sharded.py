@@ -143,8 +143,8 @@ class FullySharded:
         }
 
     def _parts(self) -> Iterator[FSDPModule]:
-        every = (part for module in self.modules for part in module.modules())
-        return (part for part in every if isinstance(part, FSDPModule))
+        parts = (part for module in self.modules for part in module.modules())
+        return (part for part in parts if isinstance(part, FSDPModule))
 
 
 def _compact(shard: Tensor) -> Tensor:
@@ -157,8 +157,8 @@ def _reshards_after_forward(groups: Groups, settings: TrainSettings) -> bool:
 
     In a pipeline they stay: each microbatch would gather them again.
     """
-    several = groups.mesh["fsdp"].size() > 1
-    return settings.reshard_after_forward and several and groups.layout.pp == 1
+    is_sharded = groups.mesh["fsdp"].size() > 1
+    return settings.reshard_after_forward and is_sharded and groups.layout.pp == 1
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:

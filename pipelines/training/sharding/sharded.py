@@ -70,13 +70,13 @@ def assign(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
         first = {parameter: name for name, parameter in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
         tied = {name: first[value] for name, value in named if first[value] != name}
-        given = {name: values[name] for name in module.state_dict() if name not in tied}
+        assigned = {name: values[name] for name in module.state_dict() if name not in tied}
         for name, source in tied.items():
-            if not isinstance(given[source], nn.Parameter):
+            if not isinstance(assigned[source], nn.Parameter):
                 trained = module.get_parameter(name).requires_grad
-                given[source] = nn.Parameter(given[source], requires_grad=trained)
-            given[name] = given[source]
-        module.load_state_dict(given, assign=True)
+                assigned[source] = nn.Parameter(assigned[source], requires_grad=trained)
+            assigned[name] = assigned[source]
+        module.load_state_dict(assigned, assign=True)
 
 
 def bring_constants(module: nn.Module, device: torch.device) -> None:

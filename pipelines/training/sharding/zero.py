@@ -48,8 +48,8 @@ class ZeroSharded:
         """Take modules on the meta device: shapes without values."""
         self.modules = modules
         self.device = groups.device
-        several = groups.layout.fsdp > 1
-        self.divides_gradients = several and divides(groups.layout.zero, "gradients")
+        is_sharded = groups.layout.fsdp > 1
+        self.divides_gradients = is_sharded and divides(groups.layout.zero, "gradients")
         self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
         self.offload = settings.offload
         self.takes_each_gradient = self.divides_gradients or self.dtype is not None

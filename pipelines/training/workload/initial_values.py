@@ -63,19 +63,19 @@ class TruncatedNormal:
     """Bounds of the uniform values."""
     scale: float = 1.0
     mean: float = 0.0
-    least: float = -inf
-    most: float = inf
+    minimum: float = -inf
+    maximum: float = inf
 
     @classmethod
-    def between(cls, mean: float, std: float, least: float, most: float) -> TruncatedNormal:
+    def between(cls, mean: float, std: float, minimum: float, maximum: float) -> TruncatedNormal:
         """As `torch.nn.init.trunc_normal_`."""
         scale = std * sqrt(2.0)
-        low, high = erf((least - mean) / scale), erf((most - mean) / scale)
-        return cls(low, high, scale, mean, least, most)
+        low, high = erf((minimum - mean) / scale), erf((maximum - mean) / scale)
+        return cls(low, high, scale, mean, minimum, maximum)
 
     @property
     def is_clamped(self) -> bool:
-        return self.least > -inf or self.most < inf
+        return self.minimum > -inf or self.maximum < inf
 
 
 Distribution = Constant | Normal | Uniform | TruncatedNormal
@@ -174,7 +174,7 @@ class _Stream:
             buffer += np.float32(shift)
         if isinstance(distribution, TruncatedNormal):
             values = torch.from_numpy(buffer).erfinv_().mul_(distribution.scale)
-            values.add_(distribution.mean).clamp_(distribution.least, distribution.most)
+            values.add_(distribution.mean).clamp_(distribution.minimum, distribution.maximum)
         return buffer
 
 

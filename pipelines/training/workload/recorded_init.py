@@ -84,48 +84,54 @@ VALUE_FREE_OPTIONS = (
 """Options that do not change a tensor's values."""
 
 
-def _scaled(drawn: Distribution, factor: float) -> Distribution | None:
-    match drawn:
+def _scaled(distribution: Distribution, factor: float) -> Distribution | None:
+    match distribution:
         case Constant(value):
             return Constant(value * factor)
         case Normal(mean, std):
             return Normal(mean * factor, std * factor)
         case Uniform(low, high):
             return Uniform(low * factor, high * factor)
-        case TruncatedNormal() if not drawn.is_clamped:
-            return replace(drawn, mean=drawn.mean * factor, scale=drawn.scale * factor)
+        case TruncatedNormal() if not distribution.is_clamped:
+            return replace(
+                distribution, mean=distribution.mean * factor, scale=distribution.scale * factor
+            )
     return None
 
 
-def _shifted(drawn: Distribution, shift: float) -> Distribution | None:
-    match drawn:
+def _shifted(distribution: Distribution, shift: float) -> Distribution | None:
+    match distribution:
         case Constant(value):
             return Constant(value + shift)
         case Normal(mean, std):
             return Normal(mean + shift, std)
         case Uniform(low, high):
             return Uniform(low + shift, high + shift)
-        case TruncatedNormal() if not drawn.is_clamped:
-            return replace(drawn, mean=drawn.mean + shift)
+        case TruncatedNormal() if not distribution.is_clamped:
+            return replace(distribution, mean=distribution.mean + shift)
     return None
 
 
-def _erfinv(drawn: Distribution) -> Distribution | None:
-    return TruncatedNormal(drawn.low, drawn.high) if isinstance(drawn, Uniform) else None
+def _erfinv(distribution: Distribution) -> Distribution | None:
+    return (
+        TruncatedNormal(distribution.low, distribution.high)
+        if isinstance(distribution, Uniform)
+        else None
+    )
 
 
-def _clamped(drawn: Distribution, least: float, most: float) -> Distribution | None:
-    if not isinstance(drawn, TruncatedNormal) or drawn.is_clamped:
+def _clamped(distribution: Distribution, minimum: float, maximum: float) -> Distribution | None:
+    if not isinstance(distribution, TruncatedNormal) or distribution.is_clamped:
         return None
-    return replace(drawn, least=least, most=most)
+    return replace(distribution, minimum=minimum, maximum=maximum)
 
 
 CHANGES: dict[Any, Callable[..., Distribution | None]] = {
     aten.mul_.Tensor: _scaled,
     aten.mul_.Scalar: _scaled,
-    aten.div_.Tensor: lambda drawn, divisor: _scaled(drawn, 1.0 / divisor),
+    aten.div_.Tensor: lambda distribution, divisor: _scaled(distribution, 1.0 / divisor),
     aten.add_.Tensor: _shifted,
-    aten.sub_.Tensor: lambda drawn, shift: _shifted(drawn, -shift),
+    aten.sub_.Tensor: lambda distribution, shift: _shifted(distribution, -shift),
     aten.erfinv_.default: _erfinv,
     aten.clamp_.default: _clamped,
 }
@@ -135,7 +141,7 @@ CHANGED_COPIES: dict[Any, Callable[..., Distribution | None]] = {
     aten.div.Tensor: CHANGES[aten.div_.Tensor],
     aten.add.Tensor: _shifted,
     aten.sub.Tensor: CHANGES[aten.sub_.Tensor],
-    **{copy: lambda drawn: drawn for copy in COPIES},
+    **{copy: lambda distribution: distribution for copy in COPIES},
 }
 
 
@@ -239,9 +245,9 @@ class Recorder(TorchDispatchMode):
         self, func: Any, args: Sequence[Any], options: dict[str, Any], values: dict[str, Any]
     ) -> Tensor:
         options = {k: v for k, v in options.items() if k in VALUE_FREE_OPTIONS and k != "generator"}
-        made = aten.empty.memory_format(args[0], **options)
-        self._set_record(made, FACTORIES[func](*args[1:], **values))
-        return made
+        tensor = aten.empty.memory_format(args[0], **options)
+        self._set_record(tensor, FACTORIES[func](*args[1:], **values))
+        return tensor
 
     def _changed(
         self, func: Any, args: Sequence[Any], values: Mapping[str, Any]
@@ -272,11 +278,11 @@ class Recorder(TorchDispatchMode):
         return is_full and self._is_large(tensor.shape, options)
 
     def _set_record(
-        self, tensor: Tensor, drawn: Distribution | None, draw: int | None = None
+        self, tensor: Tensor, distribution: Distribution | None, draw: int | None = None
     ) -> None:
         self._num_draws += 1
         number = self._num_draws if draw is None else draw
-        self._records[_key(tensor)] = Record(tensor.detach(), drawn, number)
+        self._records[_key(tensor)] = Record(tensor.detach(), distribution, number)
 
     def _records_in(self, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[Record]:
         for value in tree_leaves((tuple(args), dict(options))):
@@ -298,9 +304,13 @@ class Recorder(TorchDispatchMode):
                     tensor.normal_(0.0, 1.0, generator=generator).mul_(std).add_(mean)
                 case Uniform(low, high):
                     tensor.uniform_(0.0, 1.0, generator=generator).mul_(high - low).add_(low)
-                case TruncatedNormal() as drawn:
-                    tensor.uniform_(drawn.low, drawn.high, generator=generator).erfinv_()
-                    tensor.mul_(drawn.scale).add_(drawn.mean).clamp_(drawn.least, drawn.most)
+                case TruncatedNormal() as distribution:
+                    tensor.uniform_(
+                        distribution.low, distribution.high, generator=generator
+                    ).erfinv_()
+                    tensor.mul_(distribution.scale).add_(distribution.mean).clamp_(
+                        distribution.minimum, distribution.maximum
+                    )
 
 
 def _key(tensor: Tensor) -> int:

@@ -57,8 +57,8 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     )
     for name, template in templates.items():
         parameter = parameters[name]
-        for key, kept in template.items():
-            like = parameter.to(kept.dtype) if kept.ndim else kept
+        for key, value in template.items():
+            like = parameter.to(value.dtype) if value.ndim else value
             specs.append(builder.spec(name, like, "optimizer", optimizer_name(name, key)))
     return tuple(specs)
 
@@ -115,8 +115,8 @@ class SpecBuilder:
 def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The persistent buffers of a module: those in its `state_dict`."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    kept = module.state_dict(keep_vars=True)
-    return ((name, value) for name, value in kept.items() if name not in parameters)
+    state = module.state_dict(keep_vars=True)
+    return ((name, value) for name, value in state.items() if name not in parameters)
 
 
 def initial_value(
