@@ -1,8 +1,8 @@
-"""What a step of examples/custom_model.py costs through each form, against a bare DDP loop.
+"""Benchmark of a step of examples/custom_model.py in each form, against a bare DDP loop.
 
-A recipe and a loop are measured by the step as a worker makes it: compute, vote and apply, in turns
-with the bare loop in the same processes. `ElasticTrainer` is a whole run on Ray, with all that it
-has beside its steps, in turns with torchrun.
+A recipe and a custom training loop are measured by a worker's step (compute, vote, apply), which
+alternates with the bare loop in the same processes. `ElasticTrainer` is a complete run on Ray that
+alternates with torchrun.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ def measure(num_blocks: int, num_steps: int, batch: int, microbatch: int) -> dic
         set_forkserver_preload(["api_rank"])
         job = NUM_PROCESSES, num_blocks, num_steps, batch, microbatch, Path(name)
         start_processes(run_rank, job, NUM_PROCESSES, start_method="forkserver")
-        told: dict[str, Any] = json.loads((Path(name) / "told.json").read_text())
-    return told
+        measured: dict[str, Any] = json.loads((Path(name) / "results.json").read_text())
+    return measured
 
 
 def measure_trainer(num_blocks: int, num_steps: int, batch: int, microbatch: int) -> Comparison:
-    """Fewer blocks, and longer ones: after each stop Ray has some catching up to do."""
+    """Measure `ElasticTrainer` in fewer and longer blocks, as Ray has to catch up after a stop."""
     numbers = str(batch), str(microbatch)
     script = Path(__file__).with_name("custom_trainer.py")
     with TemporaryDirectory(prefix="api-") as name:
@@ -57,17 +57,17 @@ def measure_trainer(num_blocks: int, num_steps: int, batch: int, microbatch: int
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--blocks", type=int, default=60, help="of each form")
-    arguments.add_argument("--steps", type=int, default=3, help="in a block")
-    arguments.add_argument("--batch", type=int, default=3072, help="samples a step")
-    arguments.add_argument("--microbatch", type=int, default=128, help="samples at once")
+    arguments.add_argument("--blocks", type=int, default=60, help="blocks of each form")
+    arguments.add_argument("--steps", type=int, default=3, help="steps in a block")
+    arguments.add_argument("--batch", type=int, default=3072, help="samples in a step")
+    arguments.add_argument("--microbatch", type=int, default=128, help="samples in a microbatch")
     options = arguments.parse_args()
     sizes = options.blocks, options.steps, options.batch, options.microbatch
-    told = measure(*sizes)
+    measured = measure(*sizes)
     results = {}
     for form in FORMS:
-        pairs_s = [(one[form], one["bare"]) for one in told["times_s"]]
-        losses = list(zip(told["losses"][form], told["losses"]["bare"], strict=True))
+        pairs_s = [(times_s[form], times_s["bare"]) for times_s in measured["times_s"]]
+        losses = list(zip(measured["losses"][form], measured["losses"]["bare"], strict=True))
         title = f"custom_model, {form}, dp={NUM_PROCESSES}, bare_own.py"
         results[form] = Comparison(title, pairs_s, losses)
     results["ElasticTrainer"] = measure_trainer(*sizes)

@@ -1,4 +1,4 @@
-"""One process of the benchmark of forms: each and the bare loop train side by side, in turns."""
+"""One process of `api.py`: each form and the bare loop train in alternating blocks."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def run_rank(
     microbatch: int,
     folder: Path,
 ) -> None:
-    """The first of the processes writes `told.json`: for each form the seconds that a step of it
-    and one of the bare loop took, in blocks side by side, and the losses of the first steps."""
+    """Train all forms in alternating blocks. World rank 0 writes `results.json`: the seconds of a
+    step of each form and of the bare loop by block, and the losses of the first steps."""
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the product's workers do; the bare loop has it too
+    keep_freed_memory()  # as our workers do; the bare loop has it too
     store = dist.FileStore(str(folder / "store"), num_ranks)
     options = {"world_size": num_ranks, "rank": world_rank, "timeout": TIMEOUT}
     dist.init_process_group("gloo", store=store, **options)
@@ -59,7 +59,7 @@ def run_rank(
         times_s.append({name: block(sides[name], step, num_steps) for name in names})
         step += num_steps
     if world_rank == 0:
-        (folder / "told.json").write_text(json.dumps({"times_s": times_s, "losses": losses}))
+        (folder / "results.json").write_text(json.dumps({"times_s": times_s, "losses": losses}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -78,8 +78,8 @@ def sides_of(
         model, *_ = run.prepare(model, optimizer, scheduler, loader)
         for step in run.steps(10**6, microbatches=batch // microbatch):
             with step:
-                for one in step.batches():
-                    step.backward(custom_model.loss(model, one))
+                for data in step.batches():
+                    step.backward(custom_model.loss(model, data))
 
     recipe = load(custom_model.recipe)
     changes = {"batch": batch, "microbatch": microbatch, "eval_every": 0}
@@ -88,8 +88,8 @@ def sides_of(
     assignment = Assignment(1, Layout(dp=num_ranks), members)
     groups = form_groups(assignment, world_rank, torch.device("cpu"), TIMEOUT)
     sides = {}
-    for name, given in zip(FORMS, (recipe, load(train)), strict=True):
-        program = TrainingProgram(settings.model_dump(mode="json"), device="cpu", recipe=given)
+    for name, form in zip(FORMS, (recipe, load(train)), strict=True):
+        program = TrainingProgram(settings.model_dump(mode="json"), device="cpu", recipe=form)
         sides[name] = ours(program, groups)
     bare = import_module("bare_own")
     sides["bare"] = bare.make_step(custom_model, batch // microbatch, microbatch)

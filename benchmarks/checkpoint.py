@@ -1,7 +1,8 @@
-"""What a checkpoint stops: for how long the training thread stands still for one of ours, and for a
-synchronous one of torch.distributed.checkpoint (DCP) of the same state in the same run.
+"""Benchmark of the time for which a checkpoint blocks the training thread, against DCP.
 
-byte_lm on fsdp=4 in plain processes, both to tmpfs; every fourth step ours, between them DCP's.
+The peer is a synchronous checkpoint of torch.distributed.checkpoint (DCP) of the same state in the
+same run: byte_lm on fsdp=4 in plain processes, both to tmpfs. Ours are made every fourth step,
+DCP's between them.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ STEP_TIMEOUT_S = 60.0
 
 
 def measure(num_checkpoints: int) -> tuple[ElasticRun, dict[str, list[float]]]:
-    """The run, and the stalls of ours and of DCP's: of each checkpoint and worker."""
+    """The run, and the stalls of our and of DCP's checkpoints, by checkpoint and worker."""
     with TemporaryDirectory(prefix="checkpoint-", dir=TMPFS) as name:
         folder = Path(name)
         timed = {"program": "checkpoint_program:TimedProgram", "environment": {NOTES: name}}
@@ -37,29 +38,29 @@ def measure(num_checkpoints: int) -> tuple[ElasticRun, dict[str, list[float]]]:
         stalls: dict[str, list[float]] = {"ours": [], "dcp": []}
         for file in folder.glob("stalls-*.jsonl"):
             for line in map(json.loads, file.read_text().splitlines()):
-                stalls[line["whose"]].append(line["seconds"])
+                stalls[line["kind"]].append(line["seconds"])
         return run, stalls
 
 
 def gaps(run: ElasticRun) -> dict[str, list[float]]:
-    """From one commit to the next, in seconds: after one of ours, across one of DCP's, others."""
+    """Seconds between commits: after our checkpoints, across DCP's, and without any."""
     times = {line["step"]: line["time"] for line in run.metrics}
-    found: dict[str, list[float]] = {"ours": [], "dcp": [], "plain": []}
+    gaps_s: dict[str, list[float]] = {"ours": [], "dcp": [], "plain": []}
     for step in range(WARM_UP_STEPS + EVERY, max(times)):
         kinds = {1: "ours", EVERY // 2: "dcp"}
-        found[kinds.get((step + 1) % EVERY, "plain")].append(times[step + 1] - times[step])
-    return found
+        gaps_s[kinds.get((step + 1) % EVERY, "plain")].append(times[step + 1] - times[step])
+    return gaps_s
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--checkpoints", type=int, default=25, help="of each kind")
+    arguments.add_argument("--checkpoints", type=int, default=25, help="checkpoints of each kind")
     options = arguments.parse_args()
     console.print("measuring ...")
     run, stalls = measure(options.checkpoints)
     between = gaps(run)
     step_s = median(between["plain"])
-    state_mb = run.told("RunOpened")[0]["job"]["state_bytes"] / 1e6
+    state_mb = run.lines_of("RunOpened")[0]["job"]["state_bytes"] / 1e6
     rows = [
         [
             kind,
@@ -74,13 +75,13 @@ def main() -> int:
     columns = ("checkpoint", "number", "stall ms", "longest ms", "of a step", "step longer by ms")
     title = f"byte_lm, {LAYOUT}, {state_mb:.1f} MB of state, a step of {step_s:.3f} s, to tmpfs"
     show_table(title, columns, rows)
-    times_less = median(stalls["dcp"]) / median(stalls["ours"])
-    whole = len(run.told("Checkpointed")) / (len(stalls["ours"]) / NUM_WORKERS)
+    factor = median(stalls["dcp"]) / median(stalls["ours"])
+    complete = len(run.lines_of("Checkpointed")) / (len(stalls["ours"]) / NUM_WORKERS)
     return conclude(
         [
-            Must("stall, DCP against ours", times_less, 20.0, "times", at_least=True),
+            Must("stall, DCP against ours", factor, 20.0, "times", at_least=True),
             Must("stall of ours, of a step", median(stalls["ours"]) / step_s, 0.05, ""),
-            Must("of ours that became whole", whole, 0.9, "", at_least=True),
+            Must("share of our checkpoints that completed", complete, 0.9, "", at_least=True),
         ],
         options.check,
     )

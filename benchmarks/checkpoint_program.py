@@ -1,6 +1,5 @@
-"""The training program of `checkpoint.py`: it notes for how long checkpoints stop the training
-thread, ours and the synchronous ones of torch.distributed.checkpoint (DCP) that it makes between.
-"""
+"""The training program of `checkpoint.py`: it measures how long checkpoints block the training
+thread, ours and the synchronous ones of torch.distributed.checkpoint (DCP) that it adds."""
 
 from __future__ import annotations
 
@@ -24,13 +23,13 @@ from pipelines.run.program import TrainingProgram
 from pipelines.training.replica.replica import ShardedReplica
 
 EVERY = 4
-"""Steps from one of ours to the next; DCP's are in the middle."""
+"""Steps between our checkpoints; DCP's are in the middle."""
 NOTES = "ELASTIC_BENCHMARK_NOTES"
-"""The variable with the folder for what is noted and for DCP's files."""
+"""The environment variable with the folder for measurements and for DCP's files."""
 
 
 class TimedProgram(TrainingProgram):
-    """As the program that it times, in a worker process of its own."""
+    """The usual program with timers around its checkpoints, in a worker process."""
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
@@ -45,14 +44,15 @@ class TimedProgram(TrainingProgram):
 
 
 class Stalls:
-    """Sums the pieces of each stall, and writes it down when its last piece is over."""
+    """Sums the parts of each stall, and writes the sum to a file after the last part."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._seconds: float | None = None
 
-    def timed(self, whose: str, method: Callable[..., Any], begins: bool = False) -> Any:
-        """The same method; a stall begins with one, and is over with the next other."""
+    def timed(self, kind: str, method: Callable[..., Any], begins: bool = False) -> Any:
+        """The method with a timer. A stall starts in a method with `begins`, and ends after the
+        next timed method without."""
 
         def replacement(*arguments: Any) -> Any:
             if not begins and self._seconds is None:
@@ -61,25 +61,25 @@ class Stalls:
             result = method(*arguments)
             self._seconds = (self._seconds or 0.0) + time.perf_counter() - began
             if not begins:
-                self.note(whose, self._seconds)
+                self.note(kind, self._seconds)
                 self._seconds = None
             return result
 
         return replacement
 
     @contextmanager
-    def timing(self, whose: str) -> Iterator[None]:
+    def timing(self, kind: str) -> Iterator[None]:
         began = time.perf_counter()
         yield
-        self.note(whose, time.perf_counter() - began)
+        self.note(kind, time.perf_counter() - began)
 
-    def note(self, whose: str, seconds: float) -> None:
+    def note(self, kind: str, seconds: float) -> None:
         with open(self._file, "a") as file:
-            file.write(json.dumps({"whose": whose, "seconds": seconds}) + "\n")
+            file.write(json.dumps({"kind": kind, "seconds": seconds}) + "\n")
 
 
 class _SavingReplica(ShardedReplica):
-    """Saves all of the state by DCP before it computes some of its steps."""
+    """Saves the full state with DCP before some steps."""
 
     def __init__(self, program: TimedProgram, groups: Groups, folder: Path, stalls: Stalls) -> None:
         super().__init__(program.workload, program.settings, groups)
@@ -99,10 +99,10 @@ class _SavingReplica(ShardedReplica):
         return super().compute(step, interrupt, skipped_batches)
 
     def _parts(self) -> dict[str, Part]:
-        groups, held = self._groups_of_run, self.tensors()
+        groups, tensors = self._groups_of_run, self.tensors()
         parts = {}
         for spec in self._specs:
             region = region_of(spec, groups.layout, groups.place)
             if region is not None:
-                parts[spec.name] = Part.of(held[spec.name], region, spec.shape)
+                parts[spec.name] = Part.of(tensors[spec.name], region, spec.shape)
         return parts

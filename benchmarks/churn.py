@@ -1,8 +1,8 @@
-"""What is left of training where a worker is killed every 20 seconds: this project and its peers.
+"""Benchmark of the training throughput with a worker killed every 20 seconds, against peers.
 
-The same multi-layer perceptron as in `recovery.py`, 4 CPU workers. Each system trains in peace
-first, and then loses a worker now and then; what it commits in that time is compared with what it
-would have committed in peace, at its own speed. Steps that are done again count once.
+It uses the multi-layer perceptron of `recovery.py` and 4 CPU workers. Each system first trains
+undisturbed, then with kills. The steps it commits with kills are compared with what it would have
+committed undisturbed in the same time. A step that is computed again counts once.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WARM_UP_STEPS = 30
 
 @dataclass(frozen=True)
 class Side:
-    """A system at work: `read` takes in what it has told, `step` is the highest committed one,
-    `pids` are its workers' as far as known, by who they are."""
+    """A running system: `step` returns its highest committed step, `pids` those of its known
+    workers, in a fixed order."""
 
     name: str
     wait_until: Callable[[Callable[[], bool], float, str], None]
@@ -35,7 +35,7 @@ class Side:
     pids: Callable[[], list[int]]
 
     def steps_in(self, seconds: float) -> int:
-        """How many it commits in so long a time."""
+        """The number of steps that it commits in this time."""
         first, until = self.step(), time.monotonic() + seconds
         self.wait_until(lambda: time.monotonic() >= until, seconds + 1.0, "the time")
         return self.step() - first
@@ -45,14 +45,14 @@ class Side:
 class Result:
     name: str
     settings: str
-    in_peace: float
+    undisturbed: float
     """Steps a second."""
-    churned: float
+    with_kills: float
     num_kills: int
 
     @property
     def share(self) -> float:
-        return self.churned / self.in_peace
+        return self.with_kills / self.undisturbed
 
 
 def side_of_ours(run: ElasticRun) -> Side:
@@ -74,7 +74,7 @@ def side_of_peer(peer: Peer, run: PeerRun) -> Side:
 
 def measure(side: Side, settings: str, calm_s: float, churn_s: float, every_s: float) -> Result:
     side.wait_until(lambda: side.step() >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps")
-    in_peace = side.steps_in(calm_s) / calm_s
+    undisturbed = side.steps_in(calm_s) / calm_s
     num_steps = num_kills = 0
     began = time.monotonic()
     for number in range(round(churn_s / every_s)):
@@ -82,16 +82,16 @@ def measure(side: Side, settings: str, calm_s: float, churn_s: float, every_s: f
         until = began + (number + 1) * every_s
         num_steps += side.steps_in(max(0.0, until - time.monotonic()))
     seconds = time.monotonic() - began
-    return Result(side.name, settings, in_peace, num_steps / seconds, num_kills)
+    return Result(side.name, settings, undisturbed, num_steps / seconds, num_kills)
 
 
 def kill_one(pids: list[int], number: int) -> bool:
-    """SIGKILL to another worker each time, if any lives that is known."""
+    """Send SIGKILL to another worker each time; return False if no known worker is alive."""
     for turn in range(len(pids)):
         try:
             os.kill(pids[-1 - (number + turn) % len(pids)], signal.SIGKILL)
         except ProcessLookupError:
-            continue  # it has not come back yet
+            continue  # its replacement has not started yet
         return True
     return False
 
@@ -113,7 +113,7 @@ def measure_peer(peer: Peer, *times: float) -> Result:
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--calm", type=float, default=30.0, help="seconds in peace")
+    arguments.add_argument("--calm", type=float, default=30.0, help="seconds without kills")
     arguments.add_argument("--churn", type=float, default=120.0, help="seconds with kills")
     arguments.add_argument("--every", type=float, default=20.0, help="seconds between kills")
     options = arguments.parse_args()
@@ -125,19 +125,19 @@ def main() -> int:
             console.print(f"measuring {peer.name} ...")
             results.append(measure_peer(peer, *times))
         else:
-            console.print(f"{peer.name} is not installed: left out")
+            console.print(f"{peer.name} is not installed: skipped")
     rows = [
         [
             result.name,
-            f"{result.in_peace:.1f}",
-            f"{result.churned:.1f}",
+            f"{result.undisturbed:.1f}",
+            f"{result.with_kills:.1f}",
             f"{result.share:.2f}",
             str(result.num_kills),
             result.settings,
         ]
         for result in results
     ]
-    columns = ("system", "steps/s in peace", "with kills", "share", "kills", "settings")
+    columns = ("system", "steps/s undisturbed", "with kills", "share", "kills", "settings")
     show_table(f"a worker killed every {options.every:g} s", columns, rows)
     ours, *peers = results
     musts = [Must("ours, share of the undisturbed run", ours.share, 0.8, "", True)]

@@ -1,4 +1,4 @@
-"""A Ray cluster of our own on this machine, to which nodes can be added while a run goes on."""
+"""A private Ray cluster on this machine, to which nodes can be added during a run."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ QUIET = ["--dashboard-agent-listen-port", "0", "--min-worker-port", "0", "--max-
 
 @dataclass
 class Cluster:
-    """Grows by whole nodes; all of them end with the block that started the cluster."""
+    """A cluster that grows by nodes; all nodes end with the block that started the cluster."""
 
     folder: Path
     environment: dict[str, str]
-    """What a program needs to join: the address and the cluster's own token."""
+    """The environment with which a program joins: the address and the cluster's token."""
     nodes: ExitStack
     num_nodes: int = 0
 
     def add_node(self, num_cpus: int) -> None:
-        """Start a node and wait until it has joined."""
+        """Start a node and wait until it joins."""
         self.start(num_cpus, "--address", self.environment["RAY_ADDRESS"])
 
     def start(self, num_cpus: int, *arguments: str) -> None:
@@ -44,7 +44,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path, num_cpus: int) -> Iterator[Cluster]:
-    """Begin with a head of so many CPUs. Keep the path of `folder` short: sockets lie below it."""
+    """Start a head with `num_cpus`. Keep the path of `folder` short: Ray's sockets are below it."""
     port, client_port = free_ports(2)
     environment = {
         "RAY_ADDRESS": f"{HOST}:{port}",

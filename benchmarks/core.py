@@ -1,7 +1,7 @@
-"""The controller's core with 10,000 simulated workers, and one worker's transfers of a 405 B model.
+"""Benchmark of the controller's core with 10,000 workers, and of the transfers of a 405 B model.
 
-All of it is plain Python that waits for nothing, so processor time is what it takes; other load
-on the machine does not count.
+The workers are simulated, and transfers are derived for one worker. All code is Python without
+waits, so processor time is measured, and other load on the machine does not count.
 """
 
 from __future__ import annotations
@@ -55,9 +55,11 @@ CHANGES = (
     (ALL_AXES, ALL_AXES),
     (ALL_AXES, "pp=15,dp=4,fsdp=17,cp=2,tp=8"),
 )
-"""Wishes for 16,384 and for 16,376 workers: the first as Llama 3 was trained, the next two with
-every worker in use and almost every byte in another place; then all five axes, which have to be
-planned anew; and the same with a stage less, so that nobody keeps his place."""
+"""Target layouts for 16,384 and for 16,376 workers.
+
+The first is that of Llama 3. The next two use every worker and move almost every byte. Then all
+five axes, which need a new plan, and the same with one stage less, so that no worker keeps its
+place."""
 JOB = Job(
     num_microbatches=2_048,
     state_bytes=12 * 405 * 10**9,
@@ -67,7 +69,7 @@ JOB = Job(
     microbatch_s=50.0,
     links=Bandwidths(node=200e9, rack=50e9, far=25e9),
 )
-"""A step of 16 million tokens in sequences of 8,192; the speeds are rough guesses."""
+"""A step of 16 million tokens in sequences of 8,192; the bandwidths are rough guesses."""
 MEMORY_BYTES = 80 * 10**9
 NUM_TIMES = 5
 
@@ -76,7 +78,7 @@ Result = TypeVar("Result")
 
 @dataclass
 class Simulation:
-    """Drives the core and times each of its steps."""
+    """Drives the core and times each step."""
 
     core: Core = field(default_factory=Core)
     now: float = 0.0
@@ -84,8 +86,8 @@ class Simulation:
     busy_s: float = 0.0
     longest_s: float = 0.0
 
-    def tell(self, events: Iterable[Event]) -> list[Command]:
-        """Take the events in, one after the other; return all commands."""
+    def post(self, events: Iterable[Event]) -> list[Command]:
+        """Pass the events to the core in order; return all commands."""
         commands: list[Command] = []
         for event in events:
             self.now += 1e-6
@@ -98,16 +100,16 @@ class Simulation:
             self.longest_s = max(self.longest_s, took_s)
         return commands
 
-    def one(self, kind: type, commands: list[Command]) -> Command:
+    def command_of(self, kind: type, commands: list[Command]) -> Command:
         return next(command for command in commands if isinstance(command, kind))
 
     def form(self, form: Form) -> Resume:
-        """Answer a Form for every worker, then its Reshard."""
+        """Answer a Form for every worker, then the Reshard."""
         workers, generation = form.plan.participants, form.generation
-        moved = self.tell(GroupFormed(worker, generation) for worker in workers)
-        self.one(Reshard, moved)
+        moved = self.post(GroupFormed(worker, generation) for worker in workers)
+        self.command_of(Reshard, moved)
         ready = (StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in workers)
-        return self.one(Resume, self.tell(ready))
+        return self.command_of(Resume, self.post(ready))
 
     def commit(self, resume: Resume, num_steps: int) -> None:
         state = self.core.state
@@ -117,23 +119,23 @@ class Simulation:
                 self.now, step, generation, len(resume.workers), 1.0, 1, 1e-3, 1.0, 1.0, False
             )
             vote = Vote(step, 1.0, 1, 1.0, len(resume.workers))
-            self.tell([StepCommitted(generation, record, vote)])
+            self.post([StepCommitted(generation, record, vote)])
 
     def lose(self, worker: str) -> Form:
-        """A worker dies: the survivors quiesce, the core makes a new assignment."""
-        abort = self.one(Abort, self.tell([WorkerLost(worker, "SIGKILL")]))
+        """Lose a worker: the survivors quiesce, and the core makes a new assignment."""
+        abort = self.command_of(Abort, self.post([WorkerLost(worker, "SIGKILL")]))
         step = self.core.state.committed_step
         quiesced = (Quiesced(w, abort.generation, step) for w in abort.workers)
-        return self.one(Form, self.tell(quiesced))
+        return self.command_of(Form, self.post(quiesced))
 
 
 @dataclass(frozen=True)
 class CoreTimes:
     events_per_s: float
     decisions_s: list[float]
-    """The one step of the core that makes the new assignment, for each loss."""
+    """The step of the core that makes the new assignment, for each loss."""
     losses_s: list[float]
-    """All the core's work from a loss to the new assignment, every survivor's report included."""
+    """All steps of the core from a loss to the new assignment, with every survivor's report."""
 
 
 def time_core(num_workers: int) -> CoreTimes:
@@ -143,9 +145,9 @@ def time_core(num_workers: int) -> CoreTimes:
     target_layout = TargetLayout(dp=None, fsdp=None, max_workers=num_workers)
     job = Job(num_microbatches=num_workers, state_bytes=2**40, steps=10**9)
     names = [f"w{i}" for i in range(num_workers)]
-    simulation.tell([RunOpened(1, policy, target_layout, job), StoreReady("127.0.0.1", 1)])
+    simulation.post([RunOpened(1, policy, target_layout, job), StoreReady("127.0.0.1", 1)])
     ready = (WorkerReady(w, f"n{i // WORKERS_PER_NODE}", i) for i, w in enumerate(names))
-    resume = simulation.form(simulation.one(Form, simulation.tell(ready)))
+    resume = simulation.form(simulation.command_of(Form, simulation.post(ready)))
     decisions_s, losses_s = [], []
     for loss in range(NUM_LOSSES):
         simulation.commit(resume, NUM_STEPS // NUM_LOSSES)
@@ -207,7 +209,7 @@ class Derivation:
 def time_derivation(
     specs: tuple[TensorSpec, ...], before: TargetLayout, after: TargetLayout
 ) -> Derivation:
-    """A node of 8 of 16,384 workers dies; some survivors derive their transfers."""
+    """Lose a node with 8 of 16,384 workers; some survivors derive their transfers."""
     names = [f"w{i}" for i in range(16_384)]
     nodes = [i // WORKERS_PER_NODE for i in range(len(names))]
     topology = {
@@ -227,12 +229,12 @@ def time_derivation(
     assert isinstance(proposal, Proposal), proposal
     new = proposal.assignment
     plan = ReshardPlan(0, 1, old, new, tuple(sorted(set(old.members) - dead)))
-    some = new.members[:: len(new.members) // 9]
-    taken = [timed(lambda worker=worker: derive(specs, plan, worker)) for worker in some]
-    most = max((transfers for _, transfers in taken), key=lambda t: t.bytes_moved)
+    sampled = new.members[:: len(new.members) // 9]
+    derived = [timed(lambda worker=worker: derive(specs, plan, worker)) for worker in sampled]
+    largest = max((transfers for _, transfers in derived), key=lambda t: t.bytes_moved)
     layouts = f"{old.layout} -> {new.layout}"
     assign_s = [took_s for took_s, _ in tries]
-    return Derivation(layouts, assign_s, [took_s for took_s, _ in taken], most)
+    return Derivation(layouts, assign_s, [took_s for took_s, _ in derived], largest)
 
 
 def timed(work: Callable[[], Result]) -> tuple[float, Result]:

@@ -1,4 +1,4 @@
-"""A script with an `ElasticTrainer`, as a user has one: `STORAGE WORKERS BATCH MICROBATCH`."""
+"""A user's script with an `ElasticTrainer`: `STORAGE WORKERS BATCH MICROBATCH`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Save and load regions of tensors by torch.distributed.checkpoint, as DTensors are.
+"""Saving and loading of tensor regions with torch.distributed.checkpoint (DCP).
 
-A DTensor can say the same only where each axis of its mesh cuts another dim; DCP asks any tensor
-for its chunks by three methods, which are all that it uses of a DTensor.
+A DTensor can express a region only if each axis of its mesh shards another dim. DCP gets the chunks
+of any tensor from three methods, which are all that it uses of a DTensor.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ class Part(torch.Tensor):
     """A rank's region of one logical tensor."""
 
     local: torch.Tensor
-    whole: torch.Size
+    full: torch.Size
     chunk: ChunkStorageMetadata
 
     @classmethod
     def of(cls, local: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Part:
         part = local.as_subclass(cls)
-        part.local, part.whole = local, torch.Size(shape)
+        part.local, part.full = local, torch.Size(shape)
         part.chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.shape))
         return part
 
     def size(self) -> torch.Size:
-        """The logical tensor's: what DCP compares with its metadata."""
-        return self.whole
+        """The size of the logical tensor, which DCP compares with its metadata."""
+        return self.full
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
-        data = TensorWriteData(self.chunk, properties, self.whole)
+        data = TensorWriteData(self.chunk, properties, self.full)
         return [WriteItem(MetadataIndex(fqn, self.chunk.offsets), WriteItemType.SHARD, None, data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -52,10 +52,10 @@ class Part(torch.Tensor):
 
 
 def save(folder: Path, parts: Mapping[str, Part]) -> None:
-    """All ranks of the default group save together; copies are written once."""
+    """Save with all ranks of the default group; replicas are written once."""
     dcp.save(dict(parts), checkpoint_id=str(folder))
 
 
 def load(folder: Path, parts: Mapping[str, Part]) -> None:
-    """All ranks load together, each into its own parts."""
+    """Load with all ranks, each into its own parts."""
     dcp.load(dict(parts), checkpoint_id=str(folder))

@@ -1,4 +1,4 @@
-"""A real `elastic train` under measurement: started as a user would, followed through its files."""
+"""A measured `elastic train`, started as by a user and followed through its files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Line = dict[str, Any]
 
 @dataclass
 class ElasticRun:
-    """The run's program and all lines of its journal and metrics that have been read."""
+    """A run's program, and all lines of its journal and metrics read so far."""
 
     program: Program
     folder: RunFolder
@@ -31,13 +31,13 @@ class ElasticRun:
         self._tails = Tail(self.folder.journal), Tail(self.folder.metrics)
 
     def read(self) -> None:
-        """Take in what has been written since."""
+        """Read the new lines."""
         journal, metrics = self._tails
         self.journal += journal.drain()
         self.metrics += metrics.drain()
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Read on until the condition holds. Raises `Failed`."""
+        """Read lines until the condition holds. Raises `Failed`."""
 
         def holds() -> bool:
             self.read()
@@ -45,24 +45,24 @@ class ElasticRun:
 
         self.program.wait_until(holds, timeout_s, what)
 
-    def told(self, kind: str) -> list[Line]:
+    def lines_of(self, kind: str) -> list[Line]:
         """The journal's lines of one event or command."""
         return [line for line in self.journal if kind in (line.get("event"), line.get("command"))]
 
     def members(self) -> list[str]:
-        """Who trains now, in world-rank order; nobody before the first Resume."""
-        resumes = self.told("Resume")
+        """The current members in world-rank order; none before the first Resume."""
+        resumes = self.lines_of("Resume")
         return resumes[-1]["workers"] if resumes else []
 
     def pid(self, worker: str) -> int:
-        ready = (line for line in self.told("WorkerReady") if line["worker"] == worker)
+        ready = (line for line in self.lines_of("WorkerReady") if line["worker"] == worker)
         return next(ready)["pid"]
 
     def num_steps_of(self, generation: int) -> int:
         return sum(line["generation"] == generation for line in self.metrics)
 
     def wait_for_world(self, num_workers: int, num_steps: int, timeout_s: float) -> int:
-        """Until so many workers have committed some steps; returns their generation."""
+        """Wait until `num_workers` workers have committed `num_steps`; return their generation."""
 
         def trains() -> bool:
             last = self.metrics[-1] if self.metrics else None
@@ -81,7 +81,7 @@ def elastic_train(
     arguments: Sequence[str],
     environment: Mapping[str, str] = LOCAL,
 ) -> Iterator[ElasticRun]:
-    """`elastic train`, with MLflow on, until the block ends."""
+    """Run `elastic train`, with MLflow on, until the block ends."""
     command = [sys.executable, "-m", "pipelines", "train", recipe, "--run-name", RUN_NAME]
     command += ["--storage", str(storage), "--steps", "1000000", *arguments]
     with started(command, storage, environment) as run:
@@ -92,7 +92,7 @@ def elastic_train(
 def started(
     command: Sequence[str], storage: Path, environment: Mapping[str, str] = LOCAL
 ) -> Iterator[ElasticRun]:
-    """A command that trains the run `RUN_NAME` in a storage, until the block ends."""
+    """Run a command that trains the run `RUN_NAME` in a storage, until the block ends."""
     storage.mkdir(parents=True, exist_ok=True)
     with running("elastic", command, storage, environment) as program:
         yield ElasticRun(program, RunFolder.of(storage, RUN_NAME))

@@ -1,8 +1,8 @@
-"""How long training pauses when 2 workers become 4.
+"""Benchmark of the pause of training when 2 workers become 4.
 
-A cluster begins with room for 2 workers; a second node brings room for 2 more. After that growth
-two workers are killed at a time, and their warm replacements make the 2 that are left 4 again. The
-pause is the gap between the last commit of 2 workers and the first of 4, less the median step.
+A cluster starts with slots for 2 workers; a second node adds 2 slots. After that growth two workers
+are killed at a time, and their warm replacements make the other 2 workers 4 again. The pause is the
+time from the last commit of 2 workers to the first of 4, minus the median step.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def measure(recipe: str, num_growths: int) -> list[Growth]:
 
 
 def _grow(run: ElasticRun, ray: Cluster, number: int) -> Growth:
-    """First by a node, later by killing two and awaiting their replacements."""
+    """Grow by a new node first, later by killing two workers and awaiting their replacements."""
     if number == 0:
         run.wait_for_world(NUM_BEFORE, SETTLE_STEPS, TIMEOUT_S)
         ray.add_node(NUM_AFTER - NUM_BEFORE)
@@ -62,7 +62,7 @@ def _grow(run: ElasticRun, ray: Cluster, number: int) -> Growth:
     grown = run.wait_for_world(NUM_AFTER, SETTLE_STEPS, TIMEOUT_S)
     steps = [line for line in run.metrics if line["generation"] == grown]
     before = next(line for line in reversed(run.metrics) if line["generation"] < grown)
-    resharded = next(line for line in run.told("Resharded") if line["generation"] == grown)
+    resharded = next(line for line in run.lines_of("Resharded") if line["generation"] == grown)
     step_s = median(after["time"] - before["time"] for before, after in pairwise(steps))
     assert before["world_size"] == NUM_BEFORE, "the growth was not from 2 to 4 at once"
     return Growth(
@@ -79,12 +79,12 @@ def main() -> int:
     rows = [
         [
             "a node joined" if number == 0 else "replacements of two killed",
-            *(f"{s:.3f}" for s in (one.gap_s, one.median_step_s, one.pause_s, one.reshard_s)),
-            f"{one.bytes_moved:,}",
+            *(f"{s:.3f}" for s in (g.gap_s, g.median_step_s, g.pause_s, g.reshard_s)),
+            f"{g.bytes_moved:,}",
         ]
-        for number, one in enumerate(growths)
+        for number, g in enumerate(growths)
     ]
-    columns = ("2 become 4", "gap s", "median step s", "pause s", "form and re-lay out s", "bytes")
+    columns = ("2 become 4", "gap s", "median step s", "pause s", "form and reshard s", "bytes")
     show_table(f"growth of {options.recipe}", columns, rows)
     return conclude([Must("median pause", median(g.pause_s for g in growths), 0.5)], options.check)
 

@@ -1,7 +1,7 @@
-"""Step 0 of a 7 B transformer and of a user's own module of 7 B parameters.
+"""Benchmark of the initial values of a 7 B transformer and of a custom module of 7 B parameters.
 
-Each rank of `fsdp=64` draws its own regions of every parameter and makes its optimizer state, on
-one core; three ranks are timed. Nothing is trained.
+A rank of `fsdp=64` draws its regions of every parameter and creates its optimizer state, on one
+core. Three ranks are timed. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MUST_S = 5.0
 
 
 class Block(nn.Module):
-    """The parameters of a layer of the same transformer."""
+    """A layer with the parameters of the transformer's layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,8 +51,8 @@ class Block(nn.Module):
         nn.init.trunc_normal_(self.down.weight, std=0.02, a=-0.04, b=0.04)
 
 
-class OwnModule(nn.Module):
-    """A user's module, as plain PyTorch makes it; with positions that are no part of its state."""
+class CustomModule(nn.Module):
+    """A user's module in plain PyTorch, with a non-persistent buffer of positions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +64,9 @@ class OwnModule(nn.Module):
         self.register_buffer("cosines", angles.cos(), persistent=False)
 
 
-def own_recipe() -> Recipe:
+def custom_recipe() -> Recipe:
     return Recipe(
-        model=OwnModule,
+        model=CustomModule,
         loss=lambda model, batch: model(batch),
         optimizer=lambda named: torch.optim.AdamW(named, lr=1e-4),
         data=lambda: [torch.zeros(1)],
@@ -82,7 +82,7 @@ def main() -> int:
     settings = TrainSettings(model=SEVEN_B)
     makers: dict[str, Callable[[], Workload]] = {
         "transformer": lambda: LanguageModelWorkload(SEVEN_B, samples, None, torch.float32),
-        "user's module": lambda: CustomWorkload(replace(own_recipe(), settings=settings)),
+        "user's module": lambda: CustomWorkload(replace(custom_recipe(), settings=settings)),
     }
     musts = []
     for name, make in makers.items():
@@ -94,7 +94,7 @@ def main() -> int:
 def draw_ranks(
     name: str, make: Callable[[], Workload], settings: TrainSettings, num_shards: int
 ) -> list[float]:
-    """How long each of three ranks takes; of a user's module with running its constructor."""
+    """The seconds of each of three ranks; for a custom module its constructor included."""
     specs, layout = state_specs(make(), settings), Layout(fsdp=num_shards)
     num_parameters = sum(
         torch.Size(spec.shape).numel() for spec in specs if spec.kind == "parameter"

@@ -1,8 +1,8 @@
-"""What a step costs under tp=2, pp=2 and fsdp=2, against plain loops with the same primitives.
+"""Benchmark of a step under tp=2, pp=2 and fsdp=2, against bare loops with the same primitives.
 
-Ours is a step as a worker makes it: compute, vote and apply. The bare loops, in `peers/`, start
-from the same values, read the same samples, and must tell the same losses. What Ray and the run's
-telling cost beside the steps: `overhead.py`.
+Ours is a worker's step: compute, vote, apply. The bare loops, in `peers/`, start from the same
+values, read the same samples, and must have the same losses. `overhead.py` measures what Ray and
+the run's reports cost beside the steps.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from turns import Comparison
 from pipelines.run.recipes import byte_lm
 
 BATCHES = {"tp=2": 4, "pp=2": 16, "fsdp=2": 8}
-"""Microbatches a step: so many that it takes about 0.3 s."""
+"""Microbatches in a step, chosen so that it takes about 0.3 s."""
 SCRIPTS = {"tp=2": "bare_tp2", "pp=2": "bare_pp2", "fsdp=2": "bare_fsdp2"}
 NUM_PROCESSES = 2
 LARGEST_RATIO = 1.03
@@ -36,15 +36,15 @@ def measure(cases: Sequence[Case]) -> list[Comparison]:
         set_forkserver_preload(["layouts_rank"])
         job = tuple(cases), Path(name)
         start_processes(run_rank, job, NUM_PROCESSES, start_method="forkserver")
-        told = [json.loads((Path(name) / f"{case.layout}.json").read_text()) for case in cases]
+        measured = [json.loads((Path(name) / f"{case.layout}.json").read_text()) for case in cases]
     return [
-        Comparison(f"byte_lm, {case.layout}, {case.script}.py", one["pairs_s"], one["losses"])
-        for case, one in zip(cases, told, strict=True)
+        Comparison(f"byte_lm, {case.layout}, {case.script}.py", m["pairs_s"], m["losses"])
+        for case, m in zip(cases, measured, strict=True)
     ]
 
 
 def musts(layout: str, result: Comparison) -> list[Must]:
-    """The ratio is missed only if the low end of its interval is above."""
+    """The requirements; the ratio is missed only if the low end of its interval is above."""
     low, _ = result.interval
     return [
         Must(f"{layout}: low end of the ratio's interval", low, LARGEST_RATIO, ""),
@@ -55,10 +55,10 @@ def musts(layout: str, result: Comparison) -> list[Must]:
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--layouts", nargs="+", choices=SCRIPTS, default=list(SCRIPTS))
-    arguments.add_argument("--blocks", type=int, default=60, help="of each system")
-    arguments.add_argument("--steps", type=int, default=3, help="in a block")
+    arguments.add_argument("--blocks", type=int, default=60, help="blocks of each system")
+    arguments.add_argument("--steps", type=int, default=3, help="steps in a block")
     arguments.add_argument(
-        "--sync-each-microbatch", action="store_true", help="which the bare loops do not"
+        "--sync-each-microbatch", action="store_true", help="unlike the bare loops"
     )
     options = arguments.parse_args()
     random = byte_lm().model_copy(

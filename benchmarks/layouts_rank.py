@@ -1,6 +1,6 @@
-"""One process of the benchmark of layouts: ours and a bare loop train side by side, in turns.
+"""One process of `layouts.py`: our step and a bare loop train in alternating blocks.
 
-Both are in the same processes, so that whatever else the machine does strikes both alike.
+Both run in the same processes, so that other load on the machine affects both equally.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ sys.path.append(str(Path(__file__).parent / "peers"))
 
 TIMEOUT = timedelta(seconds=120)
 NUM_COMPARED = 10
-"""Steps of which the losses are compared; they warm both up."""
+"""The number of steps whose losses are compared; they also warm up both systems."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and the bare loop that it is compared with."""
+    """A layout and the bare loop for comparison."""
 
     layout: str
     script: str
@@ -53,18 +53,18 @@ class Case:
 
 
 @dataclass
-class Told:
-    """What the first process has measured: seconds a step of ours and of the bare loop, in blocks
-    side by side; and the losses of the first steps, of ours and of the other."""
+class Measurement:
+    """The results of world rank 0: seconds of a step of ours and of the bare loop by pair of
+    blocks, and the losses of the first steps of both."""
 
     pairs_s: list[tuple[float, float]]
     losses: list[tuple[float, float]]
 
 
 def run_rank(world_rank: int, cases: tuple[Case, ...], folder: Path) -> None:
-    """One of the processes, through all cases in which it has a part."""
+    """Run all cases in one of the processes."""
     torch.set_num_threads(1)
-    keep_freed_memory()  # as the product's workers do; the bare loop has it too
+    keep_freed_memory()  # as our workers do; the bare loop has it too
     file = dist.FileStore(str(folder / "store"), 2)
     for case in cases:
         layout = Layout.parse(case.layout)
@@ -72,14 +72,14 @@ def run_rank(world_rank: int, cases: tuple[Case, ...], folder: Path) -> None:
         dist.init_process_group(
             "gloo", store=store, world_size=layout.num_workers, rank=world_rank, timeout=TIMEOUT
         )
-        told = measure(case, layout, world_rank)
+        measurement = measure(case, layout, world_rank)
         if world_rank == 0:
-            (folder / f"{case.layout}.json").write_text(json.dumps(asdict(told)))
+            (folder / f"{case.layout}.json").write_text(json.dumps(asdict(measurement)))
         dist.barrier()
         dist.destroy_process_group()
 
 
-def measure(case: Case, layout: Layout, world_rank: int) -> Told:
+def measure(case: Case, layout: Layout, world_rank: int) -> Measurement:
     program = TrainingProgram(case.settings.model_dump(mode="json"), device="cpu")
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
     assignment = Assignment(1, layout, members)
@@ -95,11 +95,11 @@ def measure(case: Case, layout: Layout, world_rank: int) -> Told:
             times_s[which] = block(sides[which], step, case.num_steps)
         step += case.num_steps
         pairs_s.append((times_s[0], times_s[1]))
-    return Told(pairs_s, list(zip(*first, strict=True)))
+    return Measurement(pairs_s, list(zip(*first, strict=True)))
 
 
 def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
-    """The product's step: compute, vote and apply."""
+    """Our step: compute, vote, apply."""
     replica = program.build(groups)
     regions = {spec: region_of(spec, groups.layout, groups.place) for spec in program.specs()}
     replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})
@@ -120,7 +120,7 @@ def bare(case: Case, program: TrainingProgram, layout: Layout) -> Callable[[int]
 
 
 def block(step_of: Callable[[int], float], after: int, num_steps: int) -> float:
-    """The seconds that one of so many steps takes, all processes together."""
+    """The mean seconds of a step in a block, over all processes."""
     dist.barrier()
     began = time.perf_counter()
     for step in range(after + 1, after + num_steps + 1):

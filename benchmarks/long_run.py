@@ -1,8 +1,8 @@
-"""A run of millions of steps: what a controller's restart, `elastic status` and its memory cost.
+"""Benchmark of a run of millions of steps: controller restart, `elastic status`, and memory.
 
-The run is written by the real core and the real journal writer (`long_run_writer.py`), on a disk,
-and copied segment by segment to the S3 server of the tests. Each measurement is a process of its
-own (`long_run_child.py`), timed from where its modules are imported.
+The real core and the real journal writer (`tests/long_runs.py`) write the run to a disk. It is
+copied segment by segment to the S3 server of the tests. Each measurement is a separate process
+(`long_run_child.py`), timed after its imports.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LOGS = ("journal.jsonl", "metrics.jsonl")
 
 
 def write_run(folder: Path, num_steps: int) -> LongRun:
-    """The files that a controller and the process beside it leave behind."""
+    """Write the files that a controller and its observer leave behind."""
     run = LongRun(folder, num_steps)
     run.write()
     storage = open_storage(str(folder))
@@ -55,7 +55,7 @@ def write_run(folder: Path, num_steps: int) -> LongRun:
 
 
 def copy_to(storage: Storage, folder: Path) -> int:
-    """The same run as objects; returns how many segments there are once old ones are compacted."""
+    """Copy the run to objects; return the number of segments after compaction."""
     for name in LOGS:
         with open(folder / name, "rb") as file:
             begin = 0
@@ -73,29 +73,29 @@ def copy_to(storage: Storage, folder: Path) -> int:
 
 
 def child(*arguments: str) -> dict[str, Any]:
-    """Raises `CalledProcessError`; what went wrong is then on standard error."""
+    """Run one measurement. Raises `CalledProcessError` after printing its standard error."""
     command = [sys.executable, str(CHILD), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.stderr.write(done.stderr)
         done.check_returncode()
-    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def measure(where: str, parent: str, run: str) -> tuple[list[str], list[Must]]:
-    """Restart and status of a run, several times; a row of the table, and the musts."""
+    """Measure restart and status of a run several times; return a table row and the musts."""
     restarts = [child("restart", run) for _ in range(NUM_TIMES)]
-    looks = [child("status", parent, NAME) for _ in range(NUM_TIMES)]
+    statuses = [child("status", parent, NAME) for _ in range(NUM_TIMES)]
 
     def middle(rows: list[dict[str, Any]], name: str) -> float:
         return median(row[name] for row in rows)
 
     heard_s, running_s = middle(restarts, "heard_s"), middle(restarts, "running_s")
-    status_s = middle(looks, "status_s")
+    status_s = middle(statuses, "status_s")
     cells = [f"{1000 * taken_s:.0f} ms" for taken_s in (heard_s, running_s, status_s)]
     return [where, *cells], [
-        Must(f"{where}: controller restart to the first worker that hears of it", heard_s, 1.0),
+        Must(f"{where}: controller restart to the first message to a worker", heard_s, 1.0),
         Must(f"{where}: controller restart to the first new step", running_s, 3.0),
         Must(f"{where}: elastic status", status_s, 1.0),
     ]
@@ -110,25 +110,25 @@ def main() -> int:
     arguments = parser((__doc__ or "").splitlines()[0])
     arguments.add_argument("--steps", type=int, default=NUM_STEPS)
     arguments.add_argument("--memory-steps", type=int, default=NUM_MEMORY_STEPS)
-    arguments.add_argument("--folder", type=Path, help="where a run is kept, and found again")
+    arguments.add_argument("--folder", type=Path, help="keep the written run here and reuse it")
     options = arguments.parse_args()
-    with TemporaryDirectory(prefix="elastic-long-run-") as name, s3_with_keys() as door:
+    with TemporaryDirectory(prefix="elastic-long-run-") as name, s3_with_keys() as server:
         local = options.folder or Path(name)
         written_s = 0.0
         if not (local / NAME / "history.json").exists():
             _, written_s = with_time(lambda: write_run(local / NAME, options.steps))
         sizes = [(local / NAME / log).stat().st_size / options.steps for log in LOGS]
         rows, musts = [], []
-        storage = open_storage(door.url).at(NAME)
+        storage = open_storage(server.url).at(NAME)
         num_segments, copied_s = with_time(lambda: copy_to(storage, local / NAME))
         for where, parent, folder in (
             ("disk", str(local), str(local / NAME)),
-            ("S3", door.url, storage.url),
+            ("S3", server.url, storage.url),
         ):
             row, more = measure(where, parent, folder)
             rows.append(row)
             musts += more
-        held = child("memory", str(Path(name) / "memory"), str(options.memory_steps))
+        memory = child("memory", str(Path(name) / "memory"), str(options.memory_steps))
     columns = ["", "heard", "running", "status"]
     show_table(f"a run of {options.steps:,} steps, one a second", columns, rows)
     facts = [
@@ -136,14 +136,14 @@ def main() -> int:
         ["metrics, bytes a step", f"{sizes[1]:.0f}"],
         ["segments on S3 after compaction", f"{num_segments:,}"],
         ["written in, copied in", f"{written_s:.0f} s, {copied_s:.0f} s"],
-        ["a step through the shell", f"{held['step_us']:.0f} us"],
-        ["blocks of memory a step", f"{held['blocks_per_step']:.5f}"],
-        ["resident bytes a step", f"{held['bytes_per_step']:.2f}"],
+        ["a step through the shell", f"{memory['step_us']:.0f} us"],
+        ["blocks of memory a step", f"{memory['blocks_per_step']:.5f}"],
+        ["resident bytes a step", f"{memory['bytes_per_step']:.2f}"],
     ]
     show_table("what it costs", ["", "measured"], facts)
     musts += [
-        Must("controller memory, blocks a step", held["blocks_per_step"], 0.001, ""),
-        Must("controller memory, resident bytes a step", held["bytes_per_step"], 2.0, "bytes"),
+        Must("controller memory, blocks a step", memory["blocks_per_step"], 0.001, ""),
+        Must("controller memory, resident bytes a step", memory["bytes_per_step"], 2.0, "bytes"),
     ]
     return conclude(musts, options.check)
 

@@ -1,4 +1,4 @@
-"""One measurement of `long_run.py` in a process of its own; prints one JSON object.
+"""One measurement of `long_run.py` in a separate process; prints one JSON object.
 
 long_run_child.py restart URL | status URL RUN | memory FOLDER NUM_STEPS
 """
@@ -59,7 +59,7 @@ TIMEOUT_S = 600.0
 
 
 class Crew:
-    """Workers that answer at once, and outlive their controller."""
+    """A simulated fleet whose workers answer at once and outlive their controller."""
 
     def __init__(self) -> None:
         self.shell: Shell
@@ -88,22 +88,22 @@ class Crew:
         self.attached_at = time.perf_counter()
 
     def clear_away(self) -> None:
-        """Nothing was there when the run was begun."""
+        """Nothing to do: the run starts without leftovers."""
 
     def stop_worker(self, worker: str) -> None:
         raise AssertionError(f"{worker} is healthy")
 
     def start_snapshot_server(self, node: str) -> None:
-        """No snapshots are due."""
+        """Nothing to do: snapshots are disabled."""
 
     def stop_snapshot_server(self, node: str) -> None:
-        """Likewise."""
+        """Nothing to do: snapshots are disabled."""
 
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
-        """Likewise."""
+        """Nothing to do: snapshots are disabled."""
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        """Likewise."""
+        """Nothing to do: snapshots are disabled."""
 
     def probe(self, worker: str) -> Future[int]:
         answer: Future[int] = Future()
@@ -114,11 +114,11 @@ class Crew:
         raise AssertionError("there are no snapshot servers")
 
     def close(self) -> None:
-        """Nothing was started."""
+        """Nothing to do: nothing was started."""
 
 
 def restart(url: str) -> dict[str, float]:
-    """Seconds from the begin of a controller's work, its imports done, to what it does first."""
+    """Seconds from the start of a controller, after its imports, to its first actions."""
     began = time.perf_counter()
     run = open_storage(url)
     crew = Crew()
@@ -126,15 +126,15 @@ def restart(url: str) -> dict[str, float]:
     replayed = time.perf_counter()
     state = crew.shell._core.state
     step, generation = state.committed_step, state.generation
-    with crew.shell.listening() as told:
+    with crew.shell.listening() as commands:
         threading.Thread(
             target=crew.shell.run, args=(crew, opening(10**9), crew), daemon=True
         ).start()
         assert crew.shell.opened.wait(TIMEOUT_S)
         crew.shell.post(step_of(step + 1, generation, time.time()))
-        command = told.get(timeout=TIMEOUT_S)
+        command = commands.get(timeout=TIMEOUT_S)
         while not isinstance(command, RecordStep):
-            command = told.get(timeout=TIMEOUT_S)
+            command = commands.get(timeout=TIMEOUT_S)
     now = time.perf_counter()
     assert command.record.step == step + 1
     return {
@@ -146,7 +146,7 @@ def restart(url: str) -> dict[str, float]:
 
 
 def show_status(url: str, run_name: str) -> dict[str, float]:
-    """Seconds that `elastic status` takes once its modules are imported."""
+    """Seconds of `elastic status`, after its imports."""
     began = time.perf_counter()
     with redirect_stdout(StringIO()) as out:
         code = status(run_name, url, (), watch=False, as_json=True, console=Console())
@@ -156,14 +156,14 @@ def show_status(url: str, run_name: str) -> dict[str, float]:
 
 
 def memory(folder: str, num_steps: int) -> dict[str, float]:
-    """What a controller of so many steps holds more at their end than after a fifth of them."""
+    """The growth of a controller's memory from a fifth of the steps to their end."""
     run = open_storage(folder)
     crew = Crew()
     crew.shell = shell = Shell(run, claim(run, actor=ACTOR))
     opened = opening(10**9, POLICY, EVERY)
-    with shell.listening() as told:
+    with shell.listening() as commands:
         threading.Thread(target=shell.run, args=(crew, opened, crew), daemon=True).start()
-        while not isinstance(told.get(timeout=TIMEOUT_S), Resume):
+        while not isinstance(commands.get(timeout=TIMEOUT_S), Resume):
             continue
         done = sent = 0
         first, began = (0, 0), time.perf_counter()
@@ -178,7 +178,7 @@ def memory(folder: str, num_steps: int) -> dict[str, float]:
                         _write_part(folder, part)
                         shell.post(part)
                 sent = step
-            done += isinstance(told.get(timeout=TIMEOUT_S), RecordStep)
+            done += isinstance(commands.get(timeout=TIMEOUT_S), RecordStep)
             if done == num_steps // 5 and first == (0, 0):
                 first = _held()
         last, taken_s = _held(), time.perf_counter() - began
@@ -191,14 +191,14 @@ def memory(folder: str, num_steps: int) -> dict[str, float]:
 
 
 def _write_part(folder: str, part: PartWritten) -> None:
-    """What the report says must be there."""
+    """Write the file that the event reports."""
     checkpoint = Path(folder) / folder_of(part.step, part.generation)
     checkpoint.mkdir(parents=True, exist_ok=True)
     (checkpoint / part.file.name).write_bytes(bytes(part.file.num_bytes))
 
 
 def _held() -> tuple[int, int]:
-    """Allocated blocks of Python, and resident bytes."""
+    """Python's allocated blocks, and resident bytes."""
     gc.collect()
     return sys.getallocatedblocks(), psutil.Process().memory_info().rss
 
@@ -207,12 +207,12 @@ def main() -> None:
     kind, where, *rest = sys.argv[1:]
     match kind:
         case "restart":
-            told = restart(where)
+            result = restart(where)
         case "status":
-            told = show_status(where, rest[0])
+            result = show_status(where, rest[0])
         case _:
-            told = memory(where, int(rest[0]))
-    print(json.dumps(told), flush=True)
+            result = memory(where, int(rest[0]))
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

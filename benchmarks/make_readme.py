@@ -1,4 +1,4 @@
-"""Writes `README.md` from the results in `results` and the explanations in `explanations.md`."""
+"""Generates `README.md` from the results in `results` and the texts in `explanations.md`."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ NAMES = (
     "recovery", "churn", "growth", "overhead", "api", "layouts", "core", "memory", "reshard",
     "snapshot", "checkpoint", "large_model", "long_run",
 )  # fmt: skip
-"""Every benchmark, in the order of the page."""
+"""All benchmarks in the order of the page."""
 Result = dict[str, Any]
 
 
 def read_results() -> dict[str, Result]:
-    """By name of the benchmark."""
+    """The recorded results by name of the benchmark."""
     return {file.stem: json.loads(file.read_text()) for file in sorted(RESULTS.glob("*.json"))}
 
 
 def explanations() -> dict[str, str]:
-    """The sections of `explanations.md`: the page's begin under "", the others by name."""
+    """The sections of `explanations.md` by name; the introduction is under ""."""
     begin, *others = re.split(r"^## (\w+)\n", EXPLANATIONS.read_text(), flags=re.MULTILINE)
     texts = {name: text.strip() for name, text in zip(others[::2], others[1::2], strict=True)}
     return {"": begin.strip(), **texts}
 
 
 def render(results: Mapping[str, Result]) -> str:
-    """The whole page."""
+    """The full page."""
     texts = explanations()
     parts = [texts[""], "## Results", summary(results)]
     for name in NAMES:
@@ -43,7 +43,7 @@ def render(results: Mapping[str, Result]) -> str:
 
 
 def summary(results: Mapping[str, Result]) -> str:
-    """One row a benchmark."""
+    """A table with one row for each benchmark."""
     rows = []
     for name in NAMES:
         result = results.get(name)
@@ -58,7 +58,7 @@ def summary(results: Mapping[str, Result]) -> str:
 
 
 def section(name: str, result: Result | None, text: str) -> list[str]:
-    """The tables of one benchmark, and what they mean."""
+    """The section of one benchmark: its tables and its text."""
     parts = [f"### {name}"]
     if result is not None:
         by_hand = result["recorded"] == "by hand"
@@ -67,10 +67,10 @@ def section(name: str, result: Result | None, text: str) -> list[str]:
         if result["musts"]:
             columns = ["must", "measured", "bound", ""]
             parts.append(table(columns, [must_row(must) for must in result["musts"]]))
-        for one in result["tables"]:
+        for entry in result["tables"]:
             parts += [
-                f"{one['title']}:" if one["title"] else "",
-                table(one["columns"], one["rows"]),
+                f"{entry['title']}:" if entry["title"] else "",
+                table(entry["columns"], entry["rows"]),
             ]
     return [*parts, text]
 
@@ -88,7 +88,7 @@ def must_row(must: Mapping[str, Any]) -> list[str]:
 
 
 def table(columns: list[str], rows: list[list[str]]) -> str:
-    """In Markdown."""
+    """A table in Markdown."""
     lines = [columns, ["---"] * len(columns), *rows]
     cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(re.sub(r" +", " ", f"| {' | '.join(line)} |") for line in cells)

@@ -1,4 +1,4 @@
-"""Bytes a worker holds at each ZeRO stage, read from torch's storages, against the formula."""
+"""Benchmark of a worker's memory at each ZeRO stage, by torch's storages, against the formula."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NUM_WORKERS = 4
 LAYOUTS = [Layout(fsdp=4, zero=zero) for zero in STAGES]
 LAYOUTS += [Layout(dp=2, fsdp=2, zero=zero) for zero in STAGES]
 FOOTPRINTS = (Footprint(4, 0, 0), Footprint(0, 4, 0), Footprint(0, 0, 8))
-"""Bytes a parameter in float32 with Adam: parameters, gradients, optimizer."""
+"""Bytes per parameter in float32 with Adam: parameters, gradients, optimizer."""
 SETTINGS = byte_lm().model_copy(
     update={"data": DataSettings(source="random", seq_len=32), "batch": 8, "eval_every": 0}
 )
 
 
 class Measured(NamedTuple):
-    """Of one worker, right after the gradients were reduced."""
+    """The bytes of one worker right after the gradients are reduced."""
 
     layout: Layout
     sizes: StateBytes
@@ -52,7 +52,7 @@ class Measured(NamedTuple):
 
 
 def run_rank(world_rank: int, folder: Path) -> None:
-    """One of the workers: a step's forward and backward under each layout."""
+    """Run a step's forward and backward under each layout, as one of the workers."""
     torch.set_num_threads(1)
     file = dist.FileStore(str(folder / "store"), NUM_WORKERS)
     program = TrainingProgram(SETTINGS.model_dump(mode="json"), device="cpu")
@@ -71,16 +71,16 @@ def run_rank(world_rank: int, folder: Path) -> None:
 
 
 def measure() -> list[Measured]:
-    """For each layout the worker that holds the most."""
+    """For each layout the worker with the most bytes."""
     with tempfile.TemporaryDirectory() as folder:
         set_forkserver_preload(["pipelines.run.program"])
         start_processes(run_rank, (Path(folder),), NUM_WORKERS, start_method="forkserver")
-        found = []
+        largest = []
         for layout in LAYOUTS:
             files = [Path(folder) / f"{layout}-{rank}.pt" for rank in range(NUM_WORKERS)]
             workers = [Measured(layout, torch.load(file, weights_only=False)) for file in files]
-            found.append(max(workers, key=lambda worker: sum(worker.parts)))
-        return found
+            largest.append(max(workers, key=lambda worker: sum(worker.parts)))
+        return largest
 
 
 def main() -> int:
@@ -92,7 +92,7 @@ def main() -> int:
     for measured in measure():
         formula = measured.formula(num_params)
         pairs = [*zip(measured.parts, formula, strict=True), (sum(measured.parts), sum(formula))]
-        rows.append([_name(measured.layout), *(_told(*pair) for pair in pairs)])
+        rows.append([_name(measured.layout), *(_cell(*pair) for pair in pairs)])
         off = max(abs(a / b - 1) for a, b in zip(measured.parts, formula, strict=True))
         musts.append(Must(f"{_name(measured.layout)}: off the formula", off * 100, 5, "%"))
     columns = ["layout", "parameters", "gradients", "optimizer", "all"]
@@ -104,12 +104,12 @@ def _name(layout: Layout) -> str:
     return f"{replace(layout, zero=3)},zero={layout.zero}"
 
 
-def _told(measured: float, formula: float) -> str:
+def _cell(measured: float, formula: float) -> str:
     return f"{measured / 1e6:.3f} ({formula / 1e6:.3f})"
 
 
 def _never() -> None:
-    """Nobody interrupts."""
+    """The `interrupt` that never raises."""
 
 
 if __name__ == "__main__":

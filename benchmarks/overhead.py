@@ -1,6 +1,6 @@
-"""What a step costs with elasticity, the vote, the report and MLflow on, against a bare FSDP2 loop.
+"""Benchmark of a step with vote, reports and MLflow on, against a bare FSDP2 loop.
 
-How the two are compared: `turns.py`.
+`turns.py` says how the two are compared.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from turns import compare
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--blocks", type=int, default=60, help="of each system")
-    arguments.add_argument("--steps", type=int, default=3, help="in a block")
+    arguments.add_argument("--blocks", type=int, default=60, help="blocks of each system")
+    arguments.add_argument("--steps", type=int, default=3, help="steps in a block")
     arguments.add_argument("--layout", default="fsdp=4")
     arguments.add_argument("--data", default="")
     options = arguments.parse_args()

@@ -1,4 +1,4 @@
-"""The peers under measurement: started with their best public settings, killed, timed."""
+"""The peer systems under measurement, with their best public settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Peer:
 
 @dataclass
 class PeerRun:
-    """A peer's program and the steps that it has told of."""
+    """A peer's program and the steps that it has reported."""
 
     program: Program
     folder: Path
@@ -51,7 +51,7 @@ class PeerRun:
         self._tail = Tail(LineLog(DiskStorage(self.folder), "steps.jsonl"))
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Read on until the condition holds. Raises `Failed`."""
+        """Read lines until the condition holds. Raises `Failed`."""
 
         def holds() -> bool:
             self.steps += self._tail.drain()
@@ -65,7 +65,7 @@ class PeerRun:
 
 @contextmanager
 def peer_run(peer: Peer) -> Iterator[PeerRun]:
-    """The peer at work, with its checkpoints on tmpfs, until the block ends."""
+    """Run a peer, with its checkpoints on tmpfs, until the block ends."""
     with TemporaryDirectory(dir=TMPFS, prefix="peer-") as name:
         folder = Path(name)
         path = os.pathsep.join([str(SCRIPTS), *os.environ.get("PYTHONPATH", "").split(os.pathsep)])
@@ -76,7 +76,7 @@ def peer_run(peer: Peer) -> Iterator[PeerRun]:
 
 
 def bare_loop(script: str, recipe: Path, num_workers: int) -> Peer:
-    """A loop without elasticity for a run's `recipe.json`; it never tells of a failure."""
+    """A loop without elasticity for a run's `recipe.json`."""
     path = str(SCRIPTS / f"{script}.py")
     return Peer(
         script.replace("_", "-"),
@@ -88,7 +88,7 @@ def bare_loop(script: str, recipe: Path, num_workers: int) -> Peer:
 
 
 def bare_own(num_workers: int, *arguments: str) -> Peer:
-    """The loop of `bare_own.py`, as a program."""
+    """The loop of `bare_own.py` as a program."""
     path = str(SCRIPTS / "bare_own.py")
     return Peer(
         "bare-own",
@@ -100,21 +100,21 @@ def bare_own(num_workers: int, *arguments: str) -> Peer:
 
 
 def free_ports(number: int) -> list[str]:
-    """Ports that nobody listens on now."""
+    """Ports that are currently free."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
+        for sock in sockets:
+            sock.bind(("127.0.0.1", 0))
+        return [str(sock.getsockname()[1]) for sock in sockets]
 
 
 def torchrun(*arguments: str, num_processes: int = 4) -> list[str]:
-    """torchrun with so many processes on this machine."""
+    """The command of torchrun with `num_processes` on this machine."""
     agent = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     return [*agent, "--nproc-per-node", str(num_processes), *arguments]
 
 
-def _restarting(folder: Path) -> list[str]:
+def _torchrun_command(folder: Path) -> list[str]:
     rules = ["--max-restarts", str(NUM_PORTS - 1), "--monitor-interval", "0.1"]
     script = [str(SCRIPTS / "torchrun_mlp.py"), str(folder), *free_ports(NUM_PORTS)]
     return torchrun(*rules, *script)
@@ -123,9 +123,9 @@ def _restarting(folder: Path) -> list[str]:
 TORCHRUN = Peer(
     "torchrun",
     "torchrun",
-    "restarts, monitor interval 0.1 s, checkpoint every 10 steps on tmpfs, a port an attempt",
+    "restarts, monitor interval 0.1 s, checkpoint every 10 steps on tmpfs, a port per attempt",
     "torch",
-    _restarting,
+    _torchrun_command,
 )
 RAY_TRAIN = Peer(
     "ray-train",

@@ -1,4 +1,4 @@
-"""A run in plain processes, without Ray and MLflow, whose workers may pass for such on two nodes.
+"""A run in plain processes, without Ray and MLflow, whose workers simulate several nodes.
 
 plain_run.py STORAGE RECIPE LAYOUT NUM_NODES PROGRAM [key=value ...]
 """
@@ -35,9 +35,9 @@ def plain_run(
     program: str = "",
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[ElasticRun]:
-    """Such a run in a program of its own, until the block ends.
+    """Start such a run in a separate program, until the block ends.
 
-    `program` is a training program in this folder, if not the usual one.
+    `program` names a training program in this folder; empty: the usual one.
     """
     storage.mkdir(parents=True, exist_ok=True)
     arguments = [str(storage), recipe, layout, str(num_nodes), program, *changes]
@@ -48,7 +48,7 @@ def plain_run(
 
 def main(arguments: Sequence[str]) -> None:
     storage, recipe, layout, num_nodes, program, *changes = arguments
-    asked = TrainRequest(
+    request = TrainRequest(
         recipe,
         RUN_NAME,
         storage,
@@ -58,12 +58,12 @@ def main(arguments: Sequence[str]) -> None:
         data="random",
         changes=tuple(changes),
     )
-    run = make_plan(asked, num_gpus=0).run
+    run = make_plan(request, num_gpus=0).run
     lease = claim(open_storage(run.folder))
     shell = Shell(open_storage(run.folder), lease)
 
     def node_of(worker: str) -> str:
-        """Workers are dealt out in turn, replacements too."""
+        """Workers, replacements included, are assigned to nodes round-robin."""
         return f"node-{int(worker.removeprefix('w')) % int(num_nodes)}"
 
     factory = replace(run.program, target=program or run.program.target)

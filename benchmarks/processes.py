@@ -1,4 +1,4 @@
-"""Programs that a benchmark starts: found again by a mark in their environment, ended by pid."""
+"""Programs that a benchmark starts, identified by a mark in their environment and ended by pid."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import psutil
 
 MARK = "ELASTIC_BENCHMARK"
 EQUAL = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0", "PYTHONUNBUFFERED": "1"}
-"""One thread and the same priority for every process: Ray would run its workers at nice 15."""
+"""One thread and equal priority for every process: Ray would run its workers at nice 15."""
 POLL_S = 0.02
 GRACE_S = 20.0
 
 
 class Failed(Exception):
-    """A program under measurement died, or did not do in time what was waited for."""
+    """A measured program ended, or did not meet a condition in time."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A running program, all that it has started, and the file that has its output."""
+    """A running program, all its descendants, and the file with its output."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -36,18 +36,18 @@ class Program:
     log: Path
 
     def family(self) -> list[psutil.Process]:
-        """Every living process that inherited the mark, also those that left the tree."""
+        """Every live process that inherited the mark, even outside of the process tree."""
         return [process for process in psutil.process_iter() if _mark_of(process) == self.mark]
 
     def freeze(self) -> list[psutil.Process]:
-        """Stop the whole family; return it, to be thawed."""
+        """Stop (SIGSTOP) the family; return it for `thaw`."""
         family = self.family()
         for process in family:
             _send(process, signal.SIGSTOP)
         return family
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Raises `Failed`, with the end of the log, if it takes longer or the program ends."""
+        """Raises `Failed`, with the end of the log, on timeout or if the program ends."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None:
@@ -60,7 +60,7 @@ class Program:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
 
     def end(self) -> None:
-        """Ask it to end, frozen or not, and kill whatever of it is left after a while."""
+        """Terminate it, frozen or not, and kill what is left after `GRACE_S`."""
         thaw(self.family())
         if self.process.poll() is None:
             self.process.terminate()
@@ -78,7 +78,7 @@ class Program:
 def running(
     name: str, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[Program]:
-    """Start a program in `folder`; nothing of it is left when the block ends."""
+    """Run a program in `folder`; none of its processes is left when the block ends."""
     mark = f"{name}-{uuid.uuid4().hex}"
     log = folder / f"{name}.log"
     with log.open("wb") as output:
@@ -103,14 +103,14 @@ def python(script: Path, *arguments: str) -> list[str]:
 
 
 def thaw(family: Sequence[psutil.Process]) -> float:
-    """Let frozen processes go on; return when, in seconds since the epoch."""
+    """Continue frozen processes; return the time, in seconds since the epoch."""
     for process in family:
         _send(process, signal.SIGCONT)
     return time.time()
 
 
 def kill(pid: int) -> float:
-    """SIGKILL a process; return when, in seconds since the epoch."""
+    """SIGKILL a process; return the time, in seconds since the epoch."""
     killed = time.time()
     os.kill(pid, signal.SIGKILL)
     return killed
@@ -122,7 +122,7 @@ def _mark_of(process: psutil.Process) -> str | None:
             return None
         return process.environ().get(MARK)
     except psutil.Error:
-        return None  # it has ended meanwhile, or is somebody else's
+        return None  # it has ended meanwhile, or belongs to another user
 
 
 def _send(process: psutil.Process, number: signal.Signals) -> None:

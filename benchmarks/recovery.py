@@ -1,8 +1,8 @@
-"""From SIGKILL of a worker to the next newly committed step: this project against its peers.
+"""Benchmark of the time from SIGKILL of a worker to the next newly committed step, against peers.
 
-The same multi-layer perceptron of 2.1 M parameters, the same batch, 4 CPU workers, one thread
-each. The time ends with the first step beyond all committed ones that is committed by those who
-have recovered; a step that the survivors complete from before the kill does not count.
+All systems train the same multi-layer perceptron of 2.1 M parameters with the same batch, on 4 CPU
+workers with one thread each. The time ends when the recovered workers commit the first step beyond
+all committed ones. A step from before the kill that the survivors complete does not count.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from report import Must, conclude, console, parser, show_table
 
 NUM_WORKERS = 4
 SETTLE_STEPS = 8
-"""So many steps in peace before the next kill."""
+"""Undisturbed steps before the next kill."""
 KILL_PHASE = 5
-"""Peers are killed half-way between two of their checkpoints."""
+"""Peers are killed halfway between two of their checkpoints."""
 START_TIMEOUT_S = 120.0
 RECOVERY_TIMEOUT_S = 330.0
-"""Longer than a group's timeout: for that long a survivor that hangs is waited for if it holds the
-only copy of a shard."""
+"""Longer than a group's timeout: the controller waits that long for a hanging survivor that holds
+the only copy of a shard."""
 MAX_DETECTION_S = 0.05
-"""From SIGKILL to `Abort`: the end of a process is noticed, not waited for."""
-PARTS = ("detect", "abort", "form, build", "re-lay out", "first step")
+"""From SIGKILL to `Abort`: the end of a process is detected, not inferred from a timeout."""
+PARTS = ("detect", "abort", "form, build", "reshard", "first step")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Result:
 
 
 def measure_ours(layout: str, num_kills: int) -> Result:
-    """Kill one worker after the other, each time when all are back."""
+    """Kill one worker after the other, each time after all workers are back."""
     result = Result(f"ours, {layout}", "MLflow on, no checkpoints")
     arguments = ["--workers", str(NUM_WORKERS), "--layout", layout]
     with (
@@ -75,7 +75,7 @@ def measure_ours(layout: str, num_kills: int) -> Result:
 
 
 def kill_ours(run: ElasticRun, number: int) -> Recovery:
-    """Kill a member once all are there, another each time, and wait for the next new step."""
+    """Kill a member after all have joined, another each time; wait for the next new step."""
     generation = run.wait_for_world(NUM_WORKERS, SETTLE_STEPS, START_TIMEOUT_S)
     victim = run.members()[-1 - number % NUM_WORKERS]
     killed = kill(run.pid(victim))
@@ -94,11 +94,11 @@ def kill_ours(run: ElasticRun, number: int) -> Recovery:
 
 
 def _parts(run: ElasticRun, killed: float, first: dict[str, Any]) -> tuple[float, ...]:
-    """Where the time went, by the journal's own clock; the names are in `PARTS`."""
+    """The time of each phase by the journal's clock; `PARTS` names them."""
     generation = first["generation"]
-    aborted = next(line["time"] for line in run.told("Abort") if line["time"] >= killed)
+    aborted = next(line["time"] for line in run.lines_of("Abort") if line["time"] >= killed)
     formed, resharded, resumed = (
-        next(line["time"] for line in run.told(kind) if line["generation"] == generation)
+        next(line["time"] for line in run.lines_of(kind) if line["generation"] == generation)
         for kind in ("Form", "Reshard", "Resume")
     )
     moments = (killed, aborted, formed, resharded, resumed, first["time"])
@@ -114,7 +114,7 @@ def measure_peer(peer: Peer, num_kills: int) -> Result:
 
 
 def _kill_peer(run: PeerRun, number: int) -> Recovery:
-    def in_peace() -> bool:
+    def is_stable() -> bool:
         if not run.steps or run.steps[-1]["world_size"] != NUM_WORKERS:
             return False
         last = run.steps[-1]
@@ -122,20 +122,20 @@ def _kill_peer(run: PeerRun, number: int) -> Recovery:
         settled = len(recent) == SETTLE_STEPS and recent[0]["attempt"] == last["attempt"]
         return settled and last["step"] % 10 == KILL_PHASE
 
-    run.wait_until(in_peace, START_TIMEOUT_S, f"{SETTLE_STEPS} steps of {NUM_WORKERS} workers")
+    run.wait_until(is_stable, START_TIMEOUT_S, f"{SETTLE_STEPS} steps of {NUM_WORKERS} workers")
     attempt, num_before = run.steps[-1]["attempt"], len(run.steps)
     killed = kill(run.pid(NUM_WORKERS - 1 - number % NUM_WORKERS))
 
-    def beyond() -> list[int]:
-        """Where, among the lines of the recovered, those of new steps stand."""
+    def new_steps() -> list[int]:
+        """The indices of new steps among the lines after the recovery."""
         highest = max(line["step"] for line in run.steps if line["attempt"] == attempt)
         return [i for i, line in enumerate(recovered()) if line["step"] > highest]
 
     def recovered() -> list[dict[str, Any]]:
         return [line for line in run.steps[num_before:] if line["attempt"] != attempt]
 
-    run.wait_until(lambda: bool(beyond()), RECOVERY_TIMEOUT_S, "recovery")
-    num_redone = beyond()[0]
+    run.wait_until(lambda: bool(new_steps()), RECOVERY_TIMEOUT_S, "recovery")
+    num_redone = new_steps()[0]
     return Recovery(recovered()[num_redone]["time"] - killed, num_redone)
 
 
@@ -163,17 +163,17 @@ def show(results: Sequence[Result]) -> None:
 
 def musts(results: Sequence[Result]) -> list[Must]:
     ours = [result for result in results if result.name.startswith("ours")]
-    found = []
+    bounds = []
     for result in ours:
-        found.append(Must(f"{result.name}, time", result.median_s, 0.5))
-        found.append(Must(f"{result.name}, detection", result.detection_s, MAX_DETECTION_S))
-        found.append(Must(f"{result.name}, steps redone", result.most_redone, 0, "steps"))
+        bounds.append(Must(f"{result.name}, time", result.median_s, 0.5))
+        bounds.append(Must(f"{result.name}, detection", result.detection_s, MAX_DETECTION_S))
+        bounds.append(Must(f"{result.name}, steps redone", result.most_redone, 0, "steps"))
     for peer, factor in ((TORCHRUN, 8), (RAY_TRAIN, 20)):
         for result in results:
             if result.name == peer.name and ours:
-                times = result.median_s / max(one.median_s for one in ours)
-                found.append(Must(f"{peer.name} against our slower", times, factor, "times", True))
-    return found
+                ratio = result.median_s / max(own.median_s for own in ours)
+                bounds.append(Must(f"{peer.name} against our slower", ratio, factor, "times", True))
+    return bounds
 
 
 def main() -> int:
@@ -188,7 +188,7 @@ def main() -> int:
     options = arguments.parse_args()
     missing = [p for p in PEERS if p.key in options.systems and not p.is_installed]
     for peer in missing:
-        console.print(f"{peer.name} is not installed: left out")
+        console.print(f"{peer.name} is not installed: skipped")
     chosen = [key for key in options.systems if key not in {peer.key for peer in missing}]
     results = []
     for key in chosen:

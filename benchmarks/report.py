@@ -1,5 +1,7 @@
-"""What every benchmark prints and, with `--json`, writes: tables, where they were measured, and
-whether the musts are met. `run_all.py` and `make_readme.py` read the files."""
+"""The output of every benchmark: tables, machine and versions, and whether the musts are met.
+
+With `--json` it is also written to a file, which `run_all.py` and `make_readme.py` read.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ console = Console(width=None if sys.stdout.isatty() else 110, highlight=False)
 
 @dataclass(frozen=True)
 class Must:
-    """A bound that a result has to keep: `measured` at most, or at least, `bound`."""
+    """A required bound of a result: `measured` at most, or at least, `bound`."""
 
     what: str
     measured: float
@@ -59,12 +61,12 @@ class Must:
     def __str__(self) -> str:
         sign = "at least" if self.at_least else "at most"
         verdict = "[green]met[/]" if self.is_met else "[red]MISSED[/]"
-        found = f"{self.what}: {self.measured:.4g} {self.unit}"
-        return f"{found}, must be {sign} {self.bound:g}: {verdict}"
+        text = f"{self.what}: {self.measured:.4g} {self.unit}"
+        return f"{text}, must be {sign} {self.bound:g}: {verdict}"
 
 
 class _Parser(argparse.ArgumentParser):
-    """Remembers where the results are to be written, for `conclude`."""
+    """Stores the file for the results, for `conclude`."""
 
     def parse_args(self, *given: Any, **more: Any) -> argparse.Namespace:
         options = super().parse_args(*given, **more)
@@ -73,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Page:
-    """What `conclude` writes beside the musts."""
+    """The data that `conclude` writes besides the musts."""
 
     def __init__(self) -> None:
         self.file: Path | None = None
@@ -85,8 +87,8 @@ _page = _Page()
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """Every benchmark takes `--check` and `--json`, and ends what it has started when it is told
-    to end."""
+    """A parser with `--check` and `--json`. On SIGTERM a benchmark ends the programs that it has
+    started."""
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     arguments = _Parser(description=description)
     arguments.add_argument("--check", action="store_true", help="exit 1 when a must is missed")
@@ -105,7 +107,7 @@ def show_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]
 
 
 def conclude(musts: Sequence[Must], check: bool) -> int:
-    """Print where and how this was measured and each must; return the exit code."""
+    """Print date, machine, command and each must; return the exit code."""
     console.print(f"{date.today()} · {machine()} · {command()}")
     for must in musts:
         console.print(str(must))
@@ -122,7 +124,7 @@ def write_result(
     seconds: float,
     tables: Sequence[dict[str, Any]] = (),
 ) -> None:
-    """One JSON object: commit, date, machine, versions, command, tables and musts."""
+    """Write one JSON object: commit, date, machine, versions, command, tables and musts."""
     result = {
         "recorded": "by the program",
         "date": str(date.today()),
@@ -138,7 +140,7 @@ def write_result(
 
 
 def commit() -> str:
-    """The short hash of what was measured, with a `+` if files differ from it."""
+    """The short hash of the measured commit, with a `+` if files differ from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -151,7 +153,7 @@ def commit() -> str:
 
 
 def machine() -> str:
-    """The processor, cores, memory, GPUs and versions; no names or paths of this machine."""
+    """The processor, cores, memory, GPUs and versions, without names or paths of the machine."""
     memory_gb = psutil.virtual_memory().total / 2**30
     versions = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
@@ -164,7 +166,7 @@ def machine() -> str:
 
 
 def processor() -> str:
-    """The model of the CPU as Linux names it; elsewhere its architecture."""
+    """The model of the CPU on Linux; elsewhere its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -174,7 +176,7 @@ def processor() -> str:
 
 
 def gpus() -> list[str]:
-    """One text for each model, as `nvidia-smi` names it; nothing where there is none."""
+    """The number of GPUs of each model of `nvidia-smi`; empty without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -184,16 +186,16 @@ def gpus() -> list[str]:
 
 
 def command() -> str:
-    """The command line, without where its results go."""
+    """The command line without `--json FILE`."""
     words = sys.argv[1:]
     if "--json" in words:
-        at = words.index("--json")
-        words = words[:at] + words[at + 2 :]
+        index = words.index("--json")
+        words = words[:index] + words[index + 2 :]
     return " ".join(["benchmarks/" + os.path.basename(sys.argv[0]), *words])
 
 
 def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
-    """The 95 % interval of the median, by resampling (Efron, 1979), always with the same seed."""
+    """The 95 % interval of the median by bootstrap (Efron, 1979), with a fixed seed."""
     source = random.Random(0)
     medians = sorted(median(source.choices(values, k=len(values))) for _ in range(NUM_RESAMPLES))
     return medians[int(0.025 * NUM_RESAMPLES)], medians[int(0.975 * NUM_RESAMPLES)]

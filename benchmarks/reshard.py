@@ -1,8 +1,8 @@
-"""Moving the state of a transformer from one layout to another: bytes, speed, and memory.
+"""Benchmark of resharding the state of a transformer: bytes, speed, memory.
 
-Plain processes with Gloo on loopback carry out what the product derives. The same messages are
-replayed bare, in turn with the product; and the same change of layout is made by saving and
-loading with torch.distributed.checkpoint in a folder in memory.
+Plain processes with Gloo on loopback execute the transfers that the product derives. The same
+messages are replayed bare, alternating with the product. The same change of layout is also made by
+saving and loading with torch.distributed.checkpoint (DCP) in a folder in memory.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ PAIRS = {
 NUM_PROCESSES = 4
 LEAST_RATIO = dict(zip(KINDS, (0.8, 0.6), strict=True))
 SLACK_BYTES = 8 * 2**20
-"""Of the interpreter and of Gloo."""
+"""Allowance for the interpreter and Gloo."""
 WINDOWS_BYTES = 2 * AHEAD * LARGEST_BYTES["cpu"]
-"""Room for the windows of all steps that are under way, each way."""
+"""The windows of all messages in flight, in both directions."""
 
 
 def measure(pairs: Sequence[Pair], megabytes: int, rounds: int) -> list[Measured]:
-    with TemporaryDirectory(prefix="relayout-") as name:
+    with TemporaryDirectory(prefix="reshard-") as name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         set_forkserver_preload(["reshard_rank"])
         store = open_store(HOST)
         job = Job(tuple(pairs), megabytes, rounds, store.port, Path(name))
         start_processes(run_rank, (job,), NUM_PROCESSES, start_method="forkserver")
-        told = [json.loads((Path(name) / f"{i}.json").read_text()) for i in range(len(pairs))]
-    for one in told:
-        one["kinds"] = {kind: Rounds(**rounds) for kind, rounds in one["kinds"].items()}
-    return [Measured(**one) for one in told]
+        results = [json.loads((Path(name) / f"{i}.json").read_text()) for i in range(len(pairs))]
+    for result in results:
+        result["kinds"] = {kind: Rounds(**rounds) for kind, rounds in result["kinds"].items()}
+    return [Measured(**result) for result in results]
 
 
 def show(pairs: Sequence[Pair], results: Sequence[Measured]) -> None:
@@ -78,7 +78,7 @@ def show(pairs: Sequence[Pair], results: Sequence[Measured]) -> None:
         "DCP s",
         "memory / bound",
     )
-    show_table("re-layout", columns, rows)
+    show_table("reshard", columns, rows)
 
 
 def against_bare(rounds: Rounds | None) -> str:
@@ -89,30 +89,30 @@ def against_bare(rounds: Rounds | None) -> str:
 
 
 def surplus(measured: Measured) -> float:
-    """Bytes moved for each that has to move."""
+    """Bytes moved over the lower bound."""
     if not measured.bound_bytes:
         return 1.0 if not measured.moved_bytes else float("inf")
     return measured.moved_bytes / measured.bound_bytes
 
 
 def memory(measured: Measured) -> float:
-    """Of the process that comes nearest to its bound."""
+    """Memory growth over its bound, of the process with the highest ratio."""
     return max(
         grown / (allowed + WINDOWS_BYTES + SLACK_BYTES) for grown, allowed in measured.host_bytes
     )
 
 
 def musts(pairs: Sequence[Pair], results: Sequence[Measured]) -> list[Must]:
-    found = []
+    bounds = []
     for pair, measured in zip(pairs, results, strict=True):
-        found.append(Must(f"{pair}, bytes moved over the bound", surplus(measured), 1, "times"))
+        bounds.append(Must(f"{pair}, bytes moved over the bound", surplus(measured), 1, "times"))
         for kind, rounds in measured.kinds.items():
             least = LEAST_RATIO[kind]
-            found.append(Must(f"{pair}, {kind}, of bare Gloo", rounds.ratio, least, "times", True))
-        times = median(d / m for d, m in zip(measured.dcp_s, measured.move_s, strict=True))
-        found.append(Must(f"{pair}, faster than DCP", times, 3, "times", True))
-        found.append(Must(f"{pair}, memory over the bound", memory(measured), 1, "times"))
-    return found
+            bounds.append(Must(f"{pair}, {kind}, of bare Gloo", rounds.ratio, least, "times", True))
+        ratio = median(d / m for d, m in zip(measured.dcp_s, measured.move_s, strict=True))
+        bounds.append(Must(f"{pair}, faster than DCP", ratio, 3, "times", True))
+        bounds.append(Must(f"{pair}, memory over the bound", memory(measured), 1, "times"))
+    return bounds
 
 
 def main() -> int:

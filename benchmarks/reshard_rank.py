@@ -1,7 +1,7 @@
-"""One process of the re-layout benchmark.
+"""One process of `reshard.py`.
 
-It moves its part as the product does, replays the same messages bare, and saves and loads the
-same regions by torch.distributed.checkpoint.
+It executes its transfers as the product does, replays the same messages bare, and saves and loads
+the same regions with torch.distributed.checkpoint (DCP).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Job:
-    """What all processes are told."""
+    """The parameters of all processes."""
 
     pairs: tuple[Pair, ...]
     megabytes: int
@@ -79,7 +79,7 @@ class Job:
 
 @dataclass
 class Rounds:
-    """A move by the product, its part that sends nothing, and its messages bare, in turn."""
+    """Alternating times of a move by the product, of its local part, and of its bare messages."""
 
     num_bytes: int
     ours_s: list[float] = field(default_factory=list)
@@ -92,13 +92,13 @@ class Rounds:
 
     @property
     def ratio(self) -> float:
-        """The median of the exchange's throughput over the bare one."""
+        """The median ratio of the exchange's throughput to the bare one."""
         return median(b / e for b, e in zip(self.bare_s, self.exchange_s, strict=True))
 
 
 @dataclass
 class Measured:
-    """What one pair gave."""
+    """The results of one pair."""
 
     state_bytes: int
     moved_bytes: int
@@ -106,13 +106,13 @@ class Measured:
     move_s: list[float]
     dcp_s: list[float]
     host_bytes: list[tuple[int, int]]
-    """Of each process: what it grew by at most, and what it may grow by."""
+    """For each process: its maximum memory growth, and the allowed growth."""
     kinds: dict[str, Rounds]
 
 
 @dataclass
 class Counted:
-    """A group that passes on what it is asked, and keeps the list."""
+    """A group that forwards sends and receives, and records them."""
 
     group: ProcessGroup
     messages: list[tuple[str, int, int]] = field(default_factory=list)
@@ -134,7 +134,7 @@ class Counted:
 
 @dataclass
 class Site:
-    """One pair as one process sees it."""
+    """One pair in one process."""
 
     pair: Pair
     specs: Specs
@@ -173,13 +173,13 @@ class Site:
         return {self.specs[i].name: empty(self.specs[i], r).fill_(1) for i, r in regions.items()}
 
     def messages(self, specs: Specs, held: dict[str, Tensor]) -> list[tuple[str, int, int]]:
-        """What the product really sends and receives, in its order."""
+        """The messages that the product sends and receives, in order."""
         counted = Counted(self.transfer)
         self.move(specs, held, counted)
         return counted.messages
 
     def move(self, specs: Specs, held: dict[str, Tensor], group: object) -> dict[str, Tensor]:
-        """The whole move, the derivation included; without a group, what it does in place."""
+        """Run the move, derivation included; without a group only its local copies."""
         transfers = derive(specs, self.reshard, self.worker)
         if group is None:
             transfers = replace(transfers, sends=[], receives=[])
@@ -200,7 +200,7 @@ class Site:
         return rounds
 
     def time_whole(self, held: dict[str, Tensor]) -> tuple[list[float], list[float]]:
-        """All of the state: by the product, and by DCP through a folder in memory, in turn."""
+        """Move the full state by the product and by DCP through a folder in memory, alternating."""
         transfers = derive(self.specs, self.reshard, self.worker)
         move_s, dcp_s = [], []
         for _ in range(self.rounds // 2 + 1):
@@ -223,28 +223,28 @@ class Site:
         return {s.name: Part.of(tensors[s.name], r, s.shape) for s, r in specs if r.num_elements}
 
     def shared_folder(self) -> Path:
-        folder = [mkdtemp(prefix="relayout-", dir=TMPFS) if self.rank == 0 else ""]
+        folder = [mkdtemp(prefix="reshard-", dir=TMPFS) if self.rank == 0 else ""]
         dist.broadcast_object_list(folder, 0)
         return Path(folder[0])
 
     def host_bytes(self, held: dict[str, Tensor]) -> list[tuple[int, int]]:
-        """The most that each process grew by in a move; and the new regions that are not the
-        old ones, all there beside the old state, as nothing leaves a device here."""
+        """The maximum growth of each process in a move, and the allowed one: the new regions that
+        differ from the old ones. On CPU both exist at once, as nothing is staged."""
         transfers = derive(self.specs, self.reshard, self.worker)
         new = {i: r for i, r in transfers.new_regions.items() if i not in transfers.kept}
         allowed = sum(r.num_elements * self.specs[i].itemsize_bytes for i, r in new.items())
         gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # free memory that the process keeps would hide growth
+        ctypes.CDLL(None).malloc_trim(0)  # retained free memory would hide growth
         dist.barrier()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: see proc(5)
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak: see proc(5)
         before = resident_bytes("VmRSS")
         self.move(self.specs, held, self.transfer)
-        told: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
-        dist.all_gather_object(told, (resident_bytes("VmHWM") - before, allowed))
-        return told
+        growths: list[tuple[int, int]] = [(0, 0)] * dist.get_world_size()
+        dist.all_gather_object(growths, (resident_bytes("VmHWM") - before, allowed))
+        return growths
 
     def timed(self, work: Callable[[], object]) -> float:
-        """How long the slowest process takes, all starting at once."""
+        """The time of the slowest process, with a common start."""
         dist.barrier()
         began = time.perf_counter()
         work()
@@ -253,16 +253,16 @@ class Site:
         return took_s.item()
 
     def total(self, number: int) -> int:
-        told = torch.tensor(number)
-        dist.all_reduce(told)
-        return int(told)
+        total = torch.tensor(number)
+        dist.all_reduce(total)
+        return int(total)
 
 
 def run_rank(rank: int, job: Job) -> None:
-    """One process, through all pairs in which it has a part."""
+    """Measure all pairs that have this rank."""
     torch.set_num_threads(1)
     gc.freeze()  # as the product's workers do
-    keep_freed_memory()  # likewise
+    keep_freed_memory()  # as the product's workers do
     client = TCPStore(HOST, job.port, is_master=False, timeout=TIMEOUT)
     for number, pair in enumerate(job.pairs):
         reshard = pair.reshard()
@@ -286,22 +286,25 @@ def run_rank(rank: int, job: Job) -> None:
 
 
 def apart(specs: Specs, reshard: ReshardPlan) -> dict[str, Specs]:
-    """The tensors that need no packing, each piece being one run of memory on both sides that
-    travels alone; and all others."""
-    shared = set()
+    """Split the tensors into those without packing, whose pieces are contiguous on both sides and
+    sent alone, and all others."""
+    packed_indices = set()
     for worker in reshard.participants:
         transfers = derive(specs, reshard, worker)
         for pieces, held in (
             (transfers.sends, transfers.own_regions),
             (transfers.receives, transfers.new_regions),
         ):
-            shared |= {p.tensor for p in pieces if not is_run_alone(p.region, held[p.tensor])}
-    packed = tuple(spec for i, spec in enumerate(specs) if i in shared)
-    return {"one run": tuple(s for i, s in enumerate(specs) if i not in shared), "packed": packed}
+            packed_indices |= {
+                p.tensor for p in pieces if not is_run_alone(p.region, held[p.tensor])
+            }
+    packed = tuple(spec for i, spec in enumerate(specs) if i in packed_indices)
+    contiguous = tuple(spec for i, spec in enumerate(specs) if i not in packed_indices)
+    return {"one run": contiguous, "packed": packed}
 
 
 def is_run_alone(region: Region, held: Region) -> bool:
-    """Whether a piece of a float32 tensor lies in one run of memory, and travels alone."""
+    """Whether a piece of a float32 tensor is contiguous in memory and sent alone."""
     cut = next((dim for dim, size in enumerate(region.shape) if size > 1), 0)
     is_one_run = region.shape[cut + 1 :] == held.shape[cut + 1 :]
     return is_one_run and 4 * prod(region.shape) >= ALONE_BYTES["cpu"]
@@ -310,7 +313,7 @@ def is_run_alone(region: Region, held: Region) -> bool:
 def replay(
     group: ProcessGroup, messages: Sequence[tuple[str, int, int]], buffers: Sequence[Tensor]
 ) -> None:
-    """The same messages, all at once, from and into buffers that are there already."""
+    """Send and receive the messages, all at once, from and into existing buffers."""
     works = [
         (group.send if kind == "send" else group.recv)([buffer], peer, 0)
         for (kind, peer, _), buffer in zip(messages, buffers, strict=True)
@@ -324,11 +327,11 @@ def empty(spec: TensorSpec, region: Region) -> Tensor:
 
 
 def resident_bytes(field_name: str) -> int:
-    """`VmRSS`, what this process has in memory, or `VmHWM`, the most that it had."""
+    """`VmRSS`, this process's resident memory, or `VmHWM`, its peak."""
     lines = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in lines if line.startswith(field_name))
     return int(line.split()[1]) * 1024
 
 
 def never() -> None:
-    """Nobody interrupts."""
+    """The `interrupt` that never raises."""

@@ -1,7 +1,7 @@
-"""Runs every benchmark with `--check`, keeps the results in `results`, and writes the README anew.
+"""Runs all benchmarks with `--check`, stores the results in `results`, and regenerates the README.
 
-Exit code 1 if a must is missed or a benchmark fails; the others run all the same. On a machine that
-does nothing else.
+Exit code 1 if a must is missed or a benchmark fails; the others run anyway. Use an otherwise idle
+machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from report import Must, write_result
 
 TIMEOUT_S = 3600.0
 END_PATIENCE_S = 30.0
-"""How long a benchmark that is asked to end gets for its processes and files."""
+"""The time that a terminated benchmark has to end its processes and remove its files."""
 ALL_MET = "all musts met"
 
 
@@ -29,7 +29,8 @@ def run(
     timeout_s: float = TIMEOUT_S,
     end_patience_s: float = END_PATIENCE_S,
 ) -> str:
-    """Run one; return what became of it. Its result is new: its own, or that it failed."""
+    """Run one benchmark and return its outcome. The result file is replaced: by the benchmark's, or
+    by one that says how it failed."""
     result.unlink(missing_ok=True)
     began = time.monotonic()
     command = [sys.executable, str(program), "--check"]
@@ -54,7 +55,7 @@ def run(
 
 
 def _musts_in(result: Path) -> list[dict[str, Any]] | None:
-    """Those that the benchmark wrote; None if it wrote none, or was killed while it wrote."""
+    """The musts in a result file; None if it is missing or incomplete."""
     try:
         musts: list[dict[str, Any]] = json.loads(result.read_text())["musts"]
     except (OSError, ValueError):
@@ -73,11 +74,11 @@ def _end(process: subprocess.Popen[bytes], patience_s: float) -> None:
 
 def main() -> int:
     arguments = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    arguments.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}")
+    arguments.add_argument("names", nargs="*", metavar="NAME", help=", ".join(NAMES))
     options = arguments.parse_args()
     unknown = set(options.names) - set(NAMES)
     if unknown:
-        arguments.error(f"{', '.join(sorted(unknown))}: there are {', '.join(NAMES)}")
+        arguments.error(f"unknown: {', '.join(sorted(unknown))}; choose of {', '.join(NAMES)}")
     outcomes: dict[str, str] = {}
     for name in options.names or NAMES:
         began = time.monotonic()

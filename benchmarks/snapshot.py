@@ -1,9 +1,8 @@
-"""What snapshots cost: a step of byte_lm with them against one without, on one node, on two, and on
-four with parity, and what comes of them: recovery against that from a live replica and from a
-checkpoint.
+"""Benchmark of snapshots: the cost of a step, and recovery against live replicas and checkpoints.
 
-Runs in plain processes, so that neither Ray nor MLflow hides anything. How steps are compared:
-`turns.py`; how recoveries are timed: `recovery.py`.
+A step of byte_lm with snapshots is compared with one without, on one node, on two, and on four with
+parity. Runs are in plain processes, so that neither Ray nor MLflow hides a cost. Steps are compared
+as in `turns.py`, recoveries timed as in `recovery.py`.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ NUM_VERSIONS = 2
 COPY = "copy"
 PARITY_OF = 3
 KINDS = ((1, COPY), (2, COPY), (PARITY_OF + 1, f"xor:{PARITY_OF}"))
-"""On how many nodes, and how what a node has alone is kept elsewhere."""
+"""The number of nodes, and the redundancy between nodes."""
 TMPFS = "/dev/shm"
 QUIET = ("eval_every=0", "checkpoint_every=0")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Steps with snapshots and without, in pairs of blocks; what the keepers have counted."""
+    """Step times with and without snapshots, by pair of blocks, and the servers' counts."""
 
     num_nodes: int
     redundancy: str
@@ -52,7 +51,8 @@ class Cost:
 
     @property
     def memory_formula(self) -> float:
-        """In states: the versions of the part, and of its copy or of a k-th for its parity."""
+        """The expected memory in units of the state: the versions of each part, and of its copy or
+        of its k-th of parity."""
         elsewhere = 0.0 if self.num_nodes == 1 else 1.0
         return NUM_VERSIONS * (1 + elsewhere / (1 if self.redundancy == COPY else PARITY_OF))
 
@@ -61,14 +61,14 @@ class Cost:
         return [with_s / without_s for with_s, without_s in self.pairs_s]
 
     def states(self, num_bytes: int) -> float:
-        """How many times all of the state that is."""
+        """Bytes in units of the state."""
         return num_bytes / self.state_bytes
 
     def error(self, num_bytes: int) -> float:
-        """By how much that differs from a state a snapshot, as a share; of the last snapshot, amid
-        which a worker was killed, any part may be there."""
-        least, found = self.num_snapshots, self.states(num_bytes)
-        return max(least - found, found - (least + 1), 0.0) / least
+        """The relative deviation from one state per snapshot. A worker is killed during the last
+        snapshot, so any part of that may exist."""
+        expected, actual = self.num_snapshots, self.states(num_bytes)
+        return max(expected - actual, actual - (expected + 1), 0.0) / expected
 
 
 def measure_cost(num_nodes: int, redundancy: str, num_blocks: int, num_steps: int) -> Cost:
@@ -94,16 +94,17 @@ def measure_cost(num_nodes: int, redundancy: str, num_blocks: int, num_steps: in
 
 
 def wait_until_whole(run: ElasticRun, num_nodes: int, redundancy: str = COPY) -> None:
-    """Until each worker's snapshot is whole wherever it is to lie."""
+    """Wait until each worker's snapshot is complete on all its snapshot servers."""
 
     def whole() -> bool:
-        told = [line for line in run.told("StartSnapshots") if line["generation"] == generation]
-        if not told:
+        starts = run.lines_of("StartSnapshots")
+        lines = [line for line in starts if line["generation"] == generation]
+        if not lines:
             return False
-        copies = min(len(snapshot_servers) for snapshot_servers in told[-1]["snapshot_servers"])
-        sets = [len(workers) for workers in told[-1]["sets"]]
+        copies = min(len(servers) for servers in lines[-1]["snapshot_servers"])
+        sets = [len(workers) for workers in lines[-1]["sets"]]
         is_placed = copies == min(num_nodes, 2) if redundancy == COPY else sets == [NUM_WORKERS]
-        votes = [line["vote"] for line in run.told("StepCommitted")[-1:]]
+        votes = [line["vote"] for line in run.lines_of("StepCommitted")[-1:]]
         return is_placed and votes[0]["num_snapshots"] == NUM_WORKERS
 
     generation = run.wait_for_world(NUM_WORKERS, WARM_UP_STEPS, START_TIMEOUT_S)
@@ -113,10 +114,10 @@ def wait_until_whole(run: ElasticRun, num_nodes: int, redundancy: str = COPY) ->
 def count(
     run: ElasticRun, num_nodes: int, redundancy: str, pairs_s: list[tuple[float, float]]
 ) -> Cost:
-    """What the keepers tell when a worker is killed at the end."""
+    """Kill a worker at the end and return what the snapshot servers report."""
     kill_ours(run, 0)
-    told = {line["node"]: line for line in run.told("SnapshotServerReported")}
-    opened, steps = run.told("RunOpened")[0], run.told("StepCommitted")
+    lines = {line["node"]: line for line in run.lines_of("SnapshotServerReported")}
+    opened, steps = run.lines_of("RunOpened")[0], run.lines_of("StepCommitted")
     whole = [s for s in steps if s["vote"]["num_snapshots"] == NUM_WORKERS]
     first_generation = [s for s in whole if s["generation"] == whole[0]["generation"]]
     return Cost(
@@ -127,7 +128,7 @@ def count(
         pairs_s,
         len(first_generation),
         *(
-            sum(line[field] for line in told.values())
+            sum(line[field] for line in lines.values())
             for field in ("taken_bytes", "received_bytes", "memory_bytes")
         ),
     )
@@ -136,7 +137,7 @@ def count(
 def measure_recovery(
     layout: str, source: str, changes: tuple[str, ...], num_kills: int
 ) -> list[Recovery]:
-    """Kill one worker after the other; each time the state is to come from `source`."""
+    """Kill one worker after the other; each time the state must come from `source`."""
     with (
         TemporaryDirectory(prefix="snapshot-", dir=TMPFS) as name,
         plain_run(Path(name), "mlp", layout, 1, changes) as run,
@@ -146,8 +147,8 @@ def measure_recovery(
             if source == "snapshot":
                 wait_until_whole(run, 1)
             recoveries.append(kill_ours(run, number))
-            sources = {line["generation"]: line["source"] for line in run.told("Resharded")}
-            killed = run.told("Abort")[-1]["generation"]
+            sources = {line["generation"]: line["source"] for line in run.lines_of("Resharded")}
+            killed = run.lines_of("Abort")[-1]["generation"]
             assert sources[min(g for g in sources if g > killed)] == source, sources
     return recoveries
 
@@ -179,22 +180,22 @@ def show_costs(costs: list[Cost]) -> None:
 def musts_of(cost: Cost) -> list[Must]:
     low, _ = bootstrap_interval(cost.ratios)
     where, memory = cost.where, cost.memory_bytes / cost.state_bytes / cost.memory_formula
-    found = [
+    bounds = [
         Must(f"{where}, low end of the ratio's interval", low, 1.05, ""),
         Must(f"{where}, bytes copied, off", cost.error(cost.taken_bytes), 0.01, ""),
         Must(f"{where}, memory / formula", memory, 1.01, ""),
     ]
     if cost.num_nodes > 1:
         sent = cost.error(cost.received_bytes)
-        found.append(Must(f"{where}, bytes sent, off", sent, 0.01, ""))
-    return found
+        bounds.append(Must(f"{where}, bytes sent, off", sent, 0.01, ""))
+    return bounds
 
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--blocks", type=int, default=30, help="of each side")
-    arguments.add_argument("--steps", type=int, default=3, help="in a block")
-    arguments.add_argument("--kills", type=int, default=5, help="of each kind of recovery")
+    arguments.add_argument("--blocks", type=int, default=30, help="blocks of each side")
+    arguments.add_argument("--steps", type=int, default=3, help="steps in a block")
+    arguments.add_argument("--kills", type=int, default=5, help="kills for each kind of recovery")
     options = arguments.parse_args()
     costs = []
     for num_nodes, redundancy in KINDS:
@@ -210,16 +211,16 @@ def main() -> int:
     for source, (layout, changes) in kinds.items():
         console.print(f"measuring recovery: {source} ...")
         times[source] = measure_recovery(layout, source, changes, options.kills)
-    medians = {kind: median(r.seconds for r in found) for kind, found in times.items()}
+    medians = {kind: median(r.seconds for r in recoveries) for kind, recoveries in times.items()}
     rows = [
         [
             kind,
             kinds[kind][0],
             f"{medians[kind]:.2f}",
-            " ".join(f"{r.seconds:.2f}" for r in found),
-            str(max(r.num_redone for r in found)),
+            " ".join(f"{r.seconds:.2f}" for r in recoveries),
+            str(max(r.num_redone for r in recoveries)),
         ]
-        for kind, found in times.items()
+        for kind, recoveries in times.items()
     ]
     columns = ("state from", "layout", "median s", "each s", "steps redone (most)")
     show_table("SIGKILL to the next newly committed step, mlp", columns, rows)

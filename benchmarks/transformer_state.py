@@ -1,7 +1,7 @@
-"""A transformer's state for the re-layout benchmark, and what a re-layout must at least move.
+"""A transformer's state for `reshard.py`, and the lower bound of the bytes that a reshard moves.
 
-The bound shares nothing with the product but the deal of layers to stages: torch itself chunks
-the indices of each dim.
+The bound shares only the assignment of layers to stages with the product: torch itself chunks the
+indices of each dim.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ MIN_BLOCKS = 2
 
 
 def transformer_state(megabytes: int, has_experts: bool) -> tuple[TensorSpec, ...]:
-    """The product's specs of the shallowest transformer with at least so many megabytes of
-    parameters and moments."""
+    """The specs of the shallowest transformer with at least `megabytes` of parameters and
+    moments."""
     model = MODEL.model_copy(update={"experts": EXPERTS if has_experts else None})
     for num_layers in count(MIN_BLOCKS):
         model = model.model_copy(update={"num_layers": num_layers})
@@ -38,27 +38,27 @@ def transformer_state(megabytes: int, has_experts: bool) -> tuple[TensorSpec, ..
         specs = state_specs(LanguageModelWorkload(model, samples, None), tiny())
         if sum(spec.num_bytes for spec in specs) >= megabytes * 2**20:
             return specs
-    raise AssertionError("no end of numbers")
+    raise AssertionError("unreachable: count() does not end")
 
 
 def lower_bound_bytes(specs: tuple[TensorSpec, ...], reshard: ReshardPlan) -> int:
-    """Bytes of all new regions less those that their workers hold already."""
+    """The bytes of all new regions minus those that their workers already hold."""
     assert reshard.old is not None
     total = 0
     for spec in specs:
         for worker in reshard.new.members:
             new_layout, new_rank = reshard.new.layout, reshard.new.world_rank(worker)
             wanted = _indices(spec, new_layout, new_rank)
-            there = [torch.empty(0, dtype=torch.int64)] * len(wanted)
+            held = [torch.empty(0, dtype=torch.int64)] * len(wanted)
             if worker in reshard.holders:
-                there = _indices(spec, reshard.old.layout, reshard.old.world_rank(worker))
-            both = [int(torch.isin(a, b).sum()) for a, b in zip(wanted, there, strict=True)]
+                held = _indices(spec, reshard.old.layout, reshard.old.world_rank(worker))
+            both = [int(torch.isin(a, b).sum()) for a, b in zip(wanted, held, strict=True)]
             total += (prod(map(len, wanted)) - prod(both)) * spec.itemsize_bytes
     return total
 
 
 def _indices(spec: TensorSpec, layout: Layout, world_rank: int) -> list[torch.Tensor]:
-    """For each dim, the indices that a rank holds of a parameter or of what is kept for it, with
+    """For each dim the indices that a rank holds of a parameter or its optimizer state, with
     zero=3; a scalar counts as one dim."""
     pp, _, fsdp, cp, tp = layout.coordinates(world_rank)
     indices = [torch.arange(size) for size in spec.shape or (1,)]

@@ -1,10 +1,9 @@
-"""Two systems that train the same side by side, in alternated blocks of a few steps.
+"""Comparison of two systems that train the same model in alternating blocks of a few steps.
 
-All processes of the one stand still (SIGSTOP) while the other trains for a block. So the noise of
-the machine strikes both alike, and whatever ours does beside the training (controller, Ray,
-MLflow) is paid for in its own blocks. The first step of a block, which was cut by the stop, is not
-counted. Nor is the start: MLflow's database is made, and its first report drawn, before the first
-block.
+All processes of one system are stopped (SIGSTOP) while the other trains for a block. So the noise
+of the machine affects both equally, and the cost of our controller, Ray and MLflow falls into our
+blocks. The first step of a block, which the stop interrupted, does not count. Nor does the start:
+MLflow's database is created, and its first report drawn, before the first block.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from pipelines.run.sweep import UNDISTURBED
 WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0
 LONGEST_BLOCK_S = 6.0
-"""A run whose processes are all stopped for longer takes its driver for dead."""
+"""If all processes of a run are stopped for longer, it considers its driver dead."""
 RECIPE_ARGUMENTS = tuple(word for setting in UNDISTURBED for word in ("--set", setting))
 
 
@@ -43,8 +42,8 @@ class Side:
     frozen: list[psutil.Process]
 
     def block(self, num_steps: int) -> float | None:
-        """Train so many whole steps; return the seconds that one took, or None if that would
-        stop the other side for too long."""
+        """Train `num_steps` complete steps; return the seconds per step, or None if the block
+        would stop the other side for too long."""
         thawed = thaw(self.frozen)
 
         def times() -> list[float]:
@@ -64,11 +63,11 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What came of the blocks; `losses` are those of the first steps, of ours and of the other."""
+    """The results of the blocks; `losses` are those of the first steps of both systems."""
 
     title: str
     pairs_s: list[tuple[float, float]]
-    """Seconds a step of ours and of the bare loop took, in blocks side by side."""
+    """Seconds per step of ours and of the bare loop, by pair of blocks."""
     losses: list[tuple[float, float]]
     num_void: int = 0
     num_aborts: int = 0
@@ -80,7 +79,7 @@ class Comparison:
 
     @property
     def largest_difference(self) -> float:
-        """Of the first steps' losses, relative."""
+        """The largest relative difference of the first steps' losses."""
         return max(abs(ours - bare) / abs(bare) for ours, bare in self.losses)
 
     def show(self) -> None:
@@ -93,16 +92,15 @@ class Comparison:
         ]
         show_table(self.title, ["step", "s"], rows)
         if self.num_void:
-            told = f"{self.num_void} pairs left out: a block took over {LONGEST_BLOCK_S} s"
-            console.print(told)
+            console.print(f"{self.num_void} pairs skipped: a block took over {LONGEST_BLOCK_S} s")
         if self.num_aborts:
-            console.print(f"ours broke off {self.num_aborts} times, as after a stop or a loss")
+            console.print(f"ours aborted {self.num_aborts} generations, as after a stop or a loss")
 
 
 def compare(
     layout: str, script: str, changes: Sequence[str], num_blocks: int, num_steps: int
 ) -> Comparison:
-    """`elastic train byte_lm` with these further arguments and a bare loop of `peers/`."""
+    """Compare `elastic train byte_lm` with these arguments to a bare loop of `peers/`."""
     num_workers = Layout.parse(layout).num_workers
     arguments = ["--workers", str(num_workers), "--layout", layout, *RECIPE_ARGUMENTS, *changes]
     with TemporaryDirectory(prefix="overhead-") as name:
@@ -124,8 +122,8 @@ def side_by_side(
     num_blocks: int,
     num_steps: int,
 ) -> Comparison:
-    """Blocks of a run of ours, which has just been started, and of a bare loop, in turns; which of
-    the two begins a pair changes from pair to pair."""
+    """Alternate blocks of our run, which has just started, and of a bare loop; the order within a
+    pair changes from pair to pair."""
     ours.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
     ours.wait_until((ours.folder.path / TIMELINE).exists, START_TIMEOUT_S, "the first report")
     with peer_run(bare_of()) as bare:
@@ -137,7 +135,7 @@ def side_by_side(
             Side(bare, lambda: bare.steps, bare.program.freeze()),
         )
         pairs_s = take_turns(sides, num_blocks, num_steps)
-        num_aborts = len(ours.told("Abort"))
+        num_aborts = len(ours.lines_of("Abort"))
         losses = [
             (mine["loss"], its["loss"]) for mine, its in zip(ours.metrics, bare.steps, strict=False)
         ][:WARM_UP_STEPS]
@@ -147,7 +145,7 @@ def side_by_side(
 def take_turns(
     sides: tuple[Side, Side], num_blocks: int, num_steps: int
 ) -> list[tuple[float, float]]:
-    """Pairs of blocks, without those of which one was too long."""
+    """Pairs of blocks, without pairs with a block that took too long."""
     pairs_s = []
     for number in range(num_blocks):
         times_s: list[float | None] = [None, None]

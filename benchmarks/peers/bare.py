@@ -1,6 +1,6 @@
-"""What the bare loops share: the model, data, batch and optimizer of a run of ours, and telling.
+"""The common part of the bare loops: model, data, batch and optimizer of our run, and the step log.
 
-RECIPE is the `recipe.json` of the run that is compared with; FOLDER gets `steps.jsonl`.
+RECIPE is the `recipe.json` of our run; FOLDER gets `steps.jsonl`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from mlp import Told
+from mlp import StepLog
 from torch import Tensor, nn
 
 from elastic.geometry.layout import Layout
@@ -31,11 +31,11 @@ CPU = torch.device("cpu")
 
 
 StepOf = Callable[[int], float]
-"""Trains one step, by its number from 1 on, and returns its mean loss."""
+"""Trains one step, counted from 1, and returns its mean loss."""
 
 
 class Job(NamedTuple):
-    """What is trained, and under which layout."""
+    """Settings, workload and layout."""
 
     settings: TrainSettings
     workload: Workload
@@ -43,22 +43,22 @@ class Job(NamedTuple):
 
 
 def run(make_step: Callable[[Job], StepOf]) -> None:
-    """The `main` of a bare loop: one thread, Gloo, `script FOLDER RECIPE`; it trains for ever."""
+    """The `main` of a bare loop: one thread, Gloo, `script FOLDER RECIPE`; it trains forever."""
     torch.set_num_threads(1)
     recipe = json.loads(Path(sys.argv[2]).read_text())
     settings = TrainSettings.model_validate(recipe["settings"])
     dist.init_process_group("gloo")
-    told = Told(Path(sys.argv[1]), dist.get_rank())
+    step_log = StepLog(Path(sys.argv[1]), dist.get_rank())
     workload = make_workload(settings, recipe["data_folder"])
     step_of = make_step(Job(settings, workload, Layout.parse(recipe["layout"])))
     for step in count(1):
         loss = step_of(step)
         if dist.get_rank() == 0:
-            told.commit(step, dist.get_world_size(), loss=loss)
+            step_log.commit(step, dist.get_world_size(), loss=loss)
 
 
 def make_module(job: Job, spread: Spread = ALONE) -> nn.Module:
-    """The model with the values of step 0 that ours has."""
+    """The model with our initial values."""
     module = job.workload.module(spread)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
@@ -98,6 +98,6 @@ def feds(job: Job, step: int, data_rank: int = 0, num_data_ranks: int = 1) -> li
 
 
 def num_tokens(job: Job, own: Iterable[Fed]) -> int:
-    """How many losses a rank's microbatches sum: with whole windows a constant, as many loops
-    take it."""
+    """The number of losses of a rank's microbatches; with full windows a constant, as many loops
+    assume."""
     return sum(int(job.workload.num_tokens(fed.targets)) for fed in own)

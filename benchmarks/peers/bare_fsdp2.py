@@ -1,8 +1,8 @@
-"""A bare torchrun + FSDP2 loop: the same model, data, batch and optimizer as a run of ours.
+"""A bare torchrun + FSDP2 loop with the model, data, batch and optimizer of our run.
 
     torchrun --standalone --nproc-per-node 4 bare_fsdp2.py FOLDER RECIPE
 
-It clips by the global norm and reduces the loss, as any loop does, and knows nothing of failures.
+It clips by the global norm and reduces the loss, as usual, and does not handle failures.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pipelines.training.workload.workload import Workload, forward_loss
 
 
 def shard(module: torch.nn.Module, workload: Workload, mesh: DeviceMesh) -> FSDPModule:
-    """Each block, then the rest; where nothing is sharded, nothing is gathered anew."""
+    """Shard each block, then the rest; without sharding nothing is gathered again."""
     several = mesh.size(mesh.ndim - 1) > 1
     for block in workload.blocks(module):
         fully_shard(block, mesh=mesh, reshard_after_forward=several)
@@ -26,7 +26,7 @@ def shard(module: torch.nn.Module, workload: Workload, mesh: DeviceMesh) -> FSDP
 
 
 def make_mesh(layout: Layout) -> DeviceMesh:
-    """One axis where there are no replicas, as FSDP2 has it by itself."""
+    """A mesh with one axis if there are no replicas, as FSDP2 makes by default."""
     if layout.dp == 1:
         return init_device_mesh("cpu", (layout.fsdp,))
     return init_device_mesh("cpu", (layout.dp, layout.fsdp), mesh_dim_names=("dp", "fsdp"))

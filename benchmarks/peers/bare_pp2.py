@@ -1,8 +1,8 @@
-"""Bare torchrun + pipelining: the model cut in two by hand, torch's 1F1B, a plain loop.
+"""A bare torchrun + pipelining loop: the model cut in two by hand, torch's 1F1B.
 
     torchrun --standalone --nproc-per-node 2 bare_pp2.py FOLDER RECIPE
 
-The cut is where ours is: the first half of the blocks with the embedding, the rest with the head.
+The stages are ours: the first half of the blocks with the embedding, the rest with the head.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 
 def cut(module: nn.Module, stage: int) -> None:
-    """Leave one half of the blocks, with what stands before or after them."""
+    """Keep one half of the blocks, with the embedding or with the norm and the head."""
     names = list(module.layers)
     middle = len(names) // 2
     for name in names[middle:] if stage == 0 else names[:middle]:

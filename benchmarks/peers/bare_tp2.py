@@ -1,9 +1,8 @@
-"""Bare torchrun + tensor parallelism: torch's styles laid on the model by hand, then a plain loop.
+"""A bare torchrun + tensor parallelism loop: torch's styles applied to the model by hand.
 
     torchrun --standalone --nproc-per-node 2 bare_tp2.py FOLDER RECIPE
 
-The norms are spread over the sequence and the loss is computed over parts of the vocabulary, as in
-torch's own tutorial.
+The norms are sharded over the sequence and the loss is vocabulary-parallel, as in torch's tutorial.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the peers train and how they tell of it: the `mlp` recipe's model, batch and optimizer."""
+"""The model, batch and optimizer of the `mlp` recipe for the peers, and their step log."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loss_of(model: nn.Module, step: int, data_rank: int, num_data_ranks: int) -> Tensor:
-    """The loss of this rank's share of a step's batch."""
+    """The loss of this rank's part of a step's batch."""
     generator = torch.Generator().manual_seed(step * 1000 + data_rank)
     inputs = torch.randn(BATCH // num_data_ranks, DIMS[0], generator=generator)
     return functional.mse_loss(model(inputs), inputs.sin())
 
 
-class Told:
-    """Tells the benchmark of this process's pid and of committed steps."""
+class StepLog:
+    """Reports this process's pid and committed steps to the benchmark, through files."""
 
     def __init__(self, folder: Path, world_rank: int) -> None:
         partial = folder / f".pid-{world_rank}"
@@ -51,8 +51,8 @@ class Told:
     def commit(
         self, step: int, world_size: int, attempt: int = PID, loss: float | None = None
     ) -> None:
-        """To be told by one rank. `attempt` is any number that changes with a recovery: this
-        process's id, if recovering means that processes are started anew."""
+        """Report a committed step, from one rank. `attempt` is any number that changes with a
+        recovery: this process's id, if a recovery restarts processes."""
         line = {"time": time.time(), "step": step, "attempt": attempt, "world_size": world_size}
         line["loss"] = loss
         self._file.write(json.dumps(line) + "\n")

@@ -2,7 +2,7 @@
 
     RAY_TRAIN_HEALTH_CHECK_INTERVAL_S=0.1 python ray_train_mlp.py FOLDER
 
-One processor more than there are workers is for the trainer's own actors.
+One CPU more than there are workers is for the trainer's own actors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from mlp import CHECKPOINT_EVERY, Told, loss_of, make_model, make_optimizer
+from mlp import CHECKPOINT_EVERY, StepLog, loss_of, make_model, make_optimizer
 
 NUM_WORKERS = 4
 
@@ -26,7 +26,7 @@ def train(settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     context = ray.train.get_context()
     world_rank, world_size = context.get_world_rank(), context.get_world_size()
-    told = Told(Path(settings["folder"]), world_rank)
+    step_log = StepLog(Path(settings["folder"]), world_rank)
     model = make_model()
     optimizer = make_optimizer(model)
     begin = 1
@@ -43,14 +43,14 @@ def train(settings: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if world_rank == 0:
-            told.commit(step, world_size)
+            step_log.commit(step, world_size)
         if step % CHECKPOINT_EVERY == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             report(state, world_rank)
 
 
 def report(state: dict[str, Any], world_rank: int) -> None:
-    """A barrier over all workers; world rank 0 brings the checkpoint."""
+    """Report from all workers, which is a barrier; world rank 0 attaches the checkpoint."""
     if world_rank != 0:
         ray.train.report({"step": state["step"]})
         return

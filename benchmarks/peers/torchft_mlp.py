@@ -1,8 +1,8 @@
-"""torchft: 4 replicas of one process each, a lighthouse, and a supervisor that replaces the dead.
+"""torchft: 4 replicas of one process, a lighthouse, and a supervisor that replaces dead processes.
 
     python torchft_mlp.py FOLDER
 
-The lighthouse's timeouts are as short as they may be here: 0.1 s to join, 0.3 s of heartbeats.
+The lighthouse's timeouts are as short as possible here: 0.1 s to join, 0.3 s for heartbeats.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchft
-from mlp import Told, loss_of, make_model, make_optimizer
+from mlp import StepLog, loss_of, make_model, make_optimizer
 from torchft.coordination import LighthouseServer
 
 NUM_REPLICAS = 4
@@ -26,7 +26,7 @@ HOST = "127.0.0.1"
 
 def train(folder: Path, replica: int, lighthouse: str) -> None:
     torch.set_num_threads(1)
-    told = Told(folder, replica)
+    step_log = StepLog(folder, replica)
     model = make_model()
     inner = make_optimizer(model)
 
@@ -58,7 +58,7 @@ def train(folder: Path, replica: int, lighthouse: str) -> None:
         optimizer.step()
         num_participants = manager.num_participants()
         if manager.current_step() > before and manager.participating_rank() == 0:
-            told.commit(manager.current_step(), num_participants, attempt=num_participants)
+            step_log.commit(manager.current_step(), num_participants, attempt=num_participants)
 
 
 def supervise(folder: Path) -> None:

@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 --max-restarts 99 --monitor-interval 0.1 \
         torchrun_mlp.py FOLDER PORT [PORT ...]
 
-Each attempt has a store of its own on the next of the given ports: with the agent's, which outlives
-attempts, every restart fails on Gloo, which finds the addresses of dead processes there.
+Each attempt has its own store on the next of the given ports. With the agent's store, which
+outlives attempts, every restart would fail: Gloo finds the addresses of dead processes there.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mlp import CHECKPOINT_EVERY, Told, loss_of, make_model, make_optimizer
+from mlp import CHECKPOINT_EVERY, StepLog, loss_of, make_model, make_optimizer
 from torch.nn.parallel import DistributedDataParallel
 
 
 def main(folder: Path, ports: list[str]) -> None:
     torch.set_num_threads(1)
     world_rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    told = Told(folder, world_rank)
+    step_log = StepLog(folder, world_rank)
     port = int(ports[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
     store = dist.TCPStore("127.0.0.1", port, world_size, is_master=world_rank == 0)
     dist.init_process_group("gloo", store=store, rank=world_rank, world_size=world_size)
@@ -42,7 +42,7 @@ def main(folder: Path, ports: list[str]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if world_rank == 0:
-            told.commit(step, world_size)
+            step_log.commit(step, world_size)
         if step % CHECKPOINT_EVERY == 0 and world_rank == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, folder / "partial.pt")

@@ -1,6 +1,7 @@
-"""Models and how they are trained: modules, sharding, optimizer, replicas, checkpoint parts.
+"""Training of a model: modules, parallelism, optimizer, replica, checkpoint shards.
 
-`replica` is where a step happens; `workload` is what a new kind of model has to provide.
+`replica` computes and applies a step. `workload` is the interface that a new kind of model
+implements.
 """
 
 from pipelines.training.replica.replica import ShardedReplica

@@ -1,4 +1,4 @@
-"""Lets the tests on a GPU use the harness of those in plain processes."""
+"""Makes the harness of the process tests importable for the GPU tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several workers on one GPU: NCCL takes each process for a machine of its own."""
+"""Several workers on one GPU: NCCL treats each process as a separate machine."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipelines.run.program import TrainingProgram
 
 NEEDS_GPU = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
 ]
 
 
 def claim_a_host() -> None:
     """NCCL refuses two ranks on one GPU of one host; call this before it is first used.
 
-    Ranks on different hosts talk through sockets, here over the loopback interface.
+    Ranks on different hosts communicate through sockets, here over the loopback interface.
     """
     os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
     os.environ["NCCL_SOCKET_IFNAME"] = "lo"
@@ -27,11 +27,11 @@ def claim_a_host() -> None:
 
 
 def program(settings: dict[str, Any]) -> TrainingProgram:
-    """What a worker trains on the GPU that it shares with the others."""
+    """The training program of a worker on the shared GPU."""
     claim_a_host()
     return TrainingProgram(settings, device="cuda")
 
 
 def program_on_cpu(settings: dict[str, Any]) -> TrainingProgram:
-    """The same on the CPU, also where there is a GPU."""
+    """The training program on the CPU, even if there is a GPU."""
     return TrainingProgram(settings, device="cpu")

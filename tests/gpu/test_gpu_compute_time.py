@@ -1,4 +1,4 @@
-"""A GPU that others use as well takes longer for the same product."""
+"""Compute time on a GPU: a shared GPU takes longer for the same product."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = NEEDS_GPU
 EVERY = 2
 
 
-def told(num_reports: int) -> list[float]:
+def reported_times(num_reports: int) -> list[float]:
     times = compute_times(EVERY, torch.device("cuda"))
     reports = []
     for step in range(1, EVERY * num_reports + 1):
@@ -28,15 +28,15 @@ def told(num_reports: int) -> list[float]:
 
 
 def alone_and_not() -> tuple[float, float]:
-    """In a process of its own, since what occupies the GPU ends only with it."""
-    told(3)  # the first products of a process choose their kernels
-    alone = sorted(told(5))[2]
+    """Run in a separate process, since the kernels that occupy the GPU end only with it."""
+    reported_times(3)  # the first products of a process choose their kernels
+    alone = sorted(reported_times(5))[2]
     fault = Fault("slow", "w0", 1, factor=4.0)
     FaultInjector("w0", (fault,)).slow_down(1, torch.device("cuda"), lambda: None)
-    return alone, sorted(told(30))[15]
+    return alone, sorted(reported_times(30))[15]
 
 
-def test_a_slow_one_is_told_from_others() -> None:
+def test_a_slow_gpu_is_distinguished_from_others() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         alone, beside_others = pool.submit(alone_and_not).result(timeout=120)
     assert beside_others > 1.5 * alone

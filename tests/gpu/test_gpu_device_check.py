@@ -1,4 +1,4 @@
-"""The small kernel that proves a device: quick beside other work, refused by a broken one."""
+"""The device check by a small kernel: fast beside other work, failing on a broken device."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from actors.worker.error_kinds import kind_of
 pytestmark = NEEDS_GPU
 
 BUSY_CYCLES = 4_000_000_000
-"""Some 2 s of a kernel that occupies one multiprocessor, as a collective that waits does."""
+"""About 2 s of a kernel that occupies one multiprocessor, as a waiting collective does."""
 TIMEOUT_S = 120.0
 
 
-def test_a_device_that_works_passes_beside_a_kernel_that_does_not_end() -> None:
+def test_a_working_device_passes_beside_a_long_kernel() -> None:
     device = torch.device("cuda")
     check = DeviceCheck(kernel_on(device))
     assert check.failure() is None
@@ -30,23 +30,23 @@ def test_a_device_that_works_passes_beside_a_kernel_that_does_not_end() -> None:
     torch.cuda.synchronize()
 
 
-def break_device(told: Any) -> None:
-    """In a process of its own: an index out of bounds trips a device-side assertion."""
+def break_device(kinds_queue: Any) -> None:
+    """Run in a separate process: an index out of bounds triggers a device-side assertion."""
     device = torch.device("cuda")
     check = DeviceCheck(kernel_on(device))
     try:
         torch.zeros(4, device=device)[torch.tensor([10**6], device=device)].cpu()
     except RuntimeError as error:
-        told.put(kind_of(error))
+        kinds_queue.put(kind_of(error))
     failure = check.failure()
-    told.put("" if failure is None else kind_of(failure))
+    kinds_queue.put("" if failure is None else kind_of(failure))
 
 
-def test_a_device_that_an_assertion_has_stopped_is_broken() -> None:
+def test_a_device_stopped_by_an_assertion_is_broken() -> None:
     context = get_context("spawn")
-    told = context.Queue()
-    process = context.Process(target=break_device, args=(told,))
+    kinds_queue = context.Queue()
+    process = context.Process(target=break_device, args=(kinds_queue,))
     process.start()
-    kinds = [told.get(timeout=TIMEOUT_S) for _ in range(2)]
+    kinds = [kinds_queue.get(timeout=TIMEOUT_S) for _ in range(2)]
     process.join(TIMEOUT_S)
     assert kinds == ["device", "device"]

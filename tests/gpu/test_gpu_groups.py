@@ -1,4 +1,4 @@
-"""NCCL groups in plain processes: formed, aborted, formed again, and used for a re-layout."""
+"""NCCL groups in plain processes: form, abort, form again, reshard."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ SPECS = (
 
 
 def never() -> None:
-    """Nobody interrupts."""
+    """The `interrupt` that never raises."""
 
 
 def in_two_processes(run: Callable[..., None], argument: Any) -> None:
-    """Call `run(rank, port of a store, argument)` in each; fails if either does."""
+    """Call `run(rank, port of a store, argument)` in two processes; fail if either fails."""
     set_forkserver_preload(["actors.distributed.groups"])
     store = open_store(HOST)
     start_processes(run, (store.port, argument), 2, start_method="forkserver")
@@ -76,13 +76,13 @@ def meet(worker: str, generation: int, port: int) -> Formation:
 
 
 def summed(formation: Formation) -> float:
-    one = torch.ones(1, device=DEVICE)
-    formation.groups.world.allreduce([one]).wait()
-    return one.item()
+    ones = torch.ones(1, device=DEVICE)
+    formation.groups.world.allreduce([ones]).wait()
+    return ones.item()
 
 
 def blocked_s(formation: Formation) -> float:
-    """How long a collective blocks to which the other does not come, until the abort ends it."""
+    """The time for which a collective without its peer blocks until the abort."""
     began = time.monotonic()
     threading.Timer(BREAK_AFTER_S, formation.break_off).start()
     with suppress(RuntimeError):
@@ -91,29 +91,29 @@ def blocked_s(formation: Formation) -> float:
 
 
 def abort_and_meet_again(rank: int, port: int, folder: Path) -> None:
-    """One of two processes: `a` blocks and is aborted, `b` stays away; then both meet anew."""
+    """Run one of two processes: `a` blocks and is aborted, `b` is absent; then both form again."""
     claim_a_host()
     worker = WORKERS[rank]
     formation = meet(worker, 1, port)
-    told = {"first": summed(formation)}
+    results = {"first": summed(formation)}
     if worker == "a":
-        told["blocked_s"] = blocked_s(formation)
+        results["blocked_s"] = blocked_s(formation)
     store = dist.TCPStore(HOST, port, is_master=False)
     store.set(f"{worker} is through", "") if worker == "a" else store.wait(["a is through"])
     formation.break_off()
     formation.dissolve()
     formation = meet(worker, 2, port)
-    told["second"] = summed(formation)
+    results["second"] = summed(formation)
     formation.dissolve()
-    (folder / worker).write_text(json.dumps(told))
+    (folder / worker).write_text(json.dumps(results))
 
 
-def test_an_abort_unblocks_and_the_same_processes_meet_again(tmp_path: Path) -> None:
+def test_an_abort_unblocks_and_the_same_processes_form_again(tmp_path: Path) -> None:
     in_two_processes(abort_and_meet_again, tmp_path)
-    told = {worker: json.loads((tmp_path / worker).read_text()) for worker in WORKERS}
-    assert [told[worker]["first"] for worker in WORKERS] == [2.0, 2.0]
-    assert [told[worker]["second"] for worker in WORKERS] == [2.0, 2.0]
-    assert BREAK_AFTER_S * 0.9 < told["a"]["blocked_s"] < UNBLOCKED_S
+    results = {worker: json.loads((tmp_path / worker).read_text()) for worker in WORKERS}
+    assert [results[worker]["first"] for worker in WORKERS] == [2.0, 2.0]
+    assert [results[worker]["second"] for worker in WORKERS] == [2.0, 2.0]
+    assert BREAK_AFTER_S * 0.9 < results["a"]["blocked_s"] < UNBLOCKED_S
 
 
 def whole(spec: TensorSpec) -> torch.Tensor:
@@ -122,7 +122,7 @@ def whole(spec: TensorSpec) -> torch.Tensor:
 
 
 def parts(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
-    """What a worker holds under an assignment, on the host."""
+    """A worker's tensors under an assignment, on the host."""
     if worker not in assignment.members:
         return {}
     place = assignment.coordinates(worker)
@@ -135,7 +135,7 @@ def parts(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
 
 
 def relay_out(rank: int, port: int, target: str) -> None:
-    """One of two processes: move the state, and compare it with what it shall be."""
+    """Run one of two processes: reshard the state, and compare it to the expected one."""
     claim_a_host()
     worker = WORKERS[rank]
     reshard = ReshardPlan(0, 1, SHARDED, TARGETS[target], WORKERS)
@@ -153,5 +153,5 @@ def relay_out(rank: int, port: int, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_re_layout_brings_every_element_into_place(target: str) -> None:
+def test_a_reshard_moves_every_element_to_its_place(target: str) -> None:
     in_two_processes(relay_out, target)

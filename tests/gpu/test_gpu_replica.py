@@ -1,4 +1,4 @@
-"""One worker's training on the GPU against the same on the CPU."""
+"""One worker's training on the GPU equals that on the CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ IN_FLOAT64 = SETTINGS.model_copy(update={"dtype": "float64"})
 
 
 class Trained(NamedTuple):
-    """What a replica has to tell of its run."""
+    """The results of a replica."""
 
     losses: list[float]
     held_out: float
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
 
 
 def never() -> None:
-    """Nobody interrupts."""
+    """The `interrupt` that never raises."""
 
 
 def train(settings: TrainSettings, device: str) -> Trained:
@@ -78,7 +78,7 @@ def test_activation_checkpointing_changes_nothing() -> None:
     )
 
 
-def test_bfloat16_keeps_its_parameters_in_float32_and_learns_the_same() -> None:
+def test_bfloat16_keeps_parameters_in_float32_and_trains_alike() -> None:
     mixed = train(SETTINGS.model_copy(update={"dtype": "bfloat16"}), DEVICE)
     assert {tensor.dtype for tensor in mixed.tensors.values()} == {torch.float32}
     assert mixed.losses == pytest.approx(train(SETTINGS, DEVICE).losses, rel=0.02)

@@ -1,4 +1,4 @@
-"""Attention on a ring of two processes on one GPU, over NCCL, equals plain attention."""
+"""Ring attention of two processes on one GPU, over NCCL, equals plain attention."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ CASES = (
 
 
 def run_rank(cp_rank: int, folder: Path) -> None:
-    """One of the processes: computes every case."""
+    """Compute all cases in one of the processes."""
     claim_a_host()
     torch.cuda.set_device(0)
     store = dist.FileStore(str(folder / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("nccl", store=store, world_size=2, rank=cp_rank, timeout=timeout)
     for case in CASES:
-        found = on_the_ring(case, dist.group.WORLD, "cuda")
-        torch.save(tuple(tensor.cpu() for tensor in found), folder / f"{case}-{cp_rank}.pt")
+        results = on_the_ring(case, dist.group.WORLD, "cuda")
+        torch.save(tuple(tensor.cpu() for tensor in results), folder / f"{case}-{cp_rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes found."""
+    """The folder with the results of two processes."""
     folder = tmp_path_factory.mktemp("ring")
     set_forkserver_preload(["pipelines.training.models.ring_attention"])
     start_processes(run_rank, (folder,), 2, start_method="forkserver")

@@ -1,4 +1,4 @@
-"""Whole runs over NCCL with real SIGKILLs: they compute what one worker computes on the CPU."""
+"""Complete runs over NCCL with real SIGKILLs equal the run of one worker on the CPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = tiny().model_copy(
 )
 COLLECTIVE_TIMEOUT_S = 60.0
 UNBLOCKED_S = 10.0
-"""Far below the timeout of a collective: who went on after so long was not waiting for that."""
+"""Far below the timeout of a collective: a worker that resumed by then did not wait for it."""
 
 
 def train(folder: Path, num_workers: int, settings: TrainSettings = SETTINGS, **more) -> Outcome:
@@ -41,7 +41,7 @@ def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_plainly(folder, SETTINGS, 1, program="one_gpu:program_on_cpu")
 
 
-def assert_same_maths(run: Outcome, on_cpu: Outcome) -> None:
+def assert_equal_training(run: Outcome, on_cpu: Outcome) -> None:
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(on_cpu.losses(), rel=1e-8)
     evaluated, expected = (
@@ -57,7 +57,7 @@ def assert_nothing_redone(run: Outcome) -> None:
 
 
 def assert_unblocked(run: Outcome) -> None:
-    """The survivors were aborted; they did not wait for their collectives to time out."""
+    """Assert that survivors were aborted, and did not wait for a timeout of their collectives."""
     lost = run.told("WorkerLost")[0]["time"]
     resumed = next(line["time"] for line in run.told("Resume") if line["time"] > lost)
     assert resumed - lost < UNBLOCKED_S
@@ -67,24 +67,24 @@ def assert_unblocked(run: Outcome) -> None:
 def test_groups_form_and_train_as_the_cpu_does(layout: str, tmp_path: Path, on_cpu) -> None:
     num_workers = {"dp=1": 1, "dp=2,fsdp=2": 4}.get(layout, 2)
     run = train(tmp_path, num_workers, layout=layout)
-    assert_same_maths(run, on_cpu)
+    assert_equal_training(run, on_cpu)
     assert len(run.told("Resume")) == 1
 
 
 @pytest.mark.parametrize("moment", ["compute", "vote", "apply"])
-def test_a_kill_leaves_the_others_their_processes(moment, tmp_path: Path, on_cpu) -> None:
+def test_survivors_of_a_kill_keep_their_processes(moment, tmp_path: Path, on_cpu) -> None:
     run = train(tmp_path, 3, layout="dp=3", faults=(Fault("kill", "w2", 10, moment),))
-    assert_same_maths(run, on_cpu)
+    assert_equal_training(run, on_cpu)
     assert_nothing_redone(run)
     assert_unblocked(run)
     assert [line["worker"] for line in run.told("WorkerLost")] == ["w2"]
 
 
 def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, on_cpu) -> None:
-    """Of four workers three are left: pieces go both ways between two of them."""
+    """Three of four workers survive: two of them exchange pieces in both directions."""
     faults = (Fault("kill", "w3", 10, "compute"),)
     run = train(tmp_path, 4, layout="dp=2,fsdp=2", faults=faults)
-    assert_same_maths(run, on_cpu)
+    assert_equal_training(run, on_cpu)
     assert_nothing_redone(run)
     assert_unblocked(run)
     resharded = run.told("Resharded")[1]
@@ -92,18 +92,18 @@ def test_a_lost_shard_comes_from_its_replica(tmp_path: Path, on_cpu) -> None:
     assert resharded["bytes_moved"] == resharded["bytes_needed"] > 0
 
 
-def test_a_leaver_hands_its_part_over(tmp_path: Path, on_cpu) -> None:
+def test_a_draining_worker_hands_over_its_shard(tmp_path: Path, on_cpu) -> None:
     run = train(tmp_path, 2, layout="fsdp=2", due=((8, WorkerDraining("w1", "drained")),))
-    assert_same_maths(run, on_cpu)
+    assert_equal_training(run, on_cpu)
     assert_nothing_redone(run)
     assert run.told("Resharded")[1]["bytes_moved"] > 0
 
 
-def test_what_nobody_holds_comes_from_the_checkpoint(tmp_path: Path, on_cpu) -> None:
+def test_shards_without_holder_come_from_the_checkpoint(tmp_path: Path, on_cpu) -> None:
     settings = SETTINGS.model_copy(update={"checkpoint_every": 8})
     faults = (Fault("kill", "w1", 20, "compute"),)
     run = train(tmp_path, 2, settings, layout="fsdp=2", faults=faults)
-    assert_same_maths(run, on_cpu)
+    assert_equal_training(run, on_cpu)
     [rolled_back] = run.told("RolledBack")
     assert rolled_back["step"] in (8, 16)
     assert rolled_back["from_step"] == 19
@@ -113,15 +113,15 @@ def test_what_nobody_holds_comes_from_the_checkpoint(tmp_path: Path, on_cpu) -> 
 def test_replicas_stay_equal_bit_for_bit(layout: str, tmp_path: Path, on_cpu) -> None:
     num_workers = 3 if layout == "dp=3" else 4
     run = train(tmp_path, num_workers, layout=layout, audit_every=1)
-    assert_same_maths(run, on_cpu)
+    assert_equal_training(run, on_cpu)
     assert len(run.told("Audited")) == NUM_STEPS
     assert not any(line["splits"] for line in run.told("Audited"))
 
 
-def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
     flip = Fault("flip", "w1", 7)
     run = train(tmp_path, 3, layout="dp=3", faults=(flip,), audit_every=5)
     assert run.stopped.outcome == "completed"
-    found, *_ = [line for line in run.told("Audited") if line["splits"]]
-    assert found["splits"] == [[["w0", "w2"], ["w1"]]]
+    split, *_ = [line for line in run.told("Audited") if line["splits"]]
+    assert split["splits"] == [[["w0", "w2"], ["w1"]]]
     assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]

@@ -1,4 +1,4 @@
-"""ZeRO's stages and offload on one GPU, over NCCL: they compute what the CPU computes."""
+"""ZeRO stages and offload on one GPU, over NCCL, equal the CPU."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def program_on(device: str, **changes: Any) -> TrainingProgram:
 
 
 def run_rank(world_rank: int, folder: Path) -> None:
-    """One of two processes: train every case."""
+    """Train all cases in one of two processes."""
     claim_a_host()
     torch.cuda.set_device(0)
     file = dist.FileStore(str(folder / "store"), 2)
@@ -70,7 +70,7 @@ def assert_on_the_host(shards: dict[str, torch.Tensor], tensors: dict[str, torch
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two processes found."""
+    """The folder with the results of two processes."""
     folder = tmp_path_factory.mktemp("zero")
     set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder,), 2, start_method="forkserver")
@@ -85,7 +85,7 @@ def on_cpu() -> Trained:
 
 
 @pytest.mark.parametrize(("zero", "offload"), CASES)
-def test_stages_and_offload_compute_what_the_cpu_does(
+def test_stages_and_offload_equal_the_cpu(
     folder: Path, on_cpu: Trained, zero: int, offload: bool
 ) -> None:
     for rank in range(2):

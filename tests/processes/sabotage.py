@@ -32,12 +32,12 @@ class ZeroesMoments(ShardedReplica):
 class DoublesASample(ShardedReplica):
     """Reads the first sample of one step twice and the second not at all."""
 
-    def _drawn(
+    def _draw_samples(
         self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
     ) -> dict[int, list[int]]:
-        drawn = super()._drawn(step, rounds, skipped_batches)
+        drawn = super()._draw_samples(step, rounds, skipped_batches)
         if step == MISTAKEN_STEP and 1 in drawn:
-            drawn[1] = super()._drawn(step, [0], skipped_batches)[0]
+            drawn[1] = super()._draw_samples(step, [0], skipped_batches)[0]
         return drawn
 
 
@@ -52,8 +52,8 @@ class ScalesGradients(ShardedReplica):
 class SeedsByRank(ShardedReplica):
     """Draws its randomness by rank, so that it depends on the world."""
 
-    def _fed(self, step: int, microbatch: int | None) -> Fed:
-        fed = super()._fed(step, microbatch)
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
+        fed = super()._feed_microbatch(step, microbatch)
         seeds = torch.full_like(fed.keywords["seeds"], 1000 * step + self.groups.world_rank)
         return fed._replace(keywords=fed.keywords | {"seeds": seeds})
 
@@ -61,17 +61,17 @@ class SeedsByRank(ShardedReplica):
 class DiesOfASample(ShardedReplica):
     """A microbatch of one step ends whoever runs it, as a sample may that breaks the device."""
 
-    def _fed(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
         if (step, microbatch) == (MISTAKEN_STEP, 5):
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._fed(step, microbatch)
+        return super()._feed_microbatch(step, microbatch)
 
 
 class DiesOfAHeldOutSample(ShardedReplica):
     """The first held-out microbatch ends the worker that evaluates it."""
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
-        if self.share.data_rank == 0 and self.groups.assignment.generation > 0:
+        if self.data_shard.data_rank == 0 and self.groups.assignment.generation > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().evaluate(step, interrupt)
 

@@ -53,11 +53,11 @@ class Spoiling(ShardedReplica):
         self.spoilt = Spoilt(workload)
         super().__init__(self.spoilt, settings, groups)
 
-    def _fed(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
         self.spoilt.factor = self.spoilt.gradient_factor = 1.0
         if microbatch is not None:
             self._spoil(step, microbatch)
-        return super()._fed(step, microbatch)
+        return super()._feed_microbatch(step, microbatch)
 
     def _spoil(self, step: int, microbatch: int) -> None:
         """Set the factors."""

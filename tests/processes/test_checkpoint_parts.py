@@ -145,7 +145,7 @@ def test_a_missing_part_is_told(tmp_path) -> None:
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"]["part-w1.safetensors"]
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="parts are missing"):
+    with pytest.raises(UserError, match="shards are missing"):
         read_regions(DiskStorage(folder), {"layers.0.weight": Region((0, 0), (7, 3))})
 
 

@@ -1,4 +1,4 @@
-"""A mixture of experts equals the plain loop, and itself however it is spread over processes."""
+"""A mixture of experts equals the plain loop, and is independent of its distribution."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EXPERTS = ExpertsSettings(
 
 
 class Spreading(NamedTuple):
-    """How many ranks the mesh has along `cp` and `ep`, and which axis divides a microbatch."""
+    """The sizes of `cp` and `ep` in the mesh, and the axis that shards a microbatch."""
 
     num_cp: int
     num_ep: int
@@ -51,7 +51,7 @@ class Spreading(NamedTuple):
         return self.num_cp * self.num_ep
 
     def microbatches(self) -> list[list[int]]:
-        """The ranks that share the tokens of each."""
+        """The groups of ranks that share the tokens of a microbatch."""
         ranks = torch.arange(self.num_ranks).view(self.num_cp, self.num_ep)
         return (ranks.T if self.sequence_axis == "cp" else ranks).tolist()
 
@@ -72,8 +72,8 @@ def assert_trained_plainly(trained: Trained, shards: list[dict[str, Tensor]]) ->
     assert trained.losses == pytest.approx(losses, rel=1e-9)
     assert trained.norms == pytest.approx(norms, rel=1e-9)
     for name, weight in weights.items():
-        found = torch.cat([shard[name] for shard in shards])
-        torch.testing.assert_close(found, weight.detach(), rtol=1e-9, atol=1e-12)
+        actual = torch.cat([shard[name] for shard in shards])
+        torch.testing.assert_close(actual, weight.detach(), rtol=1e-9, atol=1e-12)
     assert losses[-1] < losses[0]
 
 
@@ -84,7 +84,7 @@ def test_one_process_trains_as_the_plain_loop_does() -> None:
 
 
 @pytest.mark.parametrize("change", ["microbatch", "balance_coefficient"])
-def test_the_comparison_can_tell_how_the_balance_is_weighed(change: str) -> None:
+def test_the_comparison_detects_another_weight_of_the_balance_loss(change: str) -> None:
     if change == "microbatch":
         other = SETTINGS.model_copy(update={"microbatch": 3})
     else:
@@ -106,7 +106,7 @@ def test_the_comparison_can_tell_how_the_balance_is_weighed(change: str) -> None
     ],
     ids=str,
 )
-def test_how_it_is_computed_does_not_change_its_maths(change: dict[str, bool]) -> None:
+def test_computation_settings_do_not_change_the_losses(change: dict[str, bool]) -> None:
     losses = []
     for settings in (SETTINGS, SETTINGS.model_copy(update=change)):
         with group_of_one(CPU) as groups:
@@ -115,7 +115,7 @@ def test_how_it_is_computed_does_not_change_its_maths(change: dict[str, bool]) -
 
 
 def whole(case: str) -> tuple[MixtureOfExperts, Tensor, Tensor]:
-    """The undivided module, the hidden states (4, 6, DIM) of four ranks, and their gradients."""
+    """The unsharded module, the hidden states (4, 6, DIM) of four ranks, and their gradients."""
     torch.manual_seed(3)
     module = MixtureOfExperts(DIM, EXPERTS).double()
     hidden, gradient = torch.randn(2, 4, 6, DIM, dtype=torch.float64)
@@ -128,7 +128,7 @@ def whole(case: str) -> tuple[MixtureOfExperts, Tensor, Tensor]:
 
 
 def computed(module: MixtureOfExperts, hidden: Tensor, gradient: Tensor, counted: bool) -> Any:
-    """What forward and backward give: the output and all gradients."""
+    """Run forward and backward; return the output and all gradients."""
     hidden = hidden.clone().requires_grad_()
     output = module(hidden, counted)
     output.backward(gradient)
@@ -140,7 +140,7 @@ def computed(module: MixtureOfExperts, hidden: Tensor, gradient: Tensor, counted
 
 
 def tokens_of(whole: Tensor, rank: int, num_ranks: int, case: str) -> Tensor:
-    """The tokens (1, any, DIM) of one rank; the last may have to do without."""
+    """The tokens (1, any, DIM) of one rank; the last may have none."""
     tokens = whole.flatten(0, 1)
     if case == "without tokens":
         parts = [*tokens.chunk(num_ranks - 1), tokens[:0]]
@@ -150,14 +150,14 @@ def tokens_of(whole: Tensor, rank: int, num_ranks: int, case: str) -> Tensor:
 
 
 def divide(module: MixtureOfExperts, ep_rank: int, num_ep: int) -> None:
-    """Leave this rank its chunk of the experts."""
+    """Keep this rank's chunk of the experts."""
     for name, weight in list(module.experts.named_parameters()):
         chunk = weight.detach().chunk(num_ep)[ep_rank].clone()
         setattr(module.experts, name, torch.nn.Parameter(chunk))
 
 
 def run_rank(world_rank: int, folder: Path) -> None:
-    """One of four processes: all cases, spread in each way that has such a rank."""
+    """Run all cases in each distribution that has this rank."""
     torch.set_num_threads(1)
     store = open_file_store(folder, 4)
     for name, spreading in SPREADINGS.items():
@@ -167,7 +167,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
         with world(store, name, world_rank, num_ranks):
             compute_cases(name, spreading, world_rank, folder)
     if world_rank < SHARDED.num_workers:
-        # Of the three microbatches one rank has but one, so that its second round is padding.
+        # One rank has only one of three microbatches, so that its second round is padding.
         with formed(SHARDED, store, "sharded", world_rank) as groups:
             trained = train(program_of(SETTINGS), groups)
         torch.save(trained._asdict(), folder / f"sharded-{world_rank}.pt")
@@ -208,7 +208,7 @@ def test_shards_with_an_empty_round_train_as_the_plain_loop_does(folder: Path) -
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", SPREADINGS)
-def test_however_it_is_spread_it_computes_the_same(folder: Path, name: str, case: str) -> None:
+def test_every_distribution_computes_the_same(folder: Path, name: str, case: str) -> None:
     spreading = SPREADINGS[name]
     num_ranks, num_ep = spreading.num_ranks, spreading.num_ep
     ranks = [torch.load(folder / f"{name}-{case}-{rank}.pt") for rank in range(num_ranks)]
@@ -221,13 +221,13 @@ def test_however_it_is_spread_it_computes_the_same(folder: Path, name: str, case
         )
         expected = computed(module, tokens, gradients, counted=not padding)
         for key in ("output", "hidden"):
-            found = torch.cat([ranks[rank][key] for rank in sharing], 1)
-            torch.testing.assert_close(found, expected[key], rtol=1e-11, atol=1e-13)
+            actual = torch.cat([ranks[rank][key] for rank in sharing], 1)
+            torch.testing.assert_close(actual, expected[key], rtol=1e-11, atol=1e-13)
     for key, parameter in module.named_parameters():
         if key.startswith("experts."):
             columns = [ranks[column::num_ep] for column in range(num_ep)]
-            found = torch.cat([sum(rank[key] for rank in column) for column in columns])
+            actual = torch.cat([sum(rank[key] for rank in column) for column in columns])
         else:
-            found = sum(rank[key] for rank in ranks)
-        torch.testing.assert_close(found, parameter.grad, rtol=1e-11, atol=1e-13)
+            actual = sum(rank[key] for rank in ranks)
+        torch.testing.assert_close(actual, parameter.grad, rtol=1e-11, atol=1e-13)
     assert bool(module.experts.w1.grad[2:].any()) != (case == "quarantined")

@@ -1,4 +1,4 @@
-"""Every axis alone, and many together, train as the plain loop in one process does."""
+"""Every axis alone, and combinations of axes, train as the plain loop in one process does."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIXED = tiny_moe().model_copy(update=COMMON)
 
 
 class Case(NamedTuple):
-    """What is trained, and under which layout."""
+    """A layout and its settings."""
 
     layout: str
     settings: TrainSettings = DENSE
@@ -129,7 +129,7 @@ IN_CI = [
 
 
 def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
-    """One of the processes: train each case that has such a rank."""
+    """Train each case that has this rank."""
     torch.set_num_threads(1)
     store = open_file_store(folder, NUM_PROCESSES)
     for case in cases:
@@ -156,7 +156,7 @@ def each_axis(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of the cases that this pytest run has selected."""
+    """The folder with the results of the selected cases."""
     selected = [
         item.callspec.params["case"]
         for item in request.session.items
@@ -193,8 +193,8 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
     seen, weights = expected(case.settings, NUM_STEPS)
     losses, norms = zip(*seen, strict=True)
     rel = tolerance[case.settings.dtype]
-    # Adam divides by the root of the second moment: where gradients are all but 0, their last
-    # bits decide the sign of a whole step.
+    # Adam divides by the root of the second moment: for gradients close to 0 their last bits
+    # decide the sign of a full step.
     weights_atol = 1e-12 if rel < 1e-8 else NUM_STEPS * case.settings.optimizer.lr
     for trained in ranks:
         assert trained.losses == pytest.approx(losses, rel=rel)
@@ -218,14 +218,14 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
                     trained.tensors[spec.name], whole, rtol=rel, atol=weights_atol
                 )
     held = [bytes_computed_with(specs, layout, rank) for rank in range(len(ranks))]
-    most = max(held)  # what does not divide is padded to the longest shard
+    most = max(held)  # uneven shards are padded to the longest
     for own, trained in zip(held, ranks, strict=True):
         really = trained.sizes.param_bytes + trained.sizes.optimizer_bytes
         assert 0.95 * own <= really <= 1.05 * max(own, most if layout.pp == 1 else own)
 
 
 def bytes_computed_with(specs: Sequence[TensorSpec], layout: Layout, rank: int) -> int:
-    """Of the state: at stages 1 and 2 the whole parameters, of which a worker holds a shard."""
+    """The bytes of the state: at stages 1 and 2 a worker has the full parameters."""
     place = layout.coordinates(rank)
     parameters = [spec for spec in specs if spec.kind == "parameter"]
     others = [spec for spec in specs if spec.kind != "parameter"]

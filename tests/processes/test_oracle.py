@@ -1,4 +1,4 @@
-"""The oracle finds what it is there for: each mistake makes the losses differ."""
+"""The oracle detects mistakes: each mistake changes the losses."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 
 def test_a_resized_run_without_a_mistake_passes(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Dropout included: its seeds follow the microbatch."""
+    """With dropout, whose seeds follow the microbatch."""
     run = run_plainly(tmp_path, SETTINGS, 2, due=RESIZED)
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_found(mistake: str, tmp_path: Path, undisturbed: Outcome) -> None:
+def test_a_mistake_is_detected(mistake: str, tmp_path: Path, undisturbed: Outcome) -> None:
     run = run_plainly(tmp_path, SETTINGS, 2, due=RESIZED, program=f"sabotage:{mistake}")
     assert run.stopped.outcome == "completed"
     assert run.losses() != pytest.approx(undisturbed.losses(), rel=TOLERANCE)

@@ -42,7 +42,7 @@ CPU = torch.device("cpu")
 
 
 class Trained(NamedTuple):
-    """What one rank has to tell of its run."""
+    """The results of one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -55,7 +55,7 @@ class Trained(NamedTuple):
 
 
 class CountCollectives(TorchDispatchMode):
-    """Counts the collectives that run inside of it."""
+    """Counts the collectives that run in its context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def never() -> None:
-    """Nobody interrupts."""
+    """The `interrupt` that never raises."""
 
 
 def program_of(settings: TrainSettings) -> TrainingProgram:
@@ -75,7 +75,7 @@ def program_of(settings: TrainSettings) -> TrainingProgram:
 
 
 def local_tensors(program: TrainingProgram, groups: Groups) -> dict[str, torch.Tensor]:
-    """What a rank holds at step 0, by the shard map."""
+    """A rank's tensors at step 0, by the shard map."""
     layout = groups.assignment.layout
     place = layout.coordinates(groups.world_rank)
     regions = {spec: region_of(spec, layout, place) for spec in program.specs()}
@@ -113,7 +113,7 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
 
 
 def run_rank(world_rank: int, folder: Path) -> None:
-    """One of the processes: train under each layout that has such a rank."""
+    """Train under each layout that has this rank."""
     torch.set_num_threads(1)
     store = open_file_store(folder, NUM_PROCESSES)
     for layout in LAYOUTS:
@@ -128,7 +128,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of all layouts, trained by four processes."""
+    """The folder with the results of all layouts, trained by four processes."""
     folder = tmp_path_factory.mktemp("replica")
     set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
@@ -183,12 +183,12 @@ def test_apply_runs_no_collective(folder, layout) -> None:
     assert trained.num_collectives_in_apply == 0
 
 
-def test_what_divides_evenly_is_adopted_without_a_copy(folder) -> None:
+def test_evenly_divided_parameters_are_adopted_without_a_copy(folder) -> None:
     assert trained_by(folder, Layout(dp=2), 1).uncopied
     assert trained_by(folder, Layout(dp=2, fsdp=2), 3).uncopied
 
 
-def test_shards_take_their_part_of_the_memory(folder) -> None:
+def test_shards_take_their_fraction_of_the_memory(folder) -> None:
     whole = trained_by(folder, Layout(dp=2), 0).sizes
     half = trained_by(folder, Layout(fsdp=2), 0).sizes
     assert half.param_bytes == half.grad_bytes == whole.param_bytes / 2
@@ -198,17 +198,17 @@ def test_shards_take_their_part_of_the_memory(folder) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_every_sample_id_is_read_once(folder, layout) -> None:
     rows = [json.loads(line) for line in (folder / f"{layout}.jsonl").read_text().splitlines()]
-    read = sorted(one for row in rows for one in row["ids"])
+    read = sorted(sample_id for row in rows for sample_id in row["ids"])
     assert read == list(range(NUM_STEPS * SETTINGS.batch))
     assert {row["generation"] for row in rows} == {GENERATION}
 
 
 class Stop(Exception):
-    """What an abort raises here."""
+    """The exception of an abort."""
 
 
 @pytest.mark.parametrize("num_calls", [0, 3, 7])
-def test_an_abort_is_noticed_within_a_block_of_forward_and_backward(num_calls) -> None:
+def test_an_abort_is_detected_within_one_block_of_forward_and_backward(num_calls) -> None:
     program = program_of(SETTINGS)
     calls = []
 
@@ -245,7 +245,7 @@ def test_a_dropped_replica_leaves_nothing_behind_even_after_an_abort() -> None:
     assert [module() for module in modules] == [None, None]
 
 
-def test_a_step_that_is_not_finite_leaves_the_state_as_it_was() -> None:
+def test_a_non_finite_step_does_not_change_the_state() -> None:
     program = program_of(SETTINGS)
     with group_of_one(CPU) as groups:
         replica = program.build(groups)
@@ -262,7 +262,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_as_it_was() -> None:
     [{"activation_checkpointing": True}, {"microbatch": 5}, {"batch": 10, "microbatch": 2}],
     ids=str,
 )
-def test_how_a_batch_is_computed_does_not_change_its_maths(change) -> None:
+def test_computation_settings_do_not_change_the_losses(change) -> None:
     plain = SETTINGS.model_copy(update={"batch": change.get("batch", SETTINGS.batch)})
     losses = []
     for settings in (plain, plain.model_copy(update=change)):

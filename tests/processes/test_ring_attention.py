@@ -1,4 +1,4 @@
-"""Attention on a ring of processes equals plain attention over the whole sequence."""
+"""Ring attention over several processes equals plain attention over the full sequence."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from pipelines.training.workload.ring import CPU_TILE, Ring, positions
 
 NUM_PROCESSES = 4
 MEMBERS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
-"""The world ranks in each group: mostly not the same as those in the group."""
+"""The world ranks of each group; they mostly differ from the group ranks."""
 TIMEOUT_S = 60.0
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 HEAD_DIM = 6
 
 
 class Case(NamedTuple):
-    """A sequence and how it is computed."""
+    """A sequence and the settings of its computation."""
 
     size: int
     length: int
@@ -65,7 +65,7 @@ class Tensors(NamedTuple):
 
 
 def whole(case: Case) -> tuple[Tensors, Tensor | None]:
-    """The same in every process, and the documents: another border in each sample."""
+    """The inputs, equal in every process, and documents with another border in each sample."""
     generator = torch.Generator().manual_seed(case.length)
     shapes = [(case.batch, case.length, heads, HEAD_DIM) for heads in (case.heads, case.kv_heads)]
     made = [torch.randn(shapes[i], generator=generator).to(case.dtype) for i in (0, 1, 1, 0)]
@@ -76,13 +76,13 @@ def whole(case: Case) -> tuple[Tensors, Tensor | None]:
 def results(attend, tensors: Tensors) -> Tensors:
     """The output and the gradients; heads before positions, without a copy, as in the model."""
     *inputs, grad = (tensor.clone() for tensor in tensors)
-    output = attend(*(one.requires_grad_().transpose(1, 2) for one in inputs)).transpose(1, 2)
+    output = attend(*(heads.requires_grad_().transpose(1, 2) for heads in inputs)).transpose(1, 2)
     output.backward(grad)
-    return Tensors(*(one.grad for one in inputs), output.detach())
+    return Tensors(*(heads.grad for heads in inputs), output.detach())
 
 
 def plainly(case: Case) -> Tensors:
-    """Over the whole sequence, in float64."""
+    """Plain attention over the full sequence, in float64."""
     tensors, documents = whole(case)
     allowed = torch.ones(1, 1, case.length, case.length, dtype=torch.bool).tril()
     if documents is not None:
@@ -95,7 +95,7 @@ def plainly(case: Case) -> Tensors:
 
 
 def on_the_ring(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> Tensors:
-    """What this rank finds for its own positions."""
+    """The results of this rank for its positions."""
     tensors, documents = whole(case)
     mine = positions(case.length, group.rank(), group.size())
 
@@ -106,7 +106,7 @@ def on_the_ring(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> Te
 
 
 def work(group: dist.ProcessGroup, length: int) -> tuple[int, int]:
-    """How many pairs this rank computes scores of, and how many tiles it masks."""
+    """The number of pairs whose scores this rank computes, and of tiles that it masks."""
     ring = Ring(length, group)
     device = torch.device("cpu")
     tiles = [tile for source in range(ring.size) for tile in ring.tiles(source, device)]
@@ -118,7 +118,7 @@ def work(group: dist.ProcessGroup, length: int) -> tuple[int, int]:
 
 
 def without_the_other(group: dist.ProcessGroup) -> str:
-    """What attention raises when a rank has gone."""
+    """The message of the error that attention raises after a rank has left the group."""
     try:
         on_the_ring(Case(2, 16), group)
     except RuntimeError as error:
@@ -127,7 +127,7 @@ def without_the_other(group: dist.ProcessGroup) -> str:
 
 
 def run_rank(world_rank: int, folder: Path) -> None:
-    """One of the processes: computes every case that its groups have."""
+    """Compute all cases that have a group with this rank."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
     timeout = timedelta(seconds=TIMEOUT_S)
@@ -150,19 +150,21 @@ def run_rank(world_rank: int, folder: Path) -> None:
 
 
 def compare(folder: Path, case: Case) -> None:
-    """What the ranks found is what plain attention finds."""
+    """Compare the results of the ranks to plain attention."""
     expected, tolerance = plainly(case), TOLERANCES[case.dtype]
     for cp_rank in range(case.size):
         mine = positions(case.length, cp_rank, case.size)
-        found = Tensors(*torch.load(folder / f"{case}-{cp_rank}.pt"))
-        for one, other in zip(found, expected, strict=True):
-            assert one.dtype == case.dtype
-            torch.testing.assert_close(one.double(), other[:, mine], rtol=tolerance, atol=tolerance)
+        actual = Tensors(*torch.load(folder / f"{case}-{cp_rank}.pt"))
+        for tensor, other in zip(actual, expected, strict=True):
+            assert tensor.dtype == case.dtype
+            torch.testing.assert_close(
+                tensor.double(), other[:, mine], rtol=tolerance, atol=tolerance
+            )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What four processes found."""
+    """The folder with the results of four processes."""
     folder = tmp_path_factory.mktemp("ring")
     set_forkserver_preload(["pipelines.training.models.ring_attention"])
     start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
@@ -175,12 +177,12 @@ def test_outputs_and_gradients_equal_plain_attention(folder: Path, case: Case) -
 
 
 def test_all_ranks_compute_little_more_than_the_causal_half(folder: Path) -> None:
-    """With a tile for each chunk: 2 * size + 1 of 4 * size tiles, two of them masked in part."""
+    """With one tile per chunk: 2 * size + 1 of 4 * size tiles, two of them partly masked."""
     works = [torch.load(folder / f"work-{cp_rank}.pt") for cp_rank in range(NUM_PROCESSES)]
     assert works == [((2 * NUM_PROCESSES + 1) * CPU_TILE**2, 2)] * NUM_PROCESSES
 
 
-def test_what_a_broken_group_raises_comes_through(folder: Path) -> None:
+def test_errors_of_a_broken_group_propagate(folder: Path) -> None:
     assert torch.load(folder / "raised.pt")
 
 

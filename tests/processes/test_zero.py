@@ -1,4 +1,4 @@
-"""What ZeRO's stages keep in memory, and the switches beside them: real processes, real bytes."""
+"""ZeRO stages and related settings: memory and equality of training, measured in real processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from pipelines.training.workload.workload import Fed
 NUM_PROCESSES = 4
 NUM_STEPS = 3
 FULL = Footprint(parameters=4, gradients=4, optimizer=8)
-"""Bytes a parameter in float32 with Adam."""
+"""Bytes per parameter in float32 with Adam."""
 SETTINGS = tiny().model_copy(
     update={
         "model": tiny().model.model_copy(update={"num_layers": 6}),
@@ -49,7 +49,7 @@ SETTINGS = tiny().model_copy(
 
 
 class Case(NamedTuple):
-    """What is trained, and under which layout."""
+    """A layout and changed settings."""
 
     layout: str
     changes: dict[str, Any] = {}  # noqa: RUF012
@@ -79,7 +79,7 @@ CHANGED = [
 
 
 class Trained(NamedTuple):
-    """What one rank has to tell of its run."""
+    """The results of one rank."""
 
     losses: list[float]
     held_out: float
@@ -91,28 +91,28 @@ class Trained(NamedTuple):
     num_collectives_in_apply: int
 
 
-class Weighed(ShardedReplica):
-    """Counts the bytes of all tensors before a step's last microbatch, less those at its begin."""
+class MeasuredReplica(ShardedReplica):
+    """Counts the bytes of all tensors before a step's last microbatch, minus those at its start."""
 
     between_bytes = 0
 
-    def _fed(self, step: int, microbatch: int | None) -> Fed:
-        own = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
+        own = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
         if len(own) > 1 and microbatch in (own[0], own[-1]):
             sign = -1 if microbatch == own[0] else 1
             self.between_bytes += sign * bytes_of_all_tensors()
-        return super()._fed(step, microbatch)
+        return super()._feed_microbatch(step, microbatch)
 
 
 def bytes_of_all_tensors() -> int:
-    gc.collect()  # what the case before has left may not go away in between
+    gc.collect()  # leftovers of the previous case must not be freed between the counts
     tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
     locals_ = (thing.to_local() if isinstance(thing, DTensor) else thing for thing in tensors)
     storages = [tensor.untyped_storage() for tensor in locals_ if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def train(program: TrainingProgram, replica: Weighed, given: dict[str, Any]) -> Trained:
+def train(program: TrainingProgram, replica: MeasuredReplica, given: dict[str, Any]) -> Trained:
     replica.adopt(given)
     at_rest, losses = replica.state_bytes(), []
     for step in range(1, NUM_STEPS + 1):
@@ -140,7 +140,7 @@ def train(program: TrainingProgram, replica: Weighed, given: dict[str, Any]) -> 
 
 
 def run_rank(world_rank: int, folder: Path) -> None:
-    """One of the processes: train each case that has such a rank."""
+    """Train each case that has this rank."""
     torch.set_num_threads(1)
     store = open_file_store(folder, NUM_PROCESSES)
     for case in SIZED + CHANGED:
@@ -149,17 +149,17 @@ def run_rank(world_rank: int, folder: Path) -> None:
             continue
         program = program_of(case.settings)
         with formed(layout, store, case.name, world_rank) as groups:
-            replica = Weighed(program.workload, program.settings, groups)
+            replica = MeasuredReplica(program.workload, program.settings, groups)
             trained = train(program, replica, local_tensors(program, groups))
             if case.name == "fsdp=2,zero=1":
                 assert_adopted_again(program, replica, program.build(groups))
             if case.name == "fsdp=2,zero=3":
-                assert_lets_go_of_wholes(replica, program.build(groups))
+                assert_releases_full_tensors(replica, program.build(groups))
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
 
 
-def assert_lets_go_of_wholes(replica: ShardedReplica, successor: ShardedReplica) -> None:
-    """As after a re-layout from stage 2, where each shard is a part of a whole in memory."""
+def assert_releases_full_tensors(replica: ShardedReplica, successor: ShardedReplica) -> None:
+    """As after a reshard from stage 2, where each shard is a view of a full tensor."""
     held = replica.tensors()
     parts = {
         name: torch.cat([tensor, tensor])[: len(tensor)] if tensor.ndim else tensor
@@ -174,7 +174,7 @@ def assert_lets_go_of_wholes(replica: ShardedReplica, successor: ShardedReplica)
 def assert_adopted_again(
     program: TrainingProgram, replica: ShardedReplica, successor: ShardedReplica
 ) -> None:
-    """As after a re-layout in which a worker keeps its part: the memory of the wholes stays."""
+    """As after a reshard in which a worker keeps its shard: the full tensors stay in memory."""
     held = replica.tensors()
     before = {name: tensor.clone() for name, tensor in held.items()}
     successor.adopt(held)
@@ -217,7 +217,7 @@ def test_measured_bytes_are_those_of_the_formula(folder: Path, case: Case) -> No
             assert measured[part] == pytest.approx(expected, rel=0.05), part
         total = num_params * FULL.divided(layout.zero, layout.fsdp)
         assert sum(measured.values()) == pytest.approx(total, rel=0.05)
-        assert trained.at_rest == trained.in_step, "gradients are told of before there are any"
+        assert trained.at_rest == trained.in_step, "grad_bytes at rest is the expected size"
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_mixed_precision_is_that_of_stage_three(folder: Path, zero: int) -> None
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_a_kill_in_apply_changes_nothing(zero: int, tmp_path: Path) -> None:
-    """The dead held a shard that its replica has as well; those who have not applied settle."""
+    """The dead worker held a shard that its replica has too; the others roll forward."""
     settings = SETTINGS.model_copy(update={"dtype": "float64", "steps": 16, "eval_every": 8})
     fault = Fault("kill", "w1", 6, "apply")
     layout = f"dp=2,fsdp=2,zero={zero}"
@@ -277,7 +277,7 @@ def test_without_resharding_a_block_is_gathered_once_a_step(folder: Path) -> Non
 def test_between_microbatches_gradients_are_kept_as_the_stage_says(
     folder: Path, case: Case
 ) -> None:
-    """Beside those of blocks that are being reduced."""
+    """The gradients of blocks that are being reduced do not count."""
     for trained in ranks_of(folder, case):
         kept = trained.in_step.grad_bytes
         whole_block = whole_bytes(case) / SETTINGS.model.num_layers
@@ -294,6 +294,6 @@ def test_without_a_sync_each_microbatch_whole_gradients_are_summed(folder: Path)
 
 
 def whole_bytes(case: Case) -> int:
-    """Those of all parameters, or of all gradients."""
+    """The bytes of all parameters, or of all gradients."""
     specs = program_of(case.settings).specs()
     return sum(spec.num_bytes for spec in specs if spec.kind == "parameter")

@@ -1,4 +1,4 @@
-"""Values at step 0: the same under every layout, drawn by region, from the right distribution."""
+"""Initial values: equal under every layout, drawn by region, from the right distribution."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LLAMA = {
 
 @st.composite
 def boxes(drawing: st.DrawFn) -> tuple[tuple[int, ...], Region]:
-    """A shape over several tiles, and a box in it."""
+    """A shape of several tiles, and a region in it."""
     limits = drawing(st.sampled_from([(), (40_000,), (70, 1200), (3, 70, 600), (2, 3, 40, 520)]))
     shape = tuple(drawing(st.integers(1, limit)) for limit in limits)
     offsets = tuple(drawing(st.integers(0, size - 1)) for size in shape)
@@ -60,15 +60,15 @@ def test_values_follow_the_distribution_and_no_two_tiles_are_alike(drawn, mean, 
     assert len(tiles) == 12
 
 
-def test_a_row_of_a_vector_draws_no_values_that_it_has_not() -> None:
-    """Its tiles have one row: drawing a vector costs about what a matrix of its size does."""
+def test_a_region_of_a_vector_draws_only_its_own_values() -> None:
+    """Its tiles have one row, so drawing a vector costs about as much as a matrix of its size."""
     drawn = time_of(lambda: draw(Normal(0.0, 1.0), "bias", 0, (1 << 22,), Region((0,), (1 << 22,))))
     matrix = Region.whole((2048, 2048))
     assert drawn < 5 * time_of(lambda: draw(Normal(0.0, 1.0), "weight", 0, (2048, 2048), matrix))
 
 
 def time_of(action: Callable[[], object]) -> float:
-    """The shortest of three times, so that other processes do not count."""
+    """The shortest of three times, to exclude the effect of other processes."""
     times = []
     for _ in range(3):
         began = time.perf_counter()
@@ -89,14 +89,14 @@ def test_values_depend_on_name_and_seed(name: str, seed: int) -> None:
 def test_the_distribution_of_each_parameter_of_a_llama_is_found_without_drawing_it() -> None:
     model = build(LLAMA)
     for name, parameter in model.named_parameters():
-        found = distribution(model, name)
-        assert found == (Constant(1.0) if parameter.ndim == 1 else Normal(0.0, 0.05)), name
+        actual = distribution(model, name)
+        assert actual == (Constant(1.0) if parameter.ndim == 1 else Normal(0.0, 0.05)), name
         drawn = draw_tensor(model, name, seed=1)
         assert drawn.std().item() == pytest.approx(0.05 if drawn.ndim > 1 else 0.0, rel=0.05)
 
 
-def test_a_parameter_of_which_a_part_is_overwritten_has_no_known_distribution() -> None:
-    """An embedding's row for padding is set to 0 after the draw."""
+def test_a_partly_overwritten_parameter_has_no_known_distribution() -> None:
+    """The padding row of an embedding is set to 0 after the draw."""
     model = build({**LLAMA, "pad_token_id": 3})
     name = "model.embed_tokens.weight"
     drawn = draw_tensor(model, name, seed=1)

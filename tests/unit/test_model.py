@@ -1,4 +1,4 @@
-"""The transformer: causal, blind to other documents, turned by relative positions."""
+"""The transformer: causality, document masks, rotary embeddings, loss, initial values."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_logits_do_not_depend_on_later_tokens() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_a_document_is_predicted_as_if_it_stood_alone() -> None:
+def test_a_document_is_predicted_as_if_it_were_alone() -> None:
     model = small_model()
     tokens = torch.randint(16, (1, 10))
     documents = tokens_of([3, 3, 3, 3, 5, 5, 5, 6, 6, 6])
@@ -82,7 +82,7 @@ def test_grouped_heads_are_whole_heads_repeated() -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(shift=st.integers(0, 40), distance=st.integers(0, 20))
-def test_rotated_heads_meet_by_their_distance_alone(shift, distance) -> None:
+def test_rotated_heads_depend_on_their_distance_only(shift, distance) -> None:
     generator = torch.Generator().manual_seed(1)
     heads = torch.randn(1, 2, 1, 8, dtype=torch.float64, generator=generator)
     angles = rotary(torch.arange(64), 8, 10_000.0)
@@ -93,7 +93,7 @@ def test_rotated_heads_meet_by_their_distance_alone(shift, distance) -> None:
     torch.testing.assert_close((query * key).sum(), (first_query * first_key).sum())
 
 
-def test_the_loss_is_a_sum_over_the_targets_that_count() -> None:
+def test_the_loss_is_a_sum_over_targets_that_are_not_ignored() -> None:
     workload, model = small_workload(), small_model()
     batch = workload.read([0, 5, 7])
     logits = model(batch.tokens).flatten(0, 1)
@@ -121,12 +121,12 @@ def test_an_empty_batch_has_neither_loss_nor_gradient(workload, num_samples) -> 
     assert all(not parameter.grad.any() for parameter in module.parameters())
 
 
-def test_more_tokens_than_the_model_knows_are_refused() -> None:
+def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.vocab_size=17"):
         LanguageModelWorkload(SMALL, RandomWindows("train", 8, vocab_size=17), None)
 
 
-def test_the_state_names_every_parameter_and_what_the_optimizer_keeps() -> None:
+def test_the_state_has_every_parameter_and_its_optimizer_state() -> None:
     specs = {spec.name: spec for spec in state_specs(small_workload(), SETTINGS)}
     weight = specs["layers.1.attention.wk.weight"]
     assert (weight.shape, weight.layer, weight.tp_dim) == ((8, 16), 2, 0)

@@ -1,4 +1,4 @@
-"""The optimizer over local shards equals torch's own, and its schedule is a pure function."""
+"""The optimizer over local shards equals torch's, and its schedule is a pure function."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_decay_the_rate_is_constant_after_the_warm_up() -> None:
     assert [learning_rate(settings, step) for step in (1, 2, 3, 99)] == [0.1, 0.2, 0.2, 0.2]
 
 
-def test_the_state_is_found_and_not_assumed() -> None:
+def test_the_state_templates_come_from_the_optimizer() -> None:
     templates = state_templates(AdamWBySettings(SCHEDULE), {"weight": 2}, torch.float64)
     template = templates["weight"]
     assert {key: tuple(value.shape) for key, value in template.items()} == {
@@ -64,7 +64,7 @@ def test_the_state_is_found_and_not_assumed() -> None:
     assert template["exp_avg"].dtype == torch.float64
 
 
-def test_it_equals_torchs_own_and_decays_only_matrices() -> None:
+def test_it_equals_torchs_adamw_and_decays_only_matrices() -> None:
     torch.manual_seed(0)
     settings = OptimizerSettings(weight_decay=0.3)
     shards = {
@@ -98,7 +98,7 @@ def test_it_equals_torchs_own_and_decays_only_matrices() -> None:
             assert ours.state()[name][key] is state[name][key]
 
 
-def test_a_shard_without_a_gradient_stays() -> None:
+def test_a_shard_without_a_gradient_does_not_change() -> None:
     ones = torch.ones(2, 2, dtype=torch.float64)
     shards = {"first": ones.clone(), "second": ones.clone()}
     ours = LocalOptimizer(AdamWBySettings(SCHEDULE), shards, state_of(SCHEDULE, shards))

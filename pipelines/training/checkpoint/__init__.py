@@ -1,1 +1,1 @@
-"""Checkpoint files: reading any region from parts written under any layout."""
+"""Checkpoint shards: writing them, and reading any region from shards of any layout."""

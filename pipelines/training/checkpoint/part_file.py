@@ -1,7 +1,7 @@
-"""One file of a checkpoint: safetensors, with checksums in its header, read in verified blocks.
+"""A checkpoint shard file: safetensors with checksums in its header, read in verified blocks.
 
-The layout is that of the Hugging Face storage of `torch.distributed.checkpoint` (DCP), which reads
-these files as well. The header's checksum stands in the manifest, those of the data in the header.
+The format is that of the Hugging Face storage of `torch.distributed.checkpoint` (DCP), which can
+read these files. The manifest has the header's checksum, the header those of the data.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from elastic.protocol.events import PartFile as WrittenFile
 from pipelines.settings.safetensors_format import DTYPES, LENGTH, bytes_of, header_of, with_length
 
 OFFSETS, SAVED_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""The header fields in which DCP's Hugging Face storage keeps where each tensor begins."""
+"""The header fields in which DCP's Hugging Face storage keeps the offsets of each tensor."""
 BLOCK_BYTES = 1 << 22
-"""What has a checksum of its own: a reader takes whole blocks, and few more than it needs."""
+"""The unit of checksums; a reader reads full blocks."""
 WINDOW_BYTES = 1 << 26
-"""What is read at a time at most, but for a single row."""
+"""Maximum bytes of one read, except for a single row."""
 MAX_HEADER_BYTES = 100_000_000
-"""As safetensors itself limits it."""
+"""The limit of safetensors."""
 
 BY_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class FilePiece:
-    """A tensor's region in a file, and where its bytes begin behind the header."""
+    """A tensor's region in a file, and the offset of its bytes after the header."""
 
     region: Region
     dtype: torch.dtype
@@ -46,21 +46,21 @@ class FilePiece:
 
     @property
     def row_bytes(self) -> int:
-        """Of one index of the first dim; of the whole, if it has no dim."""
+        """The bytes of one index of the first dim; of the tensor, if it has no dim."""
         return prod(self.region.shape[1:]) * self.dtype.itemsize
 
 
 def write_part(
     storage: Storage, name: str, parts: Mapping[str, tuple[Region, Tensor]]
 ) -> WrittenPart:
-    """Write one worker's regions (host tensors) to one file; durable when it returns.
+    """Write one worker's regions (host tensors) to one file; it is durable on return.
 
-    Raises `OSError` if the storage refuses, `ValueError` if a tensor has not its region's shape.
+    Raises `OSError` if the write fails, `ValueError` if a tensor does not have its region's shape.
     """
     for key, (region, tensor) in parts.items():
         if tuple(tensor.shape) != region.shape:
-            raise ValueError(f"{key}: a tensor of {tuple(tensor.shape)} for {region}")
-    # The widest elements first keeps all of them aligned; the format wants no gaps.
+            raise ValueError(f"{key}: tensor of shape {tuple(tensor.shape)} for {region}")
+    # Widest elements first keeps all tensors aligned; the format allows no gaps.
     order = sorted(parts, key=lambda key: (-parts[key][1].itemsize, key))
     memories = [bytes_of(parts[key][1]) for key in order]
     metadata = {
@@ -79,31 +79,31 @@ def write_part(
 
 
 class PartFileReader:
-    """One file to be read. Raises `DamagedCheckpoint` wherever it is not what was written,
-    `OSError` if the storage does not let it be read."""
+    """Reads one checkpoint shard file. All methods raise `DamagedCheckpoint` if the content is not
+    what was written, `OSError` if the storage fails."""
 
-    def __init__(self, storage: Storage, file: WrittenFile, ahead_bytes: int = 0) -> None:
-        """Reads the header and, in the same request, so many bytes of the data behind it; what is
-        left of these is kept until `let_go`."""
+    def __init__(self, storage: Storage, file: WrittenFile, prefetch_bytes: int = 0) -> None:
+        """Read the header and, in the same request, `prefetch_bytes` of the data after it, which
+        are kept until `drop_buffers`."""
         self._storage = storage
         self._name = file.name
         num_bytes = file.num_bytes
-        self.let_go()
+        self.drop_buffers()
         length = file.header_bytes or LENGTH.unpack(self._read(0, LENGTH.size))[0]
         begin = LENGTH.size + length
         if begin > num_bytes or length > MAX_HEADER_BYTES:
-            raise self._damaged("its header has an impossible length")
-        head = self._read(0, min(begin + ahead_bytes, num_bytes))
+            raise self._damaged("header has an impossible length")
+        head = self._read(0, min(begin + prefetch_bytes, num_bytes))
         header = head[LENGTH.size : begin]
         if LENGTH.unpack(head[: LENGTH.size])[0] != length or crc32(header) != file.checksum:
-            raise self._damaged("its header has another checksum than the manifest says")
+            raise self._damaged("header does not match the manifest's checksum")
         fields = json.loads(bytes(header))
-        about = fields.pop("__metadata__")
-        self._block_bytes = int(about["block_bytes"])
-        self._checksums: list[int] = json.loads(about["crc32"])
+        metadata = fields.pop("__metadata__")
+        self._block_bytes = int(metadata["block_bytes"])
+        self._checksums: list[int] = json.loads(metadata["crc32"])
         self._begin, self._end = begin, num_bytes
-        self._ahead = head[begin:]
-        offsets = json.loads(about[OFFSETS])
+        self._prefetched = head[begin:]
+        offsets = json.loads(metadata[OFFSETS])
         self.pieces = {
             key: FilePiece(
                 Region(tuple(offsets[key][SAVED_OFFSETS]), tuple(field["shape"])),
@@ -114,16 +114,18 @@ class PartFileReader:
         }
 
     def copy_all(self, boxes: Sequence[tuple[str, Region, Tensor]]) -> None:
-        """Copy boxes of pieces, their offsets counted within the piece, to tensors of their shapes,
-        and keep nothing. What lies side by side in the file is read at once."""
-        boxes = sorted(boxes, key=lambda one: self.pieces[one[0]].begin)
+        """Copy boxes of pieces (offsets within the piece) to tensors of their shapes.
+
+        Adjacent blocks are read together. No buffer is kept.
+        """
+        boxes = sorted(boxes, key=lambda entry: self.pieces[entry[0]].begin)
         self._runs = self._runs_of(boxes)
         for key, box, target in boxes:
             self._copy(key, box, target)
-        self.let_go()
+        self.drop_buffers()
 
     def _runs_of(self, boxes: Sequence[tuple[str, Region, Tensor]]) -> list[tuple[int, int]]:
-        """The ranges of blocks that have these boxes, in order of the file."""
+        """The ranges of blocks that contain these boxes, in file order."""
         runs: list[tuple[int, int]] = []
         for key, box, _ in boxes:
             piece = self.pieces[key]
@@ -150,13 +152,13 @@ class PartFileReader:
             memory = self._rows(piece, box.offsets[0] + first, last - first)
             *sizes, width = last - first, *shape[1:]
             rows = np.frombuffer(memory, np.uint8).reshape(*sizes, width * itemsize)
-            place = target[first:last].view(torch.uint8).numpy()
-            place[...] = rows[(slice(None), *inner[1:])]
+            target_rows = target[first:last].view(torch.uint8).numpy()
+            target_rows[...] = rows[(slice(None), *inner[1:])]
 
-    def let_go(self) -> None:
-        """Keep nothing of what was read in memory."""
+    def drop_buffers(self) -> None:
+        """Release all bytes that were read."""
         self._first = self._last = 0
-        self._held = self._ahead = memoryview(b"")
+        self._data_bytes = self._prefetched = memoryview(b"")
         self._runs: list[tuple[int, int]] = []
 
     def _rows(self, piece: FilePiece, first: int, num_rows: int) -> memoryview:
@@ -164,39 +166,39 @@ class PartFileReader:
         return self._verified(begin, begin + num_rows * piece.row_bytes)
 
     def _verified(self, begin: int, end: int) -> memoryview:
-        """Bytes behind the header, out of whole blocks whose checksums are right."""
+        """Bytes of the data section, from blocks whose checksums are verified."""
         size = self._block_bytes
         first, last = begin // size, ceil(end / size)
         if not self._first <= first <= last <= self._last:
-            most = first + max(1, WINDOW_BYTES // size)
-            ends = (min(end, most) for begin, end in self._runs if begin <= first < end)
+            window_end = first + max(1, WINDOW_BYTES // size)
+            ends = (min(end, window_end) for begin, end in self._runs if begin <= first < end)
             last = max([last, *ends])
-            held = self._data(first * size, min(last * size, self._end - self._begin))
-            for index, block in enumerate(_cut(held, size), first):
+            data = self._data(first * size, min(last * size, self._end - self._begin))
+            for index, block in enumerate(_cut(data, size), first):
                 if crc32(block) != self._checksums[index]:
-                    place = f"bytes {self._begin + index * size} and on"
-                    raise self._damaged(f"{place} have another checksum than when written")
-            self._first, self._last, self._held = first, last, held
+                    offset = self._begin + index * size
+                    raise self._damaged(f"checksum mismatch in the block at byte {offset}")
+            self._first, self._last, self._data_bytes = first, last, data
         offset = begin - self._first * size
-        return self._held[offset : offset + end - begin]
+        return self._data_bytes[offset : offset + end - begin]
 
     def _data(self, begin: int, end: int) -> memoryview:
-        """Bytes behind the header, from memory if they are there."""
-        if end <= len(self._ahead):
-            return self._ahead[begin:end]
+        """Bytes of the data section, from memory if they were prefetched."""
+        if end <= len(self._prefetched):
+            return self._prefetched[begin:end]
         return self._read(self._begin + begin, end - begin)
 
     def _read(self, offset: int, num_bytes: int) -> memoryview:
         try:
-            found = self._storage.read(self._name, offset, num_bytes)
+            content = self._storage.read(self._name, offset, num_bytes)
         except FileNotFoundError:
-            raise self._damaged("it is not there") from None
-        if len(found) != num_bytes:
-            raise self._damaged("it is cut short")
-        return memoryview(found)
+            raise self._damaged("file not found") from None
+        if len(content) != num_bytes:
+            raise self._damaged("file is truncated")
+        return memoryview(content)
 
-    def _damaged(self, how: str) -> DamagedCheckpoint:
-        return DamagedCheckpoint(f"{self._storage.at(self._name).url}: {how}")
+    def _damaged(self, reason: str) -> DamagedCheckpoint:
+        return DamagedCheckpoint(f"{self._storage.at(self._name).url}: {reason}")
 
 
 def _cut(memory: memoryview, size: int) -> Iterator[memoryview]:
@@ -204,15 +206,15 @@ def _cut(memory: memoryview, size: int) -> Iterator[memoryview]:
 
 
 def _checksums(memories: list[memoryview]) -> list[int]:
-    """Of each block of what these are one after the other."""
-    found, filled = [0], 0
+    """The checksum of each block of the concatenation of these buffers."""
+    checksums, filled = [0], 0
     for memory in memories:
         begin = 0
         while begin < len(memory):
             if filled == BLOCK_BYTES:
-                found.append(0)
+                checksums.append(0)
                 filled = 0
             piece = memory[begin : begin + BLOCK_BYTES - filled]
-            found[-1] = crc32(piece, found[-1])
+            checksums[-1] = crc32(piece, checksums[-1])
             begin, filled = begin + len(piece), filled + len(piece)
-    return found if filled else []
+    return checksums if filled else []

@@ -1,6 +1,6 @@
-"""Reading a checkpoint: any regions out of the parts that any layout has written.
+"""Reading of arbitrary regions from the shards of a checkpoint, whatever layout wrote them.
 
-Nothing here reads or writes a pickle, or talks to another process.
+Nothing here unpickles, or communicates with another process.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from pipelines.settings.errors import UserError
 from pipelines.training.checkpoint.part_file import WINDOW_BYTES, FilePiece, PartFileReader
 
 NUM_READERS = 4
-"""Files that are read at a time: an object store answers each request late, but many at once."""
-AHEAD_BYTES = 1 << 23
-"""What is read of a file's data with its header, if few files are opened: it saves a request, which
-takes an object store as long as some such bytes."""
+"""Files read in parallel: an object store has a high latency but serves many requests at once."""
+PREFETCH_BYTES = 1 << 23
+"""Data bytes read together with a file's header, if few files are opened: this saves a request,
+which costs an object store as much time as some 8 MiB."""
 
 
 class Checkpoint:
-    """A checkpoint in a folder, opened: it is known which files have which pieces.
+    """An open checkpoint in a folder, with an index of the pieces in its files.
 
-    All methods raise `DamagedCheckpoint` if it is not what was written, `OSError` if the storage
-    refuses.
+    All methods raise `DamagedCheckpoint` if the content is not what was written, `OSError` if the
+    storage fails.
     """
 
     def __init__(self, storage: Storage, specs: Sequence[TensorSpec] = ()) -> None:
-        """With the `specs` of the state that was saved only the files are opened that have some of
-        what is read; without them all are."""
+        """Open the checkpoint. With the `specs` of the saved state only the files that contain
+        requested regions are opened, without them all files."""
         self._storage = storage
         self._url = storage.url
         self._specs = specs
@@ -49,20 +49,25 @@ class Checkpoint:
         """Read the headers of these files."""
         files = [self._listed.pop(name) for name in sorted(names & self._listed.keys())]
         with ThreadPoolExecutor(NUM_READERS) as readers:
-            ahead_bytes = min(AHEAD_BYTES, WINDOW_BYTES // max(1, len(files)))
-            opened = [readers.submit(PartFileReader, self._storage, f, ahead_bytes) for f in files]
-            for file in [one.result() for one in opened]:
+            prefetch_bytes = min(PREFETCH_BYTES, WINDOW_BYTES // max(1, len(files)))
+            futures = [
+                readers.submit(PartFileReader, self._storage, file, prefetch_bytes)
+                for file in files
+            ]
+            for file in [future.result() for future in futures]:
                 for name, piece in file.pieces.items():
                     self._pieces.setdefault(name, []).append((file, piece))
 
-    def _open_what_has(self, wanted: Mapping[str, Region]) -> None:
-        """By the layout that wrote it; a file that turns out to have something else has been
-        written by another version of the model, whose regions only the headers tell."""
+    def _open_files_of(self, wanted: Mapping[str, Region]) -> None:
+        """Open the files that contain these regions according to the layout that wrote them.
+
+        If they do not, another version of the model wrote them; then all headers are read.
+        """
         layout, members = self._manifest.layout, self._manifest.members
         writers = [member for member in members if part_name(member) in self._listed]
         if len(members) == layout.num_workers and writers:
-            found = writers_of(self._specs, layout, members, writers, wanted)
-            self._open({part_name(writer) for writer in found})
+            needed = writers_of(self._specs, layout, members, writers, wanted)
+            self._open({part_name(writer) for writer in needed})
         if not all(self._has(name, region) for name, region in wanted.items()):
             self._open(set(self._listed))
 
@@ -70,42 +75,45 @@ class Checkpoint:
         boxes = (box for _, box, _ in _overlaps(self._pieces.get(name, []), region))
         return sum(box.num_elements for box in boxes) == region.num_elements
 
-    def wholes(self) -> dict[str, Region]:
-        """All of each tensor, as far as its pieces reach."""
-        wholes = {}
+    def full_regions(self) -> dict[str, Region]:
+        """The full region of each tensor, up to the end of its last piece."""
+        full = {}
         for name, pieces in self._pieces.items():
             ends = [
                 [first + length for first, length in zip(r.offsets, r.shape, strict=True)]
                 for r in (piece.region for _, piece in pieces)
             ]
-            wholes[name] = Region.whole(tuple(map(max, zip(*ends, strict=True))))
-        return wholes
+            full[name] = Region.whole(tuple(map(max, zip(*ends, strict=True))))
+        return full
 
     def read(self, wanted: Mapping[str, Region]) -> dict[str, Tensor]:
-        """Regions, whatever layout wrote them: of each file only the blocks that overlap, and each
-        checked. Raises `UserError` if it is a checkpoint of something else."""
+        """Read regions, whatever layout wrote them.
+
+        Only the blocks that overlap are read, and each is verified. Raises `UserError` if the
+        checkpoint is of another model.
+        """
         if self._listed:
-            self._open_what_has(wanted)
+            self._open_files_of(wanted)
         reads: dict[PartFileReader, list[tuple[str, Region, Tensor]]] = {}
         regions: dict[str, Tensor] = {}
         for name, region in wanted.items():
             pieces = self._pieces.get(name)
             if pieces is None:
-                raise UserError(f"{self._url}: holds no {name}: the checkpoint of another model")
+                raise UserError(f"{self._url}: has no {name}: it is a checkpoint of another model")
             regions[name] = torch.empty(region.shape, dtype=pieces[0][1].dtype)
             num_found = 0
-            for file, box, place in _overlaps(pieces, region):
+            for file, box, target in _overlaps(pieces, region):
                 num_found += box.num_elements
-                reads.setdefault(file, []).append((name, box, regions[name][place]))
+                reads.setdefault(file, []).append((name, box, regions[name][target]))
             if num_found != region.num_elements:
                 raise UserError(
-                    f"{self._url}: holds {num_found} of {region.num_elements} elements of {name} "
-                    f"at {region.offsets}: parts are missing or doubled"
+                    f"{self._url}: has {num_found} of {region.num_elements} elements of {name} "
+                    f"at {region.offsets}: shards are missing or duplicated"
                 )
         if len(reads) > 1:
             with ThreadPoolExecutor(NUM_READERS) as readers:
                 list(readers.map(_copy_all, reads.items()))
-        else:  # each thread would have memory of its own
+        else:  # a thread would have a malloc arena of its own
             list(map(_copy_all, reads.items()))
         return regions
 
@@ -120,7 +128,7 @@ def read_regions(
 def _overlaps(
     pieces: list[tuple[PartFileReader, FilePiece]], region: Region
 ) -> Iterator[tuple[PartFileReader, Region, tuple[slice, ...]]]:
-    """The files that have some of a region, the box within their piece, and where it belongs."""
+    """The files that overlap a region, the box within their piece, and the slices of its target."""
     for file, piece in pieces:
         common = piece.region.intersection(region)
         if common is not None:

@@ -1,4 +1,4 @@
-"""The weights of a run as plain PyTorch has them."""
+"""The weights of a run's checkpoint as a plain PyTorch state dict."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from pipelines.training.workload.state import OPTIMIZER
 
 
 def weights_of(run: str | Path, step: int | None = None) -> dict[str, Tensor]:
-    """The parameters and buffers in a run's checkpoint of a step (None: the newest), whole, on the
-    host, by the names of its module's `state_dict`; a tied parameter by its first name.
+    """Read the full parameters and buffers from a run's checkpoint of a step (None: the newest).
 
-    `run` is the run's folder or its URL, e.g. `runs/demo`. Raises `UserError` if it has none.
+    The tensors are on the host, by the names of the module's `state_dict`; a tied parameter has its
+    first name. `run` is the run's folder or its URL, e.g. `runs/demo`. Raises `UserError` if the
+    run has no such checkpoint.
     """
-    there = {saved.step: saved for saved in find_checkpoints(open_storage(str(run))).whole}
-    wanted = max(there, default=None) if step is None else step
-    if wanted is None or wanted not in there:
-        steps = ", ".join(map(str, there)) or "none"
-        raise UserError(f"{run}: has no checkpoint of step {wanted}; there are: {steps}")
-    checkpoint = Checkpoint(open_storage(there[wanted].path))
-    wholes = checkpoint.wholes()
-    return checkpoint.read({n: one for n, one in wholes.items() if not n.startswith(OPTIMIZER)})
+    by_step = {saved.step: saved for saved in find_checkpoints(open_storage(str(run))).whole}
+    wanted = max(by_step, default=None) if step is None else step
+    if wanted is None or wanted not in by_step:
+        steps = ", ".join(map(str, by_step)) or "none"
+        raise UserError(f"{run}: has no checkpoint of step {wanted}; available steps: {steps}")
+    checkpoint = Checkpoint(open_storage(by_step[wanted].path))
+    regions = checkpoint.full_regions()
+    return checkpoint.read(
+        {name: region for name, region in regions.items() if not name.startswith(OPTIMIZER)}
+    )

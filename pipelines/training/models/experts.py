@@ -1,4 +1,4 @@
-"""What a layer computes of each token alone: SwiGLU."""
+"""Feed-forward layers: SwiGLU, and a mixture of SwiGLU experts."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ class FeedForward(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """SwiGLU experts of which each token uses `top_k`, and one more that all tokens share.
+    """SwiGLU experts, of which each token uses `top_k`, and an optional shared expert.
 
-    `forward(hidden, counted)` takes and returns (batch, length, dim); no token is dropped. An
-    expert's weight is a softmax over the chosen logits alone (Jiang et al., Mixtral, 2024). If
-    gradients are wanted, the output carries the balance loss with it, see `_imbalance`; `counted`
-    is False, or 0, for a microbatch that is but padding.
+    `forward(hidden, counted)` takes and returns (batch, length, dim); no token is dropped. The
+    weights of the chosen experts are the softmax of their logits (Jiang et al., Mixtral, 2024).
+    With gradients enabled the output carries the balance loss, see `_imbalance`. `counted` is False
+    or 0 for a padding microbatch.
 
-    `spread` divides the experts over `ep`, whose i-th rank holds the i-th of equal chunks, and
-    the microbatch's tokens over `sequence`: all ranks of these groups call forward, and backward,
-    together, each with its own tokens, be they none.
+    `spread` shards the experts over `ep` in equal chunks, and the microbatch's tokens over
+    `sequence`. All ranks of these groups must call forward and backward together, even a rank
+    without tokens.
     """
 
     def __init__(self, dim: int, settings: ExpertsSettings, spread: Spread = ALONE) -> None:
@@ -51,8 +51,8 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(settings.num_experts // spread.num_ep, dim, settings.hidden_dim)
         shared_dim = settings.shared_hidden_dim
         self.shared = FeedForward(dim, shared_dim) if shared_dim else None
-        # How many tokens an expert gets is another number each time, and would be compiled anew.
-        # As a decorator this would import the compiler, which takes 1 s, in every command.
+        # The number of tokens of an expert changes at each call and would cause recompilation.
+        # As a decorator this would import the compiler in every command, which takes 1 s.
         self._uncompiled = torch.compiler.disable(MixtureOfExperts._mixed)
 
     def forward(self, hidden: Tensor, counted: bool | Tensor = True) -> Tensor:
@@ -61,11 +61,11 @@ class MixtureOfExperts(nn.Module):
     def _mixed(self, hidden: Tensor, counted: bool | Tensor) -> Tensor:
         tokens = hidden.flatten(0, 1)
         exact = torch.promote_types(tokens.dtype, torch.float32)
-        logits = functional.linear(tokens.to(exact), _own(self.router.weight).to(exact))
+        logits = functional.linear(tokens.to(exact), _local_weight(self.router.weight).to(exact))
         best, chosen = logits.topk(self.settings.top_k)
         counts = chosen.flatten().bincount(minlength=self.settings.num_experts)
-        each = self._chosen_outputs(tokens, chosen, counts)
-        mixed = (each * best.softmax(-1)[..., None]).sum(1).to(hidden.dtype).view_as(hidden)
+        outputs = self._chosen_outputs(tokens, chosen, counts)
+        mixed = (outputs * best.softmax(-1)[..., None]).sum(1).to(hidden.dtype).view_as(hidden)
         if self.shared is not None:
             mixed = mixed + self.shared(hidden)
         if torch.is_grad_enabled() and self.settings.balance_coefficient:
@@ -73,22 +73,22 @@ class MixtureOfExperts(nn.Module):
         return mixed
 
     def _imbalance(self, logits: Tensor, counts: Tensor) -> Tensor:
-        """This rank's part of the microbatch's balance loss, shape (): to be summed over the ranks.
+        """This rank's summand of the microbatch's balance loss, shape ().
 
-        `coefficient * num_experts * sum_e f_e P_e` (Fedus et al., Switch Transformer, 2021, eq. 4
-        to 6), times the number of tokens, as the losses of tokens are summed too: `f_e` is the
-        share of all choices that fell on expert e, `P_e` the mean probability of it.
+        The loss is `coefficient * num_experts * sum_e f_e P_e` (Fedus et al., Switch Transformer,
+        2021, eq. 4 to 6), times the number of tokens, because token losses are summed too. `f_e` is
+        the fraction of choices of expert e, `P_e` its mean probability.
         """
         counts = counts.clone()
         if _size(self.spread.sequence) > 1:
             dist.all_reduce(counts, group=self.spread.sequence)
         sums = logits.softmax(-1).sum(0)
-        shares = counts.to(sums.dtype) / counts.sum().clamp(min=1)
+        fractions = counts.to(sums.dtype) / counts.sum().clamp(min=1)
         factor = self.settings.balance_coefficient * self.settings.num_experts
-        return factor * (shares @ sums)
+        return factor * (fractions @ sums)
 
     def _chosen_outputs(self, tokens: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
-        """What each chosen expert (tokens, k) makes of its token: (tokens, k, dim)."""
+        """The output of each chosen expert (tokens, k) for its token: (tokens, k, dim)."""
         order = chosen.flatten().argsort(stable=True)
         back = order.argsort()
         copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
@@ -96,22 +96,23 @@ class MixtureOfExperts(nn.Module):
         return _Permute.apply(done, back, order).unflatten(0, chosen.shape)
 
     def _routed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows sorted by expert, `counts` for each of all experts, through their experts."""
+        """Send rows, sorted by expert with `counts` rows for each expert, through the experts."""
         group = self.spread.ep
         num_ranks = _size(group)
         if num_ranks == 1:
             return self.experts(rows, counts.tolist())
-        asked = torch.empty_like(counts)
-        dist.all_to_all_single(asked, counts, group=group)
-        # Both at once, as the host waits for the device here: by rank, then by its experts.
-        sent, got = torch.stack((counts, asked)).view(2, num_ranks, -1).tolist()
-        to_each, from_each = [sum(part) for part in sent], [sum(part) for part in got]
+        received_counts = torch.empty_like(counts)
+        dist.all_to_all_single(received_counts, counts, group=group)
+        # One transfer, since the host waits for the device here: by rank, then by local expert.
+        sent, received = torch.stack((counts, received_counts)).view(2, num_ranks, -1).tolist()
+        to_each, from_each = [sum(part) for part in sent], [sum(part) for part in received]
         arrived = _Exchange.apply(rows, to_each, from_each, group)
-        num_local = len(got[0])
+        num_local = len(received[0])
         experts = torch.arange(num_local, device=rows.device).repeat(num_ranks)
-        order = experts.repeat_interleave(asked, output_size=len(arrived)).argsort(stable=True)
+        expert_of_row = experts.repeat_interleave(received_counts, output_size=len(arrived))
+        order = expert_of_row.argsort(stable=True)
         back = order.argsort()
-        num_rows = [sum(part) for part in zip(*got, strict=True)]
+        num_rows = [sum(part) for part in zip(*received, strict=True)]
         done = self.experts(_Permute.apply(arrived, order, back), num_rows)
         return _Exchange.apply(_Permute.apply(done, back, order), from_each, to_each, group)
 
@@ -127,9 +128,9 @@ class Experts(nn.Module):
         self.w3 = _weights(num_experts, hidden_dim, dim)
 
     def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
-        """Rows sorted by expert, `counts` for each, through them.
+        """Send rows, sorted by expert with `counts` rows for each expert, through the experts.
 
-        A loop: `grouped_mm` of torch 2.13 is wrong on some GPUs where an expert has no rows.
+        It is a loop: `grouped_mm` of torch 2.13 is wrong on some GPUs where an expert has no rows.
         """
         weights = (weight.unbind() for weight in (self.w1, self.w2, self.w3))
         parts = [
@@ -140,8 +141,8 @@ class Experts(nn.Module):
 
 
 class _Permute(torch.autograd.Function):
-    """Rows in another order, whose inverse is `back`. Plain indexing would add up in backward, in
-    an order that nobody fixes."""
+    """Rows in another order, whose inverse is `back`. The backward of plain indexing would add
+    gradients in an undefined order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -156,8 +157,7 @@ class _Permute(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows sent to each rank of a group and received from each, in the order of ranks; the
-    gradients go the way back."""
+    """All-to-all of rows in rank order; the backward sends the gradients back."""
 
     @staticmethod
     def forward(
@@ -173,17 +173,17 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Attach(torch.autograd.Function):
-    """The hidden states as they are; in backward a loss at their side gets the gradient 1."""
+    """Identity of the hidden states; in backward the attached loss gets the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
-        ctx.one = torch.ones_like(loss)
+        ctx.unit = torch.ones_like(loss)
         return hidden.view_as(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return gradient, ctx.one
+        return gradient, ctx.unit
 
 
 def _exchanged(
@@ -195,13 +195,14 @@ def _exchanged(
 
 
 def _weights(num_experts: int, num_out: int, num_in: int) -> nn.Parameter:
-    """As many matrices (out, in) with the values that `nn.Linear` begins with."""
+    """A stack of matrices (out, in) with the initial values of `nn.Linear`."""
     bound = 1 / math.sqrt(num_in)
     return nn.Parameter(torch.empty(num_experts, num_out, num_in).uniform_(-bound, bound))
 
 
-def _own(weight: Tensor) -> Tensor:
-    """A weight that `tp` replicates, whose gradient is to be summed over the ranks' own tokens."""
+def _local_weight(weight: Tensor) -> Tensor:
+    """The local tensor of a weight that `tp` replicates; its gradient is summed over `tp`, since
+    each rank has only its own tokens."""
     if isinstance(weight, DTensor):
         return weight.to_local(grad_placements=[Partial()])
     return weight

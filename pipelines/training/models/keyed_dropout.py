@@ -1,4 +1,4 @@
-"""Dropout that follows the microbatch, whatever the layout."""
+"""Dropout that is the same under every layout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pipelines.training.workload.spread import Spread
 
 
 class KeyedDropout(nn.Module):
-    """Dropout (Srivastava et al., 2014) drawn from the microbatch's seed and its own number.
+    """Dropout (Srivastava et al., 2014) keyed by the microbatch's seed and this layer's number.
 
-    The choice is made for all tokens of the microbatch and this rank's taken, so that every
-    layout drops the same.
+    Each rank draws the mask of all tokens of the microbatch and takes its own part, so that every
+    layout drops the same elements.
     """
 
     def __init__(self, probability: float, spread: Spread, number: int) -> None:
@@ -25,18 +25,18 @@ class KeyedDropout(nn.Module):
         self.number = number
 
     def forward(self, hidden: Tensor, seed: int | None) -> Tensor:
-        """Hidden states (batch, length, dim), some of them 0; unchanged without a seed."""
+        """Apply dropout to hidden states (batch, length, dim), if there is a seed."""
         if seed is None or not self.probability:
             return hidden
         generator = torch.Generator(hidden.device).manual_seed(mixed(seed ^ self.number << 48) >> 1)
-        kept, length = self._kept(hidden)
+        held, length = self._positions(hidden)
         shape = (hidden.shape[0], length, hidden.shape[2])
         drawn = torch.rand(shape, generator=generator, device=hidden.device)
-        mask = drawn[:, kept] if kept is not None else drawn
+        mask = drawn[:, held] if held is not None else drawn
         return hidden * (mask >= self.probability) / (1 - self.probability)
 
-    def _kept(self, hidden: Tensor) -> tuple[Tensor | None, int]:
-        """The positions of these hidden states in the sequence, and how long that is."""
+    def _positions(self, hidden: Tensor) -> tuple[Tensor | None, int]:
+        """The positions of these hidden states in the sequence (None: all), and its length."""
         spread = self.spread
         if spread.has_whole_sequences:
             return None, hidden.shape[1]

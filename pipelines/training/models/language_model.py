@@ -1,4 +1,4 @@
-"""Next-token prediction on text, with a transformer."""
+"""The workload of a transformer that predicts the next token of text."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class LanguageModelWorkload(NextToken):
         held_out: Samples | None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        """Raises `UserError` if the data have more tokens than the model knows."""
+        """Raises `UserError` if the data's vocabulary is larger than the model's."""
         if train.vocab_size > settings.vocab_size:
             raise UserError(
-                f"model.vocab_size={settings.vocab_size}, but the data have {train.vocab_size} "
-                f"tokens: set model.vocab_size={train.vocab_size} or more"
+                f"model.vocab_size={settings.vocab_size}, but the data have a vocabulary of "
+                f"{train.vocab_size} tokens: set model.vocab_size={train.vocab_size} or more"
             )
         super().__init__(settings.vocab_size, train, held_out, dtype)
         self.settings = settings
@@ -58,8 +58,8 @@ class LanguageModelWorkload(NextToken):
         interrupt: Callable[[], None] = nothing,
     ) -> Tensor:
         std = initial_std(name, self.settings)
-        drawn = Constant(1.0) if len(shape) == 1 else Normal(0.0, std)
-        return draw(drawn, name, seed, shape, region, interrupt)
+        distribution = Constant(1.0) if len(shape) == 1 else Normal(0.0, std)
+        return draw(distribution, name, seed, shape, region, interrupt)
 
     def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
         keywords = {"seeds": torch.full(batch.tokens.shape[:1], seed)}

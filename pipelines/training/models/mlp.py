@@ -1,4 +1,4 @@
-"""A multi-layer perceptron on random vectors, through the same seam as any other model."""
+"""The workload of a multi-layer perceptron on random vectors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class VectorBatch(NamedTuple):
 
 
 class Mlp(nn.Module):
-    """Linear layers with ReLU between them, or a stage of them."""
+    """Linear layers with ReLU between them, or a pipeline stage of them."""
 
     def __init__(self, settings: MlpSettings) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Mlp(nn.Module):
 
 
 class MlpWorkload:
-    """Random vectors whose targets are a fixed nonlinear function of them."""
+    """Regression of a fixed nonlinear function of random vectors."""
 
     def __init__(
         self, settings: MlpSettings, seed: int, dtype: torch.dtype = torch.float32
@@ -73,7 +73,7 @@ class MlpWorkload:
         return list(module.layers.values())
 
     def shape(self) -> ModelShape:
-        """Layers for the pipeline; nothing here for the other model axes."""
+        """Pipeline layers; the other model axes are not supported."""
         costs = [first * second for first, second in pairwise(self.settings.dims)]
         names = [*(f"layers.{i}" for i in range(len(costs) - 1)), "output"]
         layers = tuple(Layer((name,), cost) for name, cost in zip(names, costs, strict=True))
@@ -89,14 +89,14 @@ class MlpWorkload:
         seed: int,
         interrupt: Callable[[], None] = nothing,
     ) -> Tensor:
-        drawn = Constant(0.0) if len(shape) == 1 else kaiming_uniform(shape[1])
-        return draw(drawn, name, seed, shape, region, interrupt)
+        distribution = Constant(0.0) if len(shape) == 1 else kaiming_uniform(shape[1])
+        return draw(distribution, name, seed, shape, region, interrupt)
 
     def reach(self) -> None:
-        """They are made here."""
+        """The samples are generated locally."""
 
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
-        """They are made here."""
+        """The samples are generated locally."""
 
     def read(
         self,
@@ -125,8 +125,8 @@ class MlpWorkload:
 
     def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
         """The squared error, averaged over the outputs of a sample, summed over samples."""
-        known = torch.where(targets.isnan(), output.detach(), targets)
-        return functional.mse_loss(output, known, reduction="sum") / targets.shape[1]
+        targets_or_output = torch.where(targets.isnan(), output.detach(), targets)
+        return functional.mse_loss(output, targets_or_output, reduction="sum") / targets.shape[1]
 
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
         shape = (num_samples, self.settings.dims[layer])

@@ -1,4 +1,4 @@
-"""Next-token prediction: samples and losses, whatever the model."""
+"""The samples and the loss of next-token prediction, for any model."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.settings import DataSettings
 from pipelines.settings.errors import UserError
-from pipelines.training.tensor.tensor_parallel import whole_vocabulary
+from pipelines.training.tensor.tensor_parallel import vocab_parallel_logits
 from pipelines.training.workload.spread import Spread
 from pipelines.training.workload.workload import Fed, Sums, nothing, output_losses
 
 IGNORED = -100
-"""The target of a position that is not to be predicted."""
+"""The target of a position that the loss ignores."""
 
 
 class NextToken:
-    """What workloads of `pipelines.training.workload.workload` have in common that predict tokens.
+    """The common part of workloads that predict tokens; see `Workload`.
 
-    `cuts_head` says whether `tp` leaves each rank the logits of a part of the vocabulary.
+    `cuts_head` is True if `tp` shards the logits over the vocabulary.
     """
 
     cuts_head = True
@@ -82,7 +82,7 @@ class NextToken:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         tp = spread.tp if self.cuts_head else None
         if tp is not None:
-            logits = whole_vocabulary(logits, tp, self.vocab_size)
+            logits = vocab_parallel_logits(logits, tp, self.vocab_size)
         total = functional.cross_entropy(
             logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
@@ -92,9 +92,9 @@ class NextToken:
 def open_samples(
     data: DataSettings, vocab_size: int, seed: int, split: str, prepared: Prepared | None
 ) -> Samples:
-    """One split of the data that the settings name, `prepared`.
+    """Open one split of the data that the settings name.
 
-    Raises `UserError` if there is nothing usable there.
+    Raises `UserError` if the data are not prepared.
     """
     documents = not data.attend_across_documents
     if data.source == "random":
@@ -102,5 +102,5 @@ def open_samples(
             split, data.seq_len, vocab_size=vocab_size, seed=seed, with_documents=documents
         )
     if prepared is None:
-        raise UserError(f"data.source={data.source}: is not prepared; run `elastic prepare` first")
+        raise UserError(f"data.source={data.source} is not prepared: run `elastic prepare` first")
     return Windows(prepared, split, data.seq_len, with_documents=documents)

@@ -1,4 +1,4 @@
-"""Context parallelism: exact causal attention over a sequence of which each rank holds a part."""
+"""Ring attention: exact causal attention over a sequence sharded over `cp`."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def ring_attention(
     group: ProcessGroup,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over a sequence of `length` of which a rank holds its `ring.positions`.
+    """Causal attention over a sequence of `length`, of which a rank holds its `ring.positions`.
 
-    `query` is (batch, heads, local length, head_dim); `key` and `value` have as many heads or
-    fewer, each for a group of the query's. `documents`, int64 (batch, length) and the same on all
-    ranks, numbers the document of each token, and a query attends only to its own. Returns the
-    shape and dtype of `query`; the softmax is computed in float32 or better.
+    `query` is (batch, heads, local length, head_dim); `key` and `value` have as many heads, or
+    fewer with one for each group of query heads. `documents`, int64 (batch, length) and equal on
+    all ranks, numbers the document of each token; a query attends only to its own document.
+    Returns the shape and dtype of `query`; the softmax is computed in float32 or better.
 
-    All ranks of the group, two or more, call it and its backward; what the group raises comes
-    through. ValueError where a shape does not fit.
+    All ranks of the group, two or more, must call it and its backward. Errors of the group
+    propagate. Raises `ValueError` for a wrong shape.
 
     Liu et al., Ring Attention, 2023; softmax and gradients by tiles: Dao et al., FlashAttention,
     2022, algorithms 1 and 4.
@@ -38,14 +38,14 @@ def ring_attention(
     held = ring.num_held(ring.cp_rank)
     if query.shape[2] != held or key.shape[2] != held or key.shape != value.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
-        raise ValueError(f"query, key, value are {shapes}, but {held} positions are held here")
+        raise ValueError(f"query, key, value are {shapes}, but this rank has {held} positions")
     if documents is not None and documents.shape != (query.shape[0], length):
         raise ValueError(f"documents are {tuple(documents.shape)}, not (batch, {length})")
     return _RingAttention.apply(query, key, value, ring)
 
 
 class _RingAttention(torch.autograd.Function):
-    """Queries stay, keys and values go around; in backward their gradients follow them home."""
+    """Queries stay; keys and values circulate, in backward followed by their gradients."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
@@ -84,10 +84,10 @@ class _RingAttention(torch.autograd.Function):
                 block_grad[0, :, columns] += over_queries(score_grads, queries[:, :, rows])
                 block_grad[1, :, columns] += over_queries(weights, grads[:, :, rows])
             if hop is not None:
-                block_grad += hop.landed()
+                block_grad += hop.wait()
             hop = Hop(block_grad, ring)
         assert hop is not None
-        key_grad, value_grad = hop.landed()[:, :, : key.shape[2]]
+        key_grad, value_grad = hop.wait()[:, :, : key.shape[2]]
         return (
             (query_grad * scale(query)).to(query.dtype).reshape(query.shape),
             (key_grad * scale(query)).to(key.dtype).reshape(key.shape),
@@ -102,13 +102,13 @@ class OnlineSoftmax:
     def __init__(self, queries: Tensor) -> None:
         exact = exact_dtype(queries)
         each = (*queries.shape[:-1], 1)
-        # Not -inf, from which a query that is wholly masked in its first tile would get NaN.
+        # Not -inf: a query that is fully masked in its first tile would get NaN.
         self._maximum = queries.new_full(each, torch.finfo(exact).min, dtype=exact)
         self._total = queries.new_zeros(each, dtype=exact)
         self._weighted = queries.new_zeros(queries.shape, dtype=exact)
 
     def add(self, rows: slice, scores: Tensor, values: Tensor) -> None:
-        """Takes in the scores of some queries, which it overwrites, with the keys' values."""
+        """Add the scores of some queries, which it overwrites, and the values of the keys."""
         old, total, weighted = (
             tensor[:, :, rows] for tensor in (self._maximum, self._total, self._weighted)
         )
@@ -119,7 +119,7 @@ class OnlineSoftmax:
         old.copy_(new)
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """The attended values, and of each query the logarithm of its sum of exponentials."""
+        """The attended values, and the log-sum-exp of each query."""
         return self._weighted / self._total, self._maximum + self._total.log()
 
 
@@ -129,9 +129,10 @@ def grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def block_of(key: Tensor, value: Tensor, ring: Ring) -> Tensor:
-    """What travels: (2, batch * kv heads, longest local length, head_dim).
+    """The block that circulates: (2, batch * kv heads, longest local length, head_dim).
 
-    Padded to one size for all ranks: nobody waits for an empty message, or one of another size.
+    It is padded to one size for all ranks, so that all messages have the same size and none is
+    empty.
     """
     batch, num_kv_heads, held, head_dim = key.shape
     longest = max(ring.num_held(cp_rank) for cp_rank in range(ring.size))
@@ -155,19 +156,19 @@ def scale(queries: Tensor) -> float:
 
 
 def per_query(left: Tensor, right: Tensor) -> Tensor:
-    """(n, group, queries, k) times (n, k, m): for each query."""
+    """(n, group, queries, k) times (n, k, m), for each query."""
     return product(left.flatten(1, 2), right).unflatten(1, left.shape[1:3])
 
 
 def over_queries(left: Tensor, right: Tensor) -> Tensor:
-    """(n, group, queries, k) times (n, group, queries, m): summed over the group's queries."""
+    """(n, group, queries, k) times (n, group, queries, m), summed over the group's queries."""
     return product(left.flatten(1, 2).mT, right.flatten(1, 2))
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """A batch of matrix products in float32 or better.
+    """A batched matrix product in float32 or better.
 
-    What is narrow on the right is multiplied narrow on a GPU, which sums it in float32.
+    On a GPU a narrow right operand is multiplied in its own dtype and accumulated in float32.
     """
     exact = exact_dtype(right)
     if right.is_cuda and right.dtype != exact:

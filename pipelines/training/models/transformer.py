@@ -18,8 +18,8 @@ from pipelines.training.workload.spread import ALONE, Spread
 
 
 class Frame(NamedTuple):
-    """What all layers share in one forward pass: the sequences' whole length, the rotary angles
-    of this rank's tokens, who may attend to whom, and by what dropout is drawn."""
+    """Inputs that all layers share in one forward pass: the full sequence length, the rotary angles
+    of this rank's tokens, the attention mask or the documents, and the dropout seed."""
 
     length: int
     rotation: Tensor
@@ -30,14 +30,14 @@ class Frame(NamedTuple):
 
 
 class Transformer(nn.Module):
-    """Tokens to next-token logits (Touvron et al., Llama, 2023), or a stage of it.
+    """Tokens to next-token logits (Touvron et al., Llama, 2023), or a pipeline stage of it.
 
-    `forward(tokens, documents, seeds)` takes int64 tokens (batch, length), None or the document
-    of each token (batch, length), int, between which no token attends, and None or the
-    microbatch's random seed (batch,), negative for one that only pads. Returns logits (batch,
-    length, vocabulary). A stage without embedding takes, one without head gives hidden states
-    (batch, length, dim). Where `spread` cuts the sequence, `length` is this rank's part, but for
-    `documents`.
+    `forward(tokens, documents, seeds)` takes int64 tokens (batch, length) and returns logits
+    (batch, length, vocabulary). `documents` is None or the document number of each token (batch,
+    length), int; tokens do not attend across documents. `seeds` is None or the microbatch's random
+    seed (batch,), negative for padding. A stage without embedding takes hidden states (batch,
+    length, dim); one without head returns them. If `spread` shards the sequence, `length` is this
+    rank's part, except in `documents`.
     """
 
     def __init__(self, settings: TransformerSettings, spread: Spread = ALONE) -> None:
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """One layer: attention and feed-forward, each normalised first and added to its input."""
+    """One pre-norm layer: attention and feed-forward, each with a residual connection."""
 
     def __init__(self, settings: TransformerSettings, spread: Spread, number: int) -> None:
         super().__init__()
@@ -100,10 +100,10 @@ class TransformerBlock(nn.Module):
         hidden = hidden + self.attention_dropout(attended, frame.seed)
         normed = self.feed_forward_norm(hidden)
         if isinstance(self.feed_forward, MixtureOfExperts):
-            fed = self.feed_forward(normed, counted=not frame.is_padding)
+            output = self.feed_forward(normed, counted=not frame.is_padding)
         else:
-            fed = self.feed_forward(normed)
-        return hidden + self.feed_forward_dropout(fed, frame.seed)
+            output = self.feed_forward(normed)
+        return hidden + self.feed_forward_dropout(output, frame.seed)
 
 
 class Attention(nn.Module):
@@ -152,7 +152,7 @@ def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
 
 
 def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
-    """Heads (batch, heads, length, head_dim), each pair (i, i + head_dim / 2) turned in float32
+    """Rotate each pair (i, i + head_dim / 2) of heads (batch, heads, length, head_dim) in float32
     or better."""
     exact = torch.promote_types(heads.dtype, torch.float32)
     cosine, sine = rotation.to(exact)
@@ -162,11 +162,11 @@ def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
 
 
 def document_mask(documents: Tensor | None, device: torch.device) -> Tensor | None:
-    """True where a query may attend to a key, (batch, 1, length, length): the same document, and
+    """The mask (batch, 1, length, length), True where a query may attend to a key: same document,
     not later.
 
-    `documents` (batch, length), on the host, numbers the document of each token. None if no
-    sample holds more than one: then plain causal attention says the same and is faster.
+    `documents` (batch, length), on the host, numbers the document of each token. Returns None if no
+    sample has more than one document: plain causal attention is equivalent and faster.
     """
     if documents is None or bool((documents == documents[:, :1]).all()):
         return None
@@ -176,7 +176,7 @@ def document_mask(documents: Tensor | None, device: torch.device) -> Tensor | No
 
 
 def initial_std(name: str, settings: TransformerSettings) -> float:
-    """The standard deviation of a weight at step 0 (Radford et al., GPT-2, 2019: 0.02, and
-    smaller by `sqrt(2 layers)` where a layer adds to the residual stream)."""
+    """The standard deviation of a weight at step 0: 0.02, divided by `sqrt(2 layers)` for weights
+    that add to the residual stream (Radford et al., GPT-2, 2019)."""
     residual = name.endswith(("attention.wo.weight", ".w2.weight", "experts.w2"))
     return 0.02 / math.sqrt(2 * settings.num_layers) if residual else 0.02

@@ -1,4 +1,4 @@
-"""How a transformer may be spread: its layers for the pipeline, and what tp and ep cut."""
+"""The parallel plan of the transformer: its pipeline layers, and what tp and ep shard."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ATTENTION: dict[str, Style] = {
     "norm": "sequence",
     "head": "logits",
 }
-"""Shoeybi et al., Megatron-LM, 2019, with the norms spread over the sequence (Korthikanti et
-al., Reducing Activation Recomputation, 2022)."""
+"""Shoeybi et al., Megatron-LM, 2019, with norms sharded over the sequence (Korthikanti et al.,
+Reducing Activation Recomputation, 2022)."""
 
 EXPERTS = ("feed_forward.experts.w1", "feed_forward.experts.w2", "feed_forward.experts.w3")
 
 
 def transformer_shape(settings: TransformerSettings, seq_len: int) -> ModelShape:
-    """The embedding, each block, and the norm with the head are layers of the pipeline."""
+    """The pipeline layers are the embedding, each block, and the norm with the head."""
     experts = settings.experts
     blocks = (Layer((f"layers.{i}",), _cost(settings, seq_len)) for i in range(settings.num_layers))
     head = Layer(("norm", "head"), settings.dim * settings.vocab_size)
@@ -46,15 +46,15 @@ def transformer_shape(settings: TransformerSettings, seq_len: int) -> ModelShape
 
 
 def _width(settings: TransformerSettings) -> int:
-    """Of the feed-forward that `tp` cuts: with experts the shared one, if any."""
+    """The hidden width of the feed-forward that `tp` shards: with experts, of the shared one."""
     return settings.experts.shared_hidden_dim if settings.experts else settings.hidden_dim
 
 
 def _cost(settings: TransformerSettings, seq_len: int) -> int:
-    """Multiplications a token in one block."""
+    """Multiplications per token in one block."""
     dim, head_dim, experts = settings.dim, settings.dim // settings.num_heads, settings.experts
     attention = 2 * dim * dim + 2 * dim * settings.num_kv_heads * head_dim
-    scores = dim * seq_len  # half of the products of all queries and keys, and of the values
+    scores = dim * seq_len  # half of the products of queries with keys, and of weights with values
     hidden_dim = settings.hidden_dim
     if experts:
         hidden_dim = experts.top_k * experts.hidden_dim + experts.shared_hidden_dim

@@ -1,1 +1,1 @@
-"""Passes: forward and backward over microbatches, and the pipeline schedules."""
+"""Forward and backward passes over microbatches, pipeline schedules, evaluation."""

@@ -1,5 +1,4 @@
-"""The mean loss, and metrics, of the held-out split: bit for bit the same under any dp, fsdp and
-pp."""
+"""Evaluation on the held-out split: bitwise equal under any dp, fsdp and pp."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from pipelines.settings import TrainSettings
 from pipelines.training.passes.passes import Passes
 from pipelines.training.workload.data_shard import DataShard
 from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import PADDING, Fed, Workload, joined, nothing
+from pipelines.training.workload.workload import PADDING, Fed, Workload, concatenate, nothing
 
 
 def evaluate(
     passes: Passes,
     workload: Workload,
     settings: TrainSettings,
-    share: DataShard,
+    data_shard: DataShard,
     spread: Spread,
     groups: Groups,
     interrupt: Interrupt = nothing,
@@ -28,16 +27,15 @@ def evaluate(
     """The mean loss per token over the first `eval_samples` held-out samples, and the means of the
     workload's metrics.
 
-    The samples are cut into fixed microbatches; each is summed by one rank, and the sums are
-    gathered as a vector in which every other rank adds 0, which is exact. So the order of a
-    reduction cannot change the value; only `tp` and `cp`, which share a microbatch, may in its
-    last bits.
+    The samples are cut into fixed microbatches, and one rank sums each. An all-reduce gathers these
+    sums as a vector to which every other rank adds 0, which is exact. So the order of reduction
+    cannot change the value. Only `tp` and `cp`, which share a microbatch, may change its last bits.
     """
     num_samples = min(settings.eval_samples, workload.num_held_out)
     starts = range(0, num_samples, settings.microbatch)
-    rounds = share.rounds(len(starts), passes.num_rounds)
+    rounds = data_shard.rounds(len(starts), passes.num_rounds)
 
-    def fed(microbatch: int | None) -> Fed:
+    def feed_microbatch(microbatch: int | None) -> Fed:
         first = starts[microbatch] if microbatch is not None else num_samples
         samples = range(first, min(first + settings.microbatch, num_samples))
         batches = [workload.read(samples, held_out=True, interrupt=interrupt)] if samples else []
@@ -45,19 +43,19 @@ def evaluate(
         if passes.needs_full_size and missing:
             batches.append(workload.empty(missing, held_out=True))
         batches = batches or [workload.empty(held_out=True)]
-        return joined([workload.feed(one, groups.device, spread, PADDING) for one in batches])
+        return concatenate([workload.feed(b, groups.device, spread, PADDING) for b in batches])
 
-    summed = passes.evaluate((fed(microbatch) for microbatch in rounds), len(rounds))
+    summed = passes.evaluate((feed_microbatch(microbatch) for microbatch in rounds), len(rounds))
     size = (1 + len(workload.metrics), 2, len(starts))
     sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
     for microbatch, kinds in zip(rounds, summed, strict=False):
-        if microbatch is not None and spread.counts:
+        if microbatch is not None and spread.counts_loss:
             for number, (total, count) in enumerate(kinds):
                 sums[number, 0, microbatch] = total
                 sums[number, 1, microbatch] = count
     dist.all_reduce(sums, group=groups.world)
-    (loss, count), *metrics = [[_total(one) for one in kind] for kind in sums.tolist()]
-    # Where nothing was counted there is no mean.
+    (loss, count), *metrics = [[_total(values) for values in kind] for kind in sums.tolist()]
+    # Without a count there is no mean.
     means = zip(workload.metrics, metrics, strict=True)
     return Evaluation(
         loss / count if count else None, {name: total / n for name, (total, n) in means if n}
@@ -65,7 +63,7 @@ def evaluate(
 
 
 def _total(values: list[float]) -> float:
-    """The exact sum; of values that are not finite together, infinite or NaN."""
+    """The exact sum; infinite or NaN if values or sum are not finite."""
     try:
         return math.fsum(values)
     except (OverflowError, ValueError):  # a sum that overflows; inf - inf

@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step's microbatches through a whole module, one by one."""
+"""Sequential forward and backward passes of a step's microbatches through a full module."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from pipelines.training.workload.workload import Sums, Workload
 
 
 class Passes(Protocol):
-    """How microbatches go through the module parts of one rank."""
+    """Runs microbatches through the modules of one rank."""
 
     needs_full_size: bool
-    """Whether all microbatches have one shape, also those that only pad."""
+    """Whether all microbatches, including padding, must have the same shape."""
 
     def num_rounds(self, least: int) -> int:
-        """How many microbatches, at least so many, each rank must run."""
+        """The number of microbatches, at least `least`, that each rank must run."""
 
     def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
-        """Forward and backward of all."""
+        """Run forward and backward of all microbatches."""
 
     def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
-        """Forward of all, without gradients: of each the loss, and the workload's metrics."""
+        """Run forward without gradients; for each microbatch the loss and the metrics."""
 
 
 class OneByOne:
-    """Each microbatch through the whole module; see `Passes`."""
+    """Runs microbatches one by one through the full module; see `Passes`."""
 
     def __init__(
         self, workload: Workload, sharded: Sharded, spread: Spread, moving: MovingBuffers
@@ -49,7 +49,7 @@ class OneByOne:
 
     def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
         sums = []
-        with loss_over(self.spread):
+        with loss_context(self.spread):
             for number, fed in enumerate(feds, start=1):
                 is_last = number == num_rounds
                 if number == 1 or is_last:
@@ -63,18 +63,18 @@ class OneByOne:
 
     def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
         kinds = [self.workload.losses, *self.workload.metrics.values()]
-        with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
+        with torch.no_grad(), loss_context(self.spread), evaluating(self.sharded):
             return [[kind(self.module, fed, self.spread) for kind in kinds] for fed in feds]
 
 
-def loss_over(spread: Spread) -> AbstractContextManager[None]:
-    """Where `tp` cuts the vocabulary, the loss is computed in parts."""
+def loss_context(spread: Spread) -> AbstractContextManager[None]:
+    """The context of the loss: vocabulary-parallel under `tp`."""
     return loss_parallel() if spread.tp is not None else nullcontext()
 
 
 class evaluating:
-    """Modules in evaluation, whose gathered parameters are let go of at the end: without a
-    backward pass nothing else does that."""
+    """Sets modules to evaluation mode, and releases gathered parameters at the end, since there is
+    no backward pass to do so."""
 
     def __init__(self, sharded: Sharded) -> None:
         self.sharded = sharded

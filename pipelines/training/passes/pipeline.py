@@ -1,4 +1,4 @@
-"""Microbatches through the stages of a pipeline, by one of torch's schedules."""
+"""Pipeline-parallel passes of microbatches, by torch's schedules."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from actors.runtime.program import Groups
 from pipelines.settings import TrainSettings
 from pipelines.settings.bounds import SEVERAL_STAGES, ScheduleName
-from pipelines.training.passes.passes import evaluating, loss_over
+from pipelines.training.passes.passes import evaluating, loss_context
 from pipelines.training.passes.stage_modules import Stage
 from pipelines.training.sharding.sharded import Sharded
 from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import Fed, Sums, Workload, joined
+from pipelines.training.workload.workload import Fed, Sums, Workload, concatenate
 
 SCHEDULES: dict[ScheduleName, str] = {
     "gpipe": "ScheduleGPipe",
@@ -31,15 +31,17 @@ Zero Bubble (ZB1P), 2024. Names in `torch_pipelining()`."""
 
 @cache
 def torch_pipelining() -> Any:
-    """`torch.distributed.pipelining`: its import takes 1 s, since it imports the compiler. Workers
-    import it while they warm up, and the command line never does."""
+    """Import `torch.distributed.pipelining`, which takes 1 s, since it imports the compiler.
+
+    Workers import it during warm-up; the command line never does.
+    """
     return import_module("torch.distributed.pipelining")
 
 
 class Pipelined:
-    """Microbatches through the stages that one rank has; see `Passes`.
+    """Runs microbatches through the stages of one rank; see `Passes`.
 
-    Only ranks with the last stage know losses.
+    Only ranks with the last stage have losses.
     """
 
     needs_full_size = True
@@ -65,28 +67,28 @@ class Pipelined:
         self._schedules: dict[int, Any] = {}
 
     def num_rounds(self, least: int) -> int:
-        """1F1B wants as many microbatches as there are ranks, the interleaved schedules whole
-        rounds of as many."""
+        """1F1B needs at least as many microbatches as ranks, the interleaved schedules a multiple
+        of that."""
         pp = self.groups.layout.pp
         if self.schedule == "gpipe":
             return least
         return max(least, pp) if self.schedule == "1f1b" else -(-least // pp) * pp
 
     def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
-        with loss_over(self.spread):
+        with loss_context(self.spread):
             return self._run(list(feds), self._schedule(num_rounds).step)
 
     def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
-        with torch.no_grad(), loss_over(self.spread), evaluating(self.sharded):
+        with torch.no_grad(), loss_context(self.spread), evaluating(self.sharded):
             return [[sums] for sums in self._run(list(feds), self._schedule(num_rounds).eval)]
 
     def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
-        together = joined(feds)
+        batch = concatenate(feds)
         losses: list[Tensor] = []
-        options: dict[str, Any] = dict(together.keywords)
+        options: dict[str, Any] = dict(batch.keywords)
         if self.has_last:
-            options |= {"target": together.targets, "losses": losses}
-        run(*[together.inputs] if self.stages[0].number == 0 else [], **options)
+            options |= {"target": batch.targets, "losses": losses}
+        run(*[batch.inputs] if self.stages[0].number == 0 else [], **options)
         return [
             Sums(loss.detach(), self.workload.num_tokens(fed.targets))
             for loss, fed in zip(losses, feds, strict=self.has_last)
@@ -109,7 +111,8 @@ class Pipelined:
         return self.workload.loss(output, targets, self.spread)
 
     def _stage(self, stage: Stage, module: nn.Module) -> Any:
-        """With the shapes of what flows in and out, which torch would else find by a pass."""
+        """Build a stage with the shapes of its input and output, which torch would otherwise infer
+        with a pass."""
         first, stop = stage.layers.start, stage.layers.stop
         inputs, output = (
             self.workload.flowing(layer, self.num_samples, self.spread) for layer in (first, stop)

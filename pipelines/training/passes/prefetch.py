@@ -1,4 +1,4 @@
-"""Looking ahead: a rank knows which samples it will read in the coming steps, and says so."""
+"""Prefetch of the samples that a rank will read in the next steps."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from collections.abc import Sequence
 
 from elastic.geometry.sample_order import deal
 from pipelines.settings import TrainSettings
-from pipelines.training.workload.data_shard import DataShard, ids_of
+from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
 from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.workload import Workload
 
 
 class SamplePrefetch:
-    """Of one rank under one assignment; each step is told of once."""
+    """Prefetches for one rank under one assignment; each step is requested once."""
 
-    def __init__(self, workload: Workload, settings: TrainSettings, share: DataShard) -> None:
+    def __init__(self, workload: Workload, settings: TrainSettings, data_shard: DataShard) -> None:
         self._workload = workload
         self._settings = settings
-        self._share = share
+        self._data_shard = data_shard
         self._last_step = 0
 
-    def tell(self, step: int, skipped_batches: Sequence[int]) -> None:
-        """Have the samples of this step and the next `cache.prefetch_steps` begin to come."""
+    def start(self, step: int, skipped_batches: Sequence[int]) -> None:
+        """Start to fetch the samples of this step and of the next `cache.prefetch_steps`."""
         if not self._workload.is_far:
             return
         last = min(step + self._settings.cache.prefetch_steps, self._settings.steps)
         for coming in range(max(step, self._last_step + 1), last + 1):
-            self._workload.prefetch(self._trained(coming, skipped_batches))
+            self._workload.prefetch(self._training_samples(coming, skipped_batches))
             every = self._settings.eval_every
             if every and coming % every == 0:
-                self._workload.prefetch(self._held_out(), held_out=True)
+                self._workload.prefetch(self._held_out_samples(), held_out=True)
             self._last_step = coming
 
     def _own(self, num_microbatches: int) -> Sequence[int]:
-        return deal(num_microbatches, self._share.num_data_ranks)[self._share.data_rank]
+        return deal(num_microbatches, self._data_shard.num_data_ranks)[self._data_shard.data_rank]
 
-    def _trained(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
+    def _training_samples(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
         settings = self._settings
         ids = [
-            one
+            sample_id
             for microbatch in self._own(settings.num_microbatches)
-            for one in ids_of(settings, step, microbatch, skipped_batches)
+            for sample_id in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
         ]
         return samples_of(settings.seed, ids, self._workload.num_samples)
 
-    def _held_out(self) -> list[int]:
+    def _held_out_samples(self) -> list[int]:
         settings, size = self._settings, self._settings.microbatch
         num_samples = min(settings.eval_samples, self._workload.num_held_out)
         own = self._own(-(-num_samples // size)) if num_samples else ()
-        return [one for m in own for one in range(m * size, min((m + 1) * size, num_samples))]
+        return [i for m in own for i in range(m * size, min((m + 1) * size, num_samples))]

@@ -1,7 +1,7 @@
-"""Buffers that forward passes change, in a pipeline: its stages have different ones, and passes of
-one microbatch begin before those of another are over.
+"""Buffers that forward passes update, in a pipeline.
 
-What counts is as in `pipelines.training.passes.moving_buffers`.
+Stages have different buffers, and the passes of microbatches overlap. The rules are those of
+`pipelines.training.passes.moving_buffers`.
 """
 
 from __future__ import annotations
@@ -17,133 +17,147 @@ from actors.distributed.stall import wait_for
 
 
 class StageBuffers:
-    """Those of one rank's stages, of all that there are `everywhere`. A buffer that changes at all
-    has to do so in the first step of a generation."""
+    """The updated buffers of one rank's stages; `all_buffers` has the buffers of all stages.
+
+    A buffer that passes update must change in the first step of a generation.
+    """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        everywhere: Mapping[str, Tensor],
+        all_buffers: Mapping[str, Tensor],
         ranks: ProcessGroup,
         device: torch.device,
     ) -> None:
-        """What the passes make of them is summed over these ranks."""
+        """Take the modules, and the ranks over which the results of the passes are summed."""
         self.modules = modules
         self.ranks = ranks
-        self.sizes = {name: one.numel() for name, one in everywhere.items()}
+        self.sizes = {name: value.numel() for name, value in all_buffers.items()}
         self.device = device
-        self.places: dict[str, tuple[int, nn.Module, str]] = {}
-        self.kept: dict[str, Tensor] = {}
+        self.owners: dict[str, tuple[int, nn.Module, str]] = {}
+        self.buffers: dict[str, Tensor] = {}
         self.moving: list[str] | None = None
-        """The names of those that change, on any rank; None before a step has shown it."""
+        """The names of the buffers that passes update on any rank; None before the first step."""
 
     def keep(self, buffers: Mapping[str, Tensor]) -> None:
-        """These, which the modules hold, are part of the state: only `apply` changes them."""
-        self.kept = dict(buffers)
+        """Take the modules' buffers that are part of the state; only `apply` changes them."""
+        self.buffers = dict(buffers)
         self.moving = None if self.sizes else []
         for name in buffers:
             owner, _, key = name.rpartition(".")
-            there = (dict(module.named_buffers(remove_duplicate=False)) for module in self.modules)
-            number = next(n for n, those in enumerate(there) if name in those)
-            self.places[name] = (number, self.modules[number].get_submodule(owner), key)
+            named = (dict(module.named_buffers(remove_duplicate=False)) for module in self.modules)
+            number = next(n for n, of_stage in enumerate(named) if name in of_stage)
+            self.owners[name] = (number, self.modules[number].get_submodule(owner), key)
 
     def begin(self) -> None:
-        """Before the passes of a step."""
-        known = self.kept if self.moving is None else self.moving
-        self._made = [
-            _Made({name: self.kept[name] for name in known if self._is_in(name, n)}, self.device)
-            for n in range(len(self.modules))
+        """Reset the sums before the passes of a step."""
+        names = self.buffers if self.moving is None else self.moving
+        self._stage_sums = [
+            _StageSums(
+                {name: self.buffers[name] for name in names if self._is_in_stage(name, number)},
+                self.device,
+            )
+            for number in range(len(self.modules))
         ]
-        self._reduced: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}
 
     def begin_pass(self, number: int) -> None:
-        """Before the forward pass of a microbatch through a stage: it changes copies, and new
-        ones, since the backward pass of another may still want its own."""
-        made = self._made[number]
-        made.copies = {name: value.clone() for name, value in made.kept.items()}
-        self._give(made.copies)
+        """Install copies before the forward pass of a microbatch through a stage.
+
+        The copies are new, since the backward of another microbatch may still need its own.
+        """
+        stage = self._stage_sums[number]
+        stage.copies = {name: value.clone() for name, value in stage.buffers.items()}
+        self._install(stage.copies)
 
     @torch.no_grad()
     def end_pass(self, num_samples: int, number: int) -> None:
-        """After the forward pass of a microbatch with so many samples: without any, it counts
-        nothing."""
-        if self._made[number].copies:
-            values = {name: self._held(name) for name in self._made[number].copies}
-            self._made[number].add(values, num_samples > 0, looks=self.moving is None)
+        """Add the results of a forward pass; a microbatch without samples does not count."""
+        stage = self._stage_sums[number]
+        if stage.copies:
+            values = {name: self._current(name) for name in stage.copies}
+            stage.add(values, num_samples > 0, tracks_changes=self.moving is None)
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """After the passes of a step, sum over all ranks: one collective, and none if no buffer
-        changes. In the first step another one tells which do."""
-        self._give(self.kept)  # not before: a backward that recomputes changes them, too
+        """Sum over all ranks after the passes of a step: one collective, none if no buffer changes.
+
+        In the first step another collective finds out which buffers change.
+        """
+        self._install(self.buffers)  # not earlier: a backward that recomputes updates buffers, too
         if self.moving is None:
-            changed = {name for made in self._made for name in made.changed}
-            told = torch.tensor([float(name in changed) for name in self.sizes])
-            told = told.to(self.device)
-            wait_for(self.ranks.allreduce([told]))
-            self.moving = [n for n, one in zip(self.sizes, told.tolist(), strict=True) if one]
+            changed = {name for stage in self._stage_sums for name in stage.changed}
+            flags = torch.tensor([float(name in changed) for name in self.sizes])
+            flags = flags.to(self.device)
+            wait_for(self.ranks.allreduce([flags]))
+            counts = zip(self.sizes, flags.tolist(), strict=True)
+            self.moving = [name for name, count in counts if count]
         if not self.moving:
             return
-        own = {name: sums for made in self._made for name, sums in made.sums_of().items()}
+        local_sums = {
+            name: sums for stage in self._stage_sums for name, sums in stage.named_sums().items()
+        }
         widths = [1 + self.sizes[name] for name in self.moving]
         parts = zip(self.moving, widths, strict=True)
-        flat = torch.cat([own[n] if n in own else self._nothing(width) for n, width in parts])
+        flat = torch.cat(
+            [local_sums[n] if n in local_sums else self._zeros(width) for n, width in parts]
+        )
         wait_for(self.ranks.allreduce([flat]))
-        self._reduced = {
-            name: sums[1:].view_as(self.kept[name]) / sums[0]
+        self._means = {
+            name: sums[1:].view_as(self.buffers[name]) / sums[0]
             for name, sums in zip(self.moving, flat.split(widths), strict=True)
-            if name in self.kept
+            if name in self.buffers
         }
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Make the buffers what the step's microbatches have made of them, on average."""
-        for name, mean in self._reduced.items():
-            kept = self.kept[name]
-            kept.copy_(mean if kept.is_floating_point() else mean.round())
-        self._reduced = {}
+        """Set the buffers to the mean of the microbatches' results."""
+        for name, mean in self._means.items():
+            buffer = self.buffers[name]
+            buffer.copy_(mean if buffer.is_floating_point() else mean.round())
+        self._means = {}
 
-    def _give(self, buffers: Mapping[str, Tensor]) -> None:
+    def _install(self, buffers: Mapping[str, Tensor]) -> None:
         for name, value in buffers.items():
-            _, owner, key = self.places[name]
+            _, owner, key = self.owners[name]
             setattr(owner, key, value)
 
-    def _held(self, name: str) -> Any:
-        _, owner, key = self.places[name]
+    def _current(self, name: str) -> Any:
+        _, owner, key = self.owners[name]
         return getattr(owner, key)
 
-    def _is_in(self, name: str, number: int) -> bool:
-        return name in self.places and self.places[name][0] == number
+    def _is_in_stage(self, name: str, number: int) -> bool:
+        return name in self.owners and self.owners[name][0] == number
 
-    def _nothing(self, width: int) -> Tensor:
+    def _zeros(self, width: int) -> Tensor:
         return torch.zeros(width, dtype=torch.float64, device=self.device)
 
 
-class _Made:
-    """What the passes of a step through one module have made of its buffers, in float64."""
+class _StageSums:
+    """The sums of one stage's buffers over the passes of a step, in float64."""
 
-    def __init__(self, kept: dict[str, Tensor], device: torch.device) -> None:
-        self.kept = kept
+    def __init__(self, buffers: dict[str, Tensor], device: torch.device) -> None:
+        self.buffers = buffers
         self.copies: dict[str, Tensor] = {}
         self.changed: set[str] = set()
-        size = sum(value.numel() for value in kept.values())
+        size = sum(value.numel() for value in buffers.values())
         self.sums = torch.zeros(size, dtype=torch.float64, device=device)
         self.num_passes = torch.zeros(1, dtype=torch.float64, device=device)
 
-    def add(self, values: Mapping[str, Tensor], counts: bool, looks: bool) -> None:
-        """Those after one more pass, if it counts; `looks` for which of them it has changed."""
+    def add(self, values: Mapping[str, Tensor], counts: bool, tracks_changes: bool) -> None:
+        """Add the buffers after one pass, if it counts; optionally note which ones it changed."""
         if counts:
-            self.sums += torch.cat([one.flatten().double() for one in values.values()])
+            self.sums += torch.cat([value.flatten().double() for value in values.values()])
             self.num_passes += 1
-        for name, value in values.items() if looks else ():
-            # By value: BatchNorm writes past the counter of versions that autograd has.
-            if value is not self.copies[name] or not torch.equal(value, self.kept[name]):
+        for name, value in values.items() if tracks_changes else ():
+            # Compare values: BatchNorm bypasses autograd's version counter.
+            if value is not self.copies[name] or not torch.equal(value, self.buffers[name]):
                 self.changed.add(name)
 
-    def sums_of(self) -> dict[str, Tensor]:
-        """Of each how many passes, and the sum over them, in a row."""
-        pieces = self.sums.split([value.numel() for value in self.kept.values()])
+    def named_sums(self) -> dict[str, Tensor]:
+        """For each buffer the number of passes and the sum, concatenated."""
+        pieces = self.sums.split([value.numel() for value in self.buffers.values()])
         return {
             name: torch.cat([self.num_passes, piece])
-            for name, piece in zip(self.kept, pieces, strict=True)
+            for name, piece in zip(self.buffers, pieces, strict=True)
         }

@@ -1,4 +1,4 @@
-"""The modules of one pipeline rank: for each of its stages the model without what others hold."""
+"""The modules of a pipeline rank: for each stage, the model without the layers of other stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelines.training.workload.workload import ModelShape, Workload
 
 
 class Stage(NamedTuple):
-    """One stage of the pipeline: its number of all, its layers, and its part of the model."""
+    """One pipeline stage: its index, its layers, and its part of the model."""
 
     number: int
     layers: range
@@ -25,25 +25,25 @@ class Stage(NamedTuple):
 def build_stages(
     workload: Workload, settings: TrainSettings, layout: Layout, pp_rank: int, spread: Spread
 ) -> list[Stage]:
-    """The stages that lie on a pipeline rank, on the meta device; one without a pipeline.
+    """Build the stages of a pipeline rank on the meta device; without a pipeline there is one.
 
-    Each is built whole and what is not its own taken out, so that names stay as they are.
+    Each is built as the full model without the layers of other stages, so that names do not change.
     """
     shape = workload.shape()
     dealt = deal_layers(tuple(layer.cost for layer in shape.layers), layout.pp * layout.vp)
     stages = []
     for number in range(pp_rank, len(dealt), layout.pp):
         module = build_on_meta(workload, settings, spread)
-        _take_out(module, shape, dealt[number])
+        _remove_other_layers(module, shape, dealt[number])
         if len(dealt) > 1:
             shape.make_stage(module, dealt[number])
         stages.append(Stage(number, dealt[number], module))
     return stages
 
 
-def _take_out(module: nn.Module, shape: ModelShape, kept: range) -> None:
+def _remove_other_layers(module: nn.Module, shape: ModelShape, kept_layers: range) -> None:
     for number, layer in enumerate(shape.layers):
-        for name in layer.modules if number not in kept else ():
+        for name in layer.modules if number not in kept_layers else ():
             owner, _, child = name.rpartition(".")
             holder = module.get_submodule(owner)
             if isinstance(holder, nn.ModuleDict):

@@ -1,1 +1,1 @@
-"""Replica: one rank's part of a model and its optimizer."""
+"""Replica: one rank's modules and optimizer, which compute and apply steps."""

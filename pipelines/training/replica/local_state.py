@@ -1,4 +1,4 @@
-"""The tensors that one rank trains: local shards, buffers, gradients, optimizer state."""
+"""The local tensors of one rank: shards of parameters, buffers, gradients, optimizer state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelines.training.workload.state import buffers, optimizer_name, stored_dt
 
 
 class LocalState:
-    """Plain tensors by logical name, sharing memory with sharded modules and their optimizer."""
+    """Plain tensors by logical name, which share memory with modules and optimizer."""
 
     def __init__(
         self,
@@ -24,94 +24,104 @@ class LocalState:
         optimising: Optimizing,
         device: torch.device,
     ) -> None:
-        """Take modules that have shapes, but no values yet."""
+        """Take modules on the meta device: shapes without values."""
         self.sharded = sharded
         self.optimising = optimising
         self.device = device
         self._read_modules()
         num_dims = {name: shard.ndim for name, shard in self._trained().items()}
         templates = state_templates(optimising, num_dims, stored_dtype(settings))
-        kept = {
+        optimizer_state = {
             name: {key: _like(self.shards[name], value) for key, value in template.items()}
             for name, template in templates.items()
         }
-        self.optimizer = LocalOptimizer(optimising, self._trained(), kept)
+        self.optimizer = LocalOptimizer(optimising, self._trained(), optimizer_state)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of the state but the gradients, as it is trained."""
-        kept = {
+        """The live state without the gradients."""
+        optimizer_state = {
             optimizer_name(name, key): value
             for name, state in self.optimizer.state().items()
             for key, value in state.items()
         }
-        return self.shards | self.buffers | kept
+        return self.shards | self.buffers | optimizer_state
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
-        """Make these the state, uncopied where the sharding can. A tensor without elements may be
-        left out.
+        """Make these tensors the state, without copies where the sharding allows it.
 
-        Raises `ValueError` for a tensor that is missing or not of the shard's shape and dtype.
+        A tensor without elements may be omitted. Raises `ValueError` for a tensor that is missing
+        or has a shape or dtype other than the shard's.
         """
-        given = {name: _given(tensors, name, expected) for name, expected in self.tensors().items()}
-        kept = {
-            name: {key: given[optimizer_name(name, key)] for key in state}
+        checked = {
+            name: _checked_tensor(tensors, name, expected)
+            for name, expected in self.tensors().items()
+        }
+        optimizer_state = {
+            name: {key: checked[optimizer_name(name, key)] for key in state}
             for name, state in self.optimizer.state().items()
         }
         self.sharded.adopt(
-            {name: given[name] for name in self.shards},
-            {name: given[name] for name in self.buffers},
+            {name: checked[name] for name in self.shards},
+            {name: checked[name] for name in self.buffers},
         )
         self._read_modules()
-        for name, state in kept.items():
+        for name, state in optimizer_state.items():
             device = self.shards[name].device
-            kept[name] = {key: value.to(device) for key, value in state.items()}
-        self.optimizer = LocalOptimizer(self.optimising, self._trained(), kept)
+            optimizer_state[name] = {key: value.to(device) for key, value in state.items()}
+        self.optimizer = LocalOptimizer(self.optimising, self._trained(), optimizer_state)
 
     def gradients(self) -> dict[str, Tensor]:
-        """The local shards of the reduced gradients; parameters without one are left out."""
+        """The local shards of the reduced gradients, without parameters that have none."""
         return self.sharded.gradients()
 
     def drop_gradients(self) -> None:
         self.sharded.drop_gradients()
 
     def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
-        """One step of the optimizer with these gradients; see `LocalOptimizer.step`."""
+        """Step the optimizer with these gradients; see `LocalOptimizer.step`."""
         self.optimizer.step(gradients, rate)
-        self.sharded.stepped()
+        self.sharded.after_step()
 
     def lr(self, rate: float) -> float:
-        """The learning rate that such a step has."""
+        """The learning rate of a step with this rate."""
         return self.optimizer.lr(rate)
 
     def squared_norm(self) -> Tensor:
-        """The squared norm of the local gradients, each divided by how many ranks hold it: their
-        sum over the world is that of the whole gradient. Float64, shape (), on the device."""
-        squares, shares = self._squares(self.gradients())
-        return squares @ shares
+        """The squared norm of the local gradients, each divided by its number of copies.
+
+        The sum over the world is the squared norm of the full gradient. Float64, shape (), on the
+        device.
+        """
+        squares, weights = self._squares(self.gradients())
+        return squares @ weights
 
     def squared_norms(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """As `squared_norm`, of each of some tensors of the parameters' names and shapes."""
-        squares, shares = self._squares(tensors)
-        return squares * shares
+        """As `squared_norm`, for each of some tensors with the parameters' names and shapes."""
+        squares, weights = self._squares(tensors)
+        return squares * weights
 
     def state_bytes(self) -> StateBytes:
-        """The sizes of the storages on the device. Gradients exist only between compute and apply;
-        at any other time it is told what they take then."""
-        kept = [value for state in self.optimizer.state().values() for value in state.values()]
+        """The bytes of the storages on the device.
+
+        Gradients exist only between compute and apply; at other times this is their expected size.
+        """
+        optimizer_state = [
+            value for state in self.optimizer.state().values() for value in state.values()
+        ]
         gradients = self.gradients()
         return StateBytes(
-            param_bytes=storage_bytes(self.sharded.kept(), self.device),
+            param_bytes=storage_bytes(self.sharded.resident_tensors(), self.device),
             grad_bytes=storage_bytes(gradients.values(), self.device)
             if gradients
             else self.sharded.gradient_bytes(),
-            optimizer_bytes=storage_bytes(kept, self.device),
+            optimizer_bytes=storage_bytes(optimizer_state, self.device),
         )
 
     def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Squared norms, and the reciprocal of how many ranks hold each."""
+        """Squared norms, and the reciprocals of the numbers of ranks that hold each tensor."""
         squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
-        shares = [1 / self._num_copies[name] for name in tensors]
-        return squares, torch.tensor(shares, dtype=torch.float64, device=squares.device)
+        weights = [1 / self._num_copies[name] for name in tensors]
+        return squares, torch.tensor(weights, dtype=torch.float64, device=squares.device)
 
     def _trained(self) -> dict[str, Tensor]:
         """The shards of parameters that are not frozen."""
@@ -131,19 +141,21 @@ class LocalState:
         }
 
 
-def _given(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor:
+def _checked_tensor(tensors: Mapping[str, Tensor], name: str, expected: Tensor) -> Tensor:
     tensor = tensors.get(name)
     if tensor is None:
         if expected.numel():
-            raise ValueError(f"{name}: this rank holds a part of it, but was given none")
+            raise ValueError(f"{name}: no tensor given, but this rank holds a shard of it")
         return torch.empty(expected.shape, dtype=expected.dtype)
     if (tensor.shape, tensor.dtype) != (expected.shape, expected.dtype):
         raise ValueError(
-            f"{name}: this rank holds {tuple(expected.shape)} of {expected.dtype}, "
-            f"but was given {tuple(tensor.shape)} of {tensor.dtype}"
+            f"{name}: this rank holds shape {tuple(expected.shape)} of {expected.dtype}, "
+            f"but got {tuple(tensor.shape)} of {tensor.dtype}"
         )
     return tensor
 
 
-def _like(shard: Tensor, kept: Tensor) -> Tensor:
-    return torch.empty(shard.shape if kept.ndim else (), dtype=kept.dtype, device=shard.device)
+def _like(shard: Tensor, template: Tensor) -> Tensor:
+    return torch.empty(
+        shard.shape if template.ndim else (), dtype=template.dtype, device=shard.device
+    )

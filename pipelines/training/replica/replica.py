@@ -1,4 +1,4 @@
-"""One rank's part of a module and its optimizer, under one assignment."""
+"""The replica of one rank: its modules and optimizer under one assignment."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ from pipelines.training.passes.stage_modules import Stage, build_stages
 from pipelines.training.replica.local_state import LocalState
 from pipelines.training.replica.sample_log import append_samples
 from pipelines.training.replica.statistics import Statistics, StatisticsReport
-from pipelines.training.sharding.parallelize import Interruptible, parallelise
-from pipelines.training.tensor.tensor_parallel import sum_over_sequence, summed_over_sequence
-from pipelines.training.workload.data_shard import DataShard, ids_of
+from pipelines.training.sharding.parallelize import InterruptHooks, parallelize
+from pipelines.training.tensor.tensor_parallel import (
+    partial_gradient_names,
+    reduce_partial_gradients,
+)
+from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
 from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.seeds import seed_device
 from pipelines.training.workload.spread import Spread
@@ -44,31 +47,34 @@ class ShardedReplica:
         self.workload = workload
         self.settings = settings
         self.groups = groups
-        self.share = DataShard.of(groups)
-        self.prefetch = SamplePrefetch(workload, settings, self.share)
+        self.data_shard = DataShard.of(groups)
+        self.prefetch = SamplePrefetch(workload, settings, self.data_shard)
         self.spread = Spread.of(groups, workload.seq_len)
         stages = build_stages(workload, settings, groups.layout, groups.place.pp, self.spread)
         modules = [stage.module for stage in stages]
-        self.sharded = parallelise(modules, workload, groups, self.spread, settings)
+        self.sharded = parallelize(modules, workload, groups, self.spread, settings)
         blocks = [block for module in modules for block in workload.blocks(module)]
-        self.interruptible = Interruptible(blocks, groups.device)
+        self.interrupt_hooks = InterruptHooks(blocks, groups.device)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
         self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules, groups.world)
         if groups.layout.pp > 1:
-            everywhere = dict(buffers(build_on_meta(workload, settings)))
-            self.moving = StageBuffers(modules, everywhere, groups.world, groups.device)
+            all_buffers = dict(buffers(build_on_meta(workload, settings)))
+            self.moving = StageBuffers(modules, all_buffers, groups.world, groups.device)
         self.passes = self._passes(stages)
         self.samples: Mapping[int, Sequence[int]] = {}
-        self.inside = Statistics(workload, settings, groups, self.state)
-        self.norms = summed_over_sequence(self.state.shards, workload.shape(), self.spread)
+        self.step_statistics = Statistics(workload, settings, groups, self.state)
+        self.partial_gradients = partial_gradient_names(
+            self.state.shards, workload.shape(), self.spread
+        )
 
     def _passes(self, stages: Sequence[Stage]) -> Passes:
         groups, settings = self.groups, self.settings
         if groups.layout.pp > 1:
-            of = (self.workload, stages, self.sharded, groups, self.spread, settings)
-            own = isinstance(self.workload, CustomWorkload)
-            return CustomPipelined(*of, moving=self.moving) if own else Pipelined(*of)
+            args = (self.workload, stages, self.sharded, groups, self.spread, settings)
+            if isinstance(self.workload, CustomWorkload):
+                return CustomPipelined(*args, moving=self.moving)
+            return Pipelined(*args)
         return OneByOne(self.workload, self.sharded, self.spread, self.moving)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
@@ -77,102 +83,113 @@ class ShardedReplica:
         self.moving.keep(self.state.buffers)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The local state by logical name, sharing memory with what is trained."""
+        """The live local state by logical name, which shares memory with the modules."""
         return self.state.tensors()
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> Tensor:
-        """Forward, backward and reduction of this rank's microbatches: float64 `(loss sum, token
-        count, squared norm of the local gradients, each divided by its copies)`, shape (3,)."""
-        self.interruptible.interrupt = interrupt
-        rounds = self.share.rounds(self.settings.num_microbatches, self.passes.num_rounds)
-        self.samples = self._drawn(step, rounds, skipped_batches)
-        self.prefetch.tell(step, skipped_batches)
-        self.inside.begin(step, rounds)
-        feds = (self._fed(step, microbatch) for microbatch in rounds)
+        """Run forward, backward and gradient reduction of this rank's microbatches.
+
+        Returns float64 `(loss sum, token count, squared norm of the local gradients, each divided
+        by its number of copies)`, shape (3,).
+        """
+        self.interrupt_hooks.interrupt = interrupt
+        rounds = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
+        self.samples = self._draw_samples(step, rounds, skipped_batches)
+        self.prefetch.start(step, skipped_batches)
+        self.step_statistics.begin(step, rounds)
+        feds = (self._feed_microbatch(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
         self.sharded.gather(interrupt)
-        found = self.passes.train(feds, len(rounds))
-        if self.spread.counts and found:
-            for place, several in enumerate(zip(*found, strict=True)):
-                sums[place] = torch.stack(several).double().sum()
+        results = self.passes.train(feds, len(rounds))
+        if self.spread.counts_loss and results:
+            for index, values in enumerate(zip(*results, strict=True)):
+                sums[index] = torch.stack(values).double().sum()
         self.sharded.reduce(interrupt)
         self.moving.reduce()
-        if self.spread.tp is not None and self.norms:
+        if self.spread.tp is not None and self.partial_gradients:
             gradients = self.state.gradients()
-            sum_over_sequence([gradients[name] for name in self.norms], self.spread.tp)
-        self.inside.note_gradients()
+            partial = [gradients[name] for name in self.partial_gradients]
+            reduce_partial_gradients(partial, self.spread.tp)
+        self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
 
     def apply(self, step: int, vote: Vote) -> Applied:
-        """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu
-        et al., 2013) and step the optimizer: local, without any collective. Parameters stay as
-        they are if anyone's gradients are not finite."""
+        """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu et
+        al., 2013) and step the optimizer, without any collective.
+
+        If the gradients of any rank are not finite, parameters do not change.
+        """
         rate = self.state.optimising.rate(step)
         skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0 or not math.isfinite(rate)
         norm = None
-        self.inside.before_step()
+        self.step_statistics.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
-            most = self.state.optimising.max_grad_norm
-            clip = 1.0 if most is None else min(1.0, most / (norm + NORM_EPS))
+            max_norm = self.state.optimising.max_grad_norm
+            clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_EPS))
             gradients = self.state.gradients()
             torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
             self.state.step(gradients, rate)
             self.moving.apply()
-        self.inside.after_step(vote.num_tokens)
+        self.step_statistics.after_step(vote.num_tokens)
         self.state.drop_gradients()
         return Applied(self.state.lr(rate), norm, skipped)
 
     def statistics(self) -> StatisticsReport | None:
-        """Of the step just applied, if they are due; see `Statistics`."""
-        return self.inside.told()
+        """The statistics of the step just applied, if they are due; see `Statistics`."""
+        return self.step_statistics.report()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of a step that nobody has seen the vote of."""
+        """Drop the gradients of a step whose vote no worker has seen."""
         self.state.drop_gradients()
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
-        """Loss and metrics of the held-out split; see `pipelines.training.passes.evaluation`."""
-        self.interruptible.interrupt = interrupt
+        """The loss and metrics of the held-out split; see `passes.evaluation`."""
+        self.interrupt_hooks.interrupt = interrupt
         self.sharded.gather(interrupt)
         return evaluate(
             self.passes,
             self.workload,
             self.settings,
-            self.share,
+            self.data_shard,
             self.spread,
             self.groups,
             interrupt,
         )
 
     def state_bytes(self) -> StateBytes:
-        """What this rank holds on its device; see `LocalState.state_bytes`."""
+        """The bytes of the state on this rank's device; see `LocalState.state_bytes`."""
         return self.state.state_bytes()
 
-    def _fed(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
         device, spread = self.groups.device, self.spread
         if microbatch is None:
             full_size = self.settings.microbatch if self.passes.needs_full_size else 0
             return self.workload.feed(self.workload.empty(full_size), device, spread, PADDING)
         seed = microbatch_seed(self.settings.seed, step, microbatch)
         seed_device(device, seed)
-        batch = self.workload.read(self.samples[microbatch], interrupt=self.interruptible.interrupt)
+        interrupt = self.interrupt_hooks.interrupt
+        batch = self.workload.read(self.samples[microbatch], interrupt=interrupt)
         return self.workload.feed(batch, device, spread, seed)
 
-    def _drawn(
+    def _draw_samples(
         self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
     ) -> dict[int, list[int]]:
-        """The samples of each of this rank's microbatches; recorded, if that is wished."""
+        """The samples of each of this rank's microbatches; recorded if the settings say so."""
         settings = self.settings
         own = [microbatch for microbatch in rounds if microbatch is not None]
-        ids = [one for each in own for one in ids_of(settings, step, each, skipped_batches)]
-        if settings.record_samples and self.spread.is_first_reader:
+        ids = [
+            sample_id
+            for microbatch in own
+            for sample_id in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
+        ]
+        if settings.record_samples and self.spread.records_samples:
             generation = self.groups.assignment.generation
             append_samples(settings.record_samples, step, generation, self.groups.world_rank, ids)
         samples = samples_of(settings.seed, ids, self.workload.num_samples)
         size = settings.microbatch
-        return {each: samples[i * size : (i + 1) * size] for i, each in enumerate(own)}
+        return {m: samples[i * size : (i + 1) * size] for i, m in enumerate(own)}

@@ -1,4 +1,4 @@
-"""The record of which samples each data rank read, for those who want to check."""
+"""The log of the samples that each data rank reads, for checks of the data order."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ RETRY_EVERY_S = 0.5
 def append_samples(
     file: Path, step: int, generation: int, world_rank: int, ids: Sequence[int]
 ) -> None:
-    """Append one line with a step's sample ids. Raises nothing if the file takes no line at
-    present: the line waits in memory, in this process."""
+    """Append one line with a step's sample ids. If the write fails, nothing is raised: the line
+    stays in this process's memory and is retried."""
     row = {"step": step, "generation": generation, "world_rank": world_rank, "ids": list(ids)}
     _log_of(file).append(f"{json.dumps(row)}\n".encode())
 
 
 class SampleLog:
-    """Lines of this process in a file to which others append as well: each line is a single write,
-    so that those of others never mix."""
+    """Appends lines to a file to which other processes append, too. Each line is a single write, so
+    that lines never interleave."""
 
     def __init__(self, file: Path, retry_every_s: float = RETRY_EVERY_S) -> None:
         self._file = file
@@ -37,11 +37,11 @@ class SampleLog:
 
     @property
     def num_waiting(self) -> int:
-        """How many lines the file has not taken yet."""
+        """The number of lines that are not written yet."""
         return len(self._waiting)
 
     def append(self, line: bytes) -> None:
-        """Write a line, after those that wait; what is refused is tried again by a thread."""
+        """Write a line after the pending ones; a thread retries failed writes."""
         with self._lock:
             self._waiting.append(line)
             if self._retrying is None and not self._write():
@@ -57,7 +57,7 @@ class SampleLog:
                     return
 
     def _write(self) -> bool:
-        """Whether all that waited is written."""
+        """Write the pending lines; return whether all are written."""
         try:
             descriptor = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             try:
@@ -68,14 +68,12 @@ class SampleLog:
         except OSError as error:  # an outage of the file's storage must not end the run
             if self._retrying is None:
                 with suppress(OSError):  # the output may lie on the same full disk
-                    print(
-                        f"elastic: {self._file}: {error}; tried again", file=sys.stderr, flush=True
-                    )
+                    print(f"elastic: {self._file}: {error}; retrying", file=sys.stderr, flush=True)
         return not self._waiting
 
     def _write_first(self, descriptor: int) -> None:
-        """A full disk may take a part of a line: the whole line comes again, on a line of its
-        own."""
+        """Write the first pending line. If a full disk takes only a part of it, the full line is
+        written again after a line break."""
         line = self._waiting[0]
         num_written = os.write(descriptor, line)
         if num_written == len(line):
@@ -86,5 +84,5 @@ class SampleLog:
 
 @cache
 def _log_of(file: Path) -> SampleLog:
-    """One a file and process: its lines wait across generations."""
+    """The log of a file, one per process: its pending lines outlive a generation."""
     return SampleLog(file)

@@ -1,7 +1,7 @@
-"""Statistics of a step: norms of gradients, parameters and updates, and activations, by block.
+"""Statistics of a step by block: norms of gradients, parameters and updates, and activations.
 
-Each rank adds up what it holds and has seen; one small all-reduce after the step makes them those
-of the whole model and batch, the same under any layout up to rounding.
+Each rank sums over its shards and microbatches. One small all-reduce after the step gives the
+statistics of the full model and batch, equal under any layout up to rounding.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups
 from pipelines.settings import TrainSettings
 from pipelines.training.replica.local_state import LocalState
-from pipelines.training.sharding.sharded import local_part
+from pipelines.training.sharding.sharded import local_tensor
 from pipelines.training.workload.state import build_on_meta
 from pipelines.training.workload.workload import Workload
 
 GRADIENT, PARAMETER, UPDATE, SUM, SQUARES, COUNT, ZEROS, NONFINITE = range(8)
-"""What is added up for each group: squared norms, then of the outputs of its block."""
+"""The columns of sums of a group: three squared norms, then sums over its block's outputs."""
 
 StatisticsReport = dict[str, dict[str, float | None]]
-"""By group the numbers that `Statistics.told` names; None for what is not there or not finite."""
+"""The statistics of each group by name; None for an absent or non-finite value."""
 
 
 class Statistics:
-    """Of one rank's part of a module, at each multiple of `every` steps.
+    """Collects statistics on one rank, every `statistics_every` steps.
 
-    The groups are the workload's blocks and, for what is outside of them, the module's children.
+    The groups are the workload's blocks and, outside of blocks, the module's children.
     """
 
     def __init__(
@@ -40,20 +40,19 @@ class Statistics:
         self._every = settings.statistics_every
         self._groups, self._state = groups, state
         self._due = 0
-        """The step that is looked at; 0 is none."""
+        """The step for which statistics are collected; 0 for none."""
         if not self._every:
             return
-        whole = build_on_meta(workload, settings)
-        self.names = group_names(whole, workload)
+        self.names = group_names(build_on_meta(workload, settings), workload)
         modules = state.sharded.modules
         for module in modules:
-            of_block = {id(block) for block in workload.blocks(module)}
+            block_ids = {id(block) for block in workload.blocks(module)}
             for name, part in module.named_modules():
-                if id(part) in of_block:
+                if id(part) in block_ids:
                     part.register_forward_hook(_Hook(self, self.names.index(name)))
 
     def begin(self, step: int, rounds: Sequence[int | None]) -> None:
-        """Look at this step, if it is due; `rounds` are its microbatches, None if only padded."""
+        """Start to collect if the step is due; `rounds` are its microbatches, None for padding."""
         self._due = step if self._every and step % self._every == 0 else 0
         if self._due:
             shape, device = (len(self.names), NONFINITE + 1), self._groups.device
@@ -63,18 +62,18 @@ class Statistics:
             self._is_forward = True
 
     def note_gradients(self) -> None:
-        """The step's passes are over, and the reduced gradients complete."""
+        """Add the reduced gradients, after the step's passes."""
         if self._due:
             self._is_forward = False
             self._add(GRADIENT, self._state.gradients())
 
     def before_step(self) -> None:
-        """Keep what the optimizer is about to change."""
+        """Copy the parameters that the optimizer is about to change."""
         if self._due:
             self._before = {name: shard.clone() for name, shard in self._state.shards.items()}
 
     def after_step(self, num_tokens: int) -> None:
-        """The optimizer has stepped, or the step was skipped."""
+        """Add parameters and updates, after the optimizer's step or a skipped step."""
         if not self._due:
             return
         self._num_tokens = num_tokens
@@ -83,18 +82,18 @@ class Statistics:
         self._add(UPDATE, {name: shard - before[name] for name, shard in shards.items()})
         del self._before
 
-    def told(self) -> StatisticsReport | None:
-        """The numbers of the whole model for the step just taken, the same on all ranks; None if
-        it was not due. One collective."""
+    def report(self) -> StatisticsReport | None:
+        """The statistics of the full model for the last step, equal on all ranks; None if it was
+        not due. It runs one collective."""
         if not self._due:
             return None
         self._due = 0
         wait_for(self._groups.world.allreduce([self._sums]))
         rows = zip(self.names, self._sums.tolist(), strict=True)
-        return {name: _told(row, self._num_tokens) for name, row in rows}
+        return {name: _row_report(row, self._num_tokens) for name, row in rows}
 
-    def _see(self, group: int, output: Any) -> None:
-        """A block has been run forward; a schedule takes microbatches in their order."""
+    def _add_output(self, group: int, output: Any) -> None:
+        """Add the output of a block's forward; schedules run microbatches in order."""
         if not self._due or not self._is_forward:
             return
         number = self._num_seen[group]
@@ -104,12 +103,12 @@ class Statistics:
             return
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return
-        values = local_part(first.detach())
-        finite = torch.isfinite(values)
-        known = torch.where(finite, values, 0)
-        squares = known.to(torch.promote_types(known.dtype, torch.float32)).square()
-        seen = [known, squares, torch.ones_like(finite), values == 0, ~finite]
-        self._sums[group, SUM:] += torch.stack([one.sum(dtype=torch.float64) for one in seen])
+        values = local_tensor(first.detach())
+        is_finite = torch.isfinite(values)
+        finite = torch.where(is_finite, values, 0)
+        squares = finite.to(torch.promote_types(finite.dtype, torch.float32)).square()
+        terms = [finite, squares, torch.ones_like(is_finite), values == 0, ~is_finite]
+        self._sums[group, SUM:] += torch.stack([term.sum(dtype=torch.float64) for term in terms])
 
     def _add(self, column: int, tensors: Mapping[str, Tensor]) -> None:
         if tensors:
@@ -120,17 +119,17 @@ class Statistics:
 
 
 class _Hook:
-    """Told of a block's output."""
+    """The forward hook of a block."""
 
     def __init__(self, statistics: Statistics, group: int) -> None:
         self._statistics, self._group = statistics, group
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._statistics._see(self._group, output)
+        self._statistics._add_output(self._group, output)
 
 
 def group_names(module: nn.Module, workload: Workload) -> list[str]:
-    """The names of the blocks, then of the children that hold other parameters."""
+    """The names of the blocks, then of the children with parameters outside of blocks."""
     blocks = {id(block) for block in workload.blocks(module)}
     names = [name for name, part in module.named_modules() if id(part) in blocks]
     owners = (name for name, _ in module.named_parameters())
@@ -139,28 +138,28 @@ def group_names(module: nn.Module, workload: Workload) -> list[str]:
 
 
 def group_of(names: Sequence[str], parameter: str) -> int | None:
-    """The group of a parameter: that of the longest name which it begins with."""
-    found = [name for name in names if parameter == name or parameter.startswith(f"{name}.")]
-    return names.index(max(found, key=len)) if found else None
+    """The group of a parameter: the longest group name that is a prefix of its name."""
+    prefixes = [name for name in names if parameter == name or parameter.startswith(f"{name}.")]
+    return names.index(max(prefixes, key=len)) if prefixes else None
 
 
-def _told(row: Sequence[float], num_tokens: int) -> dict[str, float | None]:
+def _row_report(row: Sequence[float], num_tokens: int) -> dict[str, float | None]:
     count = row[COUNT]
     parameter, update = _root(row[PARAMETER]), _root(row[UPDATE])
-    told = {
+    numbers = {
         "grad_norm": _root(row[GRADIENT], num_tokens),
         "param_norm": parameter,
         "update_norm": update,
         "update_ratio": update / parameter if parameter and update is not None else None,
     }
     if count:
-        told |= {
+        numbers |= {
             "activation_mean": _finite(row[SUM] / count),
             "activation_rms": _root(row[SQUARES] / count),
             "activation_zeros": row[ZEROS] / count,
             "activation_nonfinite": row[NONFINITE] / count,
         }
-    return told
+    return numbers
 
 
 def _root(square: float, divisor: int = 1) -> float | None:

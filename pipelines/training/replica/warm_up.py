@@ -1,4 +1,5 @@
-"""A throw-away build and step in a group of one, so that the first real ones are quick."""
+"""Warm-up of a worker: a discarded build and step of a miniature, so that the first real ones are
+fast."""
 
 from __future__ import annotations
 
@@ -36,23 +37,23 @@ def warm_up(
     device: torch.device,
     build: Build = ShardedReplica,
 ) -> None:
-    """Build, adopt, compute, apply and evaluate once, in small, and leave nothing behind.
+    """Build, adopt, compute, apply and evaluate once with a miniature, and leave nothing behind.
 
-    It pays for torch's lazy imports and first-call caches. For a process without groups, on the
-    thread that will train: some of those caches are the thread's own.
+    This runs torch's lazy imports and fills first-call caches. The process must have no groups. It
+    must run on the training thread, because some of these caches are per thread.
     """
     torch_pipelining()
-    small_one = workload.miniature()
-    microbatch = settings.microbatch if small_one.keeps_its_size else 1
+    miniature = workload.miniature()
+    microbatch = settings.microbatch if miniature.keeps_its_size else 1
     changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
     small = settings.model_copy(update=changes | {"record_samples": None, "compile": False})
     with group_of_one(device) as groups:
-        _one_step(build(small_one, small, groups), small_one, small, groups)
+        _one_step(build(miniature, small, groups), miniature, small, groups)
 
 
 @contextmanager
 def group_of_one(device: torch.device) -> Iterator[Groups]:
-    """The groups of a world of one worker, over a store in this process's memory."""
+    """The groups of a world of one worker, with a store in this process's memory."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -77,4 +78,4 @@ def _one_step(
 
 
 def _never() -> None:
-    """Nobody interrupts a warm-up."""
+    """The `interrupt` that never raises."""

@@ -1,4 +1,4 @@
-"""Parameters of which each rank computes with the whole, gathered and reduced by the bucket."""
+"""Buckets of parameters: all-gather of parameter shards and reduction of gradients, per bucket."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from torch.nn import functional
 
 from actors.distributed.stall import wait_for
 from elastic.geometry.regions import chunk_interval
-from pipelines.training.sharding.sharded import as_part, local_part, num_replicas
+from pipelines.training.sharding.sharded import as_distributed, count_copies, local_tensor
 from pipelines.training.tensor.collectives import all_gather, reduce_scatter
 
 Finish = Callable[[], None]
-"""Waits for a collective that was begun, and puts what came of it into its place."""
+"""Waits for a collective that was started, and stores its result."""
 
 
 class Chunks:
-    """A local tensor of `shape` cut along dim 0 as `torch.chunk` cuts it, into chunks of which
-    one is this rank's; `width` elements each, padding included."""
+    """A local tensor of `shape`, cut along dim 0 as by `torch.chunk`, and this rank's chunk of it.
+
+    `width` is the number of elements of a chunk, padding included.
+    """
 
     def __init__(self, shape: Sequence[int], num_chunks: int, index: int) -> None:
         self.num_chunks = num_chunks
@@ -31,26 +33,26 @@ class Chunks:
         self.begin, self.length = chunk_interval(shape[0], num_chunks, index)
         self.width = -(-shape[0] // num_chunks) * prod(shape[1:])
 
-    def own(self, whole: Tensor) -> Tensor:
+    def own(self, full: Tensor) -> Tensor:
         """This rank's chunk, as a view."""
-        return whole[self.begin : self.begin + self.length]
+        return full[self.begin : self.begin + self.length]
 
-    def padded(self, whole: Tensor) -> Tensor:
+    def padded(self, full: Tensor) -> Tensor:
         """All chunks in rows: (num_chunks, width)."""
-        return _widened(whole, self.num_chunks * self.width).view(self.num_chunks, self.width)
+        return _padded(full, self.num_chunks * self.width).view(self.num_chunks, self.width)
 
-    def unpadded(self, rows: Tensor, whole: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of rows (num_chunks, width) what belongs into a whole tensor: (target, source)."""
-        targets = whole.view(-1).split(max(self.width, 1))
+    def unpadded(self, rows: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Pairs (target, source) that copy rows (num_chunks, width) into a full tensor."""
+        targets = full.view(-1).split(max(self.width, 1))
         return [(target, row[: target.numel()]) for target, row in zip(targets, rows, strict=False)]
 
 
 class BucketParameter:
-    """One parameter: the `whole` of it that this rank computes with, and its `shard`.
+    """One parameter: the `full` tensor that this rank computes with, and its `shard`.
 
-    The shard is a view of the whole, unless it has another dtype or lies on another device.
-    `summed` is the gradient of the whole, summed over microbatches, `gradient` that of the shard,
-    reduced.
+    The shard is a view of the full tensor, unless its dtype or device differs. `summed` is the
+    gradient of the full tensor, summed over microbatches; `gradient` is the reduced gradient of the
+    shard.
     """
 
     def __init__(
@@ -59,10 +61,10 @@ class BucketParameter:
         self.name = name
         self.parameter = parameter
         self.chunks = chunks
-        self.whole = local_part(parameter)
-        self.has_own_shard = shard is not None
-        self.shard = chunks.own(self.whole) if shard is None else shard
-        self.num_copies = num_replicas(parameter)
+        self.full = local_tensor(parameter)
+        self.has_separate_shard = shard is not None
+        self.shard = chunks.own(self.full) if shard is None else shard
+        self.num_copies = count_copies(parameter)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -73,7 +75,7 @@ class BucketParameter:
         self.is_reduced = True
 
     def take_gradient(self) -> None:
-        """Add what a backward pass has left to the sum, in the dtype of the shard."""
+        """Move the gradient of a backward pass into the sum, in the dtype of the shard."""
         gradient, self.parameter.grad = self.parameter.grad, None
         if gradient is None:
             return
@@ -83,19 +85,19 @@ class BucketParameter:
         else:
             self.summed += gradient
 
-    def whole_gradient(self) -> Tensor:
-        """The sum as a plain tensor; over `tp` it may be one of parts still, as norms' are."""
+    def full_gradient(self) -> Tensor:
+        """The sum as a plain tensor; over `tp` it may still be partial, as for norms."""
         summed, self.is_reduced = self.summed, True
         if summed is None:
-            return torch.zeros_like(self.whole, dtype=self.shard.dtype)
+            return torch.zeros_like(self.full, dtype=self.shard.dtype)
         if getattr(summed, "placements", None) != getattr(self.parameter, "placements", None):
             summed = summed.redistribute(placements=self.parameter.placements)
-        self.summed = local_part(summed).contiguous()
+        self.summed = local_tensor(summed).contiguous()
         return self.summed
 
 
 class Bucket:
-    """Parameters that lie alike, each cut over the axis `fsdp` and replicated over `replica`."""
+    """Parameters of one mesh, each sharded over axis `fsdp` and replicated over `replica`."""
 
     def __init__(self, parts: Sequence[BucketParameter], mesh: DeviceMesh) -> None:
         self.parts = parts
@@ -114,42 +116,44 @@ class Bucket:
         self.total: Tensor | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether nobody else has a part in it."""
+    def is_local(self) -> bool:
+        """Whether no other rank shards or replicates these parameters."""
         return self.num_chunks == 1 and self.num_replicas == 1
 
     def gather(self) -> Finish:
-        """Begin to bring the shards of all ranks into the wholes. This rank's own shard is never
-        written to: what an aborted collective leaves may be garbage."""
+        """Start the all-gather of the shards into the full parameters.
+
+        This rank's own shard is never written: an aborted collective may leave garbage.
+        """
         if self.num_chunks == 1:
-            return self._copy_own
-        sent = torch.cat([self._sent(part) for part in self.parts])
+            return self._copy_shard
+        sent = torch.cat([self._sent_shard(part) for part in self.parts])
         rows = sent.new_empty(self.num_chunks, len(sent))
         work = all_gather(rows.view(-1), sent, group=self.shards, async_op=True)
 
         def finish() -> None:
             nonlocal sent
             wait_for(work)
-            del sent  # until here the collective reads it
+            del sent  # the collective reads it until here
             pairs: list[tuple[Tensor, Tensor]] = []
             for part, columns in zip(self.parts, rows.split(self.widths, dim=1), strict=True):
-                in_place = -1 if part.has_own_shard else part.chunks.index
-                found = enumerate(part.chunks.unpadded(columns, part.whole))
-                pairs += [pair for index, pair in found if index != in_place]
+                in_place = -1 if part.has_separate_shard else part.chunks.index
+                copies = enumerate(part.chunks.unpadded(columns, part.full))
+                pairs += [pair for index, pair in copies if index != in_place]
             if pairs:
                 targets, sources = zip(*pairs, strict=True)
                 torch._foreach_copy_(targets, sources)
 
         return finish
 
-    def reduce_shards(self, keeps_whole: bool) -> Finish:
-        """Begin to sum the gradients over the shards' ranks, and add this rank's part of them to
-        `reduced`. Gradients of the whole are let go of, unless they are to be kept."""
+    def reduce_shards(self, keeps_full: bool) -> Finish:
+        """Start the reduce-scatter of the gradients over `fsdp`; this rank's shard is added to
+        `reduced`. Full gradients are released unless `keeps_full`."""
         self.num_ready = 0
-        wholes = [part.chunks.padded(part.whole_gradient()) for part in self.parts]
-        found = self._found().expand(self.num_chunks, -1)
-        rows = torch.cat([*wholes, found], dim=1)
-        for part in () if keeps_whole else self.parts:
+        full_rows = [part.chunks.padded(part.full_gradient()) for part in self.parts]
+        flags = self._gradient_flags().expand(self.num_chunks, -1)
+        rows = torch.cat([*full_rows, flags], dim=1)
+        for part in () if keeps_full else self.parts:
             part.summed = None
         received = rows.new_empty(rows.shape[1])
         work = reduce_scatter(received, rows.view(-1), group=self.shards, async_op=True)
@@ -157,28 +161,28 @@ class Bucket:
         def finish() -> None:
             nonlocal rows
             wait_for(work)
-            del rows  # until here the collective reads it
+            del rows  # the collective reads it until here
             self.reduced = received if self.reduced is None else self.reduced.add_(received)
 
         return finish
 
-    def reduce_wholes(self) -> Finish:
-        """Begin to sum over the replicas what is not cut: the sum takes the gradients' place."""
+    def reduce_full(self) -> Finish:
+        """Start the all-reduce of unsharded gradients over the replicas; the sum replaces them."""
         self.num_ready = 0
-        if self.is_whole:
-            self._keep_whole()
-            return _nothing
-        wholes = [part.whole_gradient().view(-1) for part in self.parts]
-        self.reduced = torch.cat([*wholes, self._found()])
+        if self.is_local:
+            self._keep_full()
+            return _no_wait
+        full_rows = [part.full_gradient().view(-1) for part in self.parts]
+        self.reduced = torch.cat([*full_rows, self._gradient_flags()])
         for part in self.parts:
             part.summed = None
         return self.reduce_replicas()
 
     def reduce_replicas(self) -> Finish:
-        """Begin to sum `reduced` over the replicas, to be the `total`."""
+        """Start the all-reduce of `reduced` over the replicas; the result is `total`."""
         reduced, self.reduced = self.reduced, None
         if reduced is None:
-            return _nothing
+            return _no_wait
         work = None
         if self.replicas is not None:
             work = dist.all_reduce(reduced, group=self.replicas, async_op=True)
@@ -190,71 +194,77 @@ class Bucket:
 
         return finish
 
-    def num_found(self) -> Tensor:
-        """On how many ranks each part has a gradient, once there is a total."""
+    def gradient_counts(self) -> Tensor:
+        """The number of ranks with a gradient of each parameter; needs `total`."""
         assert self.total is not None
         return self.total[sum(self.widths) :]
 
-    def keep_gradients(self, num_found: Sequence[float]) -> None:
-        """Each part of which somebody has a gradient gets the sum. A module may leave out some of
-        its parts for some samples; replicas would drift apart if only some stepped them."""
+    def keep_gradients(self, gradient_counts: Sequence[float]) -> None:
+        """Assign the sum to each parameter that has a gradient on any rank.
+
+        A module may skip some of its parameters for some samples; replicas would diverge if only
+        some of them stepped those parameters.
+        """
         assert self.total is not None
         total, self.total = self.total[: sum(self.widths)], None
         pieces = total.split(self.widths)
-        for part, piece, found in zip(self.parts, pieces, num_found, strict=True):
-            if found:
+        for part, piece, count in zip(self.parts, pieces, gradient_counts, strict=True):
+            if count:
                 self._keep_gradient(part, piece[: part.shard.numel()].view_as(part.shard))
 
-    def _found(self) -> Tensor:
-        """For each part, whether this rank has a gradient of it."""
-        part = self.parts[0]
-        told = [float(part.has_gradient) for part in self.parts]
-        return torch.tensor(told, dtype=part.shard.dtype).to(part.whole.device)
+    def _gradient_flags(self) -> Tensor:
+        """For each parameter, 1 if this rank has a gradient of it, else 0."""
+        first = self.parts[0]
+        flags = [float(part.has_gradient) for part in self.parts]
+        return torch.tensor(flags, dtype=first.shard.dtype).to(first.full.device)
 
-    def _keep_whole(self) -> None:
-        """There is nobody to sum with."""
+    def _keep_full(self) -> None:
+        """Assign the local gradients: there is no other rank to reduce with."""
         for part in (part for part in self.parts if part.has_gradient):
-            whole = part.whole_gradient()
-            part.gradient = whole.to(part.shard.device)
-            if part.gradient.device != whole.device:
+            full = part.full_gradient()
+            part.gradient = full.to(part.shard.device)
+            if part.gradient.device != full.device:
                 part.summed = None
 
     def _keep_gradient(self, part: BucketParameter, piece: Tensor) -> None:
-        """As a view of the whole gradient, where that is kept."""
+        """Assign a gradient, as a view of the full gradient if that is kept."""
         if part.summed is not None:
             piece = part.chunks.own(part.summed).copy_(piece)
         part.gradient = piece.to(part.shard.device)
         if part.gradient.device != piece.device:
             part.summed = None
 
-    def _copy_own(self) -> None:
+    def _copy_shard(self) -> None:
         for part in self.parts:
-            if part.has_own_shard:
-                part.whole.copy_(part.shard)
+            if part.has_separate_shard:
+                part.full.copy_(part.shard)
 
-    def _sent(self, part: BucketParameter) -> Tensor:
-        shard = part.shard.to(part.whole.device, part.whole.dtype)
-        return _widened(shard, part.chunks.width)
+    def _sent_shard(self, part: BucketParameter) -> Tensor:
+        shard = part.shard.to(part.full.device, part.full.dtype)
+        return _padded(shard, part.chunks.width)
 
 
-def place(shard: Tensor, like: Tensor, chunks: Chunks) -> Tensor:
-    """The whole of a parameter as `like` is, around a shard: in the shard's own storage if that
-    is one of a whole with the shard in its place, else with a copy of it."""
-    meta = local_part(like)
+def embed_shard(shard: Tensor, like: Tensor, chunks: Chunks) -> Tensor:
+    """A full parameter, distributed as `like`, that contains a shard at its position.
+
+    It reuses the shard's storage if that has the full size and the shard at the right offset;
+    otherwise it copies the shard.
+    """
+    meta = local_tensor(like)
     in_place = (
         shard.is_contiguous()
         and shard.untyped_storage().nbytes() == meta.numel() * shard.itemsize
         and shard.storage_offset() == chunks.begin * prod(meta.shape[1:])
     )
     if in_place and shard.numel():
-        whole = shard.as_strided(meta.shape, meta.contiguous().stride(), 0)
+        full = shard.as_strided(meta.shape, meta.contiguous().stride(), 0)
     else:
-        whole = shard.new_empty(meta.shape)
-        chunks.own(whole).copy_(shard)
-    return as_part(whole, like)
+        full = shard.new_empty(meta.shape)
+        chunks.own(full).copy_(shard)
+    return as_distributed(full, like)
 
 
-def _widened(tensor: Tensor, num_elements: int) -> Tensor:
+def _padded(tensor: Tensor, num_elements: int) -> Tensor:
     flat = tensor.reshape(-1)
     missing = num_elements - flat.numel()
     return functional.pad(flat, (0, missing)) if missing else flat
@@ -264,5 +274,5 @@ def _group(mesh: DeviceMesh, axis: str) -> ProcessGroup | None:
     return mesh.get_group(axis) if mesh[axis].size() > 1 else None
 
 
-def _nothing() -> None:
-    """There was nothing to wait for."""
+def _no_wait() -> None:
+    """The `Finish` of a collective that was not needed."""

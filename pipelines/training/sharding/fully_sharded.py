@@ -1,4 +1,4 @@
-"""ZeRO's stage 3 where there is something to divide: torch's FSDP2."""
+"""ZeRO stage 3 by torch's FSDP2."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from actors.runtime.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.models.experts import Experts
 from pipelines.training.sharding.sharded import (
-    as_part,
+    as_distributed,
     assign,
-    local_part,
-    num_replicas,
+    count_copies,
+    local_tensor,
     storage_bytes,
 )
 from pipelines.training.workload.workload import Workload
@@ -31,9 +31,9 @@ from pipelines.training.workload.workload import Workload
 class FullySharded:
     """Modules whose parameters FSDP gathers block by block; see `Sharded`.
 
-    Each block and the rest of it are sharded over `fsdp`, with replicas over `dp` and `cp`.
-    No collective is ever left to the optimizer's step (Zhao et al., PyTorch FSDP, 2023).
-    Gradients are summed, never averaged: apply divides by the number of tokens of the whole batch.
+    Each block, and the rest of the module, is sharded over `fsdp` with replicas over `dp` and `cp`
+    (Zhao et al., PyTorch FSDP, 2023). The optimizer's step runs no collective. Gradients are
+    summed, never averaged: apply divides by the number of tokens of the global batch.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class FullySharded:
         groups: Groups,
         settings: TrainSettings,
     ) -> None:
-        """Take modules on the meta device: they have shapes, but no values."""
+        """Take modules on the meta device: shapes without values."""
         self.device = groups.device
         self.offload = settings.offload
         self.reshards = _reshards_after_forward(groups, settings)
@@ -52,16 +52,20 @@ class FullySharded:
         self._read()
 
     def shards(self) -> dict[str, Tensor]:
-        return {name: local_part(value) for name, value in self.parameters.items()}
+        return {name: local_tensor(value) for name, value in self.parameters.items()}
 
     def num_copies(self) -> dict[str, int]:
-        return {name: num_replicas(value) for name, value in self.parameters.items()}
+        return {name: count_copies(value) for name, value in self.parameters.items()}
 
     def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Uncopied but for parameters that do not divide evenly, which FSDP pads, and for shards
-        that are parts of wholes, as those of stages 1 and 2 are: nobody needs the wholes here."""
+        """Make these the state without copies, with two exceptions.
+
+        FSDP pads parameters that do not divide evenly. Shards that are views of full tensors, as
+        those of stages 1 and 2, are copied, because stage 3 does not need the full tensors.
+        """
         parts = {
-            name: as_part(_alone(shard), self.parameters[name]) for name, shard in shards.items()
+            name: as_distributed(_compact(shard), self.parameters[name])
+            for name, shard in shards.items()
         }
         if self.offload:
             parts = {name: part.cpu() for name, part in parts.items()}
@@ -69,14 +73,13 @@ class FullySharded:
         self._read()
 
     def gather(self, interrupt: Interrupt) -> None:
-        """FSDP gathers each block in its forward."""
+        """Nothing to do: FSDP gathers each block in its forward."""
 
     def accumulate(self, last: bool) -> None:
-        """Reduce gradients in the next backward over the shards, and over the replicas only if it
-        is the last; without `sync_each_microbatch` only in the last at all.
+        """Configure the next backward: reduce-scatter over `fsdp`, and all-reduce over the replicas
+        only if it is the last. Without `sync_each_microbatch` both run only in the last.
 
-        Where shards are not let go of in between (with one, what is gathered is a mere copy),
-        they are kept until then.
+        Without resharding after forward, gathered parameters stay until the last backward.
         """
         for module in self.modules:
             module.set_requires_gradient_sync(last or self.reduces_each)
@@ -85,12 +88,12 @@ class FullySharded:
             module.set_reshard_after_backward(last or self.reshards)
 
     def reduce(self, interrupt: Interrupt) -> None:
-        """FSDP has done it in the last backward."""
+        """Nothing to do: FSDP reduces in the last backward."""
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
         return {
-            name: local_part(parameter.grad)
+            name: local_tensor(parameter.grad)
             for name, parameter in self.parameters.items()
             if parameter.grad is not None
         }
@@ -99,18 +102,18 @@ class FullySharded:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def stepped(self) -> None:
-        """FSDP gathers anew."""
+    def after_step(self) -> None:
+        """Nothing to do: FSDP gathers again."""
 
     def release(self) -> None:
         for module in self._parts():
             module.reshard()
 
-    def kept(self) -> Iterable[Tensor]:
+    def resident_tensors(self) -> Iterable[Tensor]:
         return self.shards().values()
 
     def gradient_bytes(self) -> int:
-        return storage_bytes(self.kept(), self.device)
+        return storage_bytes(self.resident_tensors(), self.device)
 
     def _shard(
         self, module: nn.Module, workload: Workload, groups: Groups, settings: TrainSettings
@@ -130,7 +133,7 @@ class FullySharded:
         return CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
 
     def _read(self) -> None:
-        """Find the parameters anew: adopting replaces some."""
+        """Look the parameters up again: `adopt` replaces some."""
         names = {name for module in self.modules for name, _ in module.named_parameters()}
         self.parameters = {
             name: value
@@ -140,32 +143,33 @@ class FullySharded:
         }
 
     def _parts(self) -> Iterator[FSDPModule]:
-        every = (part for module in self.modules for part in module.modules())
-        return (part for part in every if isinstance(part, FSDPModule))
+        parts = (part for module in self.modules for part in module.modules())
+        return (part for part in parts if isinstance(part, FSDPModule))
 
 
-def _alone(shard: Tensor) -> Tensor:
-    """The shard, copied if it keeps more in memory than itself."""
+def _compact(shard: Tensor) -> Tensor:
+    """The shard, copied if its storage is larger than the shard."""
     return shard.clone() if shard.untyped_storage().nbytes() > shard.nbytes else shard
 
 
 def _reshards_after_forward(groups: Groups, settings: TrainSettings) -> bool:
-    """Whether a block's gathered parameters are let go of after its forward.
+    """Whether a block's gathered parameters are released after its forward.
 
-    In a pipeline they stay: each microbatch would gather them anew.
+    In a pipeline they stay: each microbatch would gather them again.
     """
-    several = groups.mesh["fsdp"].size() > 1
-    return settings.reshard_after_forward and several and groups.layout.pp == 1
+    is_sharded = groups.mesh["fsdp"].size() > 1
+    return settings.reshard_after_forward and is_sharded and groups.layout.pp == 1
 
 
 def _data_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Without replicas the shards alone: an all-reduce among one takes its time as well."""
+    """The mesh for FSDP; without replicas only `fsdp`, as an all-reduce of one rank costs time
+    too."""
     alone = mesh["replica"].size() == 1
     return mesh["fsdp"] if alone else mesh["replica", "fsdp"]
 
 
 def _sum_gradients(module: FSDPModule) -> FSDPModule:
-    # Each holds for the module's own parameters only, not for those of modules inside it.
+    # Both apply to the module's direct parameters only, not to those of its submodules.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     return module
@@ -174,8 +178,7 @@ def _sum_gradients(module: FSDPModule) -> FSDPModule:
 def _precision(settings: TrainSettings) -> MixedPrecisionPolicy:
     if settings.dtype != "bfloat16":
         return MixedPrecisionPolicy()
-    # Without casting of inputs: the embedding already gives bfloat16, and the angles of the
-    # rotary embedding must stay exact.
+    # Inputs are not cast: the embedding returns bfloat16, and the rotary angles must stay exact.
     return MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
     )

@@ -1,4 +1,4 @@
-"""Modules made parallel over the mesh: cut, sharded, checkpointed, compiled, interruptible."""
+"""Parallelization of modules over the mesh: tp, fsdp, activation checkpointing, compile, hooks."""
 
 from __future__ import annotations
 
@@ -16,61 +16,63 @@ from actors.runtime.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.fully_sharded import FullySharded
 from pipelines.training.sharding.sharded import Sharded, bring_constants
-from pipelines.training.sharding.zero import PartlySharded
-from pipelines.training.tensor.tensor_parallel import cut_modules
-from pipelines.training.tensor.unsharded_hidden import cut_parameters
+from pipelines.training.sharding.zero import ZeroSharded
+from pipelines.training.tensor.tensor_parallel import parallelize_modules
+from pipelines.training.tensor.unsharded_hidden import parallelize_parameters
 from pipelines.training.workload.spread import Spread
 from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import Workload
 
 
-def parallelise(
+def parallelize(
     modules: Sequence[nn.Module],
     workload: Workload,
     groups: Groups,
     spread: Spread,
     settings: TrainSettings,
 ) -> Sharded:
-    """Cut the modules of a rank's stages over `tp`, then shard them over `fsdp` as the layout's
-    ZeRO stage says. Parameters of which each data rank has the whole need none of what FSDP does
-    at each forward and backward."""
+    """Shard the modules of a rank's stages over `tp`, then over `fsdp` by the layout's ZeRO stage.
+
+    FSDP is not used if every data rank holds the full parameters: it would only add work to each
+    forward and backward.
+    """
     for module in modules:
         bring_constants(module, groups.device)
         if spread.tp is not None:
             shape = workload.shape()
             if shape.sequence_parallel:
-                cut_modules(module, shape, spread.tp, spread.num_held)
+                parallelize_modules(module, shape, spread.tp, spread.num_held)
             else:
-                cut_parameters(module, shape, spread.tp)
+                parallelize_parameters(module, shape, spread.tp)
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
-    fully = groups.layout.zero == 3 and not _has_wholes(groups)
-    shards = FullySharded if fully else PartlySharded
+    fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
+    shards = FullySharded if fully else ZeroSharded
     return shards(modules, workload, groups, settings)
 
 
-def _has_wholes(groups: Groups) -> bool:
-    """Whether nothing of this rank's parameters is divided among data ranks."""
+def _has_full_parameters(groups: Groups) -> bool:
+    """Whether none of this rank's parameters is sharded over data ranks."""
     return all(mesh["fsdp"].size() == 1 for mesh in (groups.mesh, groups.experts or groups.mesh))
 
 
-NOTICED_S = 0.001
-"""An abort is noticed in time if looked for as often. A hook in backward is dear: as a small
-operation, for each block of each microbatch."""
+CHECK_INTERVAL_S = 0.001
+"""The minimum time between two backward hooks. A hook costs as much as a small operation, for each
+block of each microbatch."""
 
 
-class Interruptible:
-    """Hooks that let an abort be noticed within one block, in forward and in backward.
+class InterruptHooks:
+    """Hooks that detect an abort within one block, in forward and in backward.
 
-    `interrupt` is the callable of the computation under way; it raises if the generation is
-    being aborted. The hooks run before a block's own collectives. Where the host computes itself,
-    blocks of which several take no longer than `NOTICED_S` in forward have one in backward.
+    `interrupt` is the callable of the current computation; it raises if the generation is being
+    aborted. The hooks run before a block's own collectives. On the CPU, blocks whose forward passes
+    together take less than `CHECK_INTERVAL_S` share one backward hook.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], device: torch.device) -> None:
-        self.interrupt: Interrupt = _go_on
+        self.interrupt: Interrupt = _never
         self._on_host = device.type == "cpu"
-        self._hooked = -inf
+        self._last_hook_s = -inf
         for block in blocks:
             block.register_forward_pre_hook(self._before_forward, prepend=True)
             block.register_forward_hook(self._after_forward, prepend=True)
@@ -80,24 +82,24 @@ class Interruptible:
 
     def _after_forward(self, block: nn.Module, inputs: Any, output: Any) -> None:
         now = time.perf_counter()
-        if self._on_host and now - self._hooked < NOTICED_S:
+        if self._on_host and now - self._last_hook_s < CHECK_INTERVAL_S:
             return
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._before_backward)
-                self._hooked = now
+                self._last_hook_s = now
 
     def _before_backward(self, gradient: Tensor) -> None:
         self.interrupt()
 
 
-def _go_on() -> None:
-    """Nobody has asked to stop."""
+def _never() -> None:
+    """The `interrupt` that never raises."""
 
 
 def _wrap_forward(block: nn.Module, settings: TrainSettings) -> None:
-    # Replacing `forward` keeps the names of the parameters, which wrapping the module would
-    # change, and leaves FSDP's hooks outside of what is compiled and recomputed.
+    # Replacing `forward` keeps the parameter names, which wrapping the module would change, and
+    # keeps FSDP's hooks outside of the compiled and recomputed code.
     forward: Callable[..., Any] = block.forward
     if settings.compile:
         forward = torch.compile(forward)

@@ -1,4 +1,4 @@
-"""The seam between a rank's training and how `fsdp` shards its modules."""
+"""The interface between a replica and the sharding of its modules over `fsdp`."""
 
 from __future__ import annotations
 
@@ -14,67 +14,73 @@ from actors.runtime.program import Interrupt
 
 
 class Sharded(Protocol):
-    """The modules of one rank (one, or a pipeline rank's stages, whose names differ), of whose
-    parameters it keeps its own shards current."""
+    """The modules of one rank and its shards of their parameters.
+
+    There is one module, or one for each stage of a pipeline rank, with disjoint parameter names.
+    The optimizer updates only this rank's shards.
+    """
 
     modules: Sequence[nn.Module]
 
     def shards(self) -> dict[str, Tensor]:
-        """The local shard of each parameter, as it is trained, by name; on the meta device until
-        `adopt`."""
+        """The live local shard of each parameter by name; on the meta device until `adopt`."""
 
     def num_copies(self) -> dict[str, int]:
-        """How many ranks hold each shard."""
+        """The number of ranks that hold each shard."""
 
     def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Make these the state, uncopied where that is possible."""
+        """Make these tensors the state, without copies where possible."""
 
     def gather(self, interrupt: Interrupt) -> None:
-        """What must be there before a step's, or an evaluation's, first forward pass."""
+        """Gather parameters before the first forward pass of a step or of an evaluation."""
 
     def accumulate(self, last: bool) -> None:
-        """Called before a backward pass, with whether it is the step's last; need not be if that
-        is not known. Gradients are summed over a step's passes."""
+        """Prepare the next backward pass; `last` says whether it is the step's last.
+
+        The call may be omitted if that is unknown. Gradients are summed over a step's passes.
+        """
 
     def reduce(self, interrupt: Interrupt) -> None:
-        """After a step's last backward pass: then `gradients` are complete."""
+        """Complete `gradients` after a step's last backward pass."""
 
     def gradients(self) -> dict[str, Tensor]:
-        """The local shards of the reduced gradients; parameters without one are left out."""
+        """The local shards of the reduced gradients, without parameters that have none."""
 
     def drop_gradients(self) -> None: ...
 
-    def stepped(self) -> None:
-        """The shards have other values now."""
+    def after_step(self) -> None:
+        """Note that the optimizer has changed the shards."""
 
     def release(self) -> None:
-        """Let go of what was gathered; after an evaluation nothing else does that."""
+        """Release gathered parameters; after an evaluation nothing else does."""
 
-    def kept(self) -> Iterable[Tensor]:
-        """What is held of parameters at rest, between two steps."""
+    def resident_tensors(self) -> Iterable[Tensor]:
+        """The tensors that parameters occupy between two steps."""
 
     def gradient_bytes(self) -> int:
-        """What gradients take on the device when they are there, padding included."""
+        """The bytes of the gradients on the device while they exist, padding included."""
 
 
 def assign(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
-    """Put all parameters and buffers into the modules, uncopied. A parameter that has several names
-    stays one; `values` has it by its first."""
+    """Assign all parameters and buffers to the modules without copies.
+
+    A tied parameter stays tied; `values` has it under its first name.
+    """
     for module in modules:
         first = {parameter: name for name, parameter in module.named_parameters()}
-        every = module.named_parameters(remove_duplicate=False)
-        tied = {name: first[one] for name, one in every if first[one] != name}
-        given = {name: values[name] for name in module.state_dict() if name not in tied}
+        named = module.named_parameters(remove_duplicate=False)
+        tied = {name: first[value] for name, value in named if first[value] != name}
+        assigned = {name: values[name] for name in module.state_dict() if name not in tied}
         for name, source in tied.items():
-            if not isinstance(given[source], nn.Parameter):
+            if not isinstance(assigned[source], nn.Parameter):
                 trained = module.get_parameter(name).requires_grad
-                given[source] = nn.Parameter(given[source], requires_grad=trained)
-            given[name] = given[source]
-        module.load_state_dict(given, assign=True)
+                assigned[source] = nn.Parameter(assigned[source], requires_grad=trained)
+            assigned[name] = assigned[source]
+        module.load_state_dict(assigned, assign=True)
 
 
 def bring_constants(module: nn.Module, device: torch.device) -> None:
-    """Move buffers that have values already, which are no part of the state, to the device."""
+    """Move non-persistent buffers that already have values to the device."""
     for name, value in list(module.named_buffers()):
         if not value.is_meta:
             owner, _, key = name.rpartition(".")
@@ -82,13 +88,13 @@ def bring_constants(module: nn.Module, device: torch.device) -> None:
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    """The bytes of the storages under these tensors that lie on a device, each counted once."""
+    """The bytes of the storages of these tensors on a device, each counted once."""
     storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == device.type]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def num_replicas(parameter: Tensor) -> int:
-    """Over how many ranks of its own mesh a parameter is replicated."""
+def count_copies(parameter: Tensor) -> int:
+    """The number of ranks of its mesh over which a parameter is replicated."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)
@@ -96,14 +102,14 @@ def num_replicas(parameter: Tensor) -> int:
 
 
 def on_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor in host memory, pinned if the device copies from there by itself."""
+    """The tensor in host memory, pinned if the device is a GPU."""
     host = tensor.cpu()
     return host.pin_memory() if device.type == "cuda" else host
 
 
 @torch.no_grad()
-def as_part(local: Tensor, like: Tensor) -> Tensor:
-    """A local tensor as the distributed one that `like` is, or as it is."""
+def as_distributed(local: Tensor, like: Tensor) -> Tensor:
+    """A local tensor as a DTensor like `like`; unchanged if `like` is not a DTensor."""
     if not isinstance(like, DTensor):
         return local
     return DTensor.from_local(
@@ -117,6 +123,6 @@ def as_part(local: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank, outside of autograd."""
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, outside of autograd."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()

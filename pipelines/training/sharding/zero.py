@@ -1,5 +1,4 @@
-"""Whole parameters to compute with, of which each rank keeps its shard: ZeRO's stages 1 and 2, and
-plain replicas, whose shard is the whole."""
+"""ZeRO stages 0 to 2: full parameters on each rank, of which it updates its own shard."""
 
 from __future__ import annotations
 
@@ -17,25 +16,26 @@ from actors.runtime.program import Groups, Interrupt
 from elastic.geometry.zero import divides
 from pipelines.settings import TrainSettings
 from pipelines.training.models.experts import Experts
-from pipelines.training.sharding.buckets import Bucket, BucketParameter, Chunks, Finish, place
-from pipelines.training.sharding.sharded import as_part, assign, local_part, on_host
+from pipelines.training.sharding.buckets import Bucket, BucketParameter, Chunks, Finish, embed_shard
+from pipelines.training.sharding.sharded import as_distributed, assign, local_tensor, on_host
 from pipelines.training.workload.workload import Workload
 
 SMALL_BYTES = 1 << 20
-"""Of a bucket whose collective takes as long as a smaller one's would."""
+"""Below this size a bucket's collective does not get faster."""
 
 
-class PartlySharded:
-    """Modules with whole parameters; see `pipelines.training.sharding.sharded`.
+class ZeroSharded:
+    """Modules with full parameters; see `pipelines.training.sharding.sharded`.
 
-    A rank steps its shard alone, so a step's first forward begins with gathering those of the
-    others: `fsdp` is never talked along in apply. Gradients are reduced block by block while the
-    backward goes on: at stage 1 in a step's last, at stage 2 in each, and then only the shard
-    of the sum is kept. Gradients that are not cut are summed over the replicas amid the last one,
-    those of shards after it. In a step's last backward buckets begin in one order on all ranks,
-    whichever blocks a pass leaves out; at stage 2 every backward has to reach all of them. Under
-    bfloat16, and with `offload`, the shard is a tensor of its own; else it is a part of the whole
-    parameter's memory.
+    - A rank updates only its shard. A step gathers the other shards before its first forward, so
+      apply runs no collective over `fsdp`.
+    - Gradients are reduced bucket by bucket during backward: at stage 1 in a step's last backward,
+      at stage 2 in each, and then only the shard of the sum is kept.
+    - Unsharded gradients are summed over the replicas during the last backward, shards after it.
+    - In the last backward all ranks start the buckets in the same order, whichever blocks a pass
+      skips. At stage 2 every backward must reach all blocks.
+    - With bfloat16 or `offload` the shard is a separate tensor; otherwise it is a view of the full
+      parameter.
     """
 
     def __init__(
@@ -45,29 +45,30 @@ class PartlySharded:
         groups: Groups,
         settings: TrainSettings,
     ) -> None:
-        """Take modules on the meta device: they have shapes, but no values."""
+        """Take modules on the meta device: shapes without values."""
         self.modules = modules
         self.device = groups.device
-        several = groups.layout.fsdp > 1
-        self.divides_gradients = several and divides(groups.layout.zero, "gradients")
+        is_sharded = groups.layout.fsdp > 1
+        self.divides_gradients = is_sharded and divides(groups.layout.zero, "gradients")
         self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
         self.offload = settings.offload
-        self.takes_each = self.divides_gradients or self.dtype is not None
-        """Whether no backward may leave its gradients to be added to by the next."""
+        self.takes_each_gradient = self.divides_gradients or self.dtype is not None
+        """Whether each backward's gradients are taken from `.grad`, so that autograd does not
+        accumulate them."""
         self._hooks: list[RemovableHandle] = []
         self.grouping = [
-            found
+            group
             for module in modules
-            for found in self._coalesced(module, _grouped(module, workload, groups))
+            for group in self._coalesce(module, _group_parameters(module, workload, groups))
         ]
         self._make_buckets({})
         self.is_stale = True
         self.is_last = False
         self._in_flight: Finish | None = None
         self._sums: list[Finish] = []
-        """Of whole gradients, which need no memory but their own: all may be under way."""
-        self._num_begun = 0
-        """Of the buckets in their order, in this step."""
+        """All-reduces of full gradients; they need no extra memory, so all may be in flight."""
+        self._num_started = 0
+        """The number of buckets of `order` whose reduction has started in this step."""
 
     def shards(self) -> dict[str, Tensor]:
         return {part.name: part.shard for part in self._parts()}
@@ -81,41 +82,43 @@ class PartlySharded:
 
     @torch.no_grad()
     def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        """Uncopied if a shard lies where it belongs in memory of the size of its whole."""
-        wholes, own = {}, {}
+        """Make these the state; a shard is not copied if it lies at its offset in memory of the
+        size of the full parameter."""
+        full, separate = {}, {}
         for part in self._parts():
             shard = shards[part.name]
             if self.dtype is None and not self.offload:
-                wholes[part.name] = place(shard, part.parameter, part.chunks)
+                full[part.name] = embed_shard(shard, part.parameter, part.chunks)
                 continue
-            own[part.name] = on_host(shard, self.device) if self.offload else shard
+            separate[part.name] = on_host(shard, self.device) if self.offload else shard
             dtype = self.dtype or shard.dtype
-            whole = torch.empty(part.whole.shape, dtype=dtype, device=self.device)
-            wholes[part.name] = as_part(whole, part.parameter)
-        assign(self.modules, wholes | dict(buffers))
-        self._make_buckets(own)
+            full_tensor = torch.empty(part.full.shape, dtype=dtype, device=self.device)
+            full[part.name] = as_distributed(full_tensor, part.parameter)
+        assign(self.modules, full | dict(buffers))
+        self._make_buckets(separate)
         self._hooks = []
-        if self.takes_each:
-            self._listen()
+        if self.takes_each_gradient:
+            self._add_hooks()
         self.is_stale = True
 
     @torch.no_grad()
     def gather(self, interrupt: Interrupt) -> None:
-        """Bring the shards that others have stepped into the whole parameters."""
+        """Gather the shards that other ranks have updated into the full parameters."""
         for bucket in self.buckets if self.is_stale else ():
             interrupt()
-            self._follow(bucket.gather())
-        self._follow(None)
+            self._finish_previous(bucket.gather())
+        self._finish_previous(None)
         self.is_stale = False
 
     def accumulate(self, last: bool) -> None:
         self.is_last = last
         if last and not self._hooks:
-            self._listen()
+            self._add_hooks()
 
     @torch.no_grad()
     def reduce(self, interrupt: Interrupt) -> None:
-        """What no hook has begun: a schedule that has backwards of its own may call none."""
+        """Reduce the buckets that no hook has started: schedules with a backward of their own may
+        not call hooks."""
         for bucket in self.buckets:
             interrupt()
             for part in bucket.parts:
@@ -123,17 +126,17 @@ class PartlySharded:
             if self.divides_gradients and not all(part.is_reduced for part in bucket.parts):
                 self._reduce(bucket)
         if not self.divides_gradients:
-            self._begin_in_order(all_of_them=True)
-        self._follow(None)
+            self._reduce_in_order(include_unready=True)
+        self._finish_previous(None)
         for bucket in self.buckets:
             interrupt()
-            self._follow(bucket.reduce_replicas())
-        self._follow(None)
+            self._finish_previous(bucket.reduce_replicas())
+        self._finish_previous(None)
         while self._sums:
             interrupt()
             self._sums.pop(0)()
-        self._keep()
-        self._end_last()
+        self._keep_gradients()
+        self._end_last_backward()
 
     def gradients(self) -> dict[str, Tensor]:
         return {part.name: part.gradient for part in self._parts() if part.gradient is not None}
@@ -141,55 +144,55 @@ class PartlySharded:
     def drop_gradients(self) -> None:
         self._in_flight = None
         self._sums.clear()
-        self._num_begun = 0
-        self._end_last()
+        self._num_started = 0
+        self._end_last_backward()
         for bucket in self.buckets:
             bucket.drop_gradients()
 
-    def stepped(self) -> None:
+    def after_step(self) -> None:
         self.is_stale = True
 
     def release(self) -> None:
-        """Whole parameters stay."""
+        """Nothing to do: full parameters stay."""
 
-    def kept(self) -> Iterable[Tensor]:
-        return (tensor for part in self._parts() for tensor in (part.whole, part.shard))
+    def resident_tensors(self) -> Iterable[Tensor]:
+        return (tensor for part in self._parts() for tensor in (part.full, part.shard))
 
     def gradient_bytes(self) -> int:
         if self.offload and self.device.type != "cpu":
             return 0
         return sum(
-            part.shard.itemsize * ((width if self.divides_gradients else part.whole.numel()) + told)
+            part.shard.itemsize * ((width if self.divides_gradients else part.full.numel()) + flag)
             for bucket in self.buckets
-            for told in [self._keeps_reduced(bucket)]
+            for flag in [self._gradients_share_reduced(bucket)]
             for part, width in zip(bucket.parts, bucket.widths, strict=True)
         )
 
-    def _keeps_reduced(self, bucket: Bucket) -> bool:
-        """Whether gradients lie in what was reduced, beside a number each."""
-        return not bucket.is_whole and (self.divides_gradients or bucket.num_chunks == 1)
+    def _gradients_share_reduced(self, bucket: Bucket) -> bool:
+        """Whether gradients are views of the reduced buffer, which also has a flag for each."""
+        return not bucket.is_local and (self.divides_gradients or bucket.num_chunks == 1)
 
-    def _listen(self) -> None:
-        """Only for backwards of which each gradient matters: each call takes as long as a small
+    def _add_hooks(self) -> None:
+        """Register hooks, only for backwards that need them: a call costs as much as a small
         operation."""
-        # Weakly: from a parameter's hook the collector of cycles sees no way back to the parameter.
+        # A weak reference: the cycle collector does not see a parameter's hooks.
         accumulated = WeakMethod(self._accumulated)
-        for number, bucket in enumerate(self.buckets):
-            for place_in_bucket, part in enumerate(bucket.parts):
+        for bucket_index, bucket in enumerate(self.buckets):
+            for index, part in enumerate(bucket.parts):
                 if part.parameter.requires_grad:
-                    hook = partial(_call, accumulated, number, place_in_bucket)
+                    hook = partial(_call, accumulated, bucket_index, index)
                     self._hooks.append(part.parameter.register_post_accumulate_grad_hook(hook))
 
-    def _end_last(self) -> None:
+    def _end_last_backward(self) -> None:
         self.is_last = False
-        while self._hooks and not self.takes_each:
+        while self._hooks and not self.takes_each_gradient:
             self._hooks.pop().remove()
 
-    def _accumulated(self, number: int, place_in_bucket: int) -> None:
-        """Called by autograd when a parameter's gradient of one backward pass is there, summed
-        with those of the passes before if nobody has taken them."""
-        bucket = self.buckets[number]
-        part = bucket.parts[place_in_bucket]
+    def _accumulated(self, bucket_index: int, index: int) -> None:
+        """Called by autograd when a parameter's gradient is accumulated; it includes earlier
+        passes whose gradients were not taken."""
+        bucket = self.buckets[bucket_index]
+        part = bucket.parts[index]
         part.take_gradient()
         if self.divides_gradients or self.is_last:
             bucket.num_ready += 1
@@ -198,93 +201,97 @@ class PartlySharded:
             if self.divides_gradients:
                 self._reduce(bucket)
             else:
-                self._begin_in_order()
+                self._reduce_in_order()
 
-    def _begin_in_order(self, all_of_them: bool = False) -> None:
-        """Each bucket that is ready, up to the first that is not."""
-        while self._num_begun < len(self.order):
-            bucket = self.order[self._num_begun]
-            if not all_of_them and bucket.num_ready < len(bucket.parts):
+    def _reduce_in_order(self, include_unready: bool = False) -> None:
+        """Start the reduction of buckets in order, up to the first that is not ready."""
+        while self._num_started < len(self.order):
+            bucket = self.order[self._num_started]
+            if not include_unready and bucket.num_ready < len(bucket.parts):
                 return
-            self._num_begun += 1
+            self._num_started += 1
             self._reduce(bucket)
 
-    def _keep(self) -> None:
-        """The host reads once which gradients there are."""
+    def _keep_gradients(self) -> None:
+        """Assign the reduced gradients; the host reads once which parameters have any."""
         summed = [bucket for bucket in self.buckets if bucket.total is not None]
         if not summed:
             return
-        told = torch.cat([bucket.num_found().double() for bucket in summed]).tolist()
+        counts = torch.cat([bucket.gradient_counts().double() for bucket in summed]).tolist()
         for bucket in summed:
-            bucket.keep_gradients(told[: len(bucket.parts)])
-            told = told[len(bucket.parts) :]
+            bucket.keep_gradients(counts[: len(bucket.parts)])
+            counts = counts[len(bucket.parts) :]
 
     def _reduce(self, bucket: Bucket) -> None:
         if bucket.num_chunks == 1:
-            self._sums.append(bucket.reduce_wholes())
+            self._sums.append(bucket.reduce_full())
         else:
-            self._follow(bucket.reduce_shards(keeps_whole=not self.divides_gradients))
+            self._finish_previous(bucket.reduce_shards(keeps_full=not self.divides_gradients))
 
-    def _follow(self, begun: Finish | None) -> None:
-        """Finish the collective before the one that has just begun: two are under way at most."""
-        previous, self._in_flight = self._in_flight, begun
+    def _finish_previous(self, started: Finish | None) -> None:
+        """Finish the previous collective; with the one just started, at most two are in flight."""
+        previous, self._in_flight = self._in_flight, started
         if previous is not None:
             previous()
 
-    def _make_buckets(self, own_shards: Mapping[str, Tensor]) -> None:
+    def _make_buckets(self, separate_shards: Mapping[str, Tensor]) -> None:
         named = {n: p for module in self.modules for n, p in module.named_parameters()}
         self.buckets = []
         for names, mesh in self.grouping:
             num_chunks, index = mesh["fsdp"].size(), mesh.get_local_rank("fsdp")
             parts = []
             for name in names:
-                chunks = Chunks(local_part(named[name]).shape, num_chunks, index)
-                parts.append(BucketParameter(name, named[name], chunks, own_shards.get(name)))
+                chunks = Chunks(local_tensor(named[name]).shape, num_chunks, index)
+                parts.append(BucketParameter(name, named[name], chunks, separate_shards.get(name)))
             self.buckets.append(Bucket(parts, mesh))
-        place = {name: number for number, name in enumerate(named)}
-        trained = [one for one in self.buckets if one.parts[0].parameter.requires_grad]
+        position = {name: index for index, name in enumerate(named)}
+        trained = [bucket for bucket in self.buckets if bucket.parts[0].parameter.requires_grad]
         self.order = sorted(
-            trained, key=lambda bucket: -min(place[part.name] for part in bucket.parts)
+            trained, key=lambda bucket: -min(position[part.name] for part in bucket.parts)
         )
-        """As the backward reaches them, where modules are made in the order of the forward."""
+        """The order of backward, if modules are constructed in forward order."""
 
-    def _coalesced(
-        self, module: nn.Module, found: Iterable[tuple[list[str], DeviceMesh]]
+    def _coalesce(
+        self, module: nn.Module, groups: Iterable[tuple[list[str], DeviceMesh]]
     ) -> Iterator[tuple[list[str], DeviceMesh]]:
-        """Fewer groups: one that is small takes in what comes next and lies alike, unless
-        gradients of the whole are to be let go of soon."""
+        """Merge small groups with later ones of the same mesh and dtype.
+
+        At stage 2 nothing is merged, so that full gradients are released soon.
+        """
         small = 0 if self.divides_gradients else SMALL_BYTES
         newest: dict[tuple[Any, ...], list[str]] = {}
-        every: list[tuple[list[str], DeviceMesh]] = []
-        for names, mesh in found:
+        merged: list[tuple[list[str], DeviceMesh]] = []
+        for names, mesh in groups:
             first = module.get_parameter(names[0])
             kind = (id(mesh), first.dtype, first.requires_grad)
-            into = newest.get(kind)
-            if into is None or _num_bytes(module, into) >= small:
-                newest[kind] = into = []
-                every.append((into, mesh))
-            into += names
-        yield from every
+            target = newest.get(kind)
+            if target is None or _num_bytes(module, target) >= small:
+                newest[kind] = target = []
+                merged.append((target, mesh))
+            target += names
+        yield from merged
 
     def _parts(self) -> Iterator[BucketParameter]:
         return (part for bucket in self.buckets for part in bucket.parts)
 
 
-def _call(method: WeakMethod, number: int, place_in_bucket: int, parameter: Tensor) -> None:
+def _call(method: WeakMethod, bucket_index: int, index: int, parameter: Tensor) -> None:
     accumulated = method()
     assert accumulated is not None, "a backward pass after its modules were dropped"
-    accumulated(number, place_in_bucket)
+    accumulated(bucket_index, index)
 
 
 def _num_bytes(module: nn.Module, names: Iterable[str]) -> int:
-    return sum(local_part(module.get_parameter(name)).nbytes for name in names)
+    return sum(local_tensor(module.get_parameter(name)).nbytes for name in names)
 
 
-def _grouped(
+def _group_parameters(
     module: nn.Module, workload: Workload, groups: Groups
 ) -> Iterator[tuple[list[str], DeviceMesh]]:
-    """The names of the parameters that are gathered and reduced together, and their mesh: those
-    of a block, but for its experts, and outside of blocks those of one module."""
+    """The groups of parameter names that are gathered and reduced together, with their mesh.
+
+    A group is a block without its experts, the experts of a block, or one module outside blocks.
+    """
     names = {parameter: name for name, parameter in module.named_parameters()}
     owners: list[tuple[Iterable[nn.Parameter], DeviceMesh]] = []
     for block in workload.blocks(module):
@@ -293,8 +300,8 @@ def _grouped(
         owners.append((block.parameters(), groups.mesh))
     owners += [(part.parameters(recurse=False), groups.mesh) for part in module.modules()]
     for parameters, mesh in owners:
-        found = [parameter for parameter in parameters if parameter in names]
-        for trained in (True, False):  # those that are frozen have no gradients to reduce
-            alike = [names.pop(one) for one in found if one.requires_grad == trained]
-            if alike:
-                yield alike, mesh
+        ungrouped = [parameter for parameter in parameters if parameter in names]
+        for trained in (True, False):  # frozen parameters have no gradients to reduce
+            group = [names.pop(value) for value in ungrouped if value.requires_grad == trained]
+            if group:
+                yield group, mesh

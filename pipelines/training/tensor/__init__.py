@@ -1,1 +1,1 @@
-"""Tensor parallelism: collectives on tensors and the modules that `tp` cuts."""
+"""Tensor parallelism: collectives on plain tensors, and the modules that `tp` shards."""

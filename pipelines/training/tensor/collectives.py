@@ -1,4 +1,4 @@
-"""Parameters of which each rank computes with the whole, gathered and reduced by the bucket."""
+"""`all_gather` and `reduce_scatter` of flat tensors, under the names of any torch version."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ import torch.distributed as dist
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Their names from torch 2.13 on, which warns of those before."""
+"""From torch 2.13 the old names warn."""

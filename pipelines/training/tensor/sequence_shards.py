@@ -1,5 +1,4 @@
-"""Hidden states gathered from, and summed and scattered over, ranks that each hold a part of a
-sequence."""
+"""All-gather and reduce-scatter of hidden states over the sequence, for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -20,21 +19,23 @@ DIM = 1
 
 @dataclass(frozen=True)
 class SequenceShards:
-    """A sequence of `length` tokens in contiguous parts, one a rank of a group: torch's chunks.
+    """A sequence of `length` tokens in contiguous shards over a group, cut as `torch.chunk` does.
 
-    Plain collectives on plain tensors: a DTensor would cost more on the host than the collective.
+    It uses plain collectives on plain tensors: a DTensor would cost more on the host than the
+    collective.
     """
 
     group: ProcessGroup
     length: int
 
     def gather(self, part: Tensor) -> Tensor:
-        """This rank's part (batch, its length, dim) to the whole; gradients are summed over the
-        ranks, each of which gets those of its part."""
+        """Gather this rank's shard (batch, local length, dim) to the full sequence; the backward
+        is a reduce-scatter."""
         return _Gather.apply(part, self)
 
     def scatter(self, summand: Tensor) -> Tensor:
-        """This rank's summand of the whole (batch, length, dim) to its part of the sum."""
+        """Reduce-scatter a summand (batch, length, dim) to this rank's shard of the sum; the
+        backward is an all-gather."""
         return _Scatter.apply(summand, self)
 
     def all_gather(self, part: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
-"""Tensor and sequence parallelism: the modules that `tp` cuts, and a loss over parts of logits.
+"""Tensor and sequence parallelism: the modules that `tp` shards, and a vocabulary-parallel loss.
 
-Parameters are DTensors, as FSDP wants them; what flows between them are plain local tensors.
-torch's own styles make a DTensor of each input and output, which takes longer on the host than the
-work of a small layer, and reduce the gradient of an input once for each of the modules that share
-it.
+Parameters are DTensors, as FSDP requires; activations are plain local tensors. torch's own styles
+make a DTensor of each input and output, which takes longer on the host than the work of a small
+layer. They also reduce the gradient of an input once for each module that shares it.
 """
 
 from __future__ import annotations
@@ -30,22 +29,23 @@ from pipelines.training.tensor.sequence_shards import SequenceShards
 from pipelines.training.workload.spread import Spread
 from pipelines.training.workload.workload import ModelShape, Style
 
-CUTS: dict[Style, Placement] = {
+PLACEMENTS: dict[Style, Placement] = {
     "colwise": Shard(0),
     "logits": Shard(0),
     "vocabulary": Shard(0),
     "rowwise": Shard(1),
     "sequence": Replicate(),
 }
-"""How the weight of a module of each style lies on the ranks."""
+"""The placement of the weight of a module, by its style."""
 
 
-def cut_modules(module: nn.Module, shape: ModelShape, mesh: DeviceMesh, length: int) -> None:
-    """Cut the modules that have a style over `tp` (Shoeybi et al., Megatron-LM, 2019; norms over
-    the sequence: Korthikanti et al., 2022), so that hidden states between them are spread over
-    the sequence, of which this data rank has `length` tokens.
+def parallelize_modules(
+    module: nn.Module, shape: ModelShape, mesh: DeviceMesh, length: int
+) -> None:
+    """Shard the modules that have a style over `tp`, with sequence parallelism between them.
 
-    Every module takes and gives plain local tensors.
+    Shoeybi et al., Megatron-LM, 2019; norms over the sequence: Korthikanti et al., 2022. This data
+    rank has `length` tokens of each sequence. Every module takes and returns plain local tensors.
     """
     parts = SequenceShards(mesh.get_group(), length)
     for name, part in list(module.named_modules()):
@@ -55,13 +55,13 @@ def cut_modules(module: nn.Module, shape: ModelShape, mesh: DeviceMesh, length: 
         elif style == "gather":
             part.register_forward_pre_hook(partial(_gathered, parts))
         elif style is not None:
-            weight = distribute_tensor(part.weight, mesh, [CUTS[style]])
+            weight = distribute_tensor(part.weight, mesh, [PLACEMENTS[style]])
             part.weight = nn.Parameter(weight, requires_grad=part.weight.requires_grad)
             part.forward = _forward(style, part, parts)
 
 
-def whole_vocabulary(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTensor:
-    """Logits (tokens, this rank's part of the vocabulary) as a part of the whole, for a loss under
+def vocab_parallel_logits(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTensor:
+    """Logits (tokens, local vocabulary) as a DTensor sharded over the vocabulary, for a loss under
     `torch.distributed.tensor.parallel.loss_parallel`."""
     shape = torch.Size((logits.shape[0], vocab_size))
     return DTensor.from_local(
@@ -69,24 +69,27 @@ def whole_vocabulary(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> DTens
     )
 
 
-def summed_over_sequence(parameters: Iterable[str], shape: ModelShape, spread: Spread) -> list[str]:
-    """Of these parameters those of the norms: a rank of `tp` has the gradients of its own tokens,
-    or heads, alone."""
+def partial_gradient_names(
+    parameters: Iterable[str], shape: ModelShape, spread: Spread
+) -> list[str]:
+    """The parameters (of norms) whose gradients are partial over `tp`: each rank has only those of
+    its own tokens or heads."""
     if spread.tp is None:
         return []
-    in_parts = ("sequence", "partial")
-    return [one for one in parameters if shape.style_of(one.rpartition(".")[0]) in in_parts]
+    partial_styles = ("sequence", "partial")
+    return [
+        name for name in parameters if shape.style_of(name.rpartition(".")[0]) in partial_styles
+    ]
 
 
 @torch.no_grad()
-def sum_over_sequence(of_norms: Sequence[Tensor], mesh: DeviceMesh) -> None:
-    """Sum these gradients over `tp`: one collective a step, over what is left after the reduction
-    over the data ranks."""
-    total = torch.cat([gradient.flatten() for gradient in of_norms]).to(mesh.device_type)
+def reduce_partial_gradients(gradients: Sequence[Tensor], mesh: DeviceMesh) -> None:
+    """Sum these gradients over `tp`, after the reduction over the data ranks: one collective a
+    step."""
+    total = torch.cat([gradient.flatten() for gradient in gradients]).to(mesh.device_type)
     dist.all_reduce(total, group=mesh.get_group())
-    for gradient, summed in zip(
-        of_norms, total.split([gradient.numel() for gradient in of_norms]), strict=True
-    ):
+    sizes = [gradient.numel() for gradient in gradients]
+    for gradient, summed in zip(gradients, total.split(sizes), strict=True):
         gradient.copy_(summed.view_as(gradient))
 
 
@@ -97,8 +100,8 @@ def _gathered(
 
 
 def _forward(style: Style, part: nn.Module, parts: SequenceShards) -> Callable[[Tensor], Tensor]:
-    """What replaces a module's forward; its weight is looked up anew each time, for FSDP puts
-    another there."""
+    """The replacement of a module's forward. It looks the weight up at each call, because FSDP
+    replaces it."""
     match style:
         case "colwise":
             return lambda hidden: functional.linear(hidden, part.weight.to_local())
@@ -113,11 +116,11 @@ def _forward(style: Style, part: nn.Module, parts: SequenceShards) -> Callable[[
         case "vocabulary":
             return lambda tokens: parts.scatter(_embed(tokens, part, parts))
         case _:
-            raise ValueError(f"{style}: no style of a module that tp cuts")
+            raise ValueError(f"{style}: not a style of a module that tp shards")
 
 
 def _embed(tokens: Tensor, part: nn.Embedding, parts: SequenceShards) -> Tensor:
-    """The embeddings of the tokens that lie in this rank's part of the vocabulary, 0 of others."""
+    """The embeddings of the tokens in this rank's shard of the vocabulary, 0 for other tokens."""
     ranks = parts.group
     first, size = chunk_interval(part.num_embeddings, ranks.size(), ranks.rank())
     index, weight = tokens - first, part.weight.to_local()

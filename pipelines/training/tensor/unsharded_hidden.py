@@ -1,8 +1,8 @@
-"""Tensor parallelism in which each rank has the hidden states of all tokens, for modules that
-others have written (Shoeybi et al., Megatron-LM, 2019).
+"""Tensor parallelism without sequence parallelism, for third-party modules.
 
-Every parameter becomes a DTensor, cut or whole on each rank, as FSDP wants them; a module computes
-with plain local tensors, which stand in their place while its forward runs.
+Each rank has the hidden states of all tokens (Shoeybi et al., Megatron-LM, 2019). Every parameter
+becomes a DTensor, sharded or replicated, as FSDP requires. While a module's forward runs, plain
+local tensors replace its parameters.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 
 from elastic.geometry.regions import chunk_interval
-from pipelines.training.workload.state import CUT_DIMS
+from pipelines.training.workload.state import TP_DIMS
 from pipelines.training.workload.workload import ModelShape, Style
 
 
-def cut_parameters(module: nn.Module, shape: ModelShape, mesh: DeviceMesh) -> None:
-    """Cut the linear layers and embeddings that have a style over `tp`; what has none is whole on
-    each rank, which computes the same with it.
+def parallelize_parameters(module: nn.Module, shape: ModelShape, mesh: DeviceMesh) -> None:
+    """Shard the linear layers and embeddings that have a style over `tp`; modules without a style
+    are replicated.
 
-    `colwise` and `logits` take whole hidden states and give this rank's part of the last dim,
-    `rowwise` takes such a part and gives the whole, `vocabulary` holds some of the rows. A
-    `partial` module is whole, but sees this rank's heads alone: its gradients are to be summed.
+    `colwise` and `logits` take full hidden states and return this rank's shard of the last dim.
+    `rowwise` takes such a shard and returns the full sum. `vocabulary` shards the rows of an
+    embedding. A `partial` module is replicated but sees only this rank's heads: its gradients must
+    be summed over `tp`.
     """
-    cut: dict[Tensor, nn.Parameter] = {}
+    distributed: dict[Tensor, nn.Parameter] = {}
     for name, part in list(module.named_modules()):
         style = shape.style_of(name)
         own = dict(part.named_parameters(recurse=False))
         for key, parameter in own.items():
-            if parameter not in cut:
-                cut[parameter] = _cut(parameter, style, mesh)
-            setattr(part, key, cut[parameter])
+            if parameter not in distributed:
+                distributed[parameter] = _distribute(parameter, style, mesh)
+            setattr(part, key, distributed[parameter])
         if own:
             part.forward = _forward(style, part, mesh.get_group())
 
 
-def _cut(parameter: nn.Parameter, style: Style | None, mesh: DeviceMesh) -> nn.Parameter:
-    dim = CUT_DIMS.get(style) if style else None
+def _distribute(parameter: nn.Parameter, style: Style | None, mesh: DeviceMesh) -> nn.Parameter:
+    dim = TP_DIMS.get(style) if style else None
     placement = Shard(dim) if dim is not None and dim < parameter.ndim else Replicate()
     distributed = distribute_tensor(parameter.detach(), mesh, [placement])
     return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
@@ -54,37 +55,37 @@ def _cut(parameter: nn.Parameter, style: Style | None, mesh: DeviceMesh) -> nn.P
 def _forward(style: Style | None, part: nn.Module, group: ProcessGroup) -> Callable[..., Any]:
     forward = part.forward
 
-    def whole(*inputs: Any, **options: Any) -> Any:
+    def plain(*inputs: Any, **options: Any) -> Any:
         with _local_parameters(part):
             return forward(*inputs, **options)
 
-    def columns(hidden: Tensor) -> Any:
+    def column_parallel(hidden: Tensor) -> Any:
         with _local_parameters(part):
-            return forward(_Shared.apply(hidden, group))
+            return forward(_SumGradients.apply(hidden, group))
 
-    def rows(hidden: Tensor) -> Tensor:
+    def row_parallel(hidden: Tensor) -> Tensor:
         with _local_parameters(part):
-            output = _Summed.apply(functional.linear(hidden, part.weight), group)
+            output = _AllReduce.apply(functional.linear(hidden, part.weight), group)
             return output if part.bias is None else output + part.bias
 
-    def embedded(tokens: Tensor) -> Tensor:
+    def vocab_parallel(tokens: Tensor) -> Tensor:
         with _local_parameters(part):
-            return _Summed.apply(_embed(tokens, part, group), group)
+            return _AllReduce.apply(_embed(tokens, part, group), group)
 
     match style:
         case "colwise" | "logits":
-            return columns
+            return column_parallel
         case "rowwise":
-            return rows
+            return row_parallel
         case "vocabulary":
-            return embedded
+            return vocab_parallel
         case _:
-            return whole
+            return plain
 
 
 @contextmanager
 def _local_parameters(part: nn.Module) -> Iterator[None]:
-    """A module whose own parameters are this rank's parts of them."""
+    """Replace a module's direct parameters with their local shards."""
     held = {key: value for key, value in part._parameters.items() if isinstance(value, DTensor)}
     part._parameters.update({key: value.to_local() for key, value in held.items()})
     try:
@@ -94,7 +95,7 @@ def _local_parameters(part: nn.Module) -> Iterator[None]:
 
 
 def _embed(tokens: Tensor, part: nn.Embedding, group: ProcessGroup) -> Tensor:
-    """The embeddings of the tokens in this rank's part of the vocabulary, 0 of others."""
+    """The embeddings of the tokens in this rank's shard of the vocabulary, 0 for other tokens."""
     first, size = chunk_interval(part.num_embeddings, group.size(), group.rank())
     index, padding = tokens - first, part.padding_idx
     outside = (index < 0) | (index >= size)
@@ -105,8 +106,8 @@ def _embed(tokens: Tensor, part: nn.Embedding, group: ProcessGroup) -> Tensor:
     return embedded.masked_fill(outside[..., None], 0.0)
 
 
-class _Shared(torch.autograd.Function):
-    """Hidden states as they are; the gradients of all ranks are summed."""
+class _SumGradients(torch.autograd.Function):
+    """Identity in forward, all-reduce of the gradient in backward."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: ProcessGroup) -> Tensor:
@@ -120,8 +121,8 @@ class _Shared(torch.autograd.Function):
         return total, None
 
 
-class _Summed(torch.autograd.Function):
-    """The sum over all ranks; each has its whole gradient."""
+class _AllReduce(torch.autograd.Function):
+    """All-reduce in forward, identity in backward."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, group: ProcessGroup) -> Tensor:

@@ -1,1 +1,1 @@
-"""Workload: what is trained, independent of how it is distributed."""
+"""Workload: the model, loss and samples, independent of the layout."""

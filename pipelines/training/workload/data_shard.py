@@ -1,4 +1,4 @@
-"""Which microbatches of a batch one data rank computes, padded to equal rounds."""
+"""The microbatches of a batch that one data rank computes, padded to equal rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipelines.settings import TrainSettings
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """One data rank's place among all that read different samples."""
+    """A data rank, and the number of data ranks, each of which reads different samples."""
 
     data_rank: int
     num_data_ranks: int
@@ -22,20 +22,20 @@ class DataShard:
         layout = groups.assignment.layout
         return cls(layout.data_rank(groups.world_rank), layout.num_data_ranks)
 
-    def rounds(self, num_microbatches: int, num_run: Callable[[int], int]) -> list[int | None]:
-        """The microbatch of each round. None is an empty one: every data rank runs as many
-        rounds, so that the collectives of forward and backward match.
+    def rounds(self, num_microbatches: int, round_up: Callable[[int], int]) -> list[int | None]:
+        """The microbatch of each round, or None for an empty one.
 
-        `num_run` says how many are run where at least so many are needed.
+        Every data rank runs the same number of rounds, so that the collectives of forward and
+        backward match. `round_up` maps the least number of rounds to the number that is run.
         """
         own = deal(num_microbatches, self.num_data_ranks)[self.data_rank]
-        padding = num_run(num_rounds(num_microbatches, self.num_data_ranks)) - len(own)
+        padding = round_up(num_rounds(num_microbatches, self.num_data_ranks)) - len(own)
         return [*own, *[None] * padding]
 
 
-def ids_of(
+def microbatch_sample_ids(
     settings: TrainSettings, step: int, microbatch: int, skipped_batches: Sequence[int] = ()
 ) -> range:
-    """The ids of the samples of one microbatch of a step."""
+    """The sample ids of one microbatch of a step."""
     size, ids = settings.microbatch, batch_ids(step, settings.batch, skipped_batches)
     return ids[microbatch * size : (microbatch + 1) * size]

@@ -1,8 +1,8 @@
-"""Values of parameters at step 0, drawn by region: a rank draws what it holds and nothing else.
+"""Initial values of parameters, drawn by region: a rank draws only the regions that it holds.
 
-A tensor is cut into tiles, and each tile is the stream of a counter-based generator (Philox;
-Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011) under the key (seed, name) with
-the tile's index in the counter. So every layout draws the same values, whatever boxes it cuts.
+A tensor is cut into tiles. Each tile is the stream of a counter-based generator (Philox; Salmon et
+al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011) under the key (seed, name), with the tile's
+index in the counter. So every layout draws the same values.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from elastic.geometry.regions import Region
 from pipelines.training.workload.workload import nothing
 
 TILE_ROWS, TILE_COLUMNS = 32, 512
-"""Of the last two dims. A region's border costs at most a tile; smaller ones cost Python's time."""
+"""Tile size in the last two dims. A region's border wastes at most one tile; smaller tiles cost
+Python time."""
 VECTOR_TILE = (1, TILE_ROWS * TILE_COLUMNS)
-"""The tile of a tensor of one dim: as many values, all of them in its one row."""
+"""The tile of a tensor of one dim: the same number of values, in one row."""
 TILES_PER_CHECK = 64
-"""A million values, some 15 ms of drawing."""
+"""Tiles between two calls of `interrupt`: a million values, about 15 ms."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +55,27 @@ class Uniform:
 
 @dataclass(frozen=True)
 class TruncatedNormal:
-    """Independent normal values between bounds, by the inverse of their distribution function:
-    `scale` times the inverse error function of uniform values, and `mean`."""
+    """Independent normal values between bounds, by inverse transform sampling:
+    `mean + scale * erfinv(uniform values)`."""
 
     low: float
     high: float
-    """Of the uniform values."""
+    """Bounds of the uniform values."""
     scale: float = 1.0
     mean: float = 0.0
-    least: float = -inf
-    most: float = inf
+    minimum: float = -inf
+    maximum: float = inf
 
     @classmethod
-    def between(cls, mean: float, std: float, least: float, most: float) -> TruncatedNormal:
+    def between(cls, mean: float, std: float, minimum: float, maximum: float) -> TruncatedNormal:
         """As `torch.nn.init.trunc_normal_`."""
         scale = std * sqrt(2.0)
-        low, high = erf((least - mean) / scale), erf((most - mean) / scale)
-        return cls(low, high, scale, mean, least, most)
+        low, high = erf((minimum - mean) / scale), erf((maximum - mean) / scale)
+        return cls(low, high, scale, mean, minimum, maximum)
 
     @property
     def is_clamped(self) -> bool:
-        return self.least > -inf or self.most < inf
+        return self.minimum > -inf or self.maximum < inf
 
 
 Distribution = Constant | Normal | Uniform | TruncatedNormal
@@ -87,7 +88,7 @@ def kaiming_uniform(fan_in: int, slope: float = 0.0) -> Uniform:
 
 
 def slices_of(region: Region) -> tuple[slice, ...]:
-    """What indexes a whole tensor to get a region of it."""
+    """The slices that select a region of a full tensor."""
     return tuple(slice(o, o + n) for o, n in zip(region.offsets, region.shape, strict=True))
 
 
@@ -99,10 +100,10 @@ def draw(
     region: Region,
     interrupt: Callable[[], None] = nothing,
 ) -> Tensor:
-    """A region (float32, on the host) of the tensor `name` of this shape.
+    """Draw a region of the tensor `name` of this shape, as float32 on the host.
 
-    A function of (distribution, name, seed, shape) and the place: two regions that overlap agree.
-    `interrupt`, called every few tiles, may raise.
+    The values depend on (distribution, name, seed, shape) and the position alone: two regions that
+    overlap agree. `interrupt` is called every few tiles and may raise.
     """
     if isinstance(distribution, Constant):
         return torch.full(region.shape, distribution.value)
@@ -110,7 +111,7 @@ def draw(
     key = blake2b(f"initial/{seed}/{name}".encode(), digest_size=16).digest()
     tile_shape = VECTOR_TILE if len(shape) == 1 else (TILE_ROWS, TILE_COLUMNS)
     stream = _Stream(int.from_bytes(key, "little"), tile_shape)
-    # The last two dims are tiled; each index of the dims before them is a matrix of its own.
+    # The last two dims are tiled; each index of the leading dims selects a separate matrix.
     num_lead = max(0, len(shape) - 2)
     rows, columns = (1, 1, *shape)[-2:]
     row_span, column_span = (_ALL, _ALL, *_spans(region))[-2:]
@@ -118,8 +119,8 @@ def draw(
     tiles_per_matrix = -(-rows // tile_shape[0]) * -(-columns // tile_shape[1])
     num_drawn = 0
     for lead in product(*(range(length) for length in region.shape[:num_lead])):
-        place = tuple(o + i for o, i in zip(region.offsets, lead, strict=False))
-        matrix = int(np.ravel_multi_index(place, shape[:num_lead])) if place else 0
+        index = tuple(o + i for o, i in zip(region.offsets, lead, strict=False))
+        matrix = int(np.ravel_multi_index(index, shape[:num_lead])) if index else 0
         for tile in _tiles(row_span, column_span, columns, tile_shape):
             if num_drawn % TILES_PER_CHECK == 0:
                 interrupt()
@@ -137,11 +138,11 @@ class _Span(NamedTuple):
 
 
 _ALL = _Span(0, 1)
-"""Of a dim that the tensor does not have."""
+"""The span of a dim that the tensor lacks."""
 
 
 class _Tile(NamedTuple):
-    """Which tile of a matrix, which part of it is wanted, and where that goes."""
+    """A tile's index in its matrix, the slice of it to copy, and the slice to copy it to."""
 
     index: int
     source: tuple[slice, slice]
@@ -149,7 +150,7 @@ class _Tile(NamedTuple):
 
 
 class _Stream:
-    """Draws tiles under one key, into one buffer."""
+    """Draws tiles under one key into one buffer."""
 
     def __init__(self, key: int, tile_shape: tuple[int, int]) -> None:
         self._philox = np.random.Philox(key=key)
@@ -158,7 +159,7 @@ class _Stream:
         self._buffer = np.empty(tile_shape, np.float32)
 
     def tile(self, distribution: Normal | Uniform | TruncatedNormal, index: int) -> np.ndarray:
-        """The values of a tile; the next call overwrites them."""
+        """Draw the values of a tile; the next call overwrites them."""
         self._state["state"]["counter"][:] = (0, 0, 0, index)
         self._philox.state = self._state
         buffer = self._buffer
@@ -173,7 +174,7 @@ class _Stream:
             buffer += np.float32(shift)
         if isinstance(distribution, TruncatedNormal):
             values = torch.from_numpy(buffer).erfinv_().mul_(distribution.scale)
-            values.add_(distribution.mean).clamp_(distribution.least, distribution.most)
+            values.add_(distribution.mean).clamp_(distribution.minimum, distribution.maximum)
         return buffer
 
 
@@ -184,7 +185,7 @@ def _spans(region: Region) -> tuple[_Span, ...]:
 def _tiles(
     rows: _Span, columns: _Span, num_columns: int, tile_shape: tuple[int, int]
 ) -> Iterator[_Tile]:
-    """The tiles of a matrix that overlap with a box."""
+    """The tiles of a matrix that overlap a box."""
     per_row = -(-num_columns // tile_shape[1])
     for row, *in_rows in _cuts(rows, tile_shape[0]):
         for column, *in_columns in _cuts(columns, tile_shape[1]):
@@ -193,7 +194,7 @@ def _tiles(
 
 
 def _cuts(span: _Span, size: int) -> Iterator[tuple[int, slice, slice]]:
-    """Each tile of a dim that overlaps with a range: its number, what of it, and to where."""
+    """Each tile of a dim that overlaps a span: its index, source slice and target slice."""
     end = span.first + span.length
     for number in range(span.first // size, -(-end // size)):
         first, last = max(span.first, number * size), min(end, (number + 1) * size)

@@ -1,4 +1,4 @@
-"""The optimizer over local shards: stepping it is local and cheap, and runs no collective."""
+"""The optimizer over local shards; its step runs no collective."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from pipelines.settings.errors import UserError
 
 
 class Optimizing(Protocol):
-    """How parameters are stepped: the same for every shard of every layout."""
+    """An optimizer and its learning rate schedule, the same for every shard of every layout."""
 
     max_grad_norm: float | None
-    """The global norm to which gradients are clipped; None: they are not."""
+    """The global norm to which gradients are clipped; None disables clipping."""
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
-        """An optimizer over these tensors, the shards of the parameters of these names. What it
-        does to an element may depend on that element alone, and on the parameter's name and
-        number of dims."""
+        """Build an optimizer over named shards of parameters.
+
+        The update of an element may depend only on that element and on the parameter's name and
+        number of dims.
+        """
 
     def rate(self, step: int) -> float:
-        """What each group's learning rate is multiplied by at a step, counted from 1."""
+        """The factor of each group's learning rate at a step, counted from 1."""
 
 
 class AdamWBySettings:
-    """AdamW as a run's settings say; only matrices decay. See `Optimizing`."""
+    """AdamW from a run's settings, with weight decay on matrices only. See `Optimizing`."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings
@@ -39,8 +41,8 @@ class AdamWBySettings:
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         settings = self.settings
         groups = [
-            {"params": [one for _, one in shards if one.ndim > 1]},
-            {"params": [one for _, one in shards if one.ndim <= 1], "weight_decay": 0.0},
+            {"params": [shard for _, shard in shards if shard.ndim > 1]},
+            {"params": [shard for _, shard in shards if shard.ndim <= 1], "weight_decay": 0.0},
         ]
         return AdamW(
             [group for group in groups if group["params"]],
@@ -56,8 +58,8 @@ class AdamWBySettings:
 
 
 def rate_of(settings: OptimizerSettings, step: int) -> float:
-    """The part of the peak learning rate that a step, counted from 1, has: linear warm-up, then a
-    cosine down to `min_lr_ratio`.
+    """The learning rate of a step, counted from 1, as a fraction of the peak: linear warm-up, then
+    a cosine down to `min_lr_ratio`.
 
     Loshchilov and Hutter, SGDR, 2017.
     """
@@ -79,11 +81,11 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
 def state_templates(
     optimising: Optimizing, num_dims: Mapping[str, int], dtype: torch.dtype
 ) -> dict[str, dict[str, Tensor]]:
-    """What the optimizer keeps for parameters of these names and numbers of dims: found by
-    stepping small ones, of shape (2, 3, ...), once.
+    """The optimizer state of parameters of these names and numbers of dims.
 
-    A value of that shape is kept for each element of a parameter, one of shape () once.
-    Raises `UserError` for an optimizer that keeps something else.
+    Steps small parameters of shape (2, 3, ...) once. State of the parameter's shape holds a value
+    for each element; state of shape () holds one for the parameter. Raises `UserError` for an
+    optimizer with other state.
     """
     small = {
         name: torch.zeros(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
@@ -108,21 +110,22 @@ def _refuse_other_state(
     kind = type(optimizer).__name__
     if not isinstance(value, Tensor):
         raise UserError(
-            f"optimizer {kind}: keeps {key} of {name} as {type(value).__name__}; what it keeps "
+            f"optimizer {kind}: keeps {key} of {name} as {type(value).__name__}: optimizer state "
             "must be tensors"
         )
     if value.shape not in (shape, ()):
         raise UserError(
             f"optimizer {kind}: keeps {key} of shape {tuple(value.shape)} for a parameter of "
-            f"shape {tuple(shape)}; a value for each element, or one, can be divided among workers"
+            f"shape {tuple(shape)}: only state of the parameter's shape or of shape () can be "
+            "sharded"
         )
 
 
 class LocalOptimizer:
-    """Steps the shards that one rank holds, as plain tensors.
+    """Steps the shards of one rank as plain tensors.
 
-    A DTensor would run collectives inside `step()` for parameters that an axis replicates;
-    what is stepped here shares its memory, and knows nothing of meshes.
+    With DTensors, `step()` would run collectives for parameters that an axis replicates. The
+    plain tensors share memory with the DTensors.
     """
 
     def __init__(
@@ -131,7 +134,7 @@ class LocalOptimizer:
         shards: Mapping[str, Tensor],
         state: Mapping[str, dict[str, Tensor]],
     ) -> None:
-        """Take the local shards, and for each its state by the keys of `state_templates`."""
+        """Take the local shards, and the state of each by the keys of `state_templates`."""
         self.shards = dict(shards)
         self.optimizer = optimising.build(list(shards.items()))
         self.initial_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
@@ -139,17 +142,19 @@ class LocalOptimizer:
             self.optimizer.state[shard] = dict(state[name])
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The state of each shard, as it is trained."""
+        """The live optimizer state of each shard."""
         return {name: self.optimizer.state[shard] for name, shard in self.shards.items()}
 
     def lr(self, rate: float) -> float:
-        """The first group's learning rate, times this."""
+        """The first group's learning rate times `rate`."""
         return self.initial_lrs[0] * rate
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
-        """One step with these gradients and each group's own learning rate times `rate`; a shard
-        without a gradient stays as it is."""
+        """Step with these gradients and each group's learning rate times `rate`.
+
+        A shard without a gradient does not change.
+        """
         for name, gradient in gradients.items():
             self.shards[name].grad = gradient
         for group, initial_lr in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):

@@ -1,8 +1,9 @@
-"""From which distribution a constructor draws each large tensor, found out without drawing it.
+"""Recording of the distribution from which a constructor draws each large tensor, without drawing.
 
-The constructor runs for real on the host, but for operations on large tensors: their memory is
-reserved and never touched, and what would fill it is recorded by storage. Where something else is
-done to such a tensor, what was recorded is done first, so that whatever cannot be recorded is real.
+The constructor runs on the host, except for operations on large tensors: their memory is reserved
+and never touched, and the operation that would fill it is recorded by storage. Before any other
+operation on such a tensor the recorded one runs, so an operation that cannot be recorded reads real
+values.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pipelines.training.workload.initial_values import (
 from pipelines.training.workload.seeds import keyed_generator
 
 LEAST_ELEMENTS = 1 << 16
-"""Of a tensor that is recorded; smaller ones are real."""
+"""Minimum size of a recorded tensor; smaller tensors get their values at once."""
 
 aten = torch.ops.aten
 
@@ -47,7 +48,7 @@ OVERWRITES: dict[Any, Callable[..., Distribution]] = {
     aten.fill_.Scalar: Constant,
     aten.zero_.default: lambda: Constant(0.0),
 }
-"""What overwrites a whole tensor, and with which values."""
+"""Operations that overwrite a full tensor, and the distribution of the new values."""
 FACTORIES: dict[Any, Callable[..., Distribution | None]] = {
     aten.empty.memory_format: lambda: None,
     aten.zeros.default: lambda: Constant(0.0),
@@ -55,7 +56,7 @@ FACTORIES: dict[Any, Callable[..., Distribution | None]] = {
     aten.randn.default: _normal,
     aten.rand.default: _uniform,
 }
-"""What makes a tensor of a size, and with which values."""
+"""Operations that create a tensor of a size, and the distribution of its values."""
 VIEWS = {
     aten.detach.default,
     aten.alias.default,
@@ -69,9 +70,9 @@ VIEWS = {
     aten.squeeze.dim,
     aten.split.Tensor,
 }
-"""What only looks at a tensor's memory in another way."""
+"""Operations that return a view of a tensor's memory."""
 COPIES = {aten.clone.default, aten._to_copy.default}
-NO_VALUES = (
+VALUE_FREE_OPTIONS = (
     "generator",
     "dtype",
     "layout",
@@ -80,78 +81,84 @@ NO_VALUES = (
     "memory_format",
     "non_blocking",
 )
-"""Options that do not say which values a tensor has."""
+"""Options that do not change a tensor's values."""
 
 
-def _scaled(drawn: Distribution, factor: float) -> Distribution | None:
-    match drawn:
+def _scaled(distribution: Distribution, factor: float) -> Distribution | None:
+    match distribution:
         case Constant(value):
             return Constant(value * factor)
         case Normal(mean, std):
             return Normal(mean * factor, std * factor)
         case Uniform(low, high):
             return Uniform(low * factor, high * factor)
-        case TruncatedNormal() if not drawn.is_clamped:
-            return replace(drawn, mean=drawn.mean * factor, scale=drawn.scale * factor)
+        case TruncatedNormal() if not distribution.is_clamped:
+            return replace(
+                distribution, mean=distribution.mean * factor, scale=distribution.scale * factor
+            )
     return None
 
 
-def _shifted(drawn: Distribution, shift: float) -> Distribution | None:
-    match drawn:
+def _shifted(distribution: Distribution, shift: float) -> Distribution | None:
+    match distribution:
         case Constant(value):
             return Constant(value + shift)
         case Normal(mean, std):
             return Normal(mean + shift, std)
         case Uniform(low, high):
             return Uniform(low + shift, high + shift)
-        case TruncatedNormal() if not drawn.is_clamped:
-            return replace(drawn, mean=drawn.mean + shift)
+        case TruncatedNormal() if not distribution.is_clamped:
+            return replace(distribution, mean=distribution.mean + shift)
     return None
 
 
-def _erfinv(drawn: Distribution) -> Distribution | None:
-    return TruncatedNormal(drawn.low, drawn.high) if isinstance(drawn, Uniform) else None
+def _erfinv(distribution: Distribution) -> Distribution | None:
+    return (
+        TruncatedNormal(distribution.low, distribution.high)
+        if isinstance(distribution, Uniform)
+        else None
+    )
 
 
-def _clamped(drawn: Distribution, least: float, most: float) -> Distribution | None:
-    if not isinstance(drawn, TruncatedNormal) or drawn.is_clamped:
+def _clamped(distribution: Distribution, minimum: float, maximum: float) -> Distribution | None:
+    if not isinstance(distribution, TruncatedNormal) or distribution.is_clamped:
         return None
-    return replace(drawn, least=least, most=most)
+    return replace(distribution, minimum=minimum, maximum=maximum)
 
 
 CHANGES: dict[Any, Callable[..., Distribution | None]] = {
     aten.mul_.Tensor: _scaled,
     aten.mul_.Scalar: _scaled,
-    aten.div_.Tensor: lambda drawn, divisor: _scaled(drawn, 1.0 / divisor),
+    aten.div_.Tensor: lambda distribution, divisor: _scaled(distribution, 1.0 / divisor),
     aten.add_.Tensor: _shifted,
-    aten.sub_.Tensor: lambda drawn, shift: _shifted(drawn, -shift),
+    aten.sub_.Tensor: lambda distribution, shift: _shifted(distribution, -shift),
     aten.erfinv_.default: _erfinv,
     aten.clamp_.default: _clamped,
 }
-"""What makes other values of a whole tensor's, element by element, as `trunc_normal_` does."""
+"""Elementwise operations that change a full tensor in place, as `trunc_normal_` does."""
 CHANGED_COPIES: dict[Any, Callable[..., Distribution | None]] = {
     aten.mul.Tensor: _scaled,
     aten.div.Tensor: CHANGES[aten.div_.Tensor],
     aten.add.Tensor: _shifted,
     aten.sub.Tensor: CHANGES[aten.sub_.Tensor],
-    **{copy: lambda drawn: drawn for copy in COPIES},
+    **{copy: lambda distribution: distribution for copy in COPIES},
 }
 
 
 @dataclass
 class Record:
-    """What a tensor's memory would have: nothing yet (None), or values of a distribution.
+    """The content that a tensor's memory would have: uninitialised (None), or a distribution.
 
-    Tensors of one `draw` have the same values but for what was done to them since, as copies do.
+    Tensors with the same `draw`, such as copies, have the same values up to later operations.
     """
 
-    whole: Tensor
+    tensor: Tensor
     distribution: Distribution | None
     draw: int
 
 
 class Recorder(TorchDispatchMode):
-    """While active, notes how large tensors on the host are filled, and does not fill them."""
+    """While active, records how large tensors on the host are filled instead of filling them."""
 
     def __init__(self, seed: int = 0, least_elements: float = LEAST_ELEMENTS) -> None:
         super().__init__()
@@ -164,42 +171,43 @@ class Recorder(TorchDispatchMode):
         self._thread = 0
 
     def watch(self, tensor: Tensor) -> None:
-        """Record what is done to this tensor from now on, whatever its size and device."""
+        """Record operations on this tensor from now on, whatever its size and device."""
         self._watched[_key(tensor)] = tensor
-        self._note(tensor, None)
+        self._set_record(tensor, None)
 
     def __enter__(self) -> Recorder:
-        """`trunc_normal_` draws again and again until all values fit, which no operation tells."""
-        self._thread, self._truncate = get_ident(), nn.init._no_grad_trunc_normal_
-        nn.init._no_grad_trunc_normal_ = self._truncated  # its public caller looks it up here
+        """Replace `trunc_normal_`, which no dispatched operation reveals: it redraws until all
+        values fit."""
+        self._thread, self._draw_truncated = get_ident(), nn.init._no_grad_trunc_normal_
+        nn.init._no_grad_trunc_normal_ = self._record_truncated  # trunc_normal_ looks it up here
         super().__enter__()
         return self
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        nn.init._no_grad_trunc_normal_ = self._truncate
+        nn.init._no_grad_trunc_normal_ = self._draw_truncated
 
-    def _truncated(
+    def _record_truncated(
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
     ) -> Tensor:
-        if get_ident() != self._thread or not self._can_hold(tensor):
-            return self._truncate(tensor, mean, std, a, b, generator)
-        self._note(tensor, TruncatedNormal.between(mean, std, a, b))
+        if get_ident() != self._thread or not self._is_full_tensor(tensor):
+            return self._draw_truncated(tensor, mean, std, a, b, generator)
+        self._set_record(tensor, TruncatedNormal.between(mean, std, a, b))
         return tensor
 
     def record(self, tensor: Tensor) -> Record | None:
-        """How a tensor would be filled; None if it has its values."""
+        """How a tensor would be filled; None if it has real values."""
         record = self._records.get(_key(tensor))
         if record is None:
             return None
-        is_whole = tensor.numel() == record.whole.numel()
-        if record.distribution is None or not is_whole or record.draw in self._real_draws:
+        is_full = tensor.numel() == record.tensor.numel()
+        if record.distribution is None or not is_full or record.draw in self._real_draws:
             self._fill(record)
             return None
         return record
 
     def make_real(self, tensor: Tensor) -> None:
-        """Give a tensor its values, if it has none yet."""
+        """Fill a tensor if it is only recorded."""
         record = self._records.get(_key(tensor))
         if record is not None:
             self._fill(record)
@@ -212,13 +220,13 @@ class Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         options = dict(kwargs or {})
-        values = {k: v for k, v in options.items() if k not in NO_VALUES}
+        values = {k: v for k, v in options.items() if k not in VALUE_FREE_OPTIONS}
         if func in FACTORIES and self._is_large(args[0], options):
             return self._make(func, args, options, values)
-        if func in OVERWRITES and self._can_hold(args[0]):
-            self._note(args[0], OVERWRITES[func](*args[1:], **values))
+        if func in OVERWRITES and self._is_full_tensor(args[0]):
+            self._set_record(args[0], OVERWRITES[func](*args[1:], **values))
             return args[0]
-        records = list(self._touched(args, options))
+        records = list(self._records_in(args, options))
         if not records or func in VIEWS:
             return func(*args, **options)
         changed = self._changed(func, args, values)
@@ -227,7 +235,7 @@ class Recorder(TorchDispatchMode):
             return args[0]
         if changed is not None and options.get("device") in (None, torch.device("cpu")):
             copy = torch.empty_like(args[0], dtype=options.get("dtype"))
-            self._note(copy, changed, records[0].draw)
+            self._set_record(copy, changed, records[0].draw)
             return copy
         for record in records:
             self._fill(record)
@@ -236,15 +244,15 @@ class Recorder(TorchDispatchMode):
     def _make(
         self, func: Any, args: Sequence[Any], options: dict[str, Any], values: dict[str, Any]
     ) -> Tensor:
-        options = {k: v for k, v in options.items() if k in NO_VALUES and k != "generator"}
-        made = aten.empty.memory_format(args[0], **options)
-        self._note(made, FACTORIES[func](*args[1:], **values))
-        return made
+        options = {k: v for k, v in options.items() if k in VALUE_FREE_OPTIONS and k != "generator"}
+        tensor = aten.empty.memory_format(args[0], **options)
+        self._set_record(tensor, FACTORIES[func](*args[1:], **values))
+        return tensor
 
     def _changed(
         self, func: Any, args: Sequence[Any], values: Mapping[str, Any]
     ) -> Distribution | None:
-        """What a whole recorded tensor's values become, if it is known."""
+        """The distribution of a recorded full tensor after an operation; None if unknown."""
         change = CHANGES.get(func) or CHANGED_COPIES.get(func)
         record = self._records.get(_key(args[0])) if isinstance(args[0], Tensor) else None
         numbers = (*args[1:], *values.values())
@@ -252,7 +260,7 @@ class Recorder(TorchDispatchMode):
             return None
         if not all(isinstance(number, int | float) for number in numbers):
             return None
-        if args[0].numel() != record.whole.numel() or not args[0].is_contiguous():
+        if args[0].numel() != record.tensor.numel() or not args[0].is_contiguous():
             return None
         return change(record.distribution, *args[1:], **values) if not values else None
 
@@ -261,44 +269,50 @@ class Recorder(TorchDispatchMode):
         on_host = options.get("device") in (None, torch.device("cpu"))
         return on_host and dtype.is_floating_point and prod(size) >= self._least_elements
 
-    def _can_hold(self, tensor: Tensor) -> bool:
-        """Whether it is the whole of what is recorded, or may be from now on."""
-        is_whole = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
+    def _is_full_tensor(self, tensor: Tensor) -> bool:
+        """Whether a tensor covers its storage and is recorded or large enough to be."""
+        is_full = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
         if _key(tensor) in self._records or _key(tensor) in self._watched:
-            return is_whole
+            return is_full
         options = {"dtype": tensor.dtype, "device": tensor.device}
-        return is_whole and self._is_large(tensor.shape, options)
+        return is_full and self._is_large(tensor.shape, options)
 
-    def _note(self, whole: Tensor, drawn: Distribution | None, draw: int | None = None) -> None:
+    def _set_record(
+        self, tensor: Tensor, distribution: Distribution | None, draw: int | None = None
+    ) -> None:
         self._num_draws += 1
         number = self._num_draws if draw is None else draw
-        self._records[_key(whole)] = Record(whole.detach(), drawn, number)
+        self._records[_key(tensor)] = Record(tensor.detach(), distribution, number)
 
-    def _touched(self, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[Record]:
+    def _records_in(self, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[Record]:
         for value in tree_leaves((tuple(args), dict(options))):
             if isinstance(value, Tensor) and _key(value) in self._records:
                 yield self._records[_key(value)]
 
     def _fill(self, record: Record) -> None:
-        """Do what was recorded; copies of one draw get the same values."""
-        if self._records.pop(_key(record.whole), None) is None:
+        """Run the recorded operation; copies of one draw get the same values."""
+        if self._records.pop(_key(record.tensor), None) is None:
             return
         self._real_draws.add(record.draw)
         generator = keyed_generator("recorded", self._seed, record.draw)
-        whole = record.whole
+        tensor = record.tensor
         with torch.no_grad():
             match record.distribution:
                 case Constant(value):
-                    whole.fill_(value)
+                    tensor.fill_(value)
                 case Normal(mean, std):
-                    whole.normal_(0.0, 1.0, generator=generator).mul_(std).add_(mean)
+                    tensor.normal_(0.0, 1.0, generator=generator).mul_(std).add_(mean)
                 case Uniform(low, high):
-                    whole.uniform_(0.0, 1.0, generator=generator).mul_(high - low).add_(low)
-                case TruncatedNormal() as drawn:
-                    whole.uniform_(drawn.low, drawn.high, generator=generator).erfinv_()
-                    whole.mul_(drawn.scale).add_(drawn.mean).clamp_(drawn.least, drawn.most)
+                    tensor.uniform_(0.0, 1.0, generator=generator).mul_(high - low).add_(low)
+                case TruncatedNormal() as distribution:
+                    tensor.uniform_(
+                        distribution.low, distribution.high, generator=generator
+                    ).erfinv_()
+                    tensor.mul_(distribution.scale).add_(distribution.mean).clamp_(
+                        distribution.minimum, distribution.maximum
+                    )
 
 
 def _key(tensor: Tensor) -> int:
-    """Of its memory; a record keeps that, so that no other gets its number."""
+    """The id of a tensor's storage; a record keeps the storage alive, so no other gets its id."""
     return tensor.untyped_storage()._cdata

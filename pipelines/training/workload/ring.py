@@ -1,4 +1,4 @@
-"""A sequence on a ring of ranks: which positions each holds, and how blocks of them go around."""
+"""A sequence on a ring of ranks: the positions of each rank, and the circulation of blocks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from actors.distributed.stall import wait_for
 
 CPU_TILE = 256
 GPU_TILE = 1024
-"""Scores are computed for at most so many queries and keys at a time, which bounds their memory:
-on a CPU they should stay in its cache, on a GPU a kernel should have enough to do."""
+"""Maximum number of queries and of keys in one tile of scores, which bounds memory: on a CPU a tile
+should fit the cache, on a GPU it should fill a kernel."""
 
 
 def positions(length: int, cp_rank: int, num_cp_ranks: int) -> Tensor:
-    """Which positions of a sequence a rank holds: int64, on the host, ascending."""
+    """The positions of a sequence that a rank holds: int64, on the host, ascending."""
     early, late = chunks(length, cp_rank, num_cp_ranks)
     return torch.tensor([*early, *late], dtype=torch.int64)
 
 
 def chunks(length: int, cp_rank: int, num_cp_ranks: int) -> tuple[range, range]:
-    """The two runs of positions that a rank holds; a short sequence leaves some empty.
+    """The two ranges of positions that a rank holds; a short sequence leaves some empty.
 
-    The sequence is cut into twice as many chunks as there are ranks, and a rank has the i-th from
-    the front and the i-th from the back: so all have the same share of the causal pairs.
+    The sequence is cut into twice as many chunks as there are ranks. Rank i holds the i-th chunk
+    from the front and the i-th from the back, which balances the causal pairs.
     """
     num_chunks = 2 * num_cp_ranks
     bounds = [length * index // num_chunks for index in range(num_chunks + 1)]
@@ -38,14 +38,14 @@ def chunks(length: int, cp_rank: int, num_cp_ranks: int) -> tuple[range, range]:
 
 
 class SequenceSegment(NamedTuple):
-    """Consecutive positions that a rank holds, and the same as its local indices."""
+    """Consecutive positions that a rank holds, and their local indices."""
 
     positions: slice
     local: slice
 
 
 class Tile(NamedTuple):
-    """Local queries and keys of a block between which scores are computed.
+    """A block of local queries and keys for which scores are computed together.
 
     `masked` is None or boolean (batch or 1, queries, keys), True where a query may not attend.
     """
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Ring:
-    """A sequence of `length` on the ranks of a group, each of which passes blocks to the next.
+    """A sequence of `length` on the ranks of a group; each rank sends blocks to the next.
 
     `documents`, on the device, is None or int64 (batch, length): the document of each token.
     """
@@ -78,19 +78,22 @@ class Ring:
         return sum(map(len, chunks(self.length, cp_rank, self.size)))
 
     def circulate(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Each rank's block with the rank it is from, one's own first; all of one shape.
+        """Yield each rank's block with its source rank, this rank's first; all of one shape.
 
-        The next one travels while the caller computes with the present one.
+        The next block is in flight while the caller computes with the current one.
         """
         for step in range(self.size):
             hop = Hop(block, self) if step < self.size - 1 else None
             yield (self.cp_rank - step) % self.size, block
             if hop is not None:
-                block = hop.landed()
+                block = hop.wait()
 
     def tiles(self, source: int, device: torch.device) -> Iterator[Tile]:
-        """What there is to compute with the keys of a rank; what is later than all queries of a
-        tile is left out, and what is earlier than all needs no causal mask."""
+        """Yield the tiles of this rank's queries with the keys of rank `source`.
+
+        Tiles with all keys later than all queries are skipped; those with all keys earlier need no
+        causal mask.
+        """
         longest = CPU_TILE if device.type == "cpu" else GPU_TILE
         for queries in self._segments(self.cp_rank, longest):
             for keys in self._segments(source, longest):
@@ -99,17 +102,17 @@ class Ring:
                     yield Tile(queries.local, keys.local, masked)
 
     def _segments(self, cp_rank: int, longest: int) -> list[SequenceSegment]:
-        found: list[SequenceSegment] = []
+        segments: list[SequenceSegment] = []
         num_before = 0
         for chunk in chunks(self.length, cp_rank, self.size):
             offset = num_before - chunk.start
             for first in chunk[::longest]:
                 last = min(first + longest, chunk.stop)
-                found.append(
+                segments.append(
                     SequenceSegment(slice(first, last), slice(first + offset, last + offset))
                 )
             num_before += len(chunk)
-        return found
+        return segments
 
     def _masked(self, queries: slice, keys: slice, device: torch.device) -> Tensor | None:
         masked = None
@@ -124,9 +127,9 @@ class Ring:
 
 
 class Hop:
-    """A block on its way to the next rank, and that of the previous rank on its way here.
+    """An asynchronous send of a block to the next rank, with the receive from the previous one.
 
-    Several may be under way at once, if all ranks begin them in the same order.
+    Several may be in flight at once if all ranks start them in the same order.
     """
 
     def __init__(self, block: Tensor, ring: Ring) -> None:
@@ -138,7 +141,7 @@ class Hop:
         ]
         self._works = dist.batch_isend_irecv(operations)
 
-    def landed(self) -> Tensor:
+    def wait(self) -> Tensor:
         for work in self._works:
             wait_for(work)
         return self._arriving

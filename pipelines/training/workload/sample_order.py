@@ -1,7 +1,7 @@
-"""The order of samples of `elastic.geometry.sample_order`, drawn for many ids at once.
+"""The sample order of `elastic.geometry.sample_order`, vectorised over many ids.
 
-One id at a time costs 7 us, which small samples feel: a rank that reads 8,000 a second would spend
-a twentieth of its time on it. Drawn 768 at once it is 0.4 us each.
+One id at a time costs 7 us: a rank that reads 8,000 samples a second would spend a twentieth of its
+time on it. For 768 ids at once it is 0.4 us each.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ Numbers = NDArray[np.uint64]
 
 
 def samples_of(seed: int, sample_ids: Iterable[int], num_samples: int) -> list[int]:
-    """`elastic.samples.sample_of` of each id, in order. Raises `InvalidSamples` as it does."""
+    """`sample_of` for each id, in order. Raises `InvalidSamples` as it does."""
     ids = list(sample_ids)
     if num_samples < 1 or min(ids, default=0) < 0:
-        raise InvalidSamples(f"{len(ids)} ids of {num_samples} samples: needs 1 or more, from 0")
+        raise InvalidSamples(
+            f"{len(ids)} ids of {num_samples} samples: needs 1 sample or more and ids from 0"
+        )
     epochs, indices = np.divmod(np.array(ids, dtype=np.uint64), np.uint64(num_samples))
     for epoch in np.unique(epochs):
-        at = np.flatnonzero(epochs == epoch)
+        in_epoch = np.flatnonzero(epochs == epoch)
         keys = np.array(round_keys(seed, int(epoch)), dtype=np.uint64)
-        indices[at] = _permuted(indices[at], num_samples, keys)
+        indices[in_epoch] = _permuted(indices[in_epoch], num_samples, keys)
     samples: list[int] = indices.tolist()
     return samples
 
 
 def _permuted(indices: Numbers, num_samples: int, keys: Numbers) -> Numbers:
-    """`elastic.samples.permuted` of each index. A sum of two numbers below 2^33 cannot wrap, so
-    what is mixed is brought below the modulus before it is added."""
+    """`permuted` for each index. Mixed bits are reduced below the modulus before the addition, as a
+    sum of two numbers below 2^33 cannot wrap."""
     width = isqrt(num_samples - 1) + 1
     width += width % 2
     columns, rows = np.uint64(width), np.uint64(-(-num_samples // width))
@@ -49,7 +51,7 @@ def _permuted(indices: Numbers, num_samples: int, keys: Numbers) -> Numbers:
 
 
 def _mixed(bits: Numbers) -> Numbers:
-    """`elastic.samples.mixed` of each: arithmetic of unsigned 64 bits drops what is above."""
+    """`mixed` for each element; unsigned 64-bit arithmetic wraps."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Random generators keyed by what they are for."""
+"""Random generators keyed by their purpose."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import Generator
 
 
 def keyed_generator(*key: str | int) -> Generator:
-    """A host generator whose stream is a function of the key alone, on any machine."""
+    """A host generator whose stream depends on the key alone, on any machine."""
     text = "/".join(str(part) for part in key)
     digest = blake2b(text.encode(), digest_size=8).digest()
     return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 def seed_device(device: torch.device, seed: int) -> None:
-    """Seed torch's own generators of the host and of one device.
+    """Seed torch's default generators of the host and of one device.
 
-    `torch.manual_seed` seeds every kind of device there might be, and where there is none it
-    formats a stack trace each time: a hundredth of a short step.
+    `torch.manual_seed` seeds every kind of device, and formats a stack trace for each absent one:
+    a hundredth of a short step.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""How one rank's module lies among others: what its layers must know of cp, tp and ep."""
+"""The model-parallel groups of one rank (cp, tp, ep) that the layers of its module use."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipelines.training.workload.ring import positions
 
 @dataclass(frozen=True)
 class Spread:
-    """The groups inside of a model's layers; by default the module is whole on one rank.
+    """The process groups that a model's layers use; the default is one rank without parallelism.
 
-    `seq_len` is the length of whole sequences, which `cp` and then `tp` cut. `sequence` joins
-    the ranks that share a microbatch's tokens (over cp and tp), where the model has experts;
-    `ep` those among whom the experts are dealt.
+    `seq_len` is the length of full sequences, which `cp` and then `tp` shard. For a model with
+    experts, `sequence` is the group of ranks that share a microbatch's tokens (over cp and tp), and
+    `ep` the group over which the experts are sharded.
     """
 
     seq_len: int = 0
@@ -51,23 +51,22 @@ class Spread:
 
     @property
     def has_whole_sequences(self) -> bool:
-        """Whether hidden states are those of all tokens of a sample."""
+        """Whether this rank's hidden states cover all tokens of a sample."""
         return self.num_cp == self.num_tp == 1
 
     @property
     def num_held(self) -> int:
-        """How many tokens of a sequence `cp` leaves to this rank, before `tp` cuts them."""
+        """The number of tokens of a sequence on this `cp` rank, before `tp` shards them."""
         return len(positions(self.seq_len, self.cp_rank, self.num_cp))
 
     @property
-    def counts(self) -> bool:
-        """Whether this rank counts the losses that it knows: those of one `tp` group know the
-        same."""
+    def counts_loss(self) -> bool:
+        """Whether this rank adds its losses to the sum: all ranks of a `tp` group have the same."""
         return self.tp_rank == 0
 
     @property
-    def is_first_reader(self) -> bool:
-        """Whether this rank alone tells which samples its data rank has read."""
+    def records_samples(self) -> bool:
+        """Whether this rank records the samples that its data rank reads."""
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
 

@@ -1,4 +1,4 @@
-"""The logical tensors of a run's state: their names, shapes and values at step 0."""
+"""The logical tensors of a run's state: names, shapes and initial values."""
 
 from __future__ import annotations
 
@@ -15,60 +15,65 @@ from pipelines.training.workload.spread import ALONE, Spread
 from pipelines.training.workload.workload import ModelShape, Style, Workload, nothing
 
 OPTIMIZER = "optimizer."
-CUT_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
-"""The dim of a weight that `tp` cuts, by its module's style; a bias that lacks it stays whole."""
+TP_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
+"""The dim of a weight that `tp` shards, by its module's style; a bias without that dim is
+replicated."""
 
 
 def optimizer_name(parameter: str, key: str) -> str:
-    """The logical name of what the optimizer keeps for a parameter."""
+    """The logical name of one optimizer state tensor of a parameter."""
     return f"{OPTIMIZER}{parameter}.{key}"
 
 
 def stored_dtype(settings: TrainSettings) -> torch.dtype:
-    """What parameters are kept in; with mixed precision they stay float32."""
+    """The dtype of stored parameters; with mixed precision it is float32."""
     return torch.float64 if settings.dtype == "float64" else torch.float32
 
 
 def optimising_of(workload: Workload, settings: TrainSettings) -> Optimizing:
-    """How the workload's parameters are stepped."""
+    """The workload's optimizer, or AdamW from the settings."""
     return workload.optimising or AdamWBySettings(settings.optimizer)
 
 
 def build_on_meta(workload: Workload, settings: TrainSettings, spread: Spread = ALONE) -> nn.Module:
-    """The workload's module with shapes and no values."""
+    """The workload's module on the meta device: shapes without values."""
     with torch.device("meta"):
         return workload.module(spread).to(stored_dtype(settings))
 
 
 def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec, ...]:
-    """Parameters, then buffers that are state, then the optimizer's (for parameters that are not
-    frozen), each in the module's order.
+    """The specs of parameters, persistent buffers and optimizer state, each in the module's order.
 
-    What has a parameter's shape is sharded as the parameter is: dim 0 over `fsdp`.
+    Frozen parameters have no optimizer state. Optimizer state of a parameter's shape is sharded as
+    the parameter: dim 0 over `fsdp`.
     """
     module = build_on_meta(workload, settings)
-    placing = Placing(workload.shape())
+    builder = SpecBuilder(workload.shape())
     parameters = dict(module.named_parameters())
-    specs = [placing.spec(name, value, "parameter") for name, value in parameters.items()]
-    specs += [placing.spec(name, value, "buffer") for name, value in buffers(module)]
+    specs = [builder.spec(name, value, "parameter") for name, value in parameters.items()]
+    specs += [builder.spec(name, value, "buffer") for name, value in buffers(module)]
     templates = state_templates(
         optimising_of(workload, settings), trained_dims(module), stored_dtype(settings)
     )
     for name, template in templates.items():
         parameter = parameters[name]
-        for key, kept in template.items():
-            like = parameter.to(kept.dtype) if kept.ndim else kept
-            specs.append(placing.spec(name, like, "optimizer", optimizer_name(name, key)))
+        for key, value in template.items():
+            like = parameter.to(value.dtype) if value.ndim else value
+            specs.append(builder.spec(name, like, "optimizer", optimizer_name(name, key)))
     return tuple(specs)
 
 
 def trained_dims(module: nn.Module) -> dict[str, int]:
-    """Of each parameter that is not frozen, how many dims it has."""
-    return {name: one.ndim for name, one in module.named_parameters() if one.requires_grad}
+    """The number of dims of each parameter that is not frozen."""
+    return {
+        name: parameter.ndim
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    }
 
 
-class Placing:
-    """Which layer a tensor belongs to, and which of its dims each axis cuts."""
+class SpecBuilder:
+    """Builds tensor specs: the layer of a tensor, and the dim that each axis shards."""
 
     def __init__(self, shape: ModelShape) -> None:
         self.shape = shape
@@ -78,40 +83,40 @@ class Placing:
         }
 
     def spec(self, owner: str, value: Tensor, kind: Kind, name: str | None = None) -> TensorSpec:
-        """The spec of a parameter or buffer `owner`, or of what is kept for it as `name`."""
+        """The spec of the parameter or buffer `owner`, or of its optimizer state `name`."""
         expert = owner.endswith(self.shape.experts) and bool(self.shape.experts)
-        cut = value.ndim > 0 and kind != "buffer"
+        sharded = value.ndim > 0 and kind != "buffer"
         layer = self.layer(owner)
         return TensorSpec(
             name or owner,
             tuple(value.shape),
             str(value.dtype).removeprefix("torch."),
             layer=layer,
-            fsdp_dim=0 if cut else None,
-            tp_dim=self._tp_dim(owner, value) if cut else None,
-            ep_dim=0 if cut and expert else None,
+            fsdp_dim=0 if sharded else None,
+            tp_dim=self._tp_dim(owner, value) if sharded else None,
+            ep_dim=0 if sharded and expert else None,
             kind=kind,
             layer_costs=self.costs if layer is not None else (),
         )
 
     def layer(self, owner: str) -> int | None:
-        """The layer whose module holds this tensor."""
+        """The index of the layer whose module holds this tensor, if any."""
         parts = owner.split(".")
         prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next((self.layer_of[one] for one in prefixes if one in self.layer_of), None)
+        return next((self.layer_of[prefix] for prefix in prefixes if prefix in self.layer_of), None)
 
     def _tp_dim(self, owner: str, value: Tensor) -> int | None:
         module, _, _ = owner.rpartition(".")
         style = self.shape.style_of(module)
-        dim = CUT_DIMS.get(style) if style else None
+        dim = TP_DIMS.get(style) if style else None
         return dim if dim is not None and dim < value.ndim else None
 
 
 def buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that belong to the state: those that `state_dict` has."""
+    """The persistent buffers of a module: those in its `state_dict`."""
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    kept = module.state_dict(keep_vars=True)
-    return ((name, value) for name, value in kept.items() if name not in parameters)
+    state = module.state_dict(keep_vars=True)
+    return ((name, value) for name, value in state.items() if name not in parameters)
 
 
 def initial_value(
@@ -123,7 +128,7 @@ def initial_value(
 ) -> Tensor:
     """A region of a tensor at step 0, on the host: the same values under every sharding.
 
-    What an optimizer keeps begins at 0. `interrupt` may raise, and is called while it draws.
+    Optimizer state is 0. `interrupt` is called during the drawing and may raise.
     """
     dtype = getattr(torch, spec.dtype)
     if spec.name.startswith(OPTIMIZER):

@@ -1,4 +1,4 @@
-"""Tensors inside of nested containers, such as a batch."""
+"""Tensors in nested containers, such as a batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """The same containers (mappings, lists, tuples, named or not) with each tensor replaced; what
-    else they hold stays."""
+    """Apply a function to each tensor in nested mappings, lists and (named) tuples; other values
+    stay."""
     match tree:
         case Tensor():
             return function(tree)
@@ -25,7 +25,7 @@ def mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
-    """Each tensor, in order."""
+    """Yield each tensor in order."""
     match tree:
         case Tensor():
             yield tree

@@ -1,4 +1,4 @@
-"""What is trained: a module, its loss and its samples, without a word of how it is spread."""
+"""The interface of a training job: module, loss and samples, independent of the layout."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ Style = Literal[
 sequence parallelism, `pipelines.training.tensor.unsharded_hidden`."""
 
 
-def no_module(lacking: nn.Module) -> None:
-    """Nothing stands in for a module."""
+def no_substitute(lacking: nn.Module) -> None:
+    """No substitute: a module that a stage lacks becomes None."""
 
 
-def as_it_is(module: nn.Module, layers: range) -> None:
-    """A module that goes through the layers that it has needs nothing."""
+def keep_module(module: nn.Module, layers: range) -> None:
+    """Leave a module unchanged that already runs only the layers that it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A part of a model that lies on one pipeline stage: its modules by name, and its cost
-    in multiplications a token, by which layers are dealt to stages."""
+    """A part of a model that must lie on one pipeline stage: its module names, and its cost in
+    multiplications per token, by which layers are assigned to stages."""
 
     modules: tuple[str, ...]
     cost: int
 
 
 def starred(module: str) -> str:
-    """The name of a module with a star for each number, as plans have it."""
+    """A module's name with `*` for each number, as in parallel plans."""
     return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", module)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a model offers to the model axes.
+    """How a model can be sharded over the model axes.
 
-    `layers` stand in forward order. `styles` names the modules that `tp` cuts; a star stands
-    for any layer's number. `limits` are those of the axes. `experts` are the last parts of the
-    names of the parameters that `ep` cuts, in dim 0. Without `sequence_parallel` each rank of `tp`
-    has the hidden states of all tokens. `stand_in` makes what a pipeline stage has in the place of
-    a module that it lacks, and `make_stage` makes a module that has only some layers run those.
+    - `layers`: the pipeline layers in forward order.
+    - `limits`: the maximum degrees of the axes.
+    - `styles`: the `tp` style by module name, where `*` matches any layer number.
+    - `experts`: suffixes of the names of the parameters that `ep` shards, in dim 0.
+    - `sequence_parallel`: if False, each `tp` rank has the hidden states of all tokens.
+    - `stand_in` makes the substitute for a module that a pipeline stage lacks.
+    - `make_stage` makes a module run only the given layers.
     """
 
     layers: tuple[Layer, ...]
@@ -60,8 +62,8 @@ class ModelShape:
     styles: Mapping[str, Style] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
     sequence_parallel: bool = True
-    stand_in: Callable[[nn.Module], nn.Module | None] = no_module
-    make_stage: Callable[[nn.Module, range], None] = as_it_is
+    stand_in: Callable[[nn.Module], nn.Module | None] = no_substitute
+    make_stage: Callable[[nn.Module, range], None] = keep_module
 
     def style_of(self, module: str) -> Style | None:
         """How tensor parallelism treats the module of this name."""
@@ -69,22 +71,22 @@ class ModelShape:
 
 
 PADDING = -1
-"""The seed of a microbatch that only pads."""
+"""The seed of a padding microbatch."""
 
 
 def at_least_float32(loss: Tensor) -> Tensor:
-    """What is summed over a batch: bfloat16 has three digits."""
+    """The loss in float32 or better, to be summed over a batch: bfloat16 has three digits."""
     return loss.float() if loss.dtype in (torch.bfloat16, torch.float16) else loss
 
 
 def nothing() -> None:
-    """Nobody interrupts."""
+    """The `interrupt` that never raises."""
 
 
 class Fed(NamedTuple):
-    """What one microbatch feeds to a rank's module, on its device, the samples in dim 0.
+    """The tensors of one microbatch for a rank's module, on its device, with samples in dim 0.
 
-    `inputs` go to the first stage of a pipeline, `keywords` (on the host) to each, `targets` to
+    `inputs` go to the first pipeline stage, `keywords` (on the host) to every stage, `targets` to
     the loss.
     """
 
@@ -94,47 +96,47 @@ class Fed(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The loss and the number of tokens of a microbatch, as far as this rank counts them."""
+    """The loss sum and the number of tokens of a microbatch, as this rank counts them."""
 
     loss: Tensor
     num_tokens: Tensor
 
 
 class Workload(Protocol):
-    """One kind of training job. `Batch` is its own: whatever `read` gives and `feed` takes."""
+    """One kind of training job. Its batch type is private: `read` returns it, `feed` takes it."""
 
     digest: str
-    """Of the data: two runs with the same one read the same samples."""
+    """A digest of the data: two runs with equal digests read the same samples."""
     num_samples: int
-    """How many samples one epoch has."""
+    """The number of samples in an epoch."""
     num_held_out: int
-    """How many samples are held out for evaluation."""
+    """The number of held-out samples for evaluation."""
     seq_len: int
-    """Tokens of a sample; 1 where samples are no sequences."""
+    """Tokens of a sample; 1 where samples are not sequences."""
 
     optimising: Optimizing | None
-    """How its parameters are stepped; None: with AdamW, as the run's settings say."""
+    """The optimizer and its schedule; None: AdamW from the run's settings."""
 
     metrics: Mapping[str, Callable[[nn.Module, Any, Spread], Sums]]
-    """What is evaluated beside the loss, by name; each is made as `losses` are."""
+    """Evaluation metrics besides the loss, by name, with the signature of `losses`."""
 
     keeps_its_size: bool
-    """Whether microbatches are always whole: also those of `miniature`, and of `empty`."""
+    """Whether microbatches always have full size, including those of `miniature` and `empty`."""
 
     is_far: bool
-    """Whether samples have to be brought to this machine before they can be read."""
+    """Whether samples must be fetched to this machine before they can be read."""
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
-        """A new module; called under the meta device, so values given here are lost.
+        """Build a module. It is called under the meta device, so values set here are lost.
 
         A child that a pipeline stage lacks is None or, in a `ModuleDict`, missing.
         """
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
-        """The parts that are sharded, compiled and checkpointed one by one, in forward order."""
+        """The modules that are sharded, compiled and checkpointed one by one, in forward order."""
 
     def shape(self) -> ModelShape:
-        """How the model may be spread over pp, cp, tp and ep."""
+        """How the model can be sharded over pp, cp, tp and ep."""
 
     def draw(
         self,
@@ -144,14 +146,17 @@ class Workload(Protocol):
         seed: int,
         interrupt: Callable[[], None] = nothing,
     ) -> Tensor:
-        """A region (on the host) of a parameter or buffer of this shape at step 0: the same values
-        whatever the other regions are. `interrupt` may raise, and is called while it draws."""
+        """Draw a region (on the host) of a parameter or buffer of this shape at step 0.
+
+        The values of an element do not depend on the region. `interrupt` is called during the
+        drawing and may raise.
+        """
 
     def reach(self) -> None:
-        """See that the data can be read on this machine. Raises `UnfitMachine`."""
+        """Check that the data can be read on this machine. Raises `UnfitMachine`."""
 
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
-        """These samples will be read soon; returns at once."""
+        """Start to fetch samples that will be read soon; returns at once."""
 
     def read(
         self,
@@ -159,52 +164,53 @@ class Workload(Protocol):
         held_out: bool = False,
         interrupt: Callable[[], None] = nothing,
     ) -> Any:
-        """The batch of these samples, in this order, on the host; who has to wait for them calls
-        `interrupt`, which may raise."""
+        """The batch of these samples, in this order, on the host. It calls `interrupt`, which may
+        raise, while it waits for samples."""
 
     def empty(self, num_samples: int = 0, held_out: bool = False) -> Any:
-        """A batch whose loss is 0 and has gradient 0: so many samples of full size, or, for 0,
-        one as small as it may be."""
+        """A batch with loss 0 and gradient 0: `num_samples` samples of full size, or, for 0, a
+        batch of the smallest size."""
 
     def feed(self, batch: Any, device: torch.device, spread: Spread, seed: int) -> Fed:
-        """This rank's part of a batch. `seed` is the microbatch's, negative for one that only
-        pads."""
+        """This rank's part of a batch. `seed` is the microbatch's, negative for padding."""
 
     def losses(self, module: nn.Module, fed: Any, spread: Spread) -> Sums:
-        """The sum of the losses of what `feed` gave, through a whole module, and how many they
-        are; `output_losses` makes it of `loss` and `num_tokens`, which only a pipeline needs."""
+        """Run `feed`'s result through a full module; return the sum and the number of losses.
+
+        `output_losses` implements it with `loss` and `num_tokens`, which only a pipeline needs.
+        """
 
     def num_tokens(self, targets: Tensor) -> Tensor:
-        """How many losses these targets sum; what the whole step's gradient is divided by."""
+        """The number of losses of these targets; the step's gradient is divided by their total."""
 
     def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
         """The sum (never the mean) of the losses, shape ()."""
 
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
-        """What a rank passes into a layer, or out of the last, as a tensor on the meta device."""
+        """A meta tensor like the input of a layer, or like the output of the last layer."""
 
     def miniature(self) -> Workload:
-        """The same with tiny dimensions and no data to open, for warming up."""
+        """A workload of the same kind with tiny dimensions and no data to open, for warm-up."""
 
 
 def forward_loss(workload: Workload, module: nn.Module, fed: Fed, spread: Spread = ALONE) -> Tensor:
-    """The loss of one microbatch through a whole module."""
+    """The loss sum of one microbatch through a full module."""
     return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, spread)
 
 
 def output_losses(workload: Workload, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
-    """`Workload.losses` where the loss is a function of the module's output and the targets."""
+    """`Workload.losses` for a loss that is a function of the module's output and the targets."""
     return Sums(forward_loss(workload, module, fed, spread), workload.num_tokens(fed.targets))
 
 
-def joined(feds: Sequence[Fed]) -> Fed:
-    """Several in a row; keywords that one lacks and others have are 0."""
+def concatenate(feds: Sequence[Fed]) -> Fed:
+    """Concatenate microbatches along dim 0; a keyword that some of them lack is 0 there."""
     if len(feds) == 1:
         return feds[0]
-    known = {name: value for fed in feds for name, value in fed.keywords.items()}
+    examples = {name: value for fed in feds for name, value in fed.keywords.items()}
     keywords = {
-        name: torch.cat([fed.keywords.get(name, _nothing_like(known[name], fed)) for fed in feds])
-        for name in known
+        name: torch.cat([fed.keywords.get(name, _zeros_like(examples[name], fed)) for fed in feds])
+        for name in examples
     }
     inputs, targets = (
         torch.cat(parts) for parts in zip(*[(f[0], f[2]) for f in feds], strict=True)
@@ -212,5 +218,5 @@ def joined(feds: Sequence[Fed]) -> Fed:
     return Fed(inputs, keywords, targets)
 
 
-def _nothing_like(value: Tensor, fed: Fed) -> Tensor:
+def _zeros_like(value: Tensor, fed: Fed) -> Tensor:
     return value.new_zeros(len(fed.inputs), *value.shape[1:])
