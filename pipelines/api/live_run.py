@@ -18,7 +18,7 @@ from pipelines.api.tables import Tables
 from pipelines.run.drive import under_way
 from pipelines.run.plan import RunPlan
 from pipelines.run.refusals import parse_layout
-from pipelines.run.reshard import ask
+from pipelines.run.reshard import request_layout
 
 
 class LiveRun:
@@ -75,7 +75,7 @@ class LiveRun:
         """Another layout from the next step boundary on, as `dp=2,fsdp=2`; one line about what
         has come of it. Raises `UserError` if it is refused; the run goes on as it is."""
         with in_terms_of_python():
-            return ask(self._folder, parse_layout(layout))
+            return request_layout(self._folder, parse_layout(layout))
 
     def stop(self) -> Result:
         """Save at the next step boundary and end; the same name resumes the run. As `result`."""

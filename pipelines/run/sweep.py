@@ -1,4 +1,4 @@
-"""A sweep: the same few steps under one layout after another, on one cluster, as a table."""
+"""`elastic sweep`: trains a few steps under each of several layouts and tabulates the results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pipelines.settings.errors import LayoutRefused, UserError
 
 EXPERIMENT = "sweep"
 UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
-"""What would fall into some steps and not into others, unless it is asked for."""
+"""Periodic work that would disturb the timing of some steps; `--set` may turn it on."""
 TRACKING_PATIENCE_S = 30.0
 MAX_START_TIMEOUT_S = 1e9
 
@@ -45,12 +45,12 @@ class SweepRequest:
     data: str | None = None
     changes: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
-    """For so long a layout waits for its workers: a cluster may have to start machines."""
+    """How long a layout waits for its workers: a cluster may have to start machines."""
 
 
 @dataclass
 class Trial:
-    """One layout: its plan, or its row already, if it cannot be had."""
+    """One layout with its plan, or with its result row if the layout is infeasible."""
 
     layout: Layout
     plan: RunPlan | None
@@ -88,14 +88,14 @@ def sweep(request: SweepRequest, console: Console) -> int:
 
 
 def trials_of(request: SweepRequest, folder: Path, num_gpus: int) -> list[Trial]:
-    """All of them, before anything is started. Raises `UserError`."""
+    """The trials of all layouts, checked before anything is started. Raises `UserError`."""
     if request.steps < 2:
-        raise UserError(f"--steps {request.steps}: at least 2, since the first is not counted")
+        raise UserError(f"--steps {request.steps}: use 2 or more, as the first is not measured")
     if not 0.0 < request.start_timeout_s <= MAX_START_TIMEOUT_S:
         raise UserError(f"--start-timeout {request.start_timeout_s:g}: give seconds, e.g. 600")
     layouts = parse_layouts(request.layouts)
     if is_remote(request.storage):
-        raise UserError(f"--storage {request.storage}: a sweep is kept on a disk; name a folder")
+        raise UserError(f"--storage {request.storage}: a sweep needs a local folder; name one")
     trials = [_trial(request, folder, layout, num_gpus) for layout in layouts]
     for trial in trials:
         if trial.plan is not None:
@@ -110,16 +110,16 @@ def parse_layouts(text: str) -> list[Layout]:
         try:
             layout = Layout.parse(part)
         except ElasticError as error:
-            hint = "write layouts between semicolons, e.g. 'tp=1; dp=2,tp=2'"
+            hint = "separate layouts by semicolons, e.g. 'tp=1; dp=2,tp=2'"
             raise UserError(f"--layouts {text!r}: {error}; {hint}") from None
         if layout in layouts:
-            raise UserError(f"--layouts {text!r}: {layout} stands there twice")
+            raise UserError(f"--layouts {text!r}: {layout} is listed twice; list it once")
         layouts.append(layout)
     return layouts
 
 
 def _trial(request: SweepRequest, folder: Path, layout: Layout, num_gpus: int) -> Trial:
-    """Everything is checked before anything is started; only layouts may be refused one by one."""
+    """Plan one layout. An infeasible layout becomes a row; any other problem is a `UserError`."""
     run = TrainRequest(
         recipe=request.recipe,
         run_name=str(layout).replace("=", "").replace(",", "-"),
@@ -147,7 +147,7 @@ def _train_all(
     console: Console,
     interrupts: Interrupts,
 ) -> None:
-    """One layout after the other, until the first signal."""
+    """Train under one layout after the other, until the first signal."""
     planned = [trial for trial in trials if trial.plan is not None]
     if not planned:
         return
@@ -159,7 +159,8 @@ def _train_all(
         for trial in planned:
             if started and use_gpus and num_gpus < trial.layout.num_workers:
                 needed = counted(trial.layout.num_workers, "GPU")
-                trial.row = refused(trial.layout, f"needs {needed}, this machine has {num_gpus}")
+                reason = f"needs {needed}, but this machine has {num_gpus}"
+                trial.row = refused(trial.layout, reason)
             elif not interrupts.number:
                 console.print(f"{trial.layout}: {trial.workers}", highlight=False)
                 _train(
@@ -170,7 +171,7 @@ def _train_all(
 
 
 def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrupts) -> None:
-    """A run like any other; its checkpoint is not kept, and it is tracked only afterwards."""
+    """Train under one layout; its checkpoint is removed, and it is tracked after the sweep."""
     plan, patience = trial.plan, Patience(trial, start_timeout_s)
     try:
         with _ended(name):
@@ -187,7 +188,7 @@ def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrup
 
 
 class Patience:
-    """Waits for a trial's first generation, but not for ever."""
+    """The start timeout of a trial: time until its first generation forms."""
 
     def __init__(self, trial: Trial, timeout_s: float) -> None:
         self._trial = trial
@@ -199,7 +200,7 @@ class Patience:
         self.refusal = ""
 
     def is_over(self) -> bool:
-        """True once, when it has run out; then `refusal` says what was lacking."""
+        """True once, when the timeout has passed; then `refusal` says what was missing."""
         for line in self._journal.drain():
             self._num_ready += line.get("event") == "WorkerReady"
             self._has_begun |= line.get("command") == "Form"
@@ -215,7 +216,7 @@ class Patience:
 
 @contextmanager
 def _ended(name: str) -> Iterator[None]:
-    """Nothing of the run is left on the cluster when the block ends (invariant 12)."""
+    """End all actors of the run when the block ends (invariant 12)."""
     try:
         yield
     finally:
@@ -223,7 +224,7 @@ def _ended(name: str) -> Iterator[None]:
 
 
 def _follow(run: RunSpec, interrupts: Interrupts, patience: Patience) -> str:
-    """Train to the end; return its reason."""
+    """Train to the end; return the reason of the end."""
     drive = Drive(run)
 
     def look() -> None:
@@ -236,14 +237,14 @@ def _follow(run: RunSpec, interrupts: Interrupts, patience: Patience) -> str:
 
 
 def _track(trials: list[Trial], console: Console, interrupts: Interrupts) -> None:
-    """What has run goes to MLflow now that nothing is measured any more."""
-    told = []
+    """Deliver the runs to MLflow, after all measurements."""
+    lines = []
     for trial in trials:
         plan = trial.plan
         if plan is None or interrupts.number or not plan.folder.journal.exists():
             continue
         for observer in plan.run.observers:
             shortfall = observer.make().finish(TRACKING_PATIENCE_S)
-            told.append(shortfall or f"{plan.folder.name} is in MLflow, experiment {EXPERIMENT}")
-    for line in told:
+            lines.append(shortfall or f"{plan.folder.name} is in MLflow, experiment {EXPERIMENT}")
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)
