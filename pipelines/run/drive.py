@@ -70,19 +70,19 @@ class Interrupts:
         self._before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
         if self._before.get(signal.SIGHUP) is signal.SIG_IGN:
             del self._before[signal.SIGHUP]  # started by `nohup`
-        self.listen()
+        self.install()
 
-    def listen(self) -> None:
+    def install(self) -> None:
         """Install the handlers; call it again after `ray.init`, which takes SIGTERM for itself."""
         for number in self._before:
             signal.signal(number, self._take)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def pass_on(self, drive_: Drive) -> None:
+    def forward(self, drive_: Drive) -> None:
         """Request the stop, once."""
         if self.number and not self._has_requested_stop:
             self._has_requested_stop = True
@@ -107,18 +107,18 @@ class Interrupts:
 
 def drive(request: TrainRequest, console: Console) -> int:
     """Train as requested; return the exit code. Raises `UserError`."""
-    plan = plan_here(request)
+    plan = plan_on_this_machine(request)
     interrupts = Interrupts()
-    tell_place(plan, console)
+    print_location(plan, console)
     for note in plan.notes:
         console.print(note, soft_wrap=True, highlight=False)
     has_begun = False
     try:
-        with under_way(plan, request.detach, interrupts.listen) as drive_:
+        with started_run(plan, request.detach, interrupts.install) as drive_:
             has_begun = True
             if request.detach:
                 return 0
-            progress = follow(plan, drive_, console, lambda: interrupts.pass_on(drive_))
+            progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
             _print_ending(progress, plan)
         assert progress.outcome is not None
         if progress.is_head_gone:
@@ -146,15 +146,15 @@ def _exit_without_ray(outcome: Stopped, signal_number: int) -> NoReturn:
     os._exit(1 if is_failure else exit_code(outcome, signal_number))
 
 
-def plan_here(request: TrainRequest) -> RunPlan:
+def plan_on_this_machine(request: TrainRequest) -> RunPlan:
     """The plan of a run that this machine drives. Raises `UserError`."""
-    _refuse_passing_folder(request)
+    _refuse_job_folder(request)
     plan = make_plan(request, torch.cuda.device_count())
     refuse_unstartable(plan, request.detach)
     return plan
 
 
-def tell_place(plan: RunPlan, console: Console) -> None:
+def print_location(plan: RunPlan, console: Console) -> None:
     """Print where the run's files and its tracking store are."""
     console.print(
         f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}",
@@ -164,13 +164,12 @@ def tell_place(plan: RunPlan, console: Console) -> None:
 
 
 @contextmanager
-def under_way(
+def started_run(
     plan: RunPlan, detach: bool = False, joined: Callable[[], object] = lambda: None
 ) -> Iterator[Drive]:
-    """The run, started, until the block ends; then nothing of it is left on the cluster, unless
-    it is detached, and Ray is as it was before. `joined` is called once Ray is there.
+    """Start the run; at the end of the block, end its actors (unless detached) and leave Ray.
 
-    Raises `UserError` or `ControllerLost`.
+    `joined` is called once Ray is available. Raises `UserError` or `ControllerLost`.
     """
     started = open_cluster(plan.num_workers, plan.use_gpus, plan.per_worker)
     keep_actors = detach
@@ -183,7 +182,7 @@ def under_way(
         joined()
         if not started and (note := warn_unsaved(plan.settings)):
             print(f"elastic: {note}", file=sys.stderr)
-        run = equipped(plan)
+        run = with_worker_resources(plan)
         if is_private():  # the GCS of a private cluster is never restarted
             run = replace(run, head_patience_s=PRIVATE_HEAD_PATIENCE_S)
         yield _begin(plan, run)
@@ -223,7 +222,7 @@ def warn_unsaved(settings: TrainSettings) -> str:
     )
 
 
-def _refuse_passing_folder(request: TrainRequest) -> None:
+def _refuse_job_folder(request: TrainRequest) -> None:
     """Refuse to write into the working folder of a submitted Ray job, which Ray deletes with the
     job. Raises `UserError`."""
     folder = job_folder()
@@ -272,7 +271,7 @@ def open_cluster(
         ) from None
 
 
-def equipped(plan: RunPlan) -> RunSpec:
+def with_worker_resources(plan: RunPlan) -> RunSpec:
     """The run with its workers' resource requests for the joined cluster. Raises `UserError`."""
     try:
         resources = choose_resources(plan.settings.accelerator)

@@ -56,7 +56,7 @@ def train_in_process(request: TrainRequest, console: Console) -> int:
     except KeyboardInterrupt:
         return 128 + (interrupts.number or signal.SIGINT)
     finally:
-        interrupts.give_back()
+        interrupts.restore()
 
 
 def _refuse_other_processes(request: TrainRequest) -> None:
@@ -110,7 +110,7 @@ def _train(plan: RunPlan, console: Console, interrupts: Interrupts) -> int:
     display = Display(plain, plan.folder.name, started, history)  # a live panel would fight pdb
 
     def hear(event: Event, post: Callable[[Event], None]) -> None:
-        interrupts.pass_on(_InProcessDrive(post))
+        interrupts.forward(_InProcessDrive(post))
         display.update(time.time(), *follower.take(), trouble=follower.trouble)
 
     try:

@@ -22,7 +22,7 @@ from elastic.geometry.layout import Layout
 from pipelines.observe.history.formatting import counted
 from pipelines.observe.history.run_folder import Tail, default_tracking_uri
 from pipelines.observe.view.sweep_table import Row, measure, refused, show, write
-from pipelines.run.drive import Interrupts, equipped, open_cluster
+from pipelines.run.drive import Interrupts, open_cluster, with_worker_resources
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.preflight import refuse_unstartable
 from pipelines.settings.errors import LayoutRefused, UserError
@@ -154,7 +154,7 @@ def _train_all(
     most = max(trial.layout.num_workers for trial in planned)
     use_gpus = any(trial.plan.use_gpus for trial in planned if trial.plan)
     started = open_cluster(min(most, num_gpus) if use_gpus else most, use_gpus)
-    interrupts.listen()
+    interrupts.install()
     try:
         for trial in planned:
             if started and use_gpus and num_gpus < trial.layout.num_workers:
@@ -176,7 +176,7 @@ def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrup
     try:
         with _ended(name):
             store_recipe(plan)
-            run = replace(equipped(plan), name=name, observers=())
+            run = replace(with_worker_resources(plan), name=name, observers=())
             broken = _follow(run, interrupts, patience)
     except ControllerLost as error:
         broken = f"the controller died ({error})"
@@ -228,7 +228,7 @@ def _follow(run: RunSpec, interrupts: Interrupts, patience: Patience) -> str:
     drive = Drive(run)
 
     def look() -> None:
-        interrupts.pass_on(drive)
+        interrupts.forward(drive)
         if not interrupts.number and patience.is_over():
             drive.request_stop(patience.refusal)
 
