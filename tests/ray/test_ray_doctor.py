@@ -1,4 +1,4 @@
-"""The doctor on a real cluster: it joins, asks each node, and leaves nothing behind."""
+"""`elastic doctor` on a real cluster: it joins, queries each node, and leaves nothing behind."""
 
 from __future__ import annotations
 
