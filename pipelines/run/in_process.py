@@ -19,6 +19,7 @@ from actors.ray_backend.observers import PATIENCE_S as OBSERVER_PATIENCE_S
 from actors.storage.errors import RunRefused
 from elastic.protocol.events import Event, StopRequested
 from pipelines.observe.history.follow import Follower
+from pipelines.observe.history.progress import unit_of
 from pipelines.observe.view.display import Display
 from pipelines.run.drive import LAST_LINES_S, Interrupts
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
@@ -105,6 +106,7 @@ class _InProcessDrive:
 
 def _train(plan: RunPlan, console: Console, interrupts: Interrupts) -> int:
     started, follower = time.time(), Follower(plan.folder)
+    follower.history.progress.unit = unit_of(plan.recipe)  # recipe.json may not be stored yet
     plain = Console(file=console.file, force_terminal=False, soft_wrap=True)
     history = follower.history
     display = Display(plain, plan.folder.name, started, history)  # a live panel would fight pdb

@@ -20,6 +20,7 @@ from actors.storage.storage import is_remote
 from elastic.geometry.errors import ElasticError
 from elastic.geometry.layout import Layout
 from pipelines.observe.history.formatting import counted
+from pipelines.observe.history.progress import unit_of
 from pipelines.observe.history.run_folder import Tail, default_tracking_uri
 from pipelines.observe.view.sweep_table import Row, measure, refused, show, write
 from pipelines.run.drive import Interrupts, open_cluster, with_worker_resources
@@ -77,7 +78,7 @@ def sweep(request: SweepRequest, console: Console) -> int:
         rows = [trial.row for trial in trials if trial.row is not None]
         folder.mkdir(parents=True, exist_ok=True)
         files = write(folder, rows)
-        show(console, f"{request.recipe}, {request.steps} steps a layout", rows)
+        show(console, f"{request.recipe}, {request.steps} steps per layout", rows, _unit(trials))
         console.print(f"table: {files[0]}, {files[1]}", soft_wrap=True, highlight=False)
         _track(trials, console, interrupts)
     except KeyboardInterrupt:
@@ -116,6 +117,11 @@ def parse_layouts(text: str) -> list[Layout]:
             raise UserError(f"--layouts {text!r}: {layout} is listed twice; list it once")
         layouts.append(layout)
     return layouts
+
+
+def _unit(trials: list[Trial]) -> str:
+    """What the table counts: tokens or samples."""
+    return next((unit_of(trial.plan.recipe) for trial in trials if trial.plan), "tokens")
 
 
 def _trial(request: SweepRequest, folder: Path, layout: Layout, num_gpus: int) -> Trial:
