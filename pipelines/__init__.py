@@ -1,6 +1,7 @@
-"""pipelines trains: models, data, recipes, checkpoints, tracking and the command line.
+"""Training: models, data, recipes, checkpoints, tracking and the command line.
 
-A recipe is a function that returns `TrainSettings`; begin with `recipes` and `program`.
+A recipe is a function that returns `TrainSettings`. Start reading at `run.recipes` and
+`run.program`.
 """
 
 from pipelines.settings import TrainSettings

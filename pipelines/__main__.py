@@ -1,4 +1,4 @@
-"""`python -m pipelines` is the `elastic` command, from a working directory."""
+"""`python -m pipelines` runs the `elastic` command from a source checkout."""
 
 from pipelines.cli import main
 

@@ -1,6 +1,7 @@
-"""The command line: `elastic` train, status, logs, sweep, relayout, export, prepare, plan, doctor.
+"""The command line: `elastic` train, status, logs, sweep, reshard, export, prepare, plan, doctor.
 
-The only file that imports inside functions: `elastic status` waits for no torch, Ray or MLflow.
+The only file that imports inside functions, so that `elastic status` does not load torch, Ray or
+MLflow.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from pipelines.run.plan import TrainRequest
 
 app = typer.Typer(
-    help="Training that never stops because a machine did.",
+    help="Elastic distributed training: a run continues when workers die, leave or join.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,20 +29,20 @@ app = typer.Typer(
 )
 
 USER_ERROR = 2
-STORAGE_HELP = "The folder that holds runs, or its URL, e.g. s3://bucket/runs."
+STORAGE_HELP = "Folder or URL that holds the runs, e.g. s3://bucket/runs."
 TABLE_WIDTH = 110
-"""Of what is written to a file; a terminal has its own."""
+"""Width in characters when the output is not a terminal."""
 
 
 Changes = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override any field of the recipe."),
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. optimizer.lr=1e-3."),
 ]
 
 
 FaultOptions = Annotated[
     list[str] | None,
-    typer.Option(metavar="SENTENCE", help="A fault, e.g. 'kill worker 3 at step 60'."),
+    typer.Option(metavar="SENTENCE", help="Inject a fault, e.g. 'kill worker 3 at step 60'."),
 ]
 RecipeName = Annotated[
     str,
@@ -53,20 +54,20 @@ RecipeName = Annotated[
 Data = Annotated[
     str | None,
     typer.Option(
-        help="A folder, file or glob of text (.txt, .jsonl, .parquet, .arrow); token shards, also "
-        "at a URL (s3://bucket/folder); or 'random'."
+        help="Training data: a folder, file or glob of text (.txt, .jsonl, .parquet, .arrow), "
+        "token shards (a folder or a URL such as s3://bucket/folder), or 'random'."
     ),
 ]
 Interface = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="The network interface to talk over; default: that on the route to the head.",
+        help="Network interface of the workers. Default: that on the route to the Ray head.",
     ),
 ]
 Ports = Annotated[
     str | None,
-    typer.Option(metavar="FIRST:LAST", help="Listen on these ports only, e.g. 20000:20100."),
+    typer.Option(metavar="FIRST:LAST", help="Listen only on these ports, e.g. 20000:20100."),
 ]
 NotifyUrl = Annotated[
     str | None,
@@ -74,51 +75,58 @@ NotifyUrl = Annotated[
         metavar="URL",
         envvar="ELASTIC_NOTIFY",
         show_envvar=True,
-        help="Post a JSON object there when the run has waited for long, and when it has stopped.",
+        help="POST a JSON object to this URL when the run has been waiting for long (setting "
+        "notify_after_s) and when it stops.",
     ),
 ]
 TrackingUri = Annotated[
-    str | None, typer.Option(help="MLflow server or store; default: inside the storage.")
+    str | None, typer.Option(help="MLflow server or store. Default: a file in the storage.")
 ]
 AuditEvery = Annotated[
     int | None,
-    typer.Option(metavar="N", help="Compare the replicas bit by bit after every N steps."),
+    typer.Option(metavar="N", help="Compare the replicas bit by bit every N steps."),
 ]
-Detach = Annotated[bool, typer.Option("--detach", help="Leave the run to its cluster and return.")]
+Detach = Annotated[
+    bool, typer.Option("--detach", help="Start the run on the cluster and return immediately.")
+]
 Profile = Annotated[
     str | None,
     typer.Option(
         metavar="steps=FIRST:LAST",
-        help="Keep each worker's torch.profiler trace of these steps, e.g. steps=10:13.",
+        help="Save a torch.profiler trace of these steps from each worker, e.g. steps=10:13.",
     ),
 ]
 InProcess = Annotated[
     bool,
-    typer.Option("--in-process", help="One worker, in this process, without Ray: for debuggers."),
+    typer.Option("--in-process", help="One worker in this process, without Ray: for debuggers."),
 ]
 DryRun = Annotated[
     bool,
-    typer.Option("--dry-run", help="Say what would be done, had and needed; start nothing."),
+    typer.Option("--dry-run", help="Print steps, data, layouts and memory; start nothing."),
 ]
 
 
 @app.callback()
 def elastic() -> None:
-    """Training that never stops because a machine did."""
+    """Elastic distributed training: a run continues when workers die, leave or join."""
 
 
 @app.command()
 def train(
     recipe: RecipeName,
     run_name: Annotated[
-        str | None, typer.Option(help="The run's name; the same name again resumes it.")
+        str | None, typer.Option(help="Name of the run; an existing name resumes it.")
     ] = None,
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     workers: Annotated[
-        str | None, typer.Option(metavar="MIN:MAX", help="How many workers; MAX alone is 1:MAX.")
+        str | None,
+        typer.Option(
+            metavar="MIN:MAX",
+            help="Number of workers; MAX alone is 1:MAX. Default: one per GPU, else up to 4.",
+        ),
     ] = None,
     layout: Annotated[
-        str | None, typer.Option(help="The layout wished for at full strength, e.g. dp=2,fsdp=2.")
+        str | None, typer.Option(help="Target layout, for all workers, e.g. dp=2,fsdp=2.")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
     data: Data = None,
@@ -126,7 +134,7 @@ def train(
     audit_every: AuditEvery = None,
     inject: FaultOptions = None,
     record_samples: Annotated[
-        bool, typer.Option("--record-samples", help="Write down the samples each rank reads.")
+        bool, typer.Option("--record-samples", help="Log the sample ids that each rank reads.")
     ] = False,
     tracking_uri: TrackingUri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
@@ -138,7 +146,7 @@ def train(
     in_process: InProcess = False,
     dry_run_: DryRun = False,
 ) -> None:
-    """Train RECIPE, or resume the run of that name."""
+    """Train RECIPE, or resume the run named by --run-name."""
     from pipelines.run.refusals import refuse_early
 
     refuse_early(recipe, workers, layout)
@@ -183,23 +191,24 @@ def _train(request: TrainRequest, is_dry_run: bool, is_in_process: bool) -> int:
 
 @app.command(name="status")
 def status_command(
-    run: Annotated[str, typer.Argument(help="The name of a run.")],
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     watch: Annotated[
-        bool, typer.Option("--watch", help="Go on showing it for as long as somebody drives it.")
+        bool, typer.Option("--watch", help="Refresh the status until the run is no longer driven.")
     ] = False,
     json_: Annotated[
-        bool, typer.Option("--json", help="One JSON object a line; docs/files.md lists its keys.")
+        bool,
+        typer.Option("--json", help="Print JSON objects; docs/files.md lists the keys."),
     ] = False,
     price: Annotated[
         list[str] | None,
         typer.Option(
             metavar="[TYPE=]NUMBER",
-            help="What a worker costs an hour, on nodes of a type; may be repeated.",
+            help="Price of a worker-hour, optionally for one node type. Repeatable.",
         ),
     ] = None,
 ) -> None:
-    """Say how RUN stands: who is where, and where its time has gone."""
+    """Show the status of RUN: workers, placement, newest checkpoint, goodput."""
     from pipelines.observe.view.status import status
 
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
@@ -208,11 +217,11 @@ def status_command(
 
 @app.command(name="logs")
 def logs_command(
-    run: Annotated[str, typer.Argument(help="The name of a run.")],
-    worker: Annotated[str, typer.Option(help="Whose, as `elastic status` names it, e.g. w3.")],
+    run: Annotated[str, typer.Argument(help="Name of the run.")],
+    worker: Annotated[str, typer.Option(help="Name of the worker as in `elastic status`.")],
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
-    """Print what a worker of RUN printed and raised."""
+    """Print the output and the exceptions of one worker of RUN."""
     from pipelines.observe.view.logs import logs
 
     for line in logs(run, worker, storage):
@@ -221,21 +230,20 @@ def logs_command(
 
 @app.command(name="sweep")
 def sweep_command(
-    recipe: Annotated[str, typer.Argument(help="As of `train`.")],
+    recipe: RecipeName,
     layouts: Annotated[
-        str, typer.Option(metavar="LAYOUTS", help="With semicolons between: 'tp=1; dp=2,tp=2'.")
+        str, typer.Option(metavar="LAYOUTS", help="Separated by semicolons: 'tp=1; dp=2,tp=2'.")
     ],
-    steps: Annotated[int, typer.Option(help="Steps a layout; the first is not counted.")] = 10,
+    steps: Annotated[int, typer.Option(help="Steps per layout; the first is not measured.")] = 10,
     start_timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Give a layout up that has not begun by then.")
+        float,
+        typer.Option(metavar="SECONDS", help="Skip a layout whose workers start later than this."),
     ] = 600.0,
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
-    data: Annotated[
-        str | None, typer.Option(help="A folder, file or glob of text, or 'random'.")
-    ] = None,
+    data: Data = None,
     set_: Changes = None,
 ) -> None:
-    """Train RECIPE for a few steps under each layout; print speed, bytes and peak memory."""
+    """Benchmark RECIPE under several layouts: speed, state bytes and peak memory of each."""
     from pipelines.run.refusals import refuse_early
 
     refuse_early(recipe)
@@ -248,13 +256,11 @@ def sweep_command(
 
 @app.command(name="reshard")
 def reshard_command(
-    run: Annotated[str, typer.Argument(help="The name of a run that goes on.")],
-    layout: Annotated[
-        str, typer.Option(help="The layout wished for from now on, e.g. dp=2,fsdp=2.")
-    ],
+    run: Annotated[str, typer.Argument(help="Name of a run in progress.")],
+    layout: Annotated[str, typer.Option(help="The new target layout, e.g. dp=2,fsdp=2.")],
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
-    """Change the layout of RUN at its next step boundary; nothing is redone."""
+    """Reshard RUN to another layout at its next step boundary; no step is lost."""
     from pipelines.run.reshard import reshard
 
     typer.echo(reshard(run, layout, storage))
@@ -262,23 +268,21 @@ def reshard_command(
 
 @app.command(name="export")
 def export_command(
-    run: Annotated[str, typer.Argument(help="The name of a run that has a checkpoint.")],
+    run: Annotated[str, typer.Argument(help="Name of a run that has a checkpoint.")],
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     format_: Annotated[
         Literal["hf"], typer.Option("--format", help="hf: a folder that `transformers` loads.")
     ] = "hf",
-    out: Annotated[
-        Path | None, typer.Option(help="The new folder; default: the run's name and '-hf'.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder to create. Default: RUN-hf.")] = None,
     step: Annotated[
-        int | None, typer.Option(min=1, help="Which checkpoint; default: the newest.")
+        int | None, typer.Option(min=1, help="Step of the checkpoint. Default: the newest.")
     ] = None,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None,
-        typer.Option(help="Of the parameters; default: as the run keeps them."),
+        typer.Option(help="Data type of the parameters. Default: that of the run."),
     ] = None,
 ) -> None:
-    """Write a checkpoint of RUN to a folder that other tools load."""
+    """Convert a checkpoint of RUN to a Hugging Face model folder."""
     from pipelines.hugging_face.export import export
 
     typer.echo(export(run, storage, out, step, dtype))
@@ -287,22 +291,22 @@ def export_command(
 @app.command(name="prepare")
 def prepare_command(
     data: Annotated[
-        str, typer.Argument(help="Text: a folder, file or glob; '' is the standard library.")
+        str, typer.Argument(help="Text: a folder, file or glob; '' is Python's standard library.")
     ],
     out: Annotated[
-        str, typer.Argument(help="The folder for the token shards, or its URL, e.g. s3://bucket/x.")
+        str, typer.Argument(help="Folder or URL for the token shards, e.g. s3://bucket/x.")
     ],
     tokenizer: Annotated[
-        str, typer.Option(help="'bytes', or a Hugging Face tokenizers JSON file.")
+        str, typer.Option(help="'bytes', or a JSON file of Hugging Face tokenizers.")
     ] = "bytes",
     separator: Annotated[
-        str | None, typer.Option(help="The token that parts documents, if not the usual one.")
+        str | None, typer.Option(help="Token between documents. Default: the tokenizer's.")
     ] = None,
     held_out_fraction: Annotated[
-        float, typer.Option(help="Part of the documents held out.")
+        float, typer.Option(help="Fraction of the documents held out for evaluation.")
     ] = 0.02,
 ) -> None:
-    """Turn text into memory-mapped token shards, to be given to --data."""
+    """Tokenize text into memory-mapped token shards for --data."""
     from pipelines.data.corpus import find_corpus
     from pipelines.data.prepare import prepare_at
     from pipelines.data.tokens import find_tokenizer
@@ -318,17 +322,17 @@ def prepare_command(
 @app.command()
 def plan(
     model_params: Annotated[
-        float, typer.Option(metavar="NUMBER", help="How many parameters the model has, e.g. 7e9.")
+        float, typer.Option(metavar="NUMBER", help="Number of model parameters, e.g. 7e9.")
     ],
     world_sizes: Annotated[
-        str, typer.Option(help="Numbers of workers that share the state.")
+        str, typer.Option(help="Numbers of workers that shard the state, separated by commas.")
     ] = "1,8,64,512",
 ) -> None:
-    """Print the memory that training takes, by precision, ZeRO stage and number of workers."""
+    """Print the memory per worker, by precision, ZeRO stage and number of workers."""
     from pipelines.observe.view.footprint_table import footprint_tables, parse_counts
 
     if not 1 <= model_params < float("inf"):
-        raise UserError(f"--model-params {model_params:g}: a number of parameters, e.g. 7e9")
+        raise UserError(f"--model-params {model_params:g}: give 1 or more parameters, e.g. 7e9")
     for formula, table in footprint_tables(model_params, parse_counts(world_sizes)):
         Console(soft_wrap=True).print(formula, highlight=False)
         Console().print(table)
@@ -342,32 +346,35 @@ def doctor_command(
     interface: Interface = None,
     ports: Ports = None,
     run: Annotated[
-        str | None, typer.Argument(help="Check the files of this run instead of the machine.")
+        str | None, typer.Argument(help="Check the files of this run instead of the environment.")
     ] = None,
     repair: Annotated[
         bool,
-        typer.Option("--repair", help="Set damaged files of RUN aside, so that it can continue."),
+        typer.Option("--repair", help="Set damaged files of RUN aside so that it can resume."),
     ] = False,
 ) -> None:
-    """Check this machine and the cluster at hand, or the files of RUN, and report problems."""
+    """Check this machine, the storage and the cluster, or the files of RUN; print fixes."""
     from pipelines.doctor import DoctorRequest, check_run, doctor
 
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
     if run is not None:
         raise typer.Exit(check_run(run, storage, repair, console))
     if repair:
-        raise UserError("--repair: name the run, e.g. elastic doctor RUN --repair")
+        raise UserError("--repair needs the name of a run: elastic doctor RUN --repair")
     raise typer.Exit(doctor(DoctorRequest(storage, tracking_uri, data, interface, ports), console))
 
 
 def main() -> None:
-    """The `elastic` command. Exit codes: 0, 1 failed, 2 user error, 130 and 143 interrupted."""
+    """The `elastic` command.
+
+    Exit codes: 0 completed, 1 failed, 2 user error, 130 and 143 interrupted.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # what users raise may have lone surrogates in it
+        if isinstance(stream, TextIOWrapper):  # a user's message may hold lone surrogates
             stream.reconfigure(errors="backslashreplace")
     try:
         for argument in sys.argv[1:]:
-            refuse_undecodable("the argument", argument)
+            refuse_undecodable("argument", argument)
         sys.exit(app(standalone_mode=False) or 0)
     except UserError as error:
         if isinstance(error, UserCodeFailed) and error.frames:
@@ -381,8 +388,8 @@ def main() -> None:
 
 
 def _misuse(error: Any) -> str:
-    """What the parser of the command line (click's, whichever copy of it) says, in one line; where
-    nothing was asked for, that is the help."""
+    """The message of the command-line parser (either copy of click) in one line; without a
+    command, that is the help text."""
     message = error.format_message()
     if "\n\n" in message:
         return str(message)

@@ -1,4 +1,4 @@
-"""The Python API, in the terms of Ray Train: `ElasticTrainer`, and what its methods return."""
+"""The Python API, modelled on Ray Train: `ElasticTrainer` and `LiveRun`."""
 
 from pipelines.api.live_run import LiveRun
 from pipelines.api.trainer import ElasticTrainer

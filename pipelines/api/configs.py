@@ -1,4 +1,4 @@
-"""Ray Train's configurations as arguments of a run; what a run knows nothing of is refused."""
+"""Conversion of Ray Train's configurations to options of a run; unsupported fields are refused."""
 
 from __future__ import annotations
 
@@ -11,35 +11,36 @@ from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from pipelines.settings.errors import UserError
 
 SCALING_HINTS = {
-    "placement_strategy": "workers are placed by what their layout shares; leave it out",
-    "label_selector": "machines are chosen by accelerator_type and resources_per_worker",
-    "use_tpu": "CPUs and GPUs are known",
-    "topology": "CPUs and GPUs are known",
+    "placement_strategy": "the layout decides the placement of workers; leave it out",
+    "label_selector": "use accelerator_type and resources_per_worker to choose machines",
+    "use_tpu": "workers run on CPUs or GPUs",
+    "topology": "workers run on CPUs or GPUs",
     "elastic_resize_monitor_interval_s": "a run grows at the next step boundary once workers are "
     "ready; leave it out",
-    "trainer_resources": "the controller asks for none",
+    "trainer_resources": "the controller requests no resources; leave it out",
 }
 RUN_HINTS = {
     "storage_filesystem": "give storage_path as a URL, e.g. s3://bucket/runs",
-    "callbacks": "`start()` returns a handle with metrics and events",
-    "stop": "give steps=, or stop by a scheduler of Ray Tune",
-    "worker_runtime_env": "give it to ray.init(runtime_env=...)",
-    "verbose": "give verbose= to the trainer itself",
+    "callbacks": "use `start()`, which returns a handle with metrics and events",
+    "stop": "use steps=, or a scheduler of Ray Tune",
+    "worker_runtime_env": "pass it to ray.init(runtime_env=...)",
+    "verbose": "pass verbose= to ElasticTrainer",
 }
 FAILURE_HINT = (
-    "workers that are lost are replaced without a limit, and the run goes on; leave it out, or "
-    "give max_failures=-1"
+    "lost workers are replaced without a limit and the run continues; leave it out, or use "
+    "max_failures=-1"
 )
 CHECKPOINT_HINTS = {
-    "checkpoint_score_attribute": 'the lowest held-out loss decides: set={"keep_best": 3}',
-    "checkpoint_frequency": 'give set={"checkpoint_every": 100}',
-    "checkpoint_at_end": "a run that ends has saved a last one",
+    "checkpoint_score_attribute": "the score is the held-out loss (lowest is best): use "
+    'set={"keep_best": 3}',
+    "checkpoint_frequency": 'use set={"checkpoint_every": 100}',
+    "checkpoint_at_end": "a run always saves at its end; leave it out",
 }
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """What a ScalingConfig says of a run."""
+    """The options of a run that a ScalingConfig sets."""
 
     workers: str | None = None
     changes: tuple[str, ...] = ()
@@ -50,26 +51,27 @@ class Scaling:
         """Raises `UserError`."""
         if config is None:
             return cls()
-        _refuse_another(config, ScalingConfig, "scaling_config")
-        known = {"num_workers", "use_gpu", "resources_per_worker", "accelerator_type"}
-        _refuse_others(config, known, SCALING_HINTS)
-        number = config.num_workers
-        least, most = number if isinstance(number, tuple) else (number, number)
+        _refuse_other_type(config, ScalingConfig, "scaling_config")
+        supported = {"num_workers", "use_gpu", "resources_per_worker", "accelerator_type"}
+        _refuse_unsupported(config, supported, SCALING_HINTS)
+        num_workers = config.num_workers
+        is_range = isinstance(num_workers, tuple)
+        min_workers, max_workers = num_workers if is_range else (num_workers, num_workers)
         accelerator = "cpu"
         if config.use_gpu:
             accelerator = config.accelerator_type or "gpu"
         elif config.accelerator_type:
             raise UserError(
-                f"ScalingConfig(accelerator_type={config.accelerator_type!r}): it is a type of "
-                "GPU; give use_gpu=True with it"
+                f"ScalingConfig(accelerator_type={config.accelerator_type!r}) is a type of GPU: "
+                "add use_gpu=True"
             )
         per_worker = _options(config.resources_per_worker or {})
-        return cls(f"{least}:{most}", (f"accelerator={accelerator}",), per_worker)
+        return cls(f"{min_workers}:{max_workers}", (f"accelerator={accelerator}",), per_worker)
 
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a RunConfig says of a run; without one the run is named by recipe and time."""
+    """The options of a run that a RunConfig sets; the default name is recipe and time."""
 
     name: str | None = None
     storage: str = "runs"
@@ -80,19 +82,19 @@ class RunOptions:
         """Raises `UserError`."""
         if config is None:
             return cls()
-        _refuse_another(config, RunConfig, "run_config")
-        known = {"name", "storage_path", "failure_config", "checkpoint_config"}
-        _refuse_others(config, known, RUN_HINTS)
-        _refuse_limits(config.failure_config or FailureConfig())
-        kept = config.checkpoint_config or CheckpointConfig()
-        _refuse_others(kept, {"num_to_keep"}, CHECKPOINT_HINTS)
-        number = kept.num_to_keep
-        changes = () if number is None else (f"keep_last={number}", "keep_best=0")
+        _refuse_other_type(config, RunConfig, "run_config")
+        supported = {"name", "storage_path", "failure_config", "checkpoint_config"}
+        _refuse_unsupported(config, supported, RUN_HINTS)
+        _refuse_failure_limit(config.failure_config or FailureConfig())
+        checkpoints = config.checkpoint_config or CheckpointConfig()
+        _refuse_unsupported(checkpoints, {"num_to_keep"}, CHECKPOINT_HINTS)
+        num_to_keep = checkpoints.num_to_keep
+        changes = () if num_to_keep is None else (f"keep_last={num_to_keep}", "keep_best=0")
         return cls(config.name, str(config.storage_path or "runs"), changes)
 
 
 def changes_of(values: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
-    """Settings by their names, or nested by the parts of these, as the command line has them."""
+    """Settings as `KEY=VALUE` of the command line, from dotted names or nested mappings."""
     changes: list[str] = []
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -104,11 +106,11 @@ def changes_of(values: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:
 
 
 def _options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """As options of a worker's actor, beside those of its accelerator."""
+    """Ray options of a worker's actor, besides its accelerator."""
     if resources.get("GPU", 1) != 1:
         raise UserError(
             f"ScalingConfig(resources_per_worker={{'GPU': {resources['GPU']}}}): a worker has one "
-            "device; give more workers"
+            "GPU; use more workers"
         )
     named = {"CPU": "num_cpus", "memory": "memory"}
     options: dict[str, Any] = {named[k]: v for k, v in resources.items() if k in named}
@@ -116,25 +118,25 @@ def _options(resources: Mapping[str, float]) -> dict[str, Any]:
     return options | ({"resources": others} if others else {})
 
 
-def _refuse_another(config: object, kind: type, argument: str) -> None:
-    if not isinstance(config, kind):
-        told = f"{type(config).__module__}.{type(config).__qualname__}"
-        raise UserError(f"{argument}: {told} is none; give a ray.train.{kind.__name__}")
+def _refuse_other_type(config: object, expected: type, argument: str) -> None:
+    if not isinstance(config, expected):
+        given = f"{type(config).__module__}.{type(config).__qualname__}"
+        raise UserError(f"{argument} is a {given}: give a ray.train.{expected.__name__}")
 
 
-def _refuse_others(config: Any, known: set[str], hints: Mapping[str, str]) -> None:
-    """Whatever differs from the default would otherwise be passed over in silence."""
-    plain = type(config)()
-    for told in fields(config):
-        value = getattr(config, told.name)
-        if told.name not in known and value != getattr(plain, told.name):
+def _refuse_unsupported(config: Any, supported: set[str], hints: Mapping[str, str]) -> None:
+    """Raises `UserError` for an unsupported field that differs from its default."""
+    default = type(config)()
+    for field_ in fields(config):
+        value = getattr(config, field_.name)
+        if field_.name not in supported and value != getattr(default, field_.name):
             raise UserError(
-                f"{type(config).__name__}({told.name}={value!r}) is not supported: "
-                f"{hints.get(told.name, 'leave it out')}"
+                f"{type(config).__name__}({field_.name}={value!r}) is not supported: "
+                f"{hints.get(field_.name, 'leave it out')}"
             )
 
 
-def _refuse_limits(config: FailureConfig) -> None:
+def _refuse_failure_limit(config: FailureConfig) -> None:
     if config.max_failures not in (0, -1):
         raise UserError(f"FailureConfig(max_failures={config.max_failures}): {FAILURE_HINT}")
-    _refuse_others(config, {"max_failures"}, {})
+    _refuse_unsupported(config, {"max_failures"}, {})

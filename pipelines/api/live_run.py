@@ -1,4 +1,4 @@
-"""A run that goes on beside the caller, who may look at it, change its layout, and stop it."""
+"""A run in the background: its metrics, events and status, resharding, and stop."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from actors.ray_backend.controller import DriverReport
 from actors.ray_backend.driver import Drive
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.tables import Tables
-from pipelines.run.drive import under_way
+from pipelines.run.drive import started_run
 from pipelines.run.plan import RunPlan
 from pipelines.run.refusals import parse_layout
-from pipelines.run.reshard import ask
+from pipelines.run.reshard import request_layout
 
 
 class LiveRun:
-    """A run that `ElasticTrainer.start` has begun; it ends with this process at the latest.
+    """A run started by `ElasticTrainer.start`; it ends with this process at the latest.
 
-    As a context manager it is stopped at the end of the block.
+    As a context manager it stops the run at the end of the block.
     """
 
     def __init__(self, plan: RunPlan) -> None:
@@ -35,14 +35,14 @@ class LiveRun:
         self._error: BaseException | None = None
         self._block = ExitStack()
         with in_terms_of_python():
-            self._drive: Drive = self._block.enter_context(under_way(plan))
+            self._drive: Drive = self._block.enter_context(started_run(plan))
         self._thread = threading.Thread(target=self._follow, name=plan.folder.name, daemon=True)
         self._thread.start()
         atexit.register(self._stop_and_wait)
 
     @property
     def name(self) -> str:
-        """With which `ElasticTrainer` or `elastic train` resumes it."""
+        """The run name, with which `ElasticTrainer` or `elastic train` resumes the run."""
         return self._folder.name
 
     @property
@@ -52,39 +52,40 @@ class LiveRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended, however."""
+        """Whether the run has ended, for any reason."""
         return not self._thread.is_alive()
 
     @property
     def metrics(self) -> pandas.DataFrame:
-        """One row a committed step."""
+        """One row per committed step."""
         return self._tables.metrics()
 
     @property
     def events(self) -> pandas.DataFrame:
-        """One row a thing that happened: time (seconds since the epoch), step, generation,
-        world_size, kind and text."""
+        """One row per run event: time (seconds since the epoch), step, generation, world_size,
+        kind and text."""
         return self._tables.events()
 
     @property
     def status(self) -> dict[str, Any]:
-        """What `elastic status --json` tells of it."""
+        """The output of `elastic status --json`."""
         return self._tables.run_status().as_json()
 
     def reshard(self, layout: str) -> str:
-        """Another layout from the next step boundary on, as `dp=2,fsdp=2`; one line about what
-        has come of it. Raises `UserError` if it is refused; the run goes on as it is."""
+        """Reshard to a layout such as `dp=2,fsdp=2` at the next step boundary; return a line about
+        the outcome. Raises `UserError` if it is refused, and the run keeps its layout."""
         with in_terms_of_python():
-            return ask(self._folder, parse_layout(layout))
+            return request_layout(self._folder, parse_layout(layout))
 
     def stop(self) -> Result:
-        """Save at the next step boundary and end; the same name resumes the run. As `result`."""
+        """Save and end at the next step boundary; the same name resumes the run. Returns and raises
+        as `result`."""
         self._stop_and_wait()
         return self.result()
 
     def result(self, timeout_s: float | None = None) -> Result:
-        """Wait for the end. Raises `TimeoutError` if it has not come within `timeout_s`,
-        `TrainingFailedError` with the user's traceback, or `UserError`."""
+        """Wait for the end. Raises `TimeoutError` after `timeout_s`, `TrainingFailedError` with the
+        traceback of the user's code, or `UserError`."""
         self._thread.join(timeout_s)
         if not self.is_over:
             raise TimeoutError(f"run '{self.name}' has not ended within {timeout_s:g} s")
@@ -114,7 +115,7 @@ class LiveRun:
 
     def _stop_and_wait(self) -> None:
         if not self.is_over:
-            self._drive.request_stop("asked for by the driver")
+            self._drive.request_stop("requested by the driver")
             self._thread.join()
 
     def _follow(self) -> None:

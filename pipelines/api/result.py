@@ -1,4 +1,4 @@
-"""How a run has ended, in Ray Train's terms: its `Result`, or what is raised."""
+"""The result of a run as Ray Train's `Result`, or the exception that it raises."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ NAMES = {
     "record-samples": "record_samples",
     "tracking-uri": "tracking_uri",
 } | {name: name for name in ("layout", "steps", "data", "set", "inject", "interface", "ports")}
-"""How the command line's options are called here."""
+"""The argument of the API for each option of the command line."""
 
 
 @contextmanager
 def in_terms_of_python() -> Iterator[None]:
-    """What is refused is told by the names of arguments, not of options."""
+    """Errors name the arguments of the API instead of command-line options."""
     try:
         yield
     except UserError as error:
         raise type(error)(renamed(str(error))) from None
     except ControllerLost as error:
         raise TrainingFailedError(
-            f"the controller died ({error}); the same RunConfig(name) resumes the run"
+            f"the controller died ({error}); use the same RunConfig(name) to resume the run"
         ) from None
 
 
@@ -52,25 +52,25 @@ def renamed(message: str) -> str:
 
 
 def ended(folder: RunFolder, progress: DriverReport) -> Result:
-    """Of a run that has completed, or was stopped on request.
+    """The result of a run that has completed or was stopped on request.
 
-    Raises `TrainingFailedError` with the user's traceback, or `UserError`.
+    Raises `TrainingFailedError` with the traceback of the user's code, or `UserError`.
     """
     outcome = progress.outcome
     assert outcome is not None
     for line in progress.undelivered:
         warnings.warn(line, stacklevel=2)
-    told = f"run '{folder.name}' has failed at step {outcome.step}: {outcome.reason}"
+    message = f"run '{folder.name}' failed at step {outcome.step}: {outcome.reason}"
     if outcome.outcome == "user_error":
         raise UserError(renamed(outcome.reason))
     if outcome.outcome == "failed":
-        raise TrainingFailedError("\n".join(part for part in (told, outcome.traceback) if part))
+        raise TrainingFailedError("\n".join(part for part in (message, outcome.traceback) if part))
     return result_of(folder)
 
 
 def result_of(folder: RunFolder) -> Result:
-    """What a run's folder holds; its best checkpoints are all that are kept, with the metrics of
-    their steps."""
+    """The result from a run's folder; `best_checkpoints` are all kept checkpoints with the metrics
+    of their steps."""
     table = Tables(folder).metrics()
     system, path = folder.files.in_arrow()
     kept = []
@@ -89,6 +89,6 @@ def result_of(folder: RunFolder) -> Result:
 
 
 def _metrics(table: pandas.DataFrame, step: int | None = None) -> dict[str, Any]:
-    """Those of a step, or of the last; none if there is no such."""
+    """The metrics of a step, by default of the last one; empty if there is no such step."""
     rows = table if step is None or table.empty else table[table["step"] == step]
     return {} if rows.empty else dict(rows.to_dict("records")[-1])

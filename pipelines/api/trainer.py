@@ -1,4 +1,4 @@
-"""`ElasticTrainer`: what `elastic train` does, in the terms of Ray Train."""
+"""`ElasticTrainer`: elastic training with the interface of Ray Train."""
 
 from __future__ import annotations
 
@@ -17,25 +17,31 @@ from pipelines.api.configs import RunOptions, Scaling, changes_of
 from pipelines.api.live_run import LiveRun
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.trial import StepReports
-from pipelines.run.drive import Interrupts, follow, plan_here, tell_place, under_way
+from pipelines.run.drive import (
+    Interrupts,
+    follow,
+    plan_on_this_machine,
+    print_location,
+    started_run,
+)
 from pipelines.run.plan import RunPlan, TrainRequest
 from pipelines.run.recipes import RecipeLike, load, name_of
 from pipelines.settings.errors import UserError
 
 
 class ElasticTrainer:
-    """Trains a recipe on workers that may come and go.
+    """Trains a recipe on workers that may join and leave during the run.
 
-    `recipe` is a name, `file.py:function`, a function that returns `TrainSettings` or a `Recipe`
-    of your own model, one of these itself, or a function of a run that owns its loop; a function
-    gets the arguments of `recipe_config` by name.
-    `scaling_config` says how many workers, `(2, 8)` for any number from 2 to 8, and what each asks
-    the cluster for; `run_config` the run's name, with which it is resumed, and its storage.
-    `layout` is wished for when all workers are there, as `dp=2,fsdp=2`; `steps` is where to stop;
-    `set` overrides fields of the recipe, as `{"optimizer.lr": 1e-3}`. With `verbose=0` nothing is
-    shown. The others are those of `elastic train`.
+    `recipe` is a name, `file.py:function`, `TrainSettings`, a `Recipe` of a custom model, a
+    function that returns one of these, or a custom training loop. A function gets the arguments
+    of `recipe_config` by name.
+    `scaling_config` sets the number of workers, `(2, 8)` for any number from 2 to 8, and the
+    resources of each; `run_config` sets the run name, which also resumes a run, and the storage.
+    `layout` is the target layout for all workers, such as `dp=2,fsdp=2`; `steps` is the last step;
+    `set` overrides settings, such as `{"optimizer.lr": 1e-3}`. `verbose=0` prints nothing. The
+    other arguments are options of `elastic train`.
 
-    Raises `UserError` for what a run knows nothing of.
+    Raises `UserError` for unsupported arguments.
     """
 
     def __init__(
@@ -59,19 +65,19 @@ class ElasticTrainer:
         notify: str | None = None,
         verbose: int = 1,
     ) -> None:
-        scaling, running = Scaling.of(scaling_config), RunOptions.of(run_config)
+        scaling, options = Scaling.of(scaling_config), RunOptions.of(run_config)
         self._verbose = verbose
-        self._asked = TrainRequest(
+        self._request = TrainRequest(
             recipe=recipe,
             arguments=dict(recipe_config or {}),
-            run_name=running.name,
-            storage=running.storage,
+            run_name=options.name,
+            storage=options.storage,
             workers=scaling.workers,
             per_worker=scaling.per_worker,
             layout=layout,
             steps=steps,
             data=data,
-            changes=(*scaling.changes, *running.changes, *changes_of(set or {})),
+            changes=(*scaling.changes, *options.changes, *changes_of(set or {})),
             audit_every=audit_every,
             inject=tuple(inject),
             record_samples=record_samples,
@@ -83,23 +89,24 @@ class ElasticTrainer:
         )
 
     def fit(self) -> Result:
-        """Train to the end, or go on with the run of this name.
+        """Train to the end; an existing run of this name is resumed.
 
         The first SIGINT or SIGTERM saves and ends the run, and is then raised as
-        `KeyboardInterrupt` or `SystemExit`; only the main thread takes signals. Raises `UserError`
-        for what is refused, `TrainingFailedError` with the user's traceback.
+        `KeyboardInterrupt` or `SystemExit`; only the main thread handles signals. Raises
+        `UserError` for a refused request, `TrainingFailedError` with the traceback of the user's
+        code.
         """
         with in_terms_of_python():
-            plan = plan_here(self._asked)
+            plan = plan_on_this_machine(self._request)
             console = Console() if self._verbose else None
             interrupts = Interrupts()
             try:
                 if console:
-                    tell_place(plan, console)
-                with under_way(plan, joined=interrupts.listen) as drive_:
-                    progress = follow(plan, drive_, console, lambda: interrupts.pass_on(drive_))
+                    print_location(plan, console)
+                with started_run(plan, joined=interrupts.install) as drive_:
+                    progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
             finally:
-                interrupts.give_back()
+                interrupts.restore()
         if interrupts.number == signal.SIGINT:
             raise KeyboardInterrupt
         if interrupts.number:
@@ -107,37 +114,36 @@ class ElasticTrainer:
         return ended(plan.folder, progress)
 
     def start(self) -> LiveRun:
-        """Begin, or go on, and return at once. Raises `UserError` for what is refused."""
+        """Start or resume the run and return at once. Raises `UserError` for a refused request."""
         return LiveRun(self._plan())
 
     def as_trainable(self, report_every: int = 1) -> Any:
-        """What `ray.tune.Tuner` takes: each trial is a run that has the trial's name.
+        """A trainable for `ray.tune.Tuner`: each trial is a run with the trial's name.
 
-        The parameter space overrides fields of the recipe, as `set` does; below `recipe_config` it
-        overrides arguments of the recipe's function. Every `report_every`-th step is reported; when
-        a scheduler ends the trial, the run saves and ends. Raises `UserError` for a recipe that
-        there is not.
+        The parameter space overrides settings, as `set` does; its key `recipe_config` overrides
+        arguments of the recipe's function. Every `report_every`-th step is reported. When a
+        scheduler ends the trial, the run saves and ends. Raises `UserError` for an unknown recipe.
         """
         if report_every < 1:
-            raise UserError(f"report_every={report_every}: give 1 or more")
+            raise UserError(f"report_every={report_every}: use 1 or more")
         with in_terms_of_python():
-            load(self._asked.recipe, self._asked.arguments)
-        here = os.getcwd()
+            load(self._request.recipe, self._request.arguments)
+        script_folder = os.getcwd()
 
         def begin(trial_name: str, config: dict[str, Any]) -> StepReports:
-            with suppress(OSError):  # on another machine it may not be there
-                os.chdir(here)  # Tune's trials are elsewhere, and paths are the script's
+            with suppress(OSError):  # the folder may not exist on another machine
+                os.chdir(script_folder)  # Tune changes the folder; paths are relative to the script
             return StepReports(self._plan(trial_name, config), report_every)
 
-        return trainable_of(begin, name_of(self._asked.recipe).rpartition(":")[2])
+        return trainable_of(begin, name_of(self._request.recipe).rpartition(":")[2])
 
     def _plan(
         self, run_name: str | None = None, config: Mapping[str, Any] | None = None
     ) -> RunPlan:
         values = dict(config or {})
-        arguments = {**self._asked.arguments, **values.pop("recipe_config", {})}
-        changes = (*self._asked.changes, *changes_of(values))
-        name = run_name or self._asked.run_name
-        request = replace(self._asked, changes=changes, arguments=arguments, run_name=name)
+        arguments = {**self._request.arguments, **values.pop("recipe_config", {})}
+        changes = (*self._request.changes, *changes_of(values))
+        name = run_name or self._request.run_name
+        request = replace(self._request, changes=changes, arguments=arguments, run_name=name)
         with in_terms_of_python():
-            return plan_here(request)
+            return plan_on_this_machine(request)

@@ -1,4 +1,4 @@
-"""`elastic doctor`: what a run would stumble over here, and how to mend it."""
+"""`elastic doctor`: checks of the environment and of a run's files, with a fix for each problem."""
 
 from pipelines.doctor.doctor import DoctorRequest, check_run, doctor
 

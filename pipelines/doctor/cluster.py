@@ -1,4 +1,4 @@
-"""The Ray cluster at hand: its nodes, what they run, and their clocks."""
+"""Checks of the Ray cluster: its nodes, their software and their clocks."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipelines.observe.history.formatting import counted
 
 
 def cluster(address: str | None, namespace: str) -> Iterator[Finding]:
-    """Join it, ask each node, and leave; without one there is nothing to find fault with."""
+    """Join the cluster if there is one, query each node, and leave."""
     try:
         nodes = see_nodes(address, namespace)
     except (OSError, ValueError) as error:
-        mend = "start it, or unset RAY_ADDRESS to have a local one"
-        yield Finding("Ray cluster", f"RAY_ADDRESS={address}: {error}", "failed", mend)
+        fix = "start the cluster, or unset RAY_ADDRESS to use a local one"
+        yield Finding("Ray cluster", f"RAY_ADDRESS={address}: {error}", "failed", fix)
         return
     if nodes is None:
-        yield Finding("Ray cluster", "none at hand: a run starts a local one")
+        yield Finding("Ray cluster", "none found: a run starts a local one")
         return
     total = {name: sum(node.resources.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
     yield Finding(
@@ -31,25 +31,28 @@ def cluster(address: str | None, namespace: str) -> Iterator[Finding]:
 
 
 def _node(node: NodeSeen) -> Iterator[Finding]:
-    what = f"node {node.address}"
+    check = f"node {node.address}"
     if node.trouble:
-        mend = "install this working tree there, or submit it: docs/cluster.md"
-        yield Finding(what, node.trouble, "failed", mend)
+        fix = "install these sources there, or submit them with the job: see docs/cluster.md"
+        yield Finding(check, node.trouble, "failed", fix)
         return
-    yield node_software(what, node.software, own_software())
+    yield node_software(check, node.software, own_software())
     assert node.told is not None
-    yield clock(what, node.told, node.between)
+    yield clock(check, node.told, node.between)
 
 
-def node_software(what: str, theirs: dict[str, str], ours: dict[str, str]) -> Finding:
+def node_software(check: str, theirs: dict[str, str], ours: dict[str, str]) -> Finding:
     """All workers must run the sources and versions of the driver."""
     differing = {name: version for name, version in theirs.items() if ours.get(name) != version}
     if not differing:
-        return Finding(what, "the same sources and versions as here")
-    told = ", ".join(
+        return Finding(check, "the same sources and versions as here")
+    differences = ", ".join(
         f"{name} {version[:12]}, here {ours.get(name, 'none')[:12]}"
         for name, version in differing.items()
     )
-    mend = "install one environment everywhere; sources by `ray job submit --working-dir .`"
+    fix = (
+        "install the same environment everywhere; send sources with "
+        "`ray job submit --working-dir .`"
+    )
     is_fatal = bool({"sources", "ray", "python"} & differing.keys())
-    return Finding(what, told, "failed" if is_fatal else "warning", mend)
+    return Finding(check, differences, "failed" if is_fatal else "warning", fix)

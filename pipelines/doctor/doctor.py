@@ -1,4 +1,4 @@
-"""All checks, one after the other, and the table of what they have found."""
+"""The sequence of all checks and the table of their findings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NOWHERE = "127.0.0.1"
 
 @dataclass(frozen=True)
 class DoctorRequest:
-    """The command line of `elastic doctor`, as typed; each option is that of `train`."""
+    """The command line of `elastic doctor`, as typed; the options are those of `train`."""
 
     storage: str = "runs"
     tracking_uri: str | None = None
@@ -39,27 +39,32 @@ class DoctorRequest:
 
 
 def doctor(request: DoctorRequest, console: Console) -> int:
-    """Print what was found; return 1 if anything has failed. Raises `UserError`."""
+    """Check the environment and print the findings; return 1 if any check failed.
+
+    Raises `UserError`.
+    """
     return _report(list(findings(request)), console)
 
 
 def check_run(run_name: str, storage: str, repair: bool, console: Console) -> int:
-    """Check the files of a run, and with `repair` set damaged ones aside; the exit code as of
-    `doctor`. Raises `UserError`, also if somebody drives the run that is to be repaired."""
+    """Check the files of a run, with `repair` set damaged ones aside; return 1 if any check failed.
+
+    Raises `UserError`, also for a repair of a run that has a driver.
+    """
     folder = RunFolder.of(storage, run_name)
     try:
-        found = list(repair_run(folder) if repair else check_files(folder))
+        results = list(repair_run(folder) if repair else check_files(folder))
     except OSError as error:
         raise UserError(f"{folder.url}: {error}") from None
-    return _report(found, console)
+    return _report(results, console)
 
 
-def _report(found: list[Finding], console: Console) -> int:
-    """Print the table; return 1 if anything has failed."""
-    console.print(_table(found))
-    num = {verdict: sum(f.verdict == verdict for f in found) for verdict in STYLES}
+def _report(results: list[Finding], console: Console) -> int:
+    """Print the table; return 1 if any check failed."""
+    console.print(_table(results))
+    num = {verdict: sum(f.verdict == verdict for f in results) for verdict in STYLES}
     console.print(
-        f"{counted(len(found), 'check')}: {num['failed']} failed, "
+        f"{counted(len(results), 'check')}: {num['failed']} failed, "
         f"{counted(num['warning'], 'warning')}",
         highlight=False,
     )
@@ -67,11 +72,11 @@ def _report(found: list[Finding], console: Console) -> int:
 
 
 def findings(request: DoctorRequest) -> Iterator[Finding]:
-    """What there is to tell, in the order in which a run would need it. Raises `UserError`."""
+    """The findings of all checks, in the order in which a run needs them. Raises `UserError`."""
     changes = [f"network.interface={request.interface}"] if request.interface else []
     changes += [f"network.ports={request.ports}"] if request.ports else []
-    told = override(TrainSettings(), changes).network
-    network = Network(told.interface, told.port_range)
+    settings = override(TrainSettings(), changes).network
+    network = Network(settings.interface, settings.port_range)
     address = os.environ.get("RAY_ADDRESS")
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("versions", software.versions),
@@ -84,34 +89,34 @@ def findings(request: DoctorRequest) -> Iterator[Finding]:
     ]
     if request.data is not None:
         checks.append(("data", lambda: [places.data(request.data or "", request.storage)]))
-    for what, check in checks:
-        yield from _kept(what, check)
+    for name, check in checks:
+        yield from _run_check(name, check)
 
 
-def _kept(what: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """A check that breaks is a finding as well: the others are made all the same."""
+def _run_check(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
+    """The findings of a check. A check that raises is a finding too, and the others still run."""
     try:
         yield from check()
     except UserError as error:
-        yield Finding(what, str(error), "failed")
+        yield Finding(name, str(error), "failed")
     except Exception as error:
         lines = str(error).strip().splitlines() or [""]
-        value = f"this check broke: {type(error).__name__}: {lines[0]}"
-        yield Finding(what, value, "failed", "if nothing here explains it, it is a bug: tell of it")
+        value = f"this check crashed: {type(error).__name__}: {lines[0]}"
+        yield Finding(name, value, "failed", "if no other finding explains it, report a bug")
 
 
 def _host_of(address: str | None) -> str:
-    """The host in `RAY_ADDRESS`: towards it the traffic of a run goes."""
+    """The host in `RAY_ADDRESS`, to which the traffic of a run goes."""
     place = (address or "").rpartition("://")[2].partition("/")[0]
     host = place.rpartition(":")[0] or place
     return host.strip("[]") if host not in ("", "auto", "local") else NOWHERE
 
 
-def _table(found: Iterable[Finding]) -> Table:
+def _table(results: Iterable[Finding]) -> Table:
     table = Table()
-    for name in ("what", "found", "", "how to mend it"):
+    for name in ("check", "result", "status", "fix"):
         table.add_column(name, overflow="fold")
-    for one in found:
-        verdict = Text(one.verdict, style=STYLES[one.verdict])
-        table.add_row(one.what, Text(one.value), verdict, Text(one.mend))
+    for finding in results:
+        verdict = Text(finding.verdict, style=STYLES[finding.verdict])
+        table.add_row(finding.check, Text(finding.value), verdict, Text(finding.fix))
     return table

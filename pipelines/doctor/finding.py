@@ -1,4 +1,4 @@
-"""What a check has found, and the bounds by which it judges."""
+"""The result of a check, and the limits at which checks warn or fail."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ CheckVerdict = Literal["ok", "warning", "failed"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One row: what was looked at, what is there, and how to mend it if it is not well."""
+    """One row of the report: the check, its result, its verdict and the fix of a problem."""
 
-    what: str
+    check: str
     value: str
     verdict: CheckVerdict = "ok"
-    mend: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Below (for skew and swap: above) these a check warns; where there are two, below the second
-    it fails."""
+    """Limits below which (clock skew and swap: above which) a check warns; a second value is the
+    limit below which it fails."""
 
     disk_bytes: tuple[int, int] = (20 * 10**9, 10**9)
     storage_bytes_per_s: int = 20 * 10**6
@@ -29,13 +29,13 @@ class Bounds:
     open_files: tuple[int, int] = (4096, 256)
     shared_memory_bytes: int = 10**9
     swap_used_share: float = 0.1
-    """Of the machine's memory."""
+    """As a fraction of the machine's memory."""
 
 
 BOUNDS = Bounds()
 
 
-def judged(value: float, bounds: tuple[float, float]) -> CheckVerdict:
-    """By what it warns of and fails of, both as the least."""
-    warned, failed = bounds
-    return "failed" if value < failed else "warning" if value < warned else "ok"
+def verdict_of(value: float, bounds: tuple[float, float]) -> CheckVerdict:
+    """The verdict on a value for two lower limits: the one to warn at and the one to fail at."""
+    warn_below, fail_below = bounds
+    return "failed" if value < fail_below else "warning" if value < warn_below else "ok"

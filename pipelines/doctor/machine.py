@@ -1,4 +1,4 @@
-"""This machine: how processes find each other, and how much they may open and keep."""
+"""Checks of this machine: network interface, ports, open files, shared memory, swap and disk."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import psutil
 
 from actors.runtime.network import Network, listen, own_address
 from actors.storage.errors import UnfitMachine
-from pipelines.doctor.finding import BOUNDS, Bounds, Finding, judged
+from pipelines.doctor.finding import BOUNDS, Bounds, Finding, verdict_of
 from pipelines.observe.history.formatting import quantity
 
 SHARED_MEMORY = Path("/dev/shm")
 
 
 def network(network: Network, towards: str) -> Iterator[Finding]:
-    """The interface on the route to a host, and whether its ports can be listened on."""
+    """The interface on the route to a host, and whether a process can listen on its ports."""
     try:
         address = own_address(network, towards)
     except UnfitMachine as error:
-        yield Finding("interface", str(error), "failed", "name one that is there by --interface")
+        yield Finding("interface", str(error), "failed", "give an existing one with --interface")
         return
     names = [
         name
-        for name, there in psutil.net_if_addrs().items()
-        if any(entry.address == address for entry in there)
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(entry.address == address for entry in addresses)
     ]
-    yield Finding("interface", f"{', '.join(names) or 'unknown'} ({address}), towards {towards}")
+    yield Finding("interface", f"{', '.join(names) or 'unknown'} ({address}), route to {towards}")
     try:
         listener = listen(address, network)
     except UnfitMachine as error:
-        yield Finding("ports", str(error), "failed", "allow others by --ports")
+        yield Finding("ports", str(error), "failed", "allow other ports with --ports")
         return
     port = listener.getsockname()[1]
     listener.close()
     allowed = "any" if network.ports is None else f"{network.ports[0]} to {network.ports[1]}"
-    yield Finding("ports", f"{allowed}; {port} was listened on")
+    yield Finding("ports", f"{allowed}; listened on {port}")
 
 
 def limits() -> Iterator[Finding]:
-    """Of open files, shared memory and swap."""
+    """The limits of open files and shared memory, and the use of swap."""
     yield open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     if SHARED_MEMORY.is_dir():
         yield shared_memory(disk_usage(SHARED_MEMORY).total)
@@ -51,31 +51,31 @@ def limits() -> Iterator[Finding]:
 
 def open_files(limit: int, bounds: Bounds = BOUNDS) -> Finding:
     if limit == resource.RLIM_INFINITY:
-        return Finding("open files", "without limit")
-    verdict = judged(limit, bounds.open_files)
-    mend = "" if verdict == "ok" else "ulimit -n 65536, or LimitNOFILE= of the service"
-    return Finding("open files", f"{limit:,} a process", verdict, mend)
+        return Finding("open files", "no limit")
+    verdict = verdict_of(limit, bounds.open_files)
+    fix = "" if verdict == "ok" else "run `ulimit -n 65536`, or set LimitNOFILE= of the service"
+    return Finding("open files", f"{limit:,} per process", verdict, fix)
 
 
 def shared_memory(num_bytes: int, bounds: Bounds = BOUNDS) -> Finding:
     value = f"{quantity(num_bytes)}B"
     if num_bytes >= bounds.shared_memory_bytes:
         return Finding("/dev/shm", value)
-    mend = "Ray's objects and NCCL live there: docker run --shm-size=8g, or an emptyDir of Memory"
-    return Finding("/dev/shm", value, "warning", mend)
+    fix = "Ray and NCCL need it: use docker run --shm-size=8g, or an emptyDir with medium: Memory"
+    return Finding("/dev/shm", value, "warning", fix)
 
 
 def swap(used_bytes: int, memory_bytes: int, bounds: Bounds = BOUNDS) -> Finding:
     value = f"{quantity(used_bytes)}B in use, {quantity(memory_bytes)}B of memory"
     if used_bytes <= bounds.swap_used_share * memory_bytes:
         return Finding("swap", value)
-    mend = "a worker that is swapped out slows all: free memory, or `swapoff -a`"
-    return Finding("swap", value, "warning", mend)
+    fix = "a swapped-out worker slows down all others: free memory, or run `swapoff -a`"
+    return Finding("swap", value, "warning", fix)
 
 
 def free_disk(folder: Path, bounds: Bounds = BOUNDS) -> Finding:
-    """Of the file system that a folder lies on, or will."""
+    """The free space of the file system of a folder."""
     free = disk_usage(folder).free
-    verdict = judged(free, bounds.disk_bytes)
-    mend = "" if verdict == "ok" else "checkpoints need room: free some, or name another --storage"
-    return Finding("free disk", f"{quantity(free)}B at {folder}", verdict, mend)
+    verdict = verdict_of(free, bounds.disk_bytes)
+    fix = "" if verdict == "ok" else "checkpoints need space: free some, or use another --storage"
+    return Finding("free disk", f"{quantity(free)}B at {folder}", verdict, fix)

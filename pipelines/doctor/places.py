@@ -1,4 +1,4 @@
-"""What a run reads and writes: its storage, its data, its tracking server; and their clocks."""
+"""Checks of a run's storage, data and tracking server, and of their clocks."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ PATIENCE_S = 5.0
 
 
 def storage(named: str) -> Iterator[Finding]:
-    """Write a file of 16 MB, read it and remove it; what the storage's clock says of it."""
-    there = named_storage(named)
-    if isinstance(there, DiskStorage):
-        there = DiskStorage(nearest(there.path))  # to leave no new folder behind
-        yield free_disk(there.path)
+    """Write, read and remove a file of 16 MB; compare its modification time with this clock."""
+    storage_ = named_storage(named)
+    if isinstance(storage_, DiskStorage):
+        storage_ = DiskStorage(nearest(storage_.path))  # to leave no new folder behind
+        yield free_disk(storage_.path)
     name, data = f".elastic-doctor-{uuid.uuid4().hex}", os.urandom(PROBE_BYTES)
     try:
         began = time.time()
-        there.write(name, data)
+        storage_.write(name, data)
         written = time.time()
-        is_same = there.read(name) == data
+        is_same = storage_.read(name) == data
         read = time.time()
-        modified = there.modified(name)
+        modified = storage_.modified(name)
     except OSError as error:
-        told = without_credentials(str(error).splitlines()[0])
-        mend = "name one that can be written by --storage; credentials come from the environment"
-        yield Finding("storage", f"{there.url}: {told}", "failed", mend)
+        reason = without_credentials(str(error).splitlines()[0])
+        fix = "give a writable --storage; credentials come from the environment"
+        yield Finding("storage", f"{storage_.url}: {reason}", "failed", fix)
         return
     finally:
-        _remove(there, name)
-    yield storage_speed(there.url, is_same, written - began, read - written)
+        _remove(storage_, name)
+    yield storage_speed(storage_.url, is_same, written - began, read - written)
     if modified is not None:
         yield clock("the storage", modified, (began, written))
 
@@ -58,32 +58,33 @@ def storage_speed(
     url: str, is_same: bool, write_s: float, read_s: float, bounds: Bounds = BOUNDS
 ) -> Finding:
     if not is_same:
-        mend = "this storage loses or changes what is written: use another"
-        return Finding("storage", f"{url}: another file was read than written", "failed", mend)
+        fix = "this storage loses or corrupts files: use another one"
+        return Finding("storage", f"{url}: the file differs from what was written", "failed", fix)
     speeds = [PROBE_BYTES / max(seconds, 1e-9) for seconds in (write_s, read_s)]
     value = f"{url}: writes {quantity(speeds[0])}B/s, reads {quantity(speeds[1])}B/s"
     if min(speeds) >= bounds.storage_bytes_per_s:
         return Finding("storage", value)
-    mend = "checkpoints will take long: save more rarely (checkpoint_every), or use another"
-    return Finding("storage", value, "warning", mend)
+    fix = "checkpoints are slow: save less often (checkpoint_every), or use another storage"
+    return Finding("storage", value, "warning", fix)
 
 
 def clock(
-    whose: str, told: float, between: tuple[float, float], bounds: Bounds = BOUNDS
+    whose: str, reported: float, between: tuple[float, float], bounds: Bounds = BOUNDS
 ) -> Finding:
-    """What another clock told, between two moments of this one; both in seconds since the epoch.
+    """Compare another clock's time with two moments of this one; in seconds since the epoch.
 
-    A second is forgiven: some tell whole ones only.
+    A second of lag is tolerated, since some clocks report whole seconds.
     """
     first, last = between
-    ahead = max(0.0, told - last) or min(0.0, told + 1.0 - first)
-    what = f"clock of {whose}"
+    ahead = max(0.0, reported - last) or min(0.0, reported + 1.0 - first)
+    check = f"clock of {whose}"
     if abs(ahead) < 0.005:
-        return Finding(what, "as this one")
-    value = f"{duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this one"
+        return Finding(check, "same as this machine")
+    value = f"{duration(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this machine"
     if abs(ahead) <= bounds.clock_skew_s:
-        return Finding(what, value)
-    return Finding(what, value, "warning", "set both by NTP: `chronyc makestep`; leases rest on it")
+        return Finding(check, value)
+    fix = "leases need synchronous clocks: use NTP on both sides, e.g. `chronyc makestep`"
+    return Finding(check, value, "warning", fix)
 
 
 def tracking(named: str | None, storage: str) -> Iterator[Finding]:
@@ -95,7 +96,7 @@ def tracking(named: str | None, storage: str) -> Iterator[Finding]:
     elif scheme == "sqlite":
         yield database(uri, Path(uri.removeprefix("sqlite:///")))
     else:
-        yield Finding("tracking", f"{without_credentials(uri)}: not looked at")
+        yield Finding("tracking", f"{without_credentials(uri)}: not checked")
 
 
 def _server(uri: str) -> Iterator[Finding]:
@@ -103,62 +104,64 @@ def _server(uri: str) -> Iterator[Finding]:
     began = time.time()
     try:
         with urllib.request.urlopen(f"{uri.rstrip('/')}/version", timeout=PATIENCE_S) as answer:
-            told, date = answer.read(100).decode(errors="replace").strip(), answer.headers["Date"]
-        yield Finding("tracking", f"{shown}: MLflow {told}")
+            version = answer.read(100).decode(errors="replace").strip()
+            date = answer.headers["Date"]
+        yield Finding("tracking", f"{shown}: MLflow {version}")
     except urllib.error.HTTPError as error:
         date = error.headers["Date"]
         if error.code not in (401, 403):
-            mend = "is it an MLflow server? Look at --tracking-uri"
-            yield Finding("tracking", f"{shown}: answers {error.code}", "failed", mend)
+            fix = "check --tracking-uri: this may not be an MLflow server"
+            yield Finding("tracking", f"{shown}: answers {error.code}", "failed", fix)
             return
-        yield Finding("tracking", f"{shown}: answers, and tells its version to nobody unknown")
+        yield Finding("tracking", f"{shown}: answers; its version needs authentication")
     except (OSError, ValueError) as error:
-        mend = "start it, or name another by --tracking-uri; a run trains on without it"
-        yield Finding("tracking", f"{shown}: {error}", "failed", mend)
+        fix = "start it, or give another --tracking-uri; a run trains without it"
+        yield Finding("tracking", f"{shown}: {error}", "failed", fix)
         return
     if date:
-        told_s = parsedate_to_datetime(date).timestamp()
-        yield clock("the tracking server", told_s, (began, time.time()))
+        server_s = parsedate_to_datetime(date).timestamp()
+        yield clock("the tracking server", server_s, (began, time.time()))
 
 
 def database(uri: str, file: Path) -> Finding:
     """MLflow's store in a file of this machine."""
     if not file.exists():
         if os.access(nearest(file.parent), os.W_OK):
-            return Finding("tracking", f"{uri}: will be made")
-        return Finding("tracking", f"{uri}: cannot be made", "failed", "name one by --tracking-uri")
+            return Finding("tracking", f"{uri}: a run will create it")
+        fix = "give a writable store with --tracking-uri"
+        return Finding("tracking", f"{uri}: cannot be created", "failed", fix)
     try:
-        with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as opened:
-            [number] = opened.execute("select count(*) from runs").fetchone()
+        with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as store:
+            [num_runs] = store.execute("select count(*) from runs").fetchone()
     except sqlite3.Error as error:
-        mend = "it is no MLflow store: move it away, or name another by --tracking-uri"
-        return Finding("tracking", f"{uri}: {error}", "failed", mend)
-    return Finding("tracking", f"{uri}: {counted(number, 'run')}")
+        fix = "this is not an MLflow store: move the file away, or give another --tracking-uri"
+        return Finding("tracking", f"{uri}: {error}", "failed", fix)
+    return Finding("tracking", f"{uri}: {counted(num_runs, 'run')}")
 
 
 def data(source: str, storage: str) -> Finding:
-    """What `--data` finds here."""
+    """The data that `--data` finds on this machine."""
     name = source or "the Python standard library"
     try:
         found = find_data(source, named_storage(storage).at("data").url)
         if found.place is None:
             return Finding("data", "random tokens")
         if found.corpus is not None:
-            there = "prepared" if found.is_there() else "to be prepared"
-            return Finding("data", f"{name}: {counted(len(found.corpus.files), 'file')}, {there}")
+            state = "prepared" if found.is_there() else "to be prepared"
+            return Finding("data", f"{name}: {counted(len(found.corpus.files), 'file')}, {state}")
         train = open_prepared(found.place).index.splits["train"]
-        return Finding("data", f"{name}: {train.num_tokens:,} tokens to train on")
+        return Finding("data", f"{name}: {train.num_tokens:,} training tokens")
     except UserError as error:
         return Finding("data", str(error), "failed", "see docs/data.md")
 
 
 def nearest(path: Path) -> Path:
-    """The folder itself, or the first above it that is there."""
-    return next(place for place in (path, *path.parents) if place.exists())
+    """The folder itself, or its nearest parent that exists."""
+    return next(folder for folder in (path, *path.parents) if folder.exists())
 
 
-def _remove(there: Storage, name: str) -> None:
+def _remove(storage_: Storage, name: str) -> None:
     try:
-        there.remove(name)
+        storage_.remove(name)
     except OSError:
-        return  # that it does not answer has been told
+        return  # the finding on the write has reported the problem

@@ -1,4 +1,4 @@
-"""The files of a run: which are damaged, and their repair. Nothing is deleted."""
+"""Checks of a run's files, and their repair, which sets damaged files aside and deletes nothing."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
 
 LOST = {
-    RECIPE: "the settings of the run: give the recipe, --data and --set as before, since nothing "
-    "compares them any more",
-    TRACKING: "how much of the run MLflow has: the run is delivered again, to a new MLflow run",
+    RECIPE: "the stored settings: resume with the same recipe, --data and --set, since changes "
+    "are no longer detected",
+    TRACKING: "the record of what MLflow has: the run is delivered again, to a new MLflow run",
 }
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What is wrong with a run's files."""
+class _Inspection:
+    """The problems of a run's files."""
 
     small_files: tuple[str, ...]
     damage: Damage | None
     leases: tuple[str, ...]
     newest_epoch: int
-    """Of the journal and of segments: the lease has to be newer."""
+    """The newest epoch in the journal and the segments; a new lease must have a newer one."""
     is_lease_lost: bool
     checkpoints: FoundCheckpoints
 
@@ -50,73 +50,73 @@ class _Seen:
 
 
 def check_files(run: RunFolder) -> Iterator[Finding]:
-    """One finding a kind of file. Raises `UserError` if it is no run, and `OSError`."""
-    seen, repair = _look(run), repair_command(run.files)
+    """One finding per kind of file. Raises `UserError` if there is no run, and `OSError`."""
+    inspection, repair = _inspect(run), repair_command(run.files)
     for name in (RECIPE, TRACKING):
-        if name in seen.small_files:
-            yield Finding(name, f"damaged; with it is lost {LOST[name]}", "failed", repair)
+        if name in inspection.small_files:
+            yield Finding(name, f"damaged; a repair loses {LOST[name]}", "failed", repair)
         elif run.files.size(name) is not None:
-            yield Finding(name, "can be read")
-    if seen.damage:
-        told = f"{seen.damage.cause}; lost with it: {seen.damage.lost}"
-        yield Finding("journal", told, "failed", repair)
+            yield Finding(name, "readable")
+    if inspection.damage:
+        value = f"{inspection.damage.cause}; a repair loses: {inspection.damage.lost}"
+        yield Finding("journal", value, "failed", repair)
     else:
-        yield Finding("journal", "can be replayed")
-    if seen.is_lease_lost:
+        yield Finding("journal", "replayable")
+    if inspection.is_lease_lost:
         yield Finding("lease", "its files were removed", "failed", repair)
-    elif seen.leases:
-        told = f"{', '.join(seen.leases)} cannot be read"
-        mend = "a run that nobody drives can be resumed 15 s after that was written"
-        yield Finding("lease", told, "warning", mend)
+    elif inspection.leases:
+        value = f"{', '.join(inspection.leases)} cannot be read"
+        fix = "a run without a driver can be resumed 15 s after the file was written"
+        yield Finding("lease", value, "warning", fix)
     for log in (run.metrics, run.system, run.statistics):
         yield from _log(log)
-    for complaint in seen.checkpoints.complaints:
+    for complaint in inspection.checkpoints.complaints:
         yield Finding("checkpoint", complaint, "warning", repair)
-    yield _continues(seen.checkpoints)
+    yield _resume_point(inspection.checkpoints)
 
 
 def repair_run(run: RunFolder) -> Iterator[Finding]:
-    """Set aside what is damaged; one finding for each repair. Raises as `check_files` does, and
-    `UserError` if somebody drives the run."""
-    seen = _look(run)
-    if seen.is_sound:
+    """Set damaged files aside; one finding per repair. Raises as `check_files` does, and
+    `UserError` if the run has a driver."""
+    inspection = _inspect(run)
+    if inspection.is_sound:
         yield Finding("files", "nothing is damaged")
-        yield _continues(seen.checkpoints)
+        yield _resume_point(inspection.checkpoints)
         return
     try:
-        lease = claim(run.files, newer_than=seen.newest_epoch)
+        lease = claim(run.files, newer_than=inspection.newest_epoch)
     except RunTaken as error:
         raise UserError(str(error)) from None
     try:
-        yield from _repair(run, seen, lease)
+        yield from _repair(run, inspection, lease)
     finally:
         lease.release()
-    yield _continues(find_checkpoints(run.files))
+    yield _resume_point(find_checkpoints(run.files))
 
 
-def _repair(run: RunFolder, seen: _Seen, lease: Lease) -> Iterator[Finding]:
-    for name in seen.small_files:
+def _repair(run: RunFolder, inspection: _Inspection, lease: Lease) -> Iterator[Finding]:
+    for name in inspection.small_files:
         aside = f"{ASIDE}/{name}.epoch-{lease.epoch}"
         run.files.write(aside, run.files.read(name))
         run.files.remove(name)
-        told = f"set aside as {run.files.at(aside).url}; lost is {LOST[name]}"
-        yield Finding(name, told, "warning")
-    if seen.damage:
-        aside = repair_journal(run.journal, seen.damage, lease)
-        told = f"{seen.damage.cause}; {seen.damage.lost} are set aside as {aside}"
-        yield Finding("journal", told, "warning")
-    if seen.leases or seen.is_lease_lost:
+        value = f"set aside as {run.files.at(aside).url}; lost: {LOST[name]}"
+        yield Finding(name, value, "warning")
+    if inspection.damage:
+        aside = repair_journal(run.journal, inspection.damage, lease)
+        value = f"{inspection.damage.cause}; {inspection.damage.lost} are set aside as {aside}"
+        yield Finding("journal", value, "warning")
+    if inspection.leases or inspection.is_lease_lost:
         yield Finding("lease", f"renewed as epoch {lease.epoch}", "warning")
     for folder, complaint in zip(
-        seen.checkpoints.damaged, seen.checkpoints.complaints, strict=True
+        inspection.checkpoints.damaged, inspection.checkpoints.complaints, strict=True
     ):
         set_aside(run.files.at(folder))
         yield Finding("checkpoint", f"{complaint}; its manifest is set aside", "warning")
 
 
-def _look(run: RunFolder) -> _Seen:
+def _inspect(run: RunFolder) -> _Inspection:
     if not run.journal.exists() and run.files.size(RECIPE) is None:
-        raise UserError(f"{run.url}: there is no run; name another, or another --storage")
+        raise UserError(f"{run.url}: there is no run; give another run name or --storage")
     try:
         damage = examine_journal(run.journal)
         state = (damage.whole if damage else replay(run.journal)).core.state
@@ -130,7 +130,7 @@ def _look(run: RunFolder) -> _Seen:
             epochs += [segment.epoch for segment in log.all_segments()]
     names = [name.rpartition("/")[2] for name in run.files.files("lease")]
     leased = [int(n.partition("-")[0]) for n in names if n.partition("-")[0].isdecimal()]
-    return _Seen(
+    return _Inspection(
         tuple(_damaged_small_files(run)),
         damage,
         tuple(damaged_leases(run.files)),
@@ -154,7 +154,7 @@ def _damaged_small_files(run: RunFolder) -> Iterator[str]:
 
 
 def _log(log: LineLog) -> Iterator[Finding]:
-    """Readers leave out what cannot be read, so there is nothing to repair."""
+    """Check the lines of a log; readers skip unreadable ones, so there is nothing to repair."""
     if not log.exists():
         return
     reader, num_lines, num_lost = log.reader(), 0, 0
@@ -165,12 +165,12 @@ def _log(log: LineLog) -> Iterator[Finding]:
     if not num_lost and not reader.num_lost_bytes:
         yield Finding(log.name, counted(num_lines, "line"))
         return
-    told = f"{num_lost:,} of {counted(num_lines, 'line')} cannot be read"
-    told += f", {reader.num_lost_bytes:,} bytes are missing" if reader.num_lost_bytes else ""
-    yield Finding(log.name, told, "warning", "nothing has to be done: readers leave them out")
+    value = f"{num_lost:,} of {counted(num_lines, 'line')} cannot be read"
+    value += f", {reader.num_lost_bytes:,} bytes are missing" if reader.num_lost_bytes else ""
+    yield Finding(log.name, value, "warning", "nothing to do: readers skip them")
 
 
-def _continues(found: FoundCheckpoints) -> Finding:
-    if not found.whole:
-        return Finding("resume", "no whole checkpoint: from the beginning", "warning")
-    return Finding("resume", f"from the checkpoint of step {found.whole[-1].step}")
+def _resume_point(checkpoints: FoundCheckpoints) -> Finding:
+    if not checkpoints.whole:
+        return Finding("resume", "no complete checkpoint: from the beginning", "warning")
+    return Finding("resume", f"from the checkpoint of step {checkpoints.whole[-1].step}")

@@ -1,4 +1,4 @@
-"""What is installed: versions asked for and found, and torch beside the GPUs' driver."""
+"""Checks of installed software: required versions, and torch against the GPU driver."""
 
 from __future__ import annotations
 
@@ -17,45 +17,47 @@ from packaging.specifiers import SpecifierSet
 from pipelines.doctor.finding import Finding
 
 PROJECT = "elastic-training"
-ALWAYS_TOLD = ("torch", "ray", "mlflow")
+ALWAYS_SHOWN = ("torch", "ray", "mlflow")
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def versions() -> Iterator[Finding]:
-    """Python, the packages that matter most, and the others only where they are amiss."""
-    asked_python, request = asked_for()
-    yield python_version(platform.python_version(), asked_python)
-    for requirement in request:
-        found = package_version(requirement, _installed(requirement.name))
-        if found.verdict != "ok" or requirement.name in ALWAYS_TOLD:
-            yield found
+    """Python, the most important packages, and any other package with a problem."""
+    python, requirements = project_requirements()
+    yield python_version(platform.python_version(), python)
+    for requirement in requirements:
+        finding = package_version(requirement, _installed(requirement.name))
+        if finding.verdict != "ok" or requirement.name in ALWAYS_SHOWN:
+            yield finding
 
 
-def asked_for() -> tuple[str, list[Requirement]]:
-    """What the project asks of Python and of packages, as installed or by its `pyproject.toml`."""
+def project_requirements() -> tuple[str, list[Requirement]]:
+    """The versions of Python and of packages that the project requires, from `pyproject.toml` or
+    its installed metadata."""
     file = Path(__file__).parents[2] / "pyproject.toml"
     if file.is_file():
         project = tomllib.loads(file.read_text())["project"]
-        return project["requires-python"], [Requirement(one) for one in project["dependencies"]]
-    told = metadata.metadata(PROJECT)
-    every = [Requirement(one) for one in metadata.requires(PROJECT) or ()]
-    return told["Requires-Python"] or "", [one for one in every if one.marker is None]
+        return project["requires-python"], [Requirement(text) for text in project["dependencies"]]
+    python = metadata.metadata(PROJECT)["Requires-Python"] or ""
+    requirements = [Requirement(text) for text in metadata.requires(PROJECT) or ()]
+    return python, [requirement for requirement in requirements if requirement.marker is None]
 
 
-def python_version(version: str, request: str) -> Finding:
-    if SpecifierSet(request).contains(version, prereleases=True):
+def python_version(version: str, required: str) -> Finding:
+    if SpecifierSet(required).contains(version, prereleases=True):
         return Finding("python", version)
-    return Finding("python", version, "failed", f"install Python {request}")
+    return Finding("python", version, "failed", f"install Python {required}")
 
 
 def package_version(requirement: Requirement, version: str | None) -> Finding:
-    """`version` is None for what is not installed."""
-    mend = f"pip install '{requirement}'"
+    """`version` is None if the package is not installed."""
+    fix = f"pip install '{requirement}'"
     if version is None:
-        return Finding(requirement.name, "not installed", "failed", mend)
+        return Finding(requirement.name, "not installed", "failed", fix)
     if requirement.specifier.contains(version, prereleases=True):
         return Finding(requirement.name, version)
-    return Finding(requirement.name, f"{version}, asked is {requirement.specifier}", "failed", mend)
+    value = f"{version}, required is {requirement.specifier}"
+    return Finding(requirement.name, value, "failed", fix)
 
 
 def gpus() -> Iterator[Finding]:
@@ -68,21 +70,22 @@ def gpus() -> Iterator[Finding]:
     if names:
         nccl = dist.is_nccl_available()
         version = ".".join(map(str, torch.cuda.nccl.version())) if nccl else "not in this torch"
-        mend = "" if nccl else "install a torch with NCCL: groups of GPUs need it"
-        yield Finding("NCCL", version, "ok" if nccl else "failed", mend)
+        fix = "" if nccl else "install a torch with NCCL, which GPU process groups need"
+        yield Finding("NCCL", version, "ok" if nccl else "failed", fix)
 
 
-def driver_version(told: str) -> str:
-    """Out of what the kernel's module says of itself."""
-    found = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", told)
-    return found[1] if found else "unknown"
+def driver_version(text: str) -> str:
+    """The driver's version in the text of its kernel module."""
+    match = re.search(r"Kernel Module(?: for \S+)?\s+(\S+)", text)
+    return match[1] if match else "unknown"
 
 
 def gpus_seen(driver: str | None, built_for: str | None, names: Sequence[str]) -> Finding:
-    """`driver` is its version, `built_for` the CUDA of torch; both None where there is none."""
+    """`driver` is the driver's version, `built_for` the CUDA version of torch, or None."""
     if names:
         kinds = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-        return Finding("GPUs", f"{kinds}; driver {driver or 'unknown'}, torch for CUDA {built_for}")
+        value = f"{kinds}; driver {driver or 'unknown'}, torch for CUDA {built_for}"
+        return Finding("GPUs", value)
     if driver is None:
         return Finding("GPUs", "none: workers train on CPUs")
     if built_for is None:
@@ -94,10 +97,10 @@ def gpus_seen(driver: str | None, built_for: str | None, names: Sequence[str]) -
         )
     return Finding(
         "GPUs",
-        f"driver {driver}, but torch for CUDA {built_for} sees none",
+        f"driver {driver}, but torch for CUDA {built_for} sees no GPU",
         "failed",
-        "look at CUDA_VISIBLE_DEVICES and `nvidia-smi`; a driver that is older than this CUDA "
-        "needs a newer one, or an older torch",
+        "check CUDA_VISIBLE_DEVICES and `nvidia-smi`; if the driver is older than this CUDA, "
+        "update the driver or install an older torch",
     )
 
 

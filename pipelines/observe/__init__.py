@@ -1,1 +1,1 @@
-"""Observing a run: its history, its display, tracking in MLflow."""
+"""Observation of a run: its history, display, status and tracking in MLflow."""

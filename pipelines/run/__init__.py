@@ -1,1 +1,1 @@
-"""Running: from a request to a plan, and from a plan to a finished run."""
+"""Running a training: request, plan, start and end of a run."""

@@ -1,4 +1,4 @@
-"""What is checked and written down of a recipe with a model of its own before a run begins."""
+"""Checks of a recipe with a custom model before a run begins, and its record in recipe.json."""
 
 from __future__ import annotations
 
@@ -20,63 +20,63 @@ from pipelines.training.workload.workload import Workload
 
 STATE_DIGEST, SOURCE = "state_digest", "source"
 BROUGHT = ("model", "data", "optimizer", "init_from")
-"""Settings that mean nothing where the recipe has its own."""
+"""Settings without effect, since a custom recipe supplies these parts itself."""
 UNSAID = ("data", "optimizer")
-"""Of these what would mislead whoever reads `recipe.json`."""
+"""Those of `BROUGHT` that `recipe.json` omits, because they would mislead a reader."""
 
 
 def refuse_brought(changes: Sequence[str | Given]) -> None:
-    """Raises `UserError` for a change of what the recipe has brought itself."""
+    """Raises `UserError` for a change of a part that the recipe supplies itself."""
     for change in changes:
         key = change.key if isinstance(change, Given) else change.partition("=")[0]
         part = key.partition(".")[0]
         if part in BROUGHT:
-            raise UserError(f"{key}: the recipe brings its own {part}; change it there")
+            raise UserError(f"{key}: the recipe defines its own {part}; change it there")
 
 
 def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
-    """Raises `UserError` for what can be known to fail."""
+    """Raises `UserError` for a recipe that is known to fail in training."""
     if settings.eval_every and not workload.num_held_out:
         raise UserError(
-            f"eval_every={settings.eval_every}: the recipe has no held_out data; give it some, or "
+            f"eval_every={settings.eval_every}: the recipe has no held_out data; add some, or use "
             "--set eval_every=0"
         )
     for name in workload.metrics:
         if name == "loss" or not name.isidentifier():
             raise UserError(
-                f"metrics: '{name}' is told as eval_{name}: name it in letters, digits and _, and "
-                "not 'loss', which the held-out loss has"
+                f"metrics: '{name}' is reported as eval_{name}: use letters, digits and _ for its "
+                "name, and not 'loss', the name of the held-out loss"
             )
     module = build_on_meta(workload, settings)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         raise UserError(
-            f"the model {type(module).__name__} has no parameters to train: give it layers that "
-            "have some, and leave requires_grad on for them"
+            f"the model {type(module).__name__} has no trainable parameters: add layers with "
+            "parameters, and leave requires_grad on for them"
         )
     for name, parameter in module.named_parameters():
         if not parameter.ndim:
             raise UserError(
-                f"the model's parameter {name} has no dims, and nothing of it could be sharded: "
-                "make it of shape (1,)"
+                f"the model's parameter {name} has no dimensions, so it cannot be sharded: "
+                "give it shape (1,)"
             )
     workload.blocks(module)
     refuse_unfit(optimising_of(workload, settings), trained_dims(module))
 
 
 def notes_on(workload: Workload, settings: TrainSettings) -> tuple[str, ...]:
-    """What whoever begins a run with such a recipe should know."""
-    of, evaluated = workload.num_held_out, settings.eval_samples
-    if not settings.eval_every or of <= evaluated:
+    """Notes about the recipe for the user who starts the run."""
+    num_held_out, num_evaluated = workload.num_held_out, settings.eval_samples
+    if not settings.eval_every or num_held_out <= num_evaluated:
         return ()
     return (
-        f"evaluations take the first {evaluated} of {of} held-out samples; all: "
-        f"--set eval_samples={of}",
+        f"evaluations use the first {num_evaluated} of {num_held_out} held-out samples; use all "
+        f"with --set eval_samples={num_held_out}",
     )
 
 
 def identity(recipe: Recipe | Script, program: TrainingProgram) -> dict[str, Any]:
-    """What `recipe.json` says of it: the settings that mean something, a digest of the names,
-    shapes and dtypes of the state, and one of the file that its loss, or its loop, stands in."""
+    """The recipe's entries in `recipe.json`: the settings that have an effect, a digest of the
+    names, shapes and dtypes of the state, and a digest of the file of its loss or loop."""
     settings = program.settings.model_dump(mode="json")
     specs = [(spec.name, spec.shape, spec.dtype) for spec in program.specs()]
     return {
@@ -87,21 +87,21 @@ def identity(recipe: Recipe | Script, program: TrainingProgram) -> dict[str, Any
 
 
 def changed_source(stored: dict[str, Any], now: dict[str, Any]) -> str | None:
-    """A line, if the file of the recipe is not what it was when the run began."""
+    """A warning if the recipe's file has changed since the run began."""
     before, after = stored.get(SOURCE), now.get(SOURCE)
     if not before or not after or before["sha256"] == after["sha256"]:
         return None
     return (
-        f"{after['file']} has changed since the run began: the state fits, whether the maths is "
-        "the same only you know"
+        f"{after['file']} has changed since the run began: the state still fits; check that the "
+        "computation is the same"
     )
 
 
 def _source_of(recipe: Recipe | Script) -> dict[str, str] | None:
-    told = recipe.function if isinstance(recipe, Script) else recipe.loss
+    function = recipe.function if isinstance(recipe, Script) else recipe.loss
     try:
-        file = inspect.getsourcefile(inspect.unwrap(told))
+        file = inspect.getsourcefile(inspect.unwrap(function))
         content = Path(file).read_bytes() if file else None
-    except (TypeError, OSError):  # one typed into a notebook has none
+    except (TypeError, OSError):  # a function typed into a notebook has no file
         return None
     return {"file": file, "sha256": sha256(content).hexdigest()} if file and content else None

@@ -1,4 +1,4 @@
-"""Drive a run from this process: start it, show it, pass signals on, leave Ray as it was found."""
+"""The driver of a run: starts it, displays it, forwards signals and leaves Ray as it was."""
 
 from __future__ import annotations
 
@@ -53,37 +53,39 @@ LAST_LINES_S = 30.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PRIVATE_HEAD_PATIENCE_S = 2.0
 REPEAT_S = 1.0
-"""`timeout` sends its signal to the process and to its group: that is one request, not two."""
+"""`timeout` signals the process and its group: signals this close together are one request."""
 
 
 class Interrupts:
-    """The first signal asks for a stop at the next boundary, another one later ends at once."""
+    """Signal handling: the first signal requests a stop at the next step boundary, a later one
+    ends the process at once."""
 
     def __init__(self) -> None:
         self.number = 0
-        self._is_told = False
+        self._has_requested_stop = False
         self._first_at = 0.0
         self._terminals = [fd for fd in (1, 2) if os.isatty(fd)]
-        is_main = threading.current_thread() is threading.main_thread()  # others may not
+        # Only the main thread may install signal handlers.
+        is_main = threading.current_thread() is threading.main_thread()
         self._before = {number: signal.getsignal(number) for number in SIGNALS if is_main}
         if self._before.get(signal.SIGHUP) is signal.SIG_IGN:
             del self._before[signal.SIGHUP]  # started by `nohup`
-        self.listen()
+        self.install()
 
-    def listen(self) -> None:
-        """Take the signals; once more after `ray.init`, which takes SIGTERM for itself."""
+    def install(self) -> None:
+        """Install the handlers; call it again after `ray.init`, which takes SIGTERM for itself."""
         for number in self._before:
             signal.signal(number, self._take)
 
-    def give_back(self) -> None:
-        """Whoever had the signals before has them again."""
+    def restore(self) -> None:
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def pass_on(self, drive_: Drive) -> None:
-        """Ask for the stop, once."""
-        if self.number and not self._is_told:
-            self._is_told = True
+    def forward(self, drive_: Drive) -> None:
+        """Request the stop, once."""
+        if self.number and not self._has_requested_stop:
+            self._has_requested_stop = True
             drive_.request_stop(f"{signal.Signals(self.number).name} at the driver")
 
     def _take(self, number: int, frame: FrameType | None) -> None:
@@ -96,7 +98,7 @@ class Interrupts:
             self._leave_terminal()
 
     def _leave_terminal(self) -> None:
-        """The terminal is gone, and writing to it raises."""
+        """Redirect output to the null device: writing to a closed terminal raises."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for fd in self._terminals:
             os.dup2(nowhere, fd)
@@ -104,54 +106,56 @@ class Interrupts:
 
 
 def drive(request: TrainRequest, console: Console) -> int:
-    """Run what is asked for; return the exit code. Raises `UserError`."""
-    plan = plan_here(request)
+    """Train as requested; return the exit code. Raises `UserError`."""
+    plan = plan_on_this_machine(request)
     interrupts = Interrupts()
-    tell_place(plan, console)
+    print_location(plan, console)
     for note in plan.notes:
         console.print(note, soft_wrap=True, highlight=False)
     has_begun = False
     try:
-        with under_way(plan, request.detach, interrupts.listen) as drive_:
+        with started_run(plan, request.detach, interrupts.install) as drive_:
             has_begun = True
             if request.detach:
                 return 0
-            progress = follow(plan, drive_, console, lambda: interrupts.pass_on(drive_))
-            _tell_ending(progress, plan)
+            progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
+            _print_ending(progress, plan)
         assert progress.outcome is not None
         if progress.is_head_gone:
             _exit_without_ray(progress.outcome, interrupts.number)
         return exit_code(progress.outcome, interrupts.number)
     except ControllerLost as error:
         if has_begun:
-            told = f"the controller died ({error}); the same command resumes the run"
+            problem = f"the controller died ({error}); repeat the command to resume the run"
         else:
             check = repair_command(plan.folder.files).removesuffix(" --repair")
-            told = f"the controller did not start ({error}); `{check}` checks the files of the run"
-        print(f"elastic: {told}", file=sys.stderr)
+            problem = (
+                f"the controller did not start ({error}); check the run's files with `{check}`"
+            )
+        print(f"elastic: {problem}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 128 + (interrupts.number or signal.SIGINT)
 
 
 def _exit_without_ray(outcome: Stopped, signal_number: int) -> NoReturn:
-    """End this process now: Ray's exit handlers would wait for its GCS, which is gone."""
+    """End this process now: Ray's exit handlers would wait for its lost GCS."""
     sys.stdout.flush()
     sys.stderr.flush()
     is_failure = outcome.outcome == "interrupted" and not signal_number
     os._exit(1 if is_failure else exit_code(outcome, signal_number))
 
 
-def plan_here(request: TrainRequest) -> RunPlan:
-    """The plan of a run that this machine is to drive. Raises `UserError`."""
-    _refuse_passing_folder(request)
+def plan_on_this_machine(request: TrainRequest) -> RunPlan:
+    """The plan of a run that this machine drives. Raises `UserError`."""
+    _refuse_job_folder(request)
     plan = make_plan(request, torch.cuda.device_count())
     refuse_unstartable(plan, request.detach)
     return plan
 
 
-def tell_place(plan: RunPlan, console: Console) -> None:
-    """Where the run and its tracking are."""
+def print_location(plan: RunPlan, console: Console) -> None:
+    """Print where the run's files and its tracking store are."""
     console.print(
         f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}",
         soft_wrap=True,
@@ -160,41 +164,40 @@ def tell_place(plan: RunPlan, console: Console) -> None:
 
 
 @contextmanager
-def under_way(
+def started_run(
     plan: RunPlan, detach: bool = False, joined: Callable[[], object] = lambda: None
 ) -> Iterator[Drive]:
-    """The run, started, until the block ends; then nothing of it is left on the cluster, unless
-    it is detached, and Ray is as it was before. `joined` is called once Ray is there.
+    """Start the run; at the end of the block, end its actors (unless detached) and leave Ray.
 
-    Raises `UserError` or `ControllerLost`.
+    `joined` is called once Ray is available. Raises `UserError` or `ControllerLost`.
     """
     started = open_cluster(plan.num_workers, plan.use_gpus, plan.per_worker)
     keep_actors = detach
     try:
         if started and detach:
             raise UserError(
-                "--detach needs a cluster that outlives this command: `ray start --head` first, or "
-                "set RAY_ADDRESS"
+                "--detach needs a cluster that outlives this command: run `ray start --head` "
+                "first, or set RAY_ADDRESS"
             )
         joined()
         if not started and (note := warn_unsaved(plan.settings)):
             print(f"elastic: {note}", file=sys.stderr)
-        run = equipped(plan)
-        if is_private():  # nobody restarts the GCS of a private cluster
+        run = with_worker_resources(plan)
+        if is_private():  # the GCS of a private cluster is never restarted
             run = replace(run, head_patience_s=PRIVATE_HEAD_PATIENCE_S)
         yield _begin(plan, run)
     except RunRefused as error:
-        keep_actors = keep_actors or isinstance(error, RunTaken)  # they are somebody else's
+        keep_actors = keep_actors or isinstance(error, RunTaken)  # another driver's actors
         raise UserError(str(error)) from None
     finally:
         close_cluster(plan.folder.name, keep_actors)
 
 
 def _begin(plan: RunPlan, run: RunSpec) -> Drive:
-    """Start the run; `recipe.json` is not overwritten if another process drives it.
+    """Start the run without overwriting the `recipe.json` of another driver.
 
-    The controller claims the run in a process of its own, so the recipe is stored before only if
-    nobody is known to drive the run, and otherwise once the controller has the run.
+    The controller claims the run in its own process. If the lease names a driver, the recipe is
+    stored only after the controller has claimed the run, otherwise before.
     """
     try:
         is_driven = owner_of(plan.folder.files) is not None
@@ -204,43 +207,44 @@ def _begin(plan: RunPlan, run: RunSpec) -> Drive:
     if not is_driven:
         store_recipe(plan)
     drive_ = Drive(run)
-    if is_driven:  # by a process that has ended since
+    if is_driven:  # the previous driver has ended since
         store_recipe(plan)
     return drive_
 
 
 def warn_unsaved(settings: TrainSettings) -> str:
-    """What to say on a cluster about a run without checkpoints; empty for any other."""
+    """A warning for a run on a cluster without checkpoints; empty for any other run."""
     if settings.checkpoint_every != 0:
         return ""
     return (
-        "checkpoint_every=0: only the last step is saved, so the loss of this cluster loses all "
+        "checkpoint_every=0: only the last step is saved, so losing this cluster loses all "
         "progress; set checkpoint_every=auto"
     )
 
 
-def _refuse_passing_folder(request: TrainRequest) -> None:
-    """A submitted job's own folder ends with it. Raises `UserError`."""
+def _refuse_job_folder(request: TrainRequest) -> None:
+    """Refuse to write into the working folder of a submitted Ray job, which Ray deletes with the
+    job. Raises `UserError`."""
     folder = job_folder()
     if folder is None:
         return
     storage = named_storage(request.storage)
     if isinstance(storage, DiskStorage) and storage.path.is_relative_to(folder):
         raise UserError(
-            f"--storage {request.storage}: it lies in the job's working folder, which Ray deletes "
-            "with the job; name a folder that every machine sees, or a URL, e.g. s3://bucket/runs"
+            f"--storage {request.storage} is in the job's working folder, which Ray deletes with "
+            "the job; use a folder that every machine sees, or a URL, e.g. s3://bucket/runs"
         )
     if not isinstance(storage, DiskStorage) and not request.tracking_uri:
         raise UserError(
-            "--tracking-uri: without it MLflow's store would be a file in the job's working "
-            "folder, which Ray deletes with the job; name a server"
+            "--tracking-uri is missing: MLflow's default store is a file in the job's working "
+            "folder, which Ray deletes with the job; give the URL of an MLflow server"
         )
 
 
 def open_cluster(
     num_workers: int, use_gpus: bool, per_worker: Mapping[str, Any] | None = None
 ) -> bool:
-    """Join the cluster of `RAY_ADDRESS`, or the one at hand, or start one; True if started.
+    """Join the cluster of `RAY_ADDRESS` or of `ray start`, or start a local one; True if started.
 
     Raises `UserError`.
     """
@@ -252,23 +256,23 @@ def open_cluster(
     except ClusterNotStarted as error:
         raise UserError(
             f"a local Ray cluster cannot be started ({error}): check memory, /dev/shm and the disk "
-            "of Ray's folder, or name a running cluster in RAY_ADDRESS"
+            "of Ray's folder, or set RAY_ADDRESS to a running cluster"
         ) from None
     except ClusterNotJoined as error:
         source = f"RAY_ADDRESS={address}" if address else "the cluster recorded by `ray start`"
         raise UserError(
             f"{source}: this Ray cluster cannot be joined ({error}); use its versions of Ray and "
-            "Python and its token, or set RAY_ADDRESS=local to start a local one"
+            "Python and its token, or set RAY_ADDRESS=local to start a local cluster"
         ) from None
     except OSError as error:
         raise UserError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset it to start a "
-            "local one"
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}); unset RAY_ADDRESS to "
+            "start a local cluster"
         ) from None
 
 
-def equipped(plan: RunPlan) -> RunSpec:
-    """The run with what its workers ask the cluster for that was joined. Raises `UserError`."""
+def with_worker_resources(plan: RunPlan) -> RunSpec:
+    """The run with its workers' resource requests for the joined cluster. Raises `UserError`."""
     try:
         resources = choose_resources(plan.settings.accelerator)
     except NoSuchAccelerator as error:
@@ -279,8 +283,8 @@ def equipped(plan: RunPlan) -> RunSpec:
 def follow(
     plan: RunPlan, drive_: Drive, console: Console | None, each: Callable[[], object]
 ) -> DriverReport:
-    """Follow the run to its end, shown on the console if there is one; `each` is called twice a
-    second. Raises `ControllerLost`."""
+    """Follow the run to its end and display it on the console if there is one; call `each` twice
+    a second. Raises `ControllerLost`."""
     try:
         progress = _follow(plan, drive_, console, each)
     except ControllerLost:
@@ -314,22 +318,22 @@ def _follow(
 
 
 def _saved(plan: RunPlan) -> str:
-    """Which checkpoint there is, in words."""
+    """The newest checkpoint, in words."""
     try:
         steps = [saved.step for saved in find_checkpoints(plan.folder.files).whole]
     except OSError as error:
-        return f"whether the run is saved is not known ({error})"
-    return f"the run is saved at step {max(steps)}" if steps else "no checkpoint is saved"
+        return f"the checkpoints cannot be listed ({error})"
+    return f"the run is saved at step {max(steps)}" if steps else "there is no checkpoint"
 
 
-def _tell_ending(progress: DriverReport, plan: RunPlan) -> None:
-    """What went wrong goes to standard error, the user's own traceback first."""
+def _print_ending(progress: DriverReport, plan: RunPlan) -> None:
+    """Print what went wrong to standard error, the traceback of the user's code first."""
     outcome = progress.outcome
     assert outcome is not None
     if outcome.traceback:
         print(outcome.traceback, file=sys.stderr)
     if progress.is_head_gone and outcome.outcome == "interrupted":
-        saved = f"{_saved(plan)} in {plan.folder.url}: the same command resumes it"
+        saved = f"{_saved(plan)} in {plan.folder.url}: repeat the command to resume it"
         print(f"elastic: {outcome.reason}; {saved}", file=sys.stderr)
     elif outcome.outcome != "completed":
         print(f"elastic: {outcome.outcome}: {outcome.reason}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`elastic train --dry-run`: what a run would be, had and cost; nothing is started or written."""
+"""`elastic train --dry-run`: a report of steps, data, layouts, memory and paths of a run."""
 
 from __future__ import annotations
 
@@ -31,80 +31,82 @@ DryRunReport = Iterator[tuple[str, str]]
 
 
 def dry_run(request: TrainRequest, console: Console) -> int:
-    """Tell what the same command line would do without `--dry-run`; return 0.
+    """Report what the same command line does without `--dry-run`; return 0.
 
-    Raises `UserError` for all that `train` would refuse before it starts anything; what only
-    the prepared data can tell (their length, whether a stored run read the same) is not known
-    while they have yet to be prepared.
+    Nothing is started or written. Raises `UserError` for everything that `train` refuses before it
+    starts anything. Checks that need prepared data (their length, whether a stored run read the
+    same data) are skipped if the data have yet to be prepared.
     """
     request.refuse_unreadable()
-    settings, own = settings_of(request)
-    reads_text = own is None and not isinstance(settings.model, MlpSettings)
+    settings, custom = settings_of(request)
+    reads_text = custom is None and not isinstance(settings.model, MlpSettings)
     found = _data(request, settings) if reads_text else None
-    is_there = found is None or found.is_there()
-    plan = make_plan(request if is_there else _with_random_data(request), torch.cuda.device_count())
+    is_prepared = found is None or found.is_there()
+    plan = make_plan(
+        request if is_prepared else _with_random_data(request), torch.cuda.device_count()
+    )
     refuse_unstartable(plan, request.detach)
     folder = RunFolder.of(plan.folder.storage, request.run_name or plan.folder.name)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column()
-    for what, value in (
-        *_of_the_run(plan, settings.data.seq_len if reads_text else 1),
-        *_of_the_data(plan, settings, found),
-        *_of_the_state(plan),
-        *_of_the_workers(plan),
-        *_of_the_past(folder),
-        *_of_the_places(request, plan, folder),
+    for label, value in (
+        *_run_rows(plan, settings.data.seq_len if reads_text else 1),
+        *_data_rows(plan, settings, found),
+        *_state_rows(plan),
+        *_worker_rows(plan),
+        *_resume_rows(folder),
+        *_path_rows(request, plan, folder),
     ):
-        table.add_row(what, Text(value))
+        table.add_row(label, Text(value))
     console.print(table)
-    console.print("a dry run: nothing was started or written", highlight=False)
+    console.print("dry run: nothing was started or written", highlight=False)
     return 0
 
 
 def _data(request: TrainRequest, settings: TrainSettings) -> FoundData:
     data = settings.data
     cache = request.data_cache or named_storage(request.storage).at("data").url
-    how = (data.tokenizer, data.separator, data.held_out_fraction)
+    tokenization = (data.tokenizer, data.separator, data.held_out_fraction)
     if data.format == "chat" and data.source != RANDOM:
-        return find_chats(data.source, cache, data.seq_len, *how)
-    found = find_data(data.source, cache, *how)
-    known = getattr(settings.model, "vocab_size", None)
-    if found.tokenizer and known and found.tokenizer.vocab_size > known:
+        return find_chats(data.source, cache, data.seq_len, *tokenization)
+    found = find_data(data.source, cache, *tokenization)
+    vocab_size = getattr(settings.model, "vocab_size", None)
+    if found.tokenizer and vocab_size and found.tokenizer.vocab_size > vocab_size:
         raise UserError(
-            f"model.vocab_size={known}, but the tokenizer has {found.tokenizer.vocab_size} tokens: "
-            f"set model.vocab_size={found.tokenizer.vocab_size} or more"
+            f"model.vocab_size={vocab_size}, but the tokenizer has {found.tokenizer.vocab_size} "
+            f"tokens: set model.vocab_size={found.tokenizer.vocab_size} or more"
         )
     return found
 
 
 def _with_random_data(request: TrainRequest) -> TrainRequest:
-    """The same model and workers, under a name that no stored run has."""
+    """The same request with random data and a new run name."""
     return replace(request, data="random", run_name=None)
 
 
-def _of_the_run(plan: RunPlan, seq_len: int) -> DryRunReport:
+def _run_rows(plan: RunPlan, seq_len: int) -> DryRunReport:
     settings = plan.settings
     yield "recipe", f"{plan.recipe['recipe']}, {settings.dtype}, seed {settings.seed}"
-    num, what = settings.batch * seq_len, "tokens" if seq_len > 1 else "samples"
+    num, unit = settings.batch * seq_len, "tokens" if seq_len > 1 else "samples"
     yield (
         "steps",
-        f"{settings.steps:,} of {counted(settings.batch, 'sample')}, {settings.microbatch} a "
-        f"microbatch: {quantity(num)} {what} a step, {quantity(num * settings.steps)} in all",
+        f"{settings.steps:,} of {counted(settings.batch, 'sample')}, {settings.microbatch} per "
+        f"microbatch: {quantity(num)} {unit} per step, {quantity(num * settings.steps)} in total",
     )
 
 
-def _of_the_data(plan: RunPlan, settings: TrainSettings, found: FoundData | None) -> DryRunReport:
+def _data_rows(plan: RunPlan, settings: TrainSettings, found: FoundData | None) -> DryRunReport:
     source = settings.data.source or "the Python standard library"
     samples = plan.recipe["num_samples"]
     epochs = f"{settings.steps * settings.batch / samples:.3g} epochs"
     if found is None:
-        yield "data", f"{samples:,} samples, which the recipe brings, {epochs}"
+        yield "data", f"{samples:,} samples from the recipe, {epochs}"
         yield "", f"digest {plan.recipe['data_digest']}"
     elif found.corpus is not None and not found.is_there():
         size = sum(file.stat().st_size for file in found.corpus.files)
         yield "data", f"{source}: {counted(len(found.corpus.files), 'file')}, {quantity(size)}B"
-        yield "", f"would be prepared first, by the tokenizer {settings.data.tokenizer}"
+        yield "", f"to be prepared first, with the tokenizer {settings.data.tokenizer}"
     else:
         source = "random tokens" if found.place is None else source
         samples = plan.recipe["num_samples"]
@@ -116,17 +118,17 @@ def _of_the_data(plan: RunPlan, settings: TrainSettings, found: FoundData | None
         yield "", f"digest {plan.recipe['data_digest']}"
 
 
-def _of_the_state(plan: RunPlan) -> DryRunReport:
+def _state_rows(plan: RunPlan) -> DryRunReport:
     job = plan.run.opening.job
     yield (
         "state",
-        f"parameters {quantity(job.param_bytes)}B, with the optimizer's "
-        f"{quantity(job.state_bytes)}B, and gradients {quantity(job.param_bytes)}B",
+        f"parameters {quantity(job.param_bytes)}B, parameters and optimizer "
+        f"{quantity(job.state_bytes)}B, gradients {quantity(job.param_bytes)}B",
     )
 
 
-def _of_the_workers(plan: RunPlan) -> DryRunReport:
-    """The layout at the most and at the fewest workers, and what one of them needs."""
+def _worker_rows(plan: RunPlan) -> DryRunReport:
+    """The layouts for the most and for the fewest workers, and the memory that one worker needs."""
     opening, settings = plan.run.opening, plan.settings
     memory = torch.cuda.get_device_properties(0).total_memory if plan.use_gpus else None
     policy = opening.policy
@@ -138,26 +140,27 @@ def _of_the_workers(plan: RunPlan) -> DryRunReport:
             opening.job,
             bool(settings.snapshot_every),
         )
-        what = counted(number, "worker")
+        label = counted(number, "worker")
         if isinstance(chosen, Infeasible):
-            yield what, f"no layout: {chosen.reason}"
+            yield label, f"no layout: {chosen.reason}"
             continue
         layout = chosen.layout
         needed = worker_bytes(opening.job, layout)
-        yield what, str(layout)
-        divided = PARTS[: zero_in_step(layout.zero, layout.pp)] if layout.fsdp > 1 else ()
-        told = f", of {', '.join(divided)} a part each" if divided else ""
-        room = f" of {quantity(memory)}B" if memory else ""
+        yield label, str(layout)
+        sharded = PARTS[: zero_in_step(layout.zero, layout.pp)] if layout.fsdp > 1 else ()
+        sharding = f" ({', '.join(sharded)} sharded)" if sharded else ""
+        device = f" of {quantity(memory)}B" if memory else ""
         yield (
             "",
-            f"{quantity(needed)}B of parameters, gradients and optimizer a worker{told}; with "
-            f"the margin {quantity(ceil(needed * opening.job.margin))}B{room}, activations apart",
+            f"{quantity(needed)}B of parameters, gradients and optimizer per worker{sharding}; "
+            f"{quantity(ceil(needed * opening.job.margin))}B{device} with the safety margin, "
+            "activations not included",
         )
         yield "", chosen.reason
 
 
-def _of_the_past(folder: RunFolder) -> DryRunReport:
-    """What would be resumed."""
+def _resume_rows(folder: RunFolder) -> DryRunReport:
+    """The checkpoint that the run resumes from, and its current driver."""
     try:
         if folder.recipe() is None:
             yield "resumes", f"nothing: there is no run '{folder.name}' in {folder.storage}"
@@ -169,15 +172,15 @@ def _of_the_past(folder: RunFolder) -> DryRunReport:
     if whole:
         yield "resumes", f"'{folder.name}' at step {whole[-1].step}, from {whole[-1].path}"
     else:
-        yield "resumes", f"'{folder.name}' from step 0: it has no whole checkpoint"
+        yield "resumes", f"'{folder.name}' from step 0: it has no complete checkpoint"
     if owner:
         yield (
             "",
-            f"it would be refused now: process {owner.get('pid')} on {owner.get('host')} drives "
-            "this run",
+            f"refused at present: process {owner.get('pid')} on {owner.get('host')} drives this "
+            "run",
         )
 
 
-def _of_the_places(request: TrainRequest, plan: RunPlan, folder: RunFolder) -> DryRunReport:
+def _path_rows(request: TrainRequest, plan: RunPlan, folder: RunFolder) -> DryRunReport:
     yield "writes", folder.url
     yield "", f"MLflow: {plan.tracking_uri}, experiment {request.experiment}"

@@ -1,4 +1,4 @@
-"""`elastic train --in-process`: one worker on this process's main thread, for debuggers."""
+"""`elastic train --in-process`: one worker on the main thread of this process, for debuggers."""
 
 from __future__ import annotations
 
@@ -19,30 +19,33 @@ from actors.ray_backend.observers import PATIENCE_S as OBSERVER_PATIENCE_S
 from actors.storage.errors import RunRefused
 from elastic.protocol.events import Event, StopRequested
 from pipelines.observe.history.follow import Follower
+from pipelines.observe.history.progress import unit_of
 from pipelines.observe.view.display import Display
 from pipelines.run.drive import LAST_LINES_S, Interrupts
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.refusals import parse_layout
 from pipelines.settings.errors import UserError
 
-FOR_EVER_S = 1e9
-"""Who stands in a debugger is not late."""
+NO_DEADLINE_S = 1e9
+"""A worker that is paused in a debugger must not miss a deadline."""
 
 
 def train_in_process(request: TrainRequest, console: Console) -> int:
-    """Train what is asked for in this process, on this thread; return the exit code.
+    """Train as requested in this process, on this thread; return the exit code.
 
-    What the training's own code raises is raised here once the run has been saved and told of.
-    Raises `UserError`.
+    An exception of the training code is raised here after the run has been saved and its summary
+    printed. Raises `UserError`.
     """
-    _refuse_others(request)
+    _refuse_other_processes(request)
     plan = make_plan(replace(request, workers="1"), torch.cuda.device_count())
     if plan.run.draining_workers:
-        raise UserError("--in-process: there is nobody to go on when the one worker is removed")
-    plan = replace(plan, run=unhurried(plan.run))
+        raise UserError(
+            "--in-process has one worker, which cannot be removed: drop `remove` from --inject"
+        )
+    plan = replace(plan, run=without_deadlines(plan.run))
     console.print(
-        f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}  ·  process of "
-        "this command",
+        f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}  ·  in this "
+        "process",
         soft_wrap=True,
         highlight=False,
     )
@@ -54,36 +57,36 @@ def train_in_process(request: TrainRequest, console: Console) -> int:
     except KeyboardInterrupt:
         return 128 + (interrupts.number or signal.SIGINT)
     finally:
-        interrupts.give_back()
+        interrupts.restore()
 
 
-def _refuse_others(request: TrainRequest) -> None:
-    """What needs more than this process."""
+def _refuse_other_processes(request: TrainRequest) -> None:
+    """Raises `UserError` for options that need more than this process."""
     if request.workers not in (None, "1", "1:1"):
         raise UserError(
-            f"--in-process has one worker: drop --workers {request.workers}, or the other"
+            f"--in-process has one worker: drop --workers {request.workers} or --in-process"
         )
     target_layout = parse_layout(request.layout or "")
     if target_layout.num_model_ranks * prod(target_layout.data_axes or (1,)) > 1:
         raise UserError(
-            f"--in-process has one worker: drop --layout {request.layout}, or the other"
+            f"--in-process has one worker: drop --layout {request.layout} or --in-process"
         )
     if request.detach:
-        raise UserError("--in-process trains in this command: drop --detach, or the other")
+        raise UserError("--in-process trains in this command: drop --detach or --in-process")
 
 
-def unhurried(run: RunSpec) -> RunSpec:
-    """No snapshots, since there is nobody to outlive this process, and no deadlines."""
+def without_deadlines(run: RunSpec) -> RunSpec:
+    """The run without deadlines, and without snapshots, which could not outlive this process."""
     policy = replace(
         run.opening.policy,
-        hang_timeout_s=FOR_EVER_S,
-        first_step_timeout_s=FOR_EVER_S,
-        form_timeout_s=FOR_EVER_S,
-        reshard_timeout_s=FOR_EVER_S,
-        save_timeout_s=FOR_EVER_S,
-        quiesce_deadline_s=FOR_EVER_S,
-        quiesce_deadline_cuda_s=FOR_EVER_S,
-        collective_timeout_s=FOR_EVER_S,
+        hang_timeout_s=NO_DEADLINE_S,
+        first_step_timeout_s=NO_DEADLINE_S,
+        form_timeout_s=NO_DEADLINE_S,
+        reshard_timeout_s=NO_DEADLINE_S,
+        save_timeout_s=NO_DEADLINE_S,
+        quiesce_deadline_s=NO_DEADLINE_S,
+        quiesce_deadline_cuda_s=NO_DEADLINE_S,
+        collective_timeout_s=NO_DEADLINE_S,
         snapshot_every=0,
         straggler_every=0,
     )
@@ -92,8 +95,8 @@ def unhurried(run: RunSpec) -> RunSpec:
 
 
 @dataclass(frozen=True)
-class _Here:
-    """The run as a driver stops it."""
+class _InProcessDrive:
+    """Stops the run as a `Drive` does."""
 
     post: Callable[[Event], None]
 
@@ -103,12 +106,13 @@ class _Here:
 
 def _train(plan: RunPlan, console: Console, interrupts: Interrupts) -> int:
     started, follower = time.time(), Follower(plan.folder)
+    follower.history.progress.unit = unit_of(plan.recipe)  # recipe.json may not be stored yet
     plain = Console(file=console.file, force_terminal=False, soft_wrap=True)
     history = follower.history
     display = Display(plain, plan.folder.name, started, history)  # a live panel would fight pdb
 
     def hear(event: Event, post: Callable[[Event], None]) -> None:
-        interrupts.pass_on(_Here(post))
+        interrupts.forward(_InProcessDrive(post))
         display.update(time.time(), *follower.take(), trouble=follower.trouble)
 
     try:
@@ -121,9 +125,9 @@ def _train(plan: RunPlan, console: Console, interrupts: Interrupts) -> int:
         if undelivered := observer.make().finish(OBSERVER_PATIENCE_S):
             print(f"elastic: {undelivered}", file=sys.stderr)
     if ended.error is not None and ended.outcome.outcome not in ("completed", "interrupted"):
-        if not isinstance(ended.error, Exception):  # as of `sys.exit()`, which would end unseen
-            told = f"the training's code raised {type(ended.error).__name__}: {ended.error}"
-            raise RuntimeError(told) from ended.error
+        if not isinstance(ended.error, Exception):  # e.g. SystemExit, which would end silently
+            message = f"the training code raised {type(ended.error).__name__}: {ended.error}"
+            raise RuntimeError(message) from ended.error
         raise ended.error
     if ended.outcome.outcome != "completed":
         print(f"elastic: {ended.outcome.outcome}: {ended.outcome.reason}", file=sys.stderr)

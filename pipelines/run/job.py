@@ -1,4 +1,4 @@
-"""What the controller is told of a training: sizes, limits and a digest."""
+"""The controller's description of a training job: sizes, limits and a digest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipelines.training.workload.workload import Workload
 
 
 def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
-    """Of what these settings make of the program."""
+    """The job of this program under these settings."""
     specs, shape = program.specs(), program.workload.shape()
     experts = [spec for spec in specs if spec.ep_dim is not None]
     limits = limits_of(program.workload)
@@ -27,7 +27,7 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
     one_stage = None
     if settings.schedule not in SEVERAL_STAGES:
         one_stage = (
-            f"schedule={settings.schedule} knows one stage a rank; "
+            f"schedule={settings.schedule} has one stage per rank; use "
             f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
         )
     return Job(
@@ -50,7 +50,7 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
 
 
 def _samples(settings: TrainSettings, workload: Workload) -> dict[str, int]:
-    """By what the controller knows which samples a microbatch has."""
+    """The fields from which the controller derives the samples of a microbatch."""
     num_eval_samples = min(settings.eval_samples, workload.num_held_out)
     return {
         "seed": settings.seed,
@@ -61,7 +61,7 @@ def _samples(settings: TrainSettings, workload: Workload) -> dict[str, int]:
 
 
 def limits_of(workload: Workload) -> Limits:
-    """Those of the workload's shape, and what trying a pipeline of the user's own has shown."""
+    """The limits of the workload's shape, and for a custom model the result of a trial pipeline."""
     limits = workload.shape().limits
     if not isinstance(workload, CustomWorkload) or any(axis == "pp" for axis, _ in limits.refused):
         return limits

@@ -1,4 +1,4 @@
-"""The policy that a run gets: from its settings and its numbers of workers."""
+"""The controller policy and the worker options of a run, from its settings."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pipelines.settings.errors import UserError
 
 
 def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_name: str) -> Policy:
-    """What is set alike in both has one name; the rest has the defaults."""
-    alike = {field.name for field in fields(Policy)} & TrainSettings.model_fields.keys()
+    """Fields that `Policy` and `TrainSettings` share have one name; others keep their defaults."""
+    shared = {field.name for field in fields(Policy)} & TrainSettings.model_fields.keys()
     return Policy(
         min_workers=min_workers,
         max_workers=max_workers,
         checkpoint_every_s=settings.checkpoint_s,
         checkpoint_auto=settings.checkpoint_every == "auto",
-        gang_jitter=_share_of(run_name),
-        **{name: getattr(settings, name) for name in alike},
+        gang_jitter=_fraction_of(run_name),
+        **{name: getattr(settings, name) for name in shared},
     )
 
 
-def _share_of(name: str) -> float:
-    """A number from 0 to 1 that differs between names."""
+def _fraction_of(name: str) -> float:
+    """A number from 0 to 1, a hash of the name."""
     return int.from_bytes(sha256(name.encode()).digest()[:4], "big") / 2**32
 
 
@@ -39,7 +39,7 @@ def worker_options(
     faults: tuple[Fault, ...] = (),
     profile: str | None = None,
 ) -> WorkerOptions:
-    """`run_folder` is its URL, `profile` what `--profile` says. Raises `UserError`."""
+    """`run_folder` is the URL of the run, `profile` the text of `--profile`. Raises `UserError`."""
     return WorkerOptions(
         run_folder=run_folder,
         collective_timeout_s=policy.collective_timeout_s,
@@ -54,11 +54,11 @@ def worker_options(
 
 
 def parse_profile(text: str) -> tuple[int, int]:
-    """The first and the last step of `steps=10:13`; `steps=10` is that one. Raises `UserError`."""
-    found = re.fullmatch(r"steps=([0-9]{1,12})(?::([0-9]{1,12}))?", text)
-    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    """The first and the last step of `steps=10:13`, or of `steps=10`. Raises `UserError`."""
+    match = re.fullmatch(r"steps=([0-9]{1,12})(?::([0-9]{1,12}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:
         raise UserError(
-            f"--profile {text}: write the first and the last step, from 1, e.g. steps=10:13"
+            f"--profile {text}: give the first and the last step, counted from 1, e.g. steps=10:13"
         )
     return first, last

@@ -1,4 +1,4 @@
-"""From what the user asks for to what a controller is given; every refusal is one line."""
+"""The plan of a run: checks a request and turns it into the controller's run specification."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ RECIPE_FORMAT = 1
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What is asked for: the command line of `elastic train`, or the arguments of an API."""
+    """A request to train: the command line of `elastic train`, or the arguments of the API."""
 
     recipe: RecipeLike
     run_name: str | None = None
@@ -91,14 +91,15 @@ class TrainRequest:
     detach: bool = False
     profile: str | None = None
     data_cache: str | None = None
-    """Where text is prepared; by default in the storage."""
+    """Folder of the prepared data; by default in the storage."""
     per_worker: Mapping[str, Any] = field(default_factory=dict)
-    """What a worker's actor asks the cluster for beside its accelerator, as Ray's options."""
+    """Ray options of a worker's actor, besides its accelerator."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of the recipe's function, by name."""
+    """Arguments of the recipe's function, by name."""
 
     def refuse_unreadable(self) -> None:
-        """Raises `UserError` for options that are empty, or no text; an empty `--data` is text."""
+        """Raises `UserError` for options that are empty or not valid text; `--data` may be
+        empty."""
         options = {f"--{key.replace('_', '-')}": value for key, value in vars(self).items()}
         data = {"--data": self.data or None, "--recipe": None, "--set": self.changes}
         refuse_unreadable({**options, **data})
@@ -106,7 +107,7 @@ class TrainRequest:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run that can be started, and what to tell about it."""
+    """A checked run, ready to start."""
 
     run: RunSpec
     folder: RunFolder
@@ -117,16 +118,16 @@ class RunPlan:
     recipe: dict[str, Any]
     per_worker: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    """Lines for the user, of what is not as it was."""
+    """Notes for the user, e.g. that the recipe's file has changed."""
 
 
 def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
-    """Check everything that can be checked before anything is started or written.
+    """Check a request before anything is started or written, and make its plan.
 
-    Raises `UserError`.
+    Raises `UserError` with a message of one line.
     """
     request.refuse_unreadable()
-    settings, own = settings_of(request)
+    settings, custom = settings_of(request)
     notify_url = check_url(request.notify) if request.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(request)
@@ -138,18 +139,18 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     options = worker_options(folder.url, settings, policy, faults, request.profile)
     _refuse_unusable(folder)
     factory = _program(
-        settings, own, request.data_cache or named_storage(request.storage).at("data").url
+        settings, custom, request.data_cache or named_storage(request.storage).at("data").url
     )
-    with code_of_user(f"recipe {name_of(request.recipe)}") if own is not None else nullcontext():
+    with code_of_user(f"recipe {name_of(request.recipe)}") if custom is not None else nullcontext():
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
-        if own is not None:
+        if custom is not None:
             refuse_unfit_recipe(program.workload, settings)
         job = job_of(settings, program)
         _refuse_impossible_layout(policy, target_layout, job)
         recipe = _recipe(request, policy, factory, program)
-        recipe |= identity(own, program) if own is not None else {}
+        recipe |= identity(custom, program) if custom is not None else {}
     notes = _refuse_other_training_settings(folder, recipe, settings)
-    notes += notes_on(program.workload, settings) if own is not None else ()
+    notes += notes_on(program.workload, settings) if custom is not None else ()
     run = RunSpec(
         name=folder.name,
         folder=folder.url,
@@ -187,30 +188,30 @@ def _tracking_uri(request: TrainRequest) -> str:
 def _with_places(
     settings: TrainSettings, request: TrainRequest, folder: RunFolder
 ) -> TrainSettings:
-    """What is read or written beside the run's files, by its full path."""
+    """The settings with full paths for files outside the run's folder."""
     if request.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
     if settings.init_from is not None:
-        there = str(expanded(settings.init_from).resolve())
-        settings = settings.model_copy(update={"init_from": there})
-        open_pretrained(settings)  # refused here, before data are prepared
+        init_from = str(expanded(settings.init_from).resolve())
+        settings = settings.model_copy(update={"init_from": init_from})
+        open_pretrained(settings)  # raises here, before data are prepared
     return settings
 
 
 def _samples_file(folder: RunFolder) -> Path:
     if folder.path is None:
         raise UserError(
-            f"--record-samples: workers append to one file, which {folder.storage} cannot; name a "
-            "folder as --storage"
+            f"--record-samples: workers append to one file, which {folder.storage} does not "
+            "support; use a folder as --storage"
         )
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: str) -> Factory:
-    """How workers make the program; its data are prepared if need be."""
+def _program(settings: TrainSettings, custom: Recipe | Script | None, data_cache: str) -> Factory:
+    """The factory of the workers' program; prepares the data if necessary."""
     kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
-    if own is not None:
-        kwargs["recipe"] = own
+    if custom is not None:
+        kwargs["recipe"] = custom
     else:
         data = settings.data
         options: dict[str, Any] = {
@@ -231,7 +232,7 @@ def _program(settings: TrainSettings, own: Recipe | Script | None, data_cache: s
 def _recipe(
     request: TrainRequest, policy: Policy, factory: Factory, program: TrainingProgram
 ) -> dict[str, Any]:
-    """What `recipe.json` says of the run."""
+    """The content of `recipe.json`."""
     return {
         "format": RECIPE_FORMAT,
         "recipe": name_of(request.recipe),
@@ -260,14 +261,14 @@ def _sidecar(
         "notify_url": notify_url,
         "notify_after_s": notify_after_s,
     }
-    # Importing MLflow is already an event that its telemetry would report.
+    # MLflow's telemetry already reports the import.
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}
     return Factory("pipelines.observe.sidecar.sidecar:sidecar", kwargs, environment)
 
 
 def settings_of(request: TrainRequest) -> tuple[TrainSettings, Recipe | Script | None]:
-    """Those of the run, and the recipe if it has a model of its own. Raises `UserError`."""
-    found = load(request.recipe, request.arguments)
+    """The run's settings, and the recipe or script of a custom model. Raises `UserError`."""
+    loaded = load(request.recipe, request.arguments)
     options = {
         "--data": ("data.source", request.data),
         "--steps": ("steps", request.steps),
@@ -279,10 +280,10 @@ def settings_of(request: TrainRequest) -> tuple[TrainSettings, Recipe | Script |
     for option, (key, value) in options.items():
         if value is not None:
             changes.append(Given(key, str(value), option))
-    if isinstance(found, TrainSettings):
-        return with_model_of_folder(override(found, changes)), None
+    if isinstance(loaded, TrainSettings):
+        return with_model_of_folder(override(loaded, changes)), None
     refuse_brought(changes)
-    return override(found.settings, changes), found
+    return override(loaded.settings, changes), loaded
 
 
 def _policy(workers: str | None, num_gpus: int, settings: TrainSettings, run_name: str) -> Policy:
@@ -296,14 +297,14 @@ def _target_layout(layout: str | None, policy: Policy) -> TargetLayout:
     num_requested = target_layout.num_model_ranks * prod(target_layout.data_axes or (1,))
     if num_requested > policy.max_workers:
         raise UserError(
-            f"--layout {layout} needs {num_requested} workers, --workers allows "
-            f"{policy.max_workers}: raise one or lower the other"
+            f"--layout {layout} needs {num_requested} workers, but --workers allows "
+            f"{policy.max_workers}: raise --workers or choose a smaller layout"
         )
     return target_layout
 
 
 def _refuse_impossible_layout(policy: Policy, target_layout: TargetLayout, job: Job) -> None:
-    """What cannot be formed even with all workers will never be."""
+    """Raises `LayoutRefused` for a layout that is infeasible even with all workers."""
     capacity = Capacity(policy.max_workers)
     layout = plan_layout(None, capacity, target_layout, job, snapshots_cover=False)
     if isinstance(layout, Infeasible):
@@ -322,7 +323,8 @@ def _run_folder(request: TrainRequest) -> RunFolder:
 def _refuse_other_training_settings(
     folder: RunFolder, recipe: dict[str, Any], settings: TrainSettings
 ) -> tuple[str, ...]:
-    """A stored run of that name may not compute something else. What only may is told."""
+    """Raises `UserError` if the stored run of this name has other training settings; returns
+    notes on possible differences."""
     try:
         stored = folder.recipe()
     except OSError as error:
@@ -331,8 +333,8 @@ def _refuse_other_training_settings(
         return ()
     old = _stored_settings(folder, stored)
     differing = differing_training_settings(old, settings)
-    if stored.get("data_digest") == recipe["data_digest"]:  # then they may have been moved
-        differing = [told for told in differing if not told.startswith("data.source: ")]
+    if stored.get("data_digest") == recipe["data_digest"]:  # the same data may have moved
+        differing = [change for change in differing if not change.startswith("data.source: ")]
     differing += [
         f"{key}: {stored.get(key)} -> {recipe.get(key)}"
         for key in ("num_samples", "data_digest", "arguments")
@@ -342,14 +344,14 @@ def _refuse_other_training_settings(
         differing.append("the state has other names, shapes or dtypes")
     if differing:
         raise UserError(
-            f"run '{folder.name}' in {folder.storage} was begun with other maths "
+            f"run '{folder.name}' in {folder.storage} has other training settings "
             f"({'; '.join(differing)}): resume it unchanged, or choose another --run-name"
         )
     return tuple(filter(None, [changed_source(stored, recipe)]))
 
 
 def _stored_settings(folder: RunFolder, stored: dict[str, Any]) -> TrainSettings:
-    """Those of recipe.json. Raises `UserError`, which says how to go on."""
+    """The settings in `recipe.json`. Raises `UserError` if the file is damaged."""
     try:
         return TrainSettings.model_validate(stored["settings"])
     except KeyError:
@@ -367,10 +369,10 @@ def _refuse_unusable(folder: RunFolder) -> None:
             refuse_unreachable(folder.url)
         except OSError as error:
             raise UserError(f"--storage {folder.storage}: cannot be reached ({error})") from None
-        return  # to try to write would cost as much as `store_recipe` does
-    nearest = next(place for place in (path, *path.parents) if place.exists())
+        return  # a trial write would cost as much as `store_recipe`
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
     if not nearest.is_dir():
-        raise _unwritable(folder, f"{nearest} is no folder")
+        raise _unwritable(folder, f"{nearest} is not a folder")
     if not os.access(nearest, os.W_OK):
         raise _unwritable(folder, f"no permission to write in {nearest}")
 
@@ -385,4 +387,6 @@ def store_recipe(plan: RunPlan) -> None:
 
 
 def _unwritable(folder: RunFolder, why: str | None) -> UserError:
-    return UserError(f"--storage {folder.storage}: cannot be written ({why}); name one that can")
+    return UserError(
+        f"--storage {folder.storage}: cannot be written ({why}); choose a writable folder or URL"
+    )

@@ -1,4 +1,4 @@
-"""What a machine or cluster will refuse, found before a Ray cluster is started or joined."""
+"""Preflight checks of a plan, made before a Ray cluster is started or joined."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pipelines.settings.recipe import Recipe
 
 
 def refuse_unstartable(plan: RunPlan, detach: bool = False) -> None:
-    """Raises `UserError` for what would only come to light once Ray's processes are up.
+    """Raises `UserError` for problems that would otherwise appear only after Ray has started.
 
-    What the cluster alone knows, such as types of accelerators of its own, is checked there.
+    Checks that need the cluster, such as its types of accelerators, follow after joining it.
     """
     _refuse_unpicklable(plan)
     is_private = will_be_private()
     if is_private and detach:
         raise UserError(
-            "--detach needs a cluster that outlives this command: `ray start --head` first, or "
+            "--detach needs a cluster that outlives this command: run `ray start --head` first, or "
             "set RAY_ADDRESS"
         )
     _refuse_network(plan.run.options.network, will_be_head())
@@ -43,15 +43,16 @@ def _refuse_unpicklable(plan: RunPlan) -> None:
     name, why = first_unpicklable(parts) or ("recipe", why_unpicklable(recipe))
     kind = "recipe" if isinstance(recipe, Recipe) else "script"
     advice = (
-        "make it inside the function"
+        "create it inside the function"
         if isinstance(recipe, Script)
-        else ("make inside the function what cannot be sent, e.g. data=lambda: MyDataset(path)")
+        else ("create it inside a function, e.g. data=lambda: MyDataset(path)")
     )
-    raise UserError(f"the {kind}'s {name} cannot be sent to the workers ({why}): {advice}")
+    raise UserError(f"the {kind}'s {name} cannot be pickled for the workers ({why}): {advice}")
 
 
 def _refuse_network(network: Network, is_head: bool) -> None:
-    """The interface has the same name on every machine; the store listens on the head."""
+    """Check the named interface, which every machine must have, and the ports if this machine is
+    the head, where the store listens."""
     if network == ANYWHERE or not (network.interface or is_head):
         return
     try:

@@ -1,4 +1,4 @@
-"""The training program: what a worker process makes of a run's settings."""
+"""The training program that each worker process builds from a run's settings."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ from pipelines.training.workload.workload import Workload, nothing
 
 
 class TrainingProgram:
-    """Trains what the settings name; see `actors.runtime.program.Program`.
+    """Trains the workload of the settings; see `actors.runtime.program.Program`.
 
-    `settings` are those of `TrainSettings`, as JSON; `data_folder` holds the prepared data, or
-    is their URL, if they are not synthetic; `device` is the GPU if there is one, unless told.
-    `recipe` is one of the user's own, or a script that owns its loop, or where either is found
-    (`path/to/file.py:function`); of its own settings nothing counts. Raises `UserError` for data,
-    or a model to begin from, that cannot be used.
+    `settings` are those of `TrainSettings`, as JSON. `data_folder` is the folder or URL of the
+    prepared data, None for synthetic data. `device` is by default the GPU if there is one.
+    `recipe` is a custom recipe, a custom training loop, or the name of either
+    (`path/to/file.py:function`); the recipe's own settings are ignored. Raises `UserError` for
+    unusable data or an unusable pretrained model.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class TrainingProgram:
         self.eval_every = self.settings.eval_every
         self.pretrained = open_pretrained(self.settings)
         if isinstance(recipe, str):
-            found = load(recipe)
-            recipe = found if isinstance(found, Recipe | Script) else None
+            loaded = load(recipe)
+            recipe = loaded if isinstance(loaded, Recipe | Script) else None
         self.loop = None
         if isinstance(recipe, Script):
             self.loop = Loop(recipe.function, self.settings.seed)
             recipe = recipe_of(self.loop.declaration, self.settings)
-        # A loop's module is there with its values: nothing is gained by drawing a part of it.
+        # The module of a custom loop exists with its values: drawing a part of it gains nothing.
         most_bytes = inf if self.loop else MAX_WHOLE_BYTES
         self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
 
@@ -85,8 +85,8 @@ class TrainingProgram:
         return state_specs(self.workload, self.settings)
 
     def warm_up(self) -> None:
-        """See that the data can be read here; one throw-away build and step, see
-        `pipelines.training.replica.warm_up`. Raises `UnfitMachine`."""
+        """Check that this machine can read the data, then build and step once and discard the
+        result; see `pipelines.training.replica.warm_up`. Raises `UnfitMachine`."""
         self.workload.reach()
         warm_up(self.workload, self.settings, self.device, self._replica)
         if self.loop is not None:
@@ -124,7 +124,7 @@ def make_workload(
     recipe: Recipe | None = None,
     most_bytes: float = MAX_WHOLE_BYTES,
 ) -> Workload:
-    """The workload that the settings name. Held-out data are opened only to be evaluated; a user's
+    """The workload of the settings. Held-out data are opened only if evaluation is on. A custom
     module of more than `most_bytes` is never built whole."""
     dtype: torch.dtype = getattr(torch, settings.dtype)
     match settings.model:
@@ -139,7 +139,7 @@ def make_workload(
             return CausalLMWorkload(settings.model, *splits, dtype, settings.lora)
         case CustomModelSettings():
             if recipe is None:
-                raise UserError("model.kind=own: the module comes with a `Recipe`; give one")
+                raise UserError("model.kind=own: a custom model needs a `Recipe`; give one")
             return CustomWorkload(replace(recipe, settings=settings), most_bytes)
         case _:
             assert_never(settings.model)
@@ -148,7 +148,7 @@ def make_workload(
 def _splits(
     settings: TrainSettings, vocab_size: int, data_folder: str | None
 ) -> tuple[Samples, Samples | None]:
-    """The samples to train on, and those held out if they are used."""
+    """The training samples, and the held-out samples if evaluation is on."""
     chats = data_folder if settings.data.format == "chat" else None
     prepared = open_prepared(data_folder, settings.cache) if data_folder and not chats else None
 

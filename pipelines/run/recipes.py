@@ -1,4 +1,4 @@
-"""Recipes: plain functions that say what to train. `load` finds them by name."""
+"""Recipes: functions that return training settings; `load` finds them by name."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from pipelines.settings.recipe import Recipe
 from pipelines.settings.user_code import code_of_user
 
 RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
-"""What may stand for a recipe; see `load`."""
+"""A recipe, or a name or function that gives one; see `load`."""
 
 CUSTOM_MODEL = CustomModelSettings()
 SYNC_EACH = False
-"""Of models this small, whole gradients cost less than to reduce them in every backward."""
+"""For models this small, keeping whole gradients costs less than reducing in every backward."""
 
 
 def tiny() -> TrainSettings:
@@ -62,8 +62,8 @@ def tiny_moe() -> TrainSettings:
 
 
 def byte_lm() -> TrainSettings:
-    """A byte-level language model of 3 M parameters: its loss falls within two minutes on two
-    CPU cores. A batch is 24 microbatches, which 2, 3, 4, 6 or 8 workers share evenly."""
+    """A byte-level language model of 3 M parameters; its loss falls within two minutes on two
+    CPU cores. A batch is 24 microbatches, which 2, 3, 4, 6 or 8 workers divide evenly."""
     return TrainSettings(
         model=TransformerSettings(),
         data=DataSettings(seq_len=128),
@@ -96,63 +96,63 @@ RECIPES: dict[str, Callable[[], TrainSettings]] = {
 def load(
     recipe: RecipeLike, arguments: Mapping[str, Any] = MappingProxyType({})
 ) -> TrainSettings | Recipe | Script:
-    """What a recipe gives: one of `RECIPES`, `hf:` and a folder or `config.json`,
-    `path/to/file.py:function` or `module:function`; or such a function itself, or what it would
-    return. A function gets the `arguments` by name.
+    """The settings, recipe or script that `recipe` stands for.
 
-    Raises `UserError` if there is no such recipe, or it gives something else.
+    A name is one of `RECIPES`, `hf:` and a folder or `config.json`, `path/to/file.py:function`
+    or `module:function`. A function is called with `arguments`; settings and recipes are returned
+    as they are. Raises `UserError` if there is no such recipe, or it gives another type.
     """
     if isinstance(recipe, str) and recipe.startswith(PREFIX):
         return hugging_face(recipe.removeprefix(PREFIX))
-    given: Any = _named(recipe) if isinstance(recipe, str) else recipe
+    value: Any = _named(recipe) if isinstance(recipe, str) else recipe
     if arguments:
-        given = _with_arguments(recipe, given, arguments)
+        value = _with_arguments(recipe, value, arguments)
     verb = "is"
-    if callable(given):
+    if callable(value):
         is_named = isinstance(recipe, str)
         with code_of_user(f"recipe {recipe}") if is_named else nullcontext():
-            if is_script(given):
-                return script_of(given)
-            _refuse_unnamed_parameters(recipe, given)
-            verb, given = "returns", given()
-    if isinstance(given, Recipe):
-        return with_custom_model(given)
-    if not isinstance(given, TrainSettings):
+            if is_script(value):
+                return script_of(value)
+            _refuse_missing_arguments(recipe, value)
+            verb, value = "returns", value()
+    if isinstance(value, Recipe):
+        return with_custom_model(value)
+    if not isinstance(value, TrainSettings):
         raise UserError(
-            f"recipe {name_of(recipe)}: {verb} {type(given).__name__}, not TrainSettings or a "
+            f"recipe {name_of(recipe)}: {verb} {type(value).__name__}, not TrainSettings or a "
             "Recipe"
         )
-    return given
+    return value
 
 
-def _refuse_unnamed_parameters(recipe: RecipeLike, function: Callable[..., Any]) -> None:
-    """Raises `UserError` for a function that needs arguments which nobody gives."""
+def _refuse_missing_arguments(recipe: RecipeLike, function: Callable[..., Any]) -> None:
+    """Raises `UserError` for a function with required arguments that are not given."""
     try:
-        told = signature(function)
+        parameters = signature(function)
     except (TypeError, ValueError):
         return
     try:
-        told.bind()
+        parameters.bind()
     except TypeError as error:
         raise UserError(
-            f"recipe {name_of(recipe)}{told}: {error}; give it a default, or arguments by "
+            f"recipe {name_of(recipe)}{parameters}: {error}; give it a default, or pass it with "
             "ElasticTrainer(recipe_config=...)"
         ) from None
 
 
 def _with_arguments(recipe: RecipeLike, function: Any, arguments: Mapping[str, Any]) -> Any:
-    told = f"recipe {name_of(recipe)}"
+    name = f"recipe {name_of(recipe)}"
     if not callable(function):
-        raise UserError(f"{told}: only a function has arguments ({', '.join(arguments)})")
+        raise UserError(f"{name}: only a function takes arguments ({', '.join(arguments)})")
     try:
         signature(function).bind_partial(**arguments)
     except TypeError as error:
-        raise UserError(f"{told}{signature(function)}: {error}") from None
+        raise UserError(f"{name}{signature(function)}: {error}") from None
     return partial(function, **arguments)
 
 
 def name_of(recipe: RecipeLike) -> str:
-    """How it is called in messages, files and the names of runs."""
+    """The recipe's name in messages, in files and in names of runs."""
     if isinstance(recipe, str):
         return recipe
     if isinstance(recipe, TrainSettings):
@@ -172,8 +172,8 @@ def _named(name: str) -> Callable[..., Any]:
 
 
 def with_custom_model(recipe: Recipe) -> Recipe:
-    """The recipe, its settings saying that the model is its own; what means nothing then is as by
-    default."""
+    """The recipe with the settings of a custom model; settings without effect have their
+    defaults."""
     update = {"model": CUSTOM_MODEL, "data": DataSettings(), "optimizer": OptimizerSettings()}
     return replace(recipe, settings=recipe.settings.model_copy(update=update))
 
@@ -181,14 +181,14 @@ def with_custom_model(recipe: Recipe) -> Recipe:
 def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
     is_file = place.endswith(".py")
     if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
-        raise UserError(f"recipe {name}: give path/to/file.py:function or module:function")
+        raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
     with code_of_user(f"recipe {name}", is_all_theirs=True):
         module = _from_file(name, Path(place)) if is_file else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
-        known = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
+        names = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
         raise UserError(
-            f"recipe {name}: {place} has no function '{function}'; {near(function, known)}"
+            f"recipe {name}: {place} has no function '{function}'; {near(function, names)}"
         )
     return recipe
 
@@ -202,8 +202,8 @@ def _from_file(name: str, file: Path) -> ModuleType:
         raise UserError(f"recipe {name}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look themselves up there; what stays there would be pickled by its name, which
-    # workers cannot import.
+    # Dataclasses look up their module in sys.modules. The entry is removed afterwards: what is
+    # registered would be pickled by its module's name, which workers cannot import.
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module
     try:

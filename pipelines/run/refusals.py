@@ -1,4 +1,4 @@
-"""Checks of single options, each of which needs nothing but the option itself."""
+"""Parsing and checks of single command-line options."""
 
 from __future__ import annotations
 
@@ -17,54 +17,54 @@ MAX_WORKERS = 100_000
 TRACKING_SCHEMES = frozenset(
     "http https file sqlite postgresql postgres mysql mssql databricks databricks-uc uc".split()  # noqa: SIM905
 )
-"""What MLflow knows without plug-ins; a database's may name its driver, as `mysql+pymysql`."""
+"""MLflow's schemes without plug-ins; that of a database may name a driver: `mysql+pymysql`."""
 
 
 def refuse_unreadable(options: Mapping[str, object]) -> None:
-    """Raises `UserError` for an option whose text is empty, or no text at all."""
+    """Raises `UserError` for an option whose value is empty or not valid text."""
     for option, value in options.items():
         if value is None:
             continue
         if isinstance(value, str) and not value.strip():
-            raise UserError(f"{option}: it is empty; give it a value, or leave the option out")
+            raise UserError(f"{option} is empty; give it a value, or leave the option out")
         texts = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
         for text in texts:
             refuse_undecodable(option, text)
 
 
 def refuse_undecodable(option: str, text: str) -> None:
-    """Raises `UserError` for bytes that are no UTF-8, which Python shows as lone surrogates, and
-    for NUL."""
+    """Raises `UserError` for invalid UTF-8, which Python decodes to lone surrogates, and for
+    NUL."""
     shown = text.encode("utf-8", "backslashreplace").decode()
     if shown != text:
-        raise UserError(f"{option} {shown}: it is not valid UTF-8; rename or retype it")
+        raise UserError(f"{option} {shown}: not valid UTF-8; rename or retype it")
     if "\0" in text:
-        raise UserError(f"{option} {text!r}: it has a NUL character; leave that out")
+        raise UserError(f"{option} {text!r}: contains a NUL character; remove it")
 
 
 def parse_workers(text: str) -> tuple[int, int]:
-    """`MIN:MAX`, or `MAX` alone for any number up to it. Raises `UserError`."""
-    found = re.fullmatch(r"(?:([0-9]+):)?([0-9]+)", text)
-    if found is None:
-        raise UserError(f"--workers {text}: write MIN:MAX, e.g. 2:4, or the most alone, e.g. 4")
-    if max(len(digits or "") for digits in found.groups()) > len(str(MAX_WORKERS)) or (
-        int(found[2]) > MAX_WORKERS
+    """Read `MIN:MAX`, or `MAX` for `1:MAX`. Raises `UserError`."""
+    match = re.fullmatch(r"(?:([0-9]+):)?([0-9]+)", text)
+    if match is None:
+        raise UserError(f"--workers {text}: write MIN:MAX, e.g. 2:4, or MAX, e.g. 4")
+    if max(len(digits or "") for digits in match.groups()) > len(str(MAX_WORKERS)) or (
+        int(match[2]) > MAX_WORKERS
     ):
         raise UserError(f"--workers {text}: a run has at most {MAX_WORKERS:,} workers")
-    min_workers, max_workers = int(found[1] or 1), int(found[2])
+    min_workers, max_workers = int(match[1] or 1), int(match[2])
     if min_workers < 1 or max_workers < 1:
         raise UserError(f"--workers {text}: a run needs at least 1 worker")
     if min_workers > max_workers:
-        raise UserError(f"--workers {text}: the minimum is over the maximum; write MIN:MAX")
+        raise UserError(f"--workers {text}: MIN is greater than MAX; write MIN:MAX")
     return min_workers, max_workers
 
 
 def check_tracking_uri(uri: str) -> str:
-    """Raises `UserError` for one with a password, and for a scheme that MLflow does not know."""
+    """The URI. Raises `UserError` if it has a password, or a scheme that MLflow does not know."""
     if has_credentials(uri):
         raise UserError(
-            f"--tracking-uri {without_credentials(uri)}: credentials belong in the environment, "
-            "as MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
+            f"--tracking-uri {without_credentials(uri)}: put credentials in the environment, as "
+            "MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
         )
     scheme, colon, _ = uri.partition("://")
     if not colon:
@@ -72,19 +72,19 @@ def check_tracking_uri(uri: str) -> str:
     plugins = {point.name for point in entry_points(group="mlflow.tracking_store")}
     if scheme.partition("+")[0] not in TRACKING_SCHEMES | plugins:
         raise UserError(
-            f"--tracking-uri {without_credentials(uri)}: MLflow knows no store of the scheme "
-            f"'{scheme}'; give a server's http(s) URL, or a database's, such as "
+            f"--tracking-uri {without_credentials(uri)}: MLflow does not support the scheme "
+            f"'{scheme}'; give the http(s) URL of a server, or that of a database, such as "
             "sqlite:////path/mlflow.db"
         )
     return uri
 
 
 BUILT_IN = ("tiny", "tiny_moe", "byte_lm", "mlp", "finetune")
-"""The recipes that have a name of their own; `recipes.py` makes them."""
+"""Names of the built-in recipes, which `recipes.py` defines."""
 
 
 def refuse_early(recipe: str, workers: str | None = None, layout: str | None = None) -> None:
-    """Raises `UserError` for what `elastic train` refuses of these options for themselves."""
+    """Check these options before heavy imports. Raises `UserError`."""
     refuse_unknown_recipe(recipe)
     if workers:
         parse_workers(workers)
@@ -93,16 +93,16 @@ def refuse_early(recipe: str, workers: str | None = None, layout: str | None = N
 
 
 def refuse_unknown_recipe(name: str) -> None:
-    """Raises `UserError` for a name that is neither built in nor that of a function."""
+    """Raises `UserError` for a name that is neither a built-in recipe nor a function's."""
     if ":" not in name and name not in BUILT_IN:
         raise UserError(
-            f"recipe {name}: there is none of that name; {near(name, list(BUILT_IN))}; "
-            "or give path/to/file.py:function or module:function"
+            f"recipe {name}: there is no built-in recipe of that name; "
+            f"{near(name, list(BUILT_IN))}; or write path/to/file.py:function or module:function"
         )
 
 
 def parse_layout(layout: str, max_workers: int | None = None) -> TargetLayout:
-    """The wish that `--layout` stands for. Raises `UserError`."""
+    """The target layout of `--layout`. Raises `UserError`."""
     try:
         return TargetLayout.parse(layout, max_workers)
     except ElasticError as error:

@@ -1,4 +1,4 @@
-"""Another layout for a run that goes on: find the run from its folder, ask it, tell what came."""
+"""`elastic reshard`: requests another layout from a run in progress and reports the outcome."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ PATIENCE_S = 120.0
 
 
 def reshard(run_name: str, layout: str, storage: str) -> str:
-    """Have the run change its layout at the next step boundary; return one line about it.
+    """Request a layout, which the run takes at its next step boundary; return a line about it.
 
-    Raises `UserError` if there is no such run, it does not run, or refuses the layout.
+    Raises `UserError` if there is no such run, it is not running, or it refuses the layout.
     """
     refuse_unreadable({"--layout": layout})
     target_layout = parse_layout(layout)
@@ -35,31 +35,31 @@ def reshard(run_name: str, layout: str, storage: str) -> str:
     except OSError as error:
         raise UserError(
             f"run '{folder.name}' is driven on {owner.get('host')}, but its Ray cluster "
-            f"{address or 'of no address'} does not answer here ({error}): run this on a machine "
-            "of that cluster"
+            f"{address or 'without an address'} does not answer here ({error}): run this command "
+            "on a machine of that cluster"
         ) from None
     try:
-        return ask(folder, target_layout)
+        return request_layout(folder, target_layout)
     finally:
         close_cluster(folder.name, keep_actors=True)
 
 
-def ask(folder: RunFolder, target_layout: TargetLayout) -> str:
-    """As `relayout`, in a process that has joined the run's cluster."""
+def request_layout(folder: RunFolder, target_layout: TargetLayout) -> str:
+    """As `reshard`, in a process that has joined the run's cluster."""
     try:
         reply = ask_for_layout(folder.name, target_layout, PATIENCE_S)
     except RunNotDriven:
         raise _not_running(folder) from None
     except ControllerLost as error:
         raise UserError(
-            f"run '{folder.name}': the controller did not answer ({error}); whether it still runs, "
-            f"{folder.journal.url} tells"
+            f"run '{folder.name}': the controller did not answer ({error}); "
+            f"{folder.journal.url} shows whether it still runs"
         ) from None
     return f"run {folder.name}: {_in_words(reply, folder, target_layout)}"
 
 
 def _owner(folder: RunFolder) -> dict[str, Any]:
-    """Who drives the run, from its lease."""
+    """The driver of the run, from its lease. Raises `UserError` if there is none."""
     owner = owner_of(folder.files)
     if owner is None:
         raise _not_running(folder)
@@ -70,39 +70,39 @@ def _not_running(folder: RunFolder) -> UserError:
     followed = load_history(folder, needs_all_metrics=False)
     followed.follow()
     membership = followed.history.membership
-    how = "it was killed"
+    ending = "it was killed"
     if membership.outcome:
-        how = f"{membership.outcome} at step {membership.step}"
+        ending = f"{membership.outcome} at step {membership.step}"
     return UserError(
-        f"run '{folder.name}' is not running ({how}): give --layout to `elastic train` with the "
-        "same run name"
+        f"run '{folder.name}' is not running ({ending}): resume it with `elastic train`, the same "
+        "--run-name and this --layout"
     )
 
 
 def _in_words(reply: LayoutReply, folder: RunFolder, target_layout: TargetLayout) -> str:
-    """What has come of it, or the `UserError` that it has come to."""
-    told = reply.answered
-    if told is not None and told.refusal:
-        raise UserError(f"run '{folder.name}' refuses: {told.refusal}")
+    """The outcome of the request. Raises `UserError` if it was refused or not answered."""
+    answer = reply.answered
+    if answer is not None and answer.refusal:
+        raise UserError(f"run '{folder.name}' refuses the layout: {answer.refusal}")
     if reply.ended:
         raise _not_running(folder)
-    if told is None:
+    if answer is None:
         raise UserError(
-            f"run '{folder.name}' has not answered for {duration(PATIENCE_S)}: what it does, "
-            f"{folder.journal.url} tells"
+            f"run '{folder.name}' has not answered for {duration(PATIENCE_S)}: see "
+            f"{folder.journal.url}"
         )
     if reply.resharded is not None and reply.layout:
-        return _change(told.present, reply.layout, reply.resharded)
-    if not told.present:
-        return f"accepted; nothing trains now, {told.planned} will be the layout when it does"
-    if told.present != told.planned:
-        change = f"{told.present} -> {told.planned}"
-        return f"{change} accepted, but not done after {duration(PATIENCE_S)}"
-    if target_layout.data_axes and told.planned != str(
+        return _change(answer.present, reply.layout, reply.resharded)
+    if not answer.present:
+        return f"accepted; the run is waiting and will resume with {answer.planned}"
+    if answer.present != answer.planned:
+        change = f"{answer.present} -> {answer.planned}"
+        return f"{change} accepted, but not finished after {duration(PATIENCE_S)}"
+    if target_layout.data_axes and answer.planned != str(
         target_layout.layout(*target_layout.data_axes)
     ):
-        return f"accepted; {told.present} stays until there are enough workers for it"
-    return f"{told.present} already; nothing to do"
+        return f"accepted; {answer.present} stays until there are enough workers for it"
+    return f"the layout is already {answer.present}; nothing to do"
 
 
 def _change(old: str, new: str, resharded: Resharded) -> str:

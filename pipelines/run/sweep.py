@@ -1,4 +1,4 @@
-"""A sweep: the same few steps under one layout after another, on one cluster, as a table."""
+"""`elastic sweep`: trains a few steps under each of several layouts and tabulates the results."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from actors.storage.storage import is_remote
 from elastic.geometry.errors import ElasticError
 from elastic.geometry.layout import Layout
 from pipelines.observe.history.formatting import counted
+from pipelines.observe.history.progress import unit_of
 from pipelines.observe.history.run_folder import Tail, default_tracking_uri
 from pipelines.observe.view.sweep_table import Row, measure, refused, show, write
-from pipelines.run.drive import Interrupts, equipped, open_cluster
+from pipelines.run.drive import Interrupts, open_cluster, with_worker_resources
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.preflight import refuse_unstartable
 from pipelines.settings.errors import LayoutRefused, UserError
 
 EXPERIMENT = "sweep"
 UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
-"""What would fall into some steps and not into others, unless it is asked for."""
+"""Periodic work that would disturb the timing of some steps; `--set` may turn it on."""
 TRACKING_PATIENCE_S = 30.0
 MAX_START_TIMEOUT_S = 1e9
 
@@ -45,12 +46,12 @@ class SweepRequest:
     data: str | None = None
     changes: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
-    """For so long a layout waits for its workers: a cluster may have to start machines."""
+    """How long a layout waits for its workers: a cluster may have to start machines."""
 
 
 @dataclass
 class Trial:
-    """One layout: its plan, or its row already, if it cannot be had."""
+    """One layout with its plan, or with its result row if the layout is infeasible."""
 
     layout: Layout
     plan: RunPlan | None
@@ -77,7 +78,7 @@ def sweep(request: SweepRequest, console: Console) -> int:
         rows = [trial.row for trial in trials if trial.row is not None]
         folder.mkdir(parents=True, exist_ok=True)
         files = write(folder, rows)
-        show(console, f"{request.recipe}, {request.steps} steps a layout", rows)
+        show(console, f"{request.recipe}, {request.steps} steps per layout", rows, _unit(trials))
         console.print(f"table: {files[0]}, {files[1]}", soft_wrap=True, highlight=False)
         _track(trials, console, interrupts)
     except KeyboardInterrupt:
@@ -88,14 +89,14 @@ def sweep(request: SweepRequest, console: Console) -> int:
 
 
 def trials_of(request: SweepRequest, folder: Path, num_gpus: int) -> list[Trial]:
-    """All of them, before anything is started. Raises `UserError`."""
+    """The trials of all layouts, checked before anything is started. Raises `UserError`."""
     if request.steps < 2:
-        raise UserError(f"--steps {request.steps}: at least 2, since the first is not counted")
+        raise UserError(f"--steps {request.steps}: use 2 or more, as the first is not measured")
     if not 0.0 < request.start_timeout_s <= MAX_START_TIMEOUT_S:
         raise UserError(f"--start-timeout {request.start_timeout_s:g}: give seconds, e.g. 600")
     layouts = parse_layouts(request.layouts)
     if is_remote(request.storage):
-        raise UserError(f"--storage {request.storage}: a sweep is kept on a disk; name a folder")
+        raise UserError(f"--storage {request.storage}: a sweep needs a local folder; name one")
     trials = [_trial(request, folder, layout, num_gpus) for layout in layouts]
     for trial in trials:
         if trial.plan is not None:
@@ -110,16 +111,21 @@ def parse_layouts(text: str) -> list[Layout]:
         try:
             layout = Layout.parse(part)
         except ElasticError as error:
-            hint = "write layouts between semicolons, e.g. 'tp=1; dp=2,tp=2'"
+            hint = "separate layouts by semicolons, e.g. 'tp=1; dp=2,tp=2'"
             raise UserError(f"--layouts {text!r}: {error}; {hint}") from None
         if layout in layouts:
-            raise UserError(f"--layouts {text!r}: {layout} stands there twice")
+            raise UserError(f"--layouts {text!r}: {layout} is listed twice; list it once")
         layouts.append(layout)
     return layouts
 
 
+def _unit(trials: list[Trial]) -> str:
+    """What the table counts: tokens or samples."""
+    return next((unit_of(trial.plan.recipe) for trial in trials if trial.plan), "tokens")
+
+
 def _trial(request: SweepRequest, folder: Path, layout: Layout, num_gpus: int) -> Trial:
-    """Everything is checked before anything is started; only layouts may be refused one by one."""
+    """Plan one layout. An infeasible layout becomes a row; any other problem is a `UserError`."""
     run = TrainRequest(
         recipe=request.recipe,
         run_name=str(layout).replace("=", "").replace(",", "-"),
@@ -147,19 +153,20 @@ def _train_all(
     console: Console,
     interrupts: Interrupts,
 ) -> None:
-    """One layout after the other, until the first signal."""
+    """Train under one layout after the other, until the first signal."""
     planned = [trial for trial in trials if trial.plan is not None]
     if not planned:
         return
     most = max(trial.layout.num_workers for trial in planned)
     use_gpus = any(trial.plan.use_gpus for trial in planned if trial.plan)
     started = open_cluster(min(most, num_gpus) if use_gpus else most, use_gpus)
-    interrupts.listen()
+    interrupts.install()
     try:
         for trial in planned:
             if started and use_gpus and num_gpus < trial.layout.num_workers:
                 needed = counted(trial.layout.num_workers, "GPU")
-                trial.row = refused(trial.layout, f"needs {needed}, this machine has {num_gpus}")
+                reason = f"needs {needed}, but this machine has {num_gpus}"
+                trial.row = refused(trial.layout, reason)
             elif not interrupts.number:
                 console.print(f"{trial.layout}: {trial.workers}", highlight=False)
                 _train(
@@ -170,12 +177,12 @@ def _train_all(
 
 
 def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrupts) -> None:
-    """A run like any other; its checkpoint is not kept, and it is tracked only afterwards."""
+    """Train under one layout; its checkpoint is removed, and it is tracked after the sweep."""
     plan, patience = trial.plan, Patience(trial, start_timeout_s)
     try:
         with _ended(name):
             store_recipe(plan)
-            run = replace(equipped(plan), name=name, observers=())
+            run = replace(with_worker_resources(plan), name=name, observers=())
             broken = _follow(run, interrupts, patience)
     except ControllerLost as error:
         broken = f"the controller died ({error})"
@@ -187,7 +194,7 @@ def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrup
 
 
 class Patience:
-    """Waits for a trial's first generation, but not for ever."""
+    """The start timeout of a trial: time until its first generation forms."""
 
     def __init__(self, trial: Trial, timeout_s: float) -> None:
         self._trial = trial
@@ -199,7 +206,7 @@ class Patience:
         self.refusal = ""
 
     def is_over(self) -> bool:
-        """True once, when it has run out; then `refusal` says what was lacking."""
+        """True once, when the timeout has passed; then `refusal` says what was missing."""
         for line in self._journal.drain():
             self._num_ready += line.get("event") == "WorkerReady"
             self._has_begun |= line.get("command") == "Form"
@@ -215,7 +222,7 @@ class Patience:
 
 @contextmanager
 def _ended(name: str) -> Iterator[None]:
-    """Nothing of the run is left on the cluster when the block ends (invariant 12)."""
+    """End all actors of the run when the block ends (invariant 12)."""
     try:
         yield
     finally:
@@ -223,11 +230,11 @@ def _ended(name: str) -> Iterator[None]:
 
 
 def _follow(run: RunSpec, interrupts: Interrupts, patience: Patience) -> str:
-    """Train to the end; return its reason."""
+    """Train to the end; return the reason of the end."""
     drive = Drive(run)
 
     def look() -> None:
-        interrupts.pass_on(drive)
+        interrupts.forward(drive)
         if not interrupts.number and patience.is_over():
             drive.request_stop(patience.refusal)
 
@@ -236,14 +243,14 @@ def _follow(run: RunSpec, interrupts: Interrupts, patience: Patience) -> str:
 
 
 def _track(trials: list[Trial], console: Console, interrupts: Interrupts) -> None:
-    """What has run goes to MLflow now that nothing is measured any more."""
-    told = []
+    """Deliver the runs to MLflow, after all measurements."""
+    lines = []
     for trial in trials:
         plan = trial.plan
         if plan is None or interrupts.number or not plan.folder.journal.exists():
             continue
         for observer in plan.run.observers:
             shortfall = observer.make().finish(TRACKING_PATIENCE_S)
-            told.append(shortfall or f"{plan.folder.name} is in MLflow, experiment {EXPERIMENT}")
-    for line in told:
+            lines.append(shortfall or f"{plan.folder.name} is in MLflow, experiment {EXPERIMENT}")
+    for line in lines:
         console.print(line, soft_wrap=True, highlight=False, markup=False)

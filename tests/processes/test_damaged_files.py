@@ -28,7 +28,7 @@ from elastic.protocol.wire import FORMAT, encode
 from pipelines.cli import main
 from pipelines.doctor import check_run
 from pipelines.observe.history.run_folder import RunFolder
-from pipelines.run.in_process import unhurried
+from pipelines.run.in_process import without_deadlines
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 from pipelines.settings.errors import UserError
 
@@ -40,7 +40,7 @@ def train(storage: Path, steps: int) -> Ended:
     asked = TrainRequest("tiny", "run", str(storage), "1", None, steps, None, "random", SETTINGS)
     plan = make_plan(asked, num_gpus=0)
     store_recipe(plan)
-    return run_in_process(unhurried(plan.run))
+    return run_in_process(without_deadlines(plan.run))
 
 
 @pytest.fixture(scope="module")

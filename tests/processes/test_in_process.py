@@ -24,7 +24,7 @@ from actors.storage.lease import owner_of
 from actors.worker.step_protocol import Stepper
 from elastic.protocol.events import Event, StepCommitted
 from pipelines.observe.history.run_folder import default_tracking_uri
-from pipelines.run.in_process import train_in_process, unhurried
+from pipelines.run.in_process import train_in_process, without_deadlines
 from pipelines.run.plan import TrainRequest, make_plan, settings_of, store_recipe
 from pipelines.settings.errors import UserError
 
@@ -41,7 +41,7 @@ def here(asked: TrainRequest, hear=lambda event, post: None) -> Ended:
     """Trained on the test's thread, without the tracker at the end."""
     plan = make_plan(asked, num_gpus=0)
     store_recipe(plan)
-    return run_in_process(unhurried(plan.run), hear)
+    return run_in_process(without_deadlines(plan.run), hear)
 
 
 def losses_in(folder: Path) -> dict[int, float]:

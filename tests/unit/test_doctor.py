@@ -1,4 +1,4 @@
-"""What the doctor makes of what it sees, and that it looks without leaving anything behind."""
+"""`elastic doctor`: verdicts and fixes of its checks; it leaves no files behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines.doctor.finding import Finding
 
 
 @pytest.mark.parametrize(
-    ("found", "verdict", "told"),
+    ("finding", "verdict", "fix"),
     [
         (software.python_version("3.10.2", ">=3.11"), "failed", "install Python >=3.11"),
         (software.python_version("3.13.0", ">=3.11"), "ok", ""),
@@ -42,47 +42,47 @@ from pipelines.doctor.finding import Finding
         (places.clock("it", 99.5, (100.0, 101.0)), "ok", ""),
         (node_software("n", {"ray": "2", "sources": "a"}, {"ray": "2", "sources": "a"}), "ok", ""),
         (node_software("n", {"sources": "a"}, {"sources": "b"}), "failed", "working-dir"),
-        (node_software("n", {"torch": "2.9"}, {"torch": "2.11"}), "warning", "one environment"),
+        (node_software("n", {"torch": "2.9"}, {"torch": "2.11"}), "warning", "same environment"),
     ],
 )
-def test_is_judged(found: Finding, verdict: str, told: str) -> None:
-    assert found.verdict == verdict, found
-    assert told in found.mend and bool(found.mend) == (verdict != "ok")
+def test_finding_has_a_fix_unless_it_is_ok(finding: Finding, verdict: str, fix: str) -> None:
+    assert finding.verdict == verdict, finding
+    assert fix in finding.fix and bool(finding.fix) == (verdict != "ok")
 
 
-def test_the_driver_says_its_version() -> None:
-    told = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 2023\nGCC"
-    assert software.driver_version(told) == "535.129.03"
-    told = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
-    assert software.driver_version(told) == "580.95.05"
+def test_driver_version_is_parsed() -> None:
+    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 2023\nGCC"
+    assert software.driver_version(text) == "535.129.03"
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build"
+    assert software.driver_version(text) == "580.95.05"
 
 
-def test_a_port_that_is_taken() -> None:
-    taken = listen("127.0.0.1")
-    port = taken.getsockname()[1]
-    found = list(machine.network(Network(ports=(port, port)), "127.0.0.1"))
-    taken.close()
-    assert [one.verdict for one in found] == ["ok", "failed"]
-    assert "--ports" in found[1].mend
+def test_port_in_use_fails() -> None:
+    listener = listen("127.0.0.1")
+    port = listener.getsockname()[1]
+    findings = list(machine.network(Network(ports=(port, port)), "127.0.0.1"))
+    listener.close()
+    assert [finding.verdict for finding in findings] == ["ok", "failed"]
+    assert "--ports" in findings[1].fix
 
 
-def test_the_clock_of_a_server_that_tells_whole_seconds() -> None:
-    """Its second may have begun before the question was asked."""
+def test_clock_with_whole_seconds_is_not_behind() -> None:
+    """The server's second may have begun before the request."""
     now = time.time()
-    assert places.clock("it", float(int(now)), (now, now)).value == "as this one"
+    assert places.clock("it", float(int(now)), (now, now)).value == "same as this machine"
 
 
-def test_what_cannot_be_had_is_told(tmp_path: Path) -> None:
+def test_unavailable_places_fail_with_a_fix(tmp_path: Path) -> None:
     (tmp_path / "mlflow.db").write_text("no database")
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert places.database(uri, tmp_path / "mlflow.db").verdict == "failed"
-    [told] = places.tracking("http://127.0.0.1:1", str(tmp_path))
-    assert told.verdict == "failed" and "--tracking-uri" in told.mend
-    told = places.data(str(tmp_path / "nowhere"), str(tmp_path))
-    assert told.verdict == "failed" and "nowhere" in told.value
+    [finding] = places.tracking("http://127.0.0.1:1", str(tmp_path))
+    assert finding.verdict == "failed" and "--tracking-uri" in finding.fix
+    finding = places.data(str(tmp_path / "nowhere"), str(tmp_path))
+    assert finding.verdict == "failed" and "nowhere" in finding.value
 
 
-def test_the_command_ends_with_1_where_something_failed(
+def test_failed_check_exits_with_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
@@ -90,7 +90,7 @@ def test_the_command_ends_with_1_where_something_failed(
     monkeypatch.setattr(sys, "argv", ["elastic", "doctor", "--storage", str(storage)])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert ended.value.code == 1
-    assert "1 failed" in told and "unset RAY_ADDRESS" in told.replace("\n", "")
+    assert "1 failed" in output and "unset RAY_ADDRESS" in output.replace("\n", "")
     assert not list(tmp_path.iterdir()), "it leaves nothing behind"

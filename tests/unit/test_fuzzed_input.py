@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from sim.fresh_seeds import base
 
 from pipelines.cli import main
-from pipelines.run.drive import plan_here
+from pipelines.run.drive import plan_on_this_machine
 from pipelines.run.plan import TrainRequest
 from pipelines.run.recipes import RECIPES as NAMED
 from pipelines.run.recipes import mlp, tiny
@@ -244,7 +244,7 @@ def test_what_is_done_before_ray_starts(
     """With its data prepared, which a dry run leaves out."""
     asked = TrainRequest(recipe, **{"data": "text.txt", **options}, changes=tuple(changes))
     note(f"{asked}; ELASTIC_SIM_BASE={base()} repeats all examples")
-    assert_planned_or_refused(lambda: plan_here(asked))
+    assert_planned_or_refused(lambda: plan_on_this_machine(asked))
 
 
 @fuzzed(0.5)

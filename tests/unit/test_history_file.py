@@ -19,7 +19,7 @@ from pipelines.observe.history.history import History
 from pipelines.observe.history.history_file import NAME, load_history
 from pipelines.observe.history.membership import MAX_KEPT
 from pipelines.observe.history.run_folder import RunFolder
-from pipelines.observe.view.status import Looking
+from pipelines.observe.view.status import StatusReader
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_only_what_came_after_it_is_read(run: WrittenRun) -> None:
     damage_the_past(run)
     assert followed(run.folder) == before
     run.hear(Checkpointed(201, 2, "checkpoints/step-00000201-g2"))
-    run_status = Looking(run.folder, {}).look()
+    run_status = StatusReader(run.folder, {}).read()
     checkpoint = run_status.checkpoint()
     assert checkpoint and checkpoint.step == 201
     assert run_status.as_json()["step"] == 201

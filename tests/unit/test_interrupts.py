@@ -33,7 +33,7 @@ sys.exit(128 + interrupts.number)
 def interrupts() -> Iterator[Interrupts]:
     made = Interrupts()
     yield made
-    made.give_back()
+    made.restore()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -60,7 +60,7 @@ def test_command_under_nohup_ignores_the_hangup() -> None:
         made = Interrupts()
         os.kill(os.getpid(), signal.SIGHUP)
         assert made.number == 0
-        made.give_back()
+        made.restore()
     finally:
         signal.signal(signal.SIGHUP, before)
 

@@ -14,7 +14,7 @@ from actors.ray_backend.metrics import Metric
 from elastic.protocol.commands import Waited
 from elastic.protocol.events import Checkpointed
 from pipelines.observe.history.history import read_history
-from pipelines.observe.sidecar.run_metrics import figures_of
+from pipelines.observe.sidecar.run_metrics import metrics_of
 
 ROOT = Path(__file__).parents[2]
 ALERTS, BOARD = ROOT / "deploy" / "prometheus-alerts.yaml", ROOT / "deploy" / "grafana-board.json"
@@ -22,7 +22,7 @@ EXPORTED = re.compile(r"\bray_(elastic_\w+)")
 
 
 def figures(run: WrittenRun, later_s: float = 0.0) -> list[Metric]:
-    return list(figures_of(read_history(run.folder), run.now + later_s))
+    return list(metrics_of(read_history(run.folder), run.now + later_s))
 
 
 def values(run: WrittenRun, later_s: float = 0.0) -> dict[str, float | None]:

@@ -210,7 +210,7 @@ def test_a_curve_marks_what_was_taken_back() -> None:
     curve = Curve()
     for step in (1, 2, 3, 4, 5):
         curve.add(float(step), step, 2.0)
-    curve.take_back(4)
+    curve.roll_back(4)
     curve.add(6.0, 4, 2.0)
     assert [(p.step, p.void) for p in curve.points[2:]] == [
         (3, False),

@@ -1,1 +1,1 @@
-"""The history of a run, folded from its files."""
+"""The history of a run, computed from its files."""

@@ -1,4 +1,4 @@
-"""Following a run's lines while it goes on, aside whoever shows them: storage may take its time."""
+"""A thread that follows a run's journal and metrics, so that slow storage delays no display."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Rows = list[dict[str, Any]]
 
 
 class Follower:
-    """Reads the journal and the metrics in a thread of its own, until `finish`.
+    """Reads the journal and the metrics in its own thread, until `finish`.
 
-    `trouble` is why they cannot be read at present, or empty; `history` is what had been saved of
-    the run before, and the lines that are given out come after it.
+    `trouble` is the reason why they cannot be read at present, or empty. `history` is the run's
+    saved history; `take` returns the lines after it.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -36,13 +36,13 @@ class Follower:
         self._thread.start()
 
     def take(self) -> tuple[Rows, Rows]:
-        """What has come since, of the journal and of the metrics."""
+        """The new lines of the journal and of the metrics since the last call."""
         with self._lock:
             rows, self._rows = self._rows, ([], [])
         return rows
 
     def finish(self, patience_s: float) -> None:
-        """Read what is there now, if that takes no longer, and end."""
+        """Read the remaining lines and end the thread; wait at most `patience_s`."""
         self._ending.set()
         self._thread.join(patience_s)
 

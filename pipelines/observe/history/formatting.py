@@ -1,4 +1,4 @@
-"""Numbers as people read them: durations and counts in a few characters."""
+"""Short formats for people: durations, quantities and counts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def by_number(worker: str) -> tuple[int, str]:
-    """What to sort workers' names by: w2 comes before w10."""
+    """The sort key of workers' names: w2 comes before w10."""
     return len(worker), worker
 
 

@@ -1,4 +1,4 @@
-"""Goodput: where a run's time has gone, from its journal: compute, redone, paused, waiting."""
+"""Goodput accounting: a run's time as compute, redone, paused and waiting, from its journal."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any
 
 from elastic.protocol.wire import is_opening, is_progress, is_steps, steps_in
 
-DOINGS = ("compute", "redone", "paused", "waiting", "undriven", "nothing")
+ACTIVITIES = ("compute", "redone", "paused", "waiting", "undriven", "nothing")
 READ_EVERY_S = 60.0
 MAX_READINGS = 4096
-"""Almost three days of them; older ones are dropped."""
+"""Readings kept: almost three days; older ones are dropped."""
 MAX_SPANS = 1024
-"""Of more spans of steps, the older ones are merged: their compute is then known only together."""
+"""With more spans of steps the older ones are merged, and share one compute time."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimeSplit:
-    """Seconds since a run began: compute, redone, paused and waiting add up to all of them."""
+    """The time of a run in seconds; compute, redone, paused and waiting add up to the total."""
 
     compute_s: float = 0.0
-    """In steps that stand, and in what goes on between them, such as an evaluation."""
+    """In committed steps and in the work between them, such as an evaluation."""
     redone_s: float = 0.0
-    """In steps that a fall-back has taken back."""
+    """In steps that a rollback has undone."""
     paused_s: float = 0.0
-    """From a boundary, or from the last step before an abort, to the begin of the next step."""
+    """From a step boundary, or the last step before an abort, to the begin of the next step."""
     waiting_s: float = 0.0
-    """Starting, without enough workers, or driven by nobody."""
+    """Starting, with too few workers, or without a driver."""
     undriven_s: float = 0.0
-    """So much of the waiting: nobody drove the run."""
+    """The part of the waiting time without a driver."""
 
     @property
     def wall_s(self) -> float:
@@ -37,20 +37,21 @@ class TimeSplit:
 
     @property
     def goodput(self) -> float | None:
-        """The share of compute in the time that the run was driven."""
+        """The share of compute in the time with a driver."""
         driven_s = self.wall_s - self.undriven_s
         return self.compute_s / driven_s if driven_s > 0 else None
 
 
 @dataclass(slots=True)
 class WorkerTime:
-    """How long workers were there, from `WorkerReady` to their loss, by the place they were at:
-    the type of their node if the journal tells it, else the node."""
+    """Worker-seconds from `WorkerReady` to the loss of each worker, by place: the type of its node
+    if the journal has it, else the node."""
 
     _spent: dict[str, float] = field(default_factory=dict)
     _there: dict[str, tuple[str, float]] = field(default_factory=dict)
-    """Where each worker is, and since when."""
+    """The place of each live worker, and since when it is there."""
     _heard: float = 0.0
+    """The time of the last line."""
 
     def take(self, line: Mapping[str, Any]) -> None:
         name = line.get("event") or line.get("command") or ""
@@ -68,7 +69,7 @@ class WorkerTime:
         self._heard = time
 
     def by_place(self, now: float | None = None) -> dict[str, float]:
-        """Worker-seconds by place, most first, as of `now`, or of the last line."""
+        """Worker-seconds by place, most first, as of `now` or of the last line."""
         until = self._heard if now is None else max(now, self._heard)
         spent = dict(self._spent)
         for place, since in self._there.values():
@@ -84,7 +85,7 @@ class WorkerTime:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The account at the time of a journal line; `step` was the newest that stood."""
+    """The account at the time of a journal line; `step` is the newest committed step."""
 
     time: float
     step: int
@@ -94,7 +95,7 @@ class Reading:
 
 @dataclass(slots=True)
 class Span:
-    """The steps after `begin` up to `end` stand, and took `compute_s` together."""
+    """Committed steps after `begin` up to `end`, which took `compute_s` together."""
 
     begin: int
     end: int
@@ -103,39 +104,39 @@ class Span:
 
 @dataclass(slots=True)
 class Account:
-    """Folds a journal, line by line; the same lines always give the same splits and readings.
+    """Accounts for a run's time, line by line of its journal; the result depends on the lines only.
 
-    Time is the controller's; of workers' clocks only `step_s` is taken, a difference. `readings`
-    are taken once a minute of that time, as far as there are lines, and when the run stops; the
-    newest `MAX_READINGS` are kept, after `num_dropped` others.
+    Times are those of the controller's clock; of workers' clocks only `step_s` is used, which is a
+    difference. A reading is taken at the first line of each minute, and when the run stops.
+    `readings` has the newest `MAX_READINGS`; `num_dropped` older ones are gone.
     """
 
     readings: list[Reading] = field(default_factory=list)
     num_dropped: int = 0
     workers: WorkerTime = field(default_factory=WorkerTime)
-    _spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(DOINGS, 0.0))
-    _doing: str = "waiting"
-    """What the time since `_mark` is spent on: one of `DOINGS`, but not redone."""
+    _spent: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACTIVITIES, 0.0))
+    _activity: str = "waiting"
+    """The activity since `_mark`: one of `ACTIVITIES` except redone."""
     _mark: float | None = None
     _read_at: float = 0.0
     _heard: float = 0.0
     """The time of the last line."""
     _generation: int = 0
-    """The newest that was to be formed: what others tell is stale."""
+    """The newest generation to form; reports of others are stale."""
     _has_trained: bool = False
-    """In this session; before, it is starting."""
+    """Whether a step committed in this session; until then the run is starting."""
     _has_resumed: bool = False
-    """Since training last stopped."""
+    """Whether a `Resume` followed the last stop of training."""
     _broken_off_s: float = 0.0
-    """So much of the pause went into steps that seemed lost; late reports may tell otherwise."""
+    """The part of the pause spent in an aborted step; a late report may show that it committed."""
     _spans: list[Span] = field(default_factory=list)
-    """Of the steps that stand, in order."""
+    """The spans of committed steps, in order."""
 
     def take(self, line: Mapping[str, Any]) -> None:
-        """Fold one journal line in; one of an unknown name changes nothing but the time."""
+        """Add one journal line; a line of an unknown name only advances the time."""
         self.workers.take(line)
         name = line.get("event") or line.get("command") or ""
-        if is_opening(line) or (self._doing == "nothing" and name != "RunOpened"):
+        if is_opening(line) or (self._activity == "nothing" and name != "RunOpened"):
             return
         time = max(self._heard, line["time"])
         if self._mark is None:
@@ -146,33 +147,33 @@ class Account:
             case "RunOpened":
                 self._open(time)
             case "Waited":
-                self._stand(time, "waiting")
+                self._switch(time, "waiting")
             case "Paused" if line["generation"] != self._generation:
                 pass
             case "Paused" | "Abort" | "Form" | "Resume":
                 self._generation = line["generation"]
-                self._stand(time, "paused" if self._has_trained else "waiting")
+                self._switch(time, "paused" if self._has_trained else "waiting")
                 if name == "Resume":
                     self._has_resumed, self._broken_off_s = True, 0.0
-                    self._take_back(line["step"])
+                    self._roll_back(line["step"])
             case "RolledBack":
-                self._take_back(line["step"])
+                self._roll_back(line["step"])
             case "StepCommitted" | "RolledForward":
                 self._commit(time, [line["record"]])
             case "Quiesced" | "RecordsSent":
                 self._commit(time, line["records"])
             case "Stopped":
-                self._stand(time, "nothing")
+                self._switch(time, "nothing")
             case "" if is_progress(line):
                 self._catch_up(time, line["generation"], line["step"])
         self._hear(time, is_last=name == "Stopped")
 
     def split(self, now: float | None = None) -> TimeSplit:
-        """As of `now`, or of the last line; a run that has stopped spends no more time."""
+        """The split as of `now` or of the last line; a stopped run spends no more time."""
         spent = dict(self._spent)
         if self._mark is not None:
             until = self._heard if now is None else max(now, self._heard)
-            spent[self._doing] += until - self._mark
+            spent[self._activity] += until - self._mark
         return TimeSplit(
             compute_s=spent["compute"],
             redone_s=spent["redone"],
@@ -183,11 +184,11 @@ class Account:
 
     @property
     def num_readings(self) -> int:
-        """How many have been taken, with those that are dropped."""
+        """The number of readings taken, including the dropped ones."""
         return self.num_dropped + len(self.readings)
 
     def readings_from(self, number: int) -> list[Reading]:
-        """Those from this one on (from 0), as far as they are kept."""
+        """The kept readings from this number on, counted from 0."""
         return self.readings[max(0, number - self.num_dropped) :]
 
     @property
@@ -205,29 +206,29 @@ class Account:
                 self.num_dropped += 1
 
     def _open(self, time: float) -> None:
-        """Whoever drove the run before was last heard at his last line."""
-        self._stand(self._heard, "undriven")
-        self._stand(time, "waiting")
+        """A controller takes the run; since the last line of the previous one nothing drove it."""
+        self._switch(self._heard, "undriven")
+        self._switch(time, "waiting")
         self._has_trained = False
 
-    def _stand(self, time: float, doing: str) -> None:
-        """Nothing is trained from now on; the step that was under way is lost as it seems."""
+    def _switch(self, time: float, activity: str) -> None:
+        """Training stops and another activity begins; the unfinished step counts as paused."""
         assert self._mark is not None
         since_s = time - self._mark
-        if self._doing == "compute":
+        if self._activity == "compute":
             self._broken_off_s = since_s
             self._spent["paused"] += since_s
-        elif self._doing != "nothing":
-            self._spent[self._doing] += since_s
-        self._doing, self._mark, self._has_resumed = doing, time, False
+        elif self._activity != "nothing":
+            self._spent[self._activity] += since_s
+        self._activity, self._mark, self._has_resumed = activity, time, False
 
     def _commit(self, time: float, records: Iterable[Mapping[str, Any]]) -> None:
-        """Steps stand; several workers may tell of the same."""
+        """Add committed steps; several workers may report the same step."""
         for record in records:
             self._add(time, record["generation"], record["step"], record["step_s"] or 0.0)
 
     def _take_steps(self, line: Mapping[str, Any]) -> None:
-        """A line of steps: each has its own time."""
+        """Add the steps of a line that has a time for each."""
         for time, generation, step, step_s in steps_in(line):
             self._heard = max(self._heard, time)
             self._add(self._heard, generation, step, step_s)
@@ -237,9 +238,9 @@ class Account:
             self._add_span(step - 1, step, self._compute_s(time, step_s))
 
     def _catch_up(self, time: float, generation: int, step: int) -> None:
-        """A full state stands for steps that have no lines: all the time since was theirs."""
-        is_of_now = generation == self._generation and step > self._last_step
-        if is_of_now and self._doing == "compute":
+        """Add the steps before a full state, which have no lines: the time since is theirs."""
+        is_current = generation == self._generation and step > self._last_step
+        if is_current and self._activity == "compute":
             assert self._mark is not None
             begin = self._last_step
             self._add_span(begin, step, self._compute_s(time, time - self._mark))
@@ -251,23 +252,23 @@ class Account:
             self._spans = [*_merged(old), *new]
 
     def _compute_s(self, time: float, step_s: float) -> float:
-        """Spend the time of a step that stands, and return it."""
+        """Account for the time of a committed step, and return it."""
         assert self._mark is not None
-        if not self._has_resumed and self._doing != "compute":
+        if not self._has_resumed and self._activity != "compute":
             compute_s = min(step_s, self._broken_off_s)
             self._broken_off_s -= compute_s
             self._spent["paused"] -= compute_s
         else:
             since_s = time - self._mark
-            compute_s = since_s if self._doing == "compute" else min(step_s, since_s)
-            if self._doing != "compute":
-                self._spent[self._doing] += since_s - compute_s
-            self._doing, self._mark, self._has_trained = "compute", time, True
+            compute_s = since_s if self._activity == "compute" else min(step_s, since_s)
+            if self._activity != "compute":
+                self._spent[self._activity] += since_s - compute_s
+            self._activity, self._mark, self._has_trained = "compute", time, True
         self._spent["compute"] += compute_s
         return compute_s
 
-    def _take_back(self, step: int) -> None:
-        """Steps after this one do not stand any more; of a span a part may."""
+    def _roll_back(self, step: int) -> None:
+        """Count the steps after this one as redone, also those in a part of a span."""
         while self._last_step > step:
             span = self._spans.pop()
             kept = max(0, step - span.begin) / (span.end - span.begin)
@@ -278,7 +279,7 @@ class Account:
 
 
 def _merged(spans: Sequence[Span]) -> Iterator[Span]:
-    """Each two neighbours together, where no steps lie between them."""
+    """Merge pairs of adjacent spans."""
     spans = list(spans)
     while spans:
         first = spans.pop(0)

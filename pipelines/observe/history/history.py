@@ -1,4 +1,4 @@
-"""The history of a run: its members, its steps and its time, and what a person asks of them."""
+"""The history of a run: membership, progress and time accounting, with a one-line summary."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelines.observe.history.run_folder import RunFolder, Tail
 
 @dataclass(slots=True)
 class History:
-    """All sides of a run: its members, its steps, and where its time has gone."""
+    """A run's membership, progress and time account, from its journal and metrics."""
 
     membership: Membership = field(default_factory=Membership)
     progress: RunProgress = field(default_factory=RunProgress)
@@ -23,7 +23,7 @@ class History:
     num_damaged: int = 0
 
     def take(self, journal: Iterable[dict[str, Any]], metrics: Iterable[dict[str, Any]]) -> None:
-        """Lines that no controller wrote are left out, and counted in `num_damaged`."""
+        """Add lines; malformed lines are skipped and counted in `num_damaged`."""
         for line in journal:
             self._take(line, self.membership.take, self.account.take)
         for row in metrics:
@@ -37,7 +37,7 @@ class History:
             self.num_damaged += 1
 
     def goodput(self, now: float | None = None) -> float | None:
-        """The share of the driven time that went into steps which stand."""
+        """The share of committed steps in the time with a driver."""
         return self.account.split(now).goodput
 
     def summary(self, now: float | None = None) -> str:
@@ -63,7 +63,7 @@ class History:
 
 
 def read_history(folder: RunFolder) -> History:
-    """The history of a run as its files tell it now."""
+    """The history of a run from its files, up to now."""
     history = History()
     history.take(Tail(folder.journal).drain(), Tail(folder.metrics).drain())
     return history

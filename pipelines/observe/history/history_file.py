@@ -1,31 +1,33 @@
-"""`history.json`: a run's history up to some line, so that no reader begins at the first line.
+"""The cache `history.json`: a run's history up to some line, from which readers continue.
 
-The process that follows a run renews it about once a minute. Readers go on from where it ends. It
-is only a shortcut: one that is missing, damaged, of another version or of other logs is ignored,
-and the logs are read from their beginning.
+The run's sidecar process renews it about once a minute. A file that is missing, damaged, of
+another version or of other logs is ignored, and the logs are read from their beginning.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass, field
 from zlib import crc32
 
 from actors.storage.line_logs import LineLog
 from elastic.protocol.wire import decode, encode
 from pipelines.observe.history.history import History
+from pipelines.observe.history.progress import unit_of
 from pipelines.observe.history.run_folder import RunFolder, Tail
+from pipelines.settings.errors import UserError
 
 NAME = "history.json"
-VERSION = 1
+VERSION = 2
 MARK_BYTES = 256
 TAIL_BYTES = 1 << 20
-"""Of the metrics, where there is no such file: enough for the newest loss and speed."""
+"""How much of the metrics to read without a cache: enough for the newest loss and speed."""
 
 
 @dataclass(slots=True)
 class FollowedHistory:
-    """A run's history, and where to read on. Not safe for two threads."""
+    """A run's history, and the position after its last line. For one thread only."""
 
     folder: RunFolder
     history: History
@@ -34,11 +36,11 @@ class FollowedHistory:
     _saved: tuple[int, int] = field(default=(0, 0))
 
     def follow(self) -> None:
-        """Take in what is new. Raises OSError."""
+        """Add the new lines. Raises OSError."""
         self.history.take(self.journal.drain(), self.metrics.drain())
 
     def save(self) -> None:
-        """Renew the file, if there is anything new. Raises OSError."""
+        """Renew the file if there are new lines. Raises OSError."""
         offsets = (self.journal.offset, self.metrics.offset)
         if offsets == self._saved:
             return
@@ -53,20 +55,25 @@ class FollowedHistory:
 
 
 def load_history(folder: RunFolder, needs_all_metrics: bool = True) -> FollowedHistory:
-    """The saved history, to be followed on, or an empty one. Raises OSError.
+    """The cached history, or an empty one, ready to follow. Raises OSError.
 
-    Without `needs_all_metrics` only the newest metrics are read where none is saved.
+    Without a cache, all metrics are read only if `needs_all_metrics`, else the newest ones.
     """
-    saved = _saved_history(folder)
-    if saved is not None:
-        history, journal, metrics = saved
+    cached = _cached_history(folder)
+    if cached is not None:
+        history, journal, metrics = cached
         tails = Tail(folder.journal, journal), Tail(folder.metrics, metrics)
-        return FollowedHistory(folder, history, *tails, (journal, metrics))
-    begin = 0 if needs_all_metrics else _begin_of_tail(folder.metrics)
-    return FollowedHistory(folder, History(), Tail(folder.journal), Tail(folder.metrics, begin))
+        followed = FollowedHistory(folder, history, *tails, (journal, metrics))
+    else:
+        begin = 0 if needs_all_metrics else _begin_of_tail(folder.metrics)
+        tails = Tail(folder.journal), Tail(folder.metrics, begin)
+        followed = FollowedHistory(folder, History(), *tails)
+    with suppress(UserError):  # a damaged recipe
+        followed.history.progress.unit = unit_of(folder.recipe())
+    return followed
 
 
-def _saved_history(folder: RunFolder) -> tuple[History, int, int] | None:
+def _cached_history(folder: RunFolder) -> tuple[History, int, int] | None:
     try:
         body = json.loads(folder.files.read(NAME))
         if body["version"] != VERSION:
@@ -79,11 +86,11 @@ def _saved_history(folder: RunFolder) -> tuple[History, int, int] | None:
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None  # it is damaged; nothing of it is needed
+        return None  # a damaged cache is ignored
 
 
 def _mark(log: LineLog, offset: int) -> dict[str, int]:
-    """A place in a log, and what is right before it: a log that was repaired has other lines."""
+    """An offset in a log and a checksum of the bytes before it, which a repaired log changes."""
     before = b""
     if offset:
         before = log.reader(max(0, offset - MARK_BYTES)).read(min(offset, MARK_BYTES))
@@ -91,7 +98,7 @@ def _mark(log: LineLog, offset: int) -> dict[str, int]:
 
 
 def _begin_of_tail(log: LineLog) -> int:
-    """The begin of a line about `TAIL_BYTES` before the end of a log."""
+    """The offset of a line about `TAIL_BYTES` before the end of a log."""
     segments = log.segments()
     if not segments or segments[-1].end <= TAIL_BYTES:
         return 0

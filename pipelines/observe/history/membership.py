@@ -1,4 +1,4 @@
-"""Who was in a run, when, and why no longer: its journal, folded line by line."""
+"""Membership of a run over time: workers, world sizes and events, from its journal."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from pipelines.observe.history.run_events import (
 PHASES = {
     "RunOpened": "starting",
     "Form": "forming",
-    "Reshard": "re-laying out",
+    "Reshard": "resharding",
     "Resume": "training",
     "Pause": "pausing",
     "Abort": "recovering",
     "SaveCheckpoint": "saving",
     "Stopped": "stopped",
 }
-"""What the run is doing after a line of each name."""
-
+"""The phase of the run after a line of each name."""
 
 MAX_KEPT = 4096
-QUARANTINED = "its node is avoided"
+QUARANTINED = "its node is quarantined"
 
-OF_THEIR_OWN_STEP = (
+KINDS_WITH_STEP = (
     "checkpoint",
     "evaluated",
     "skipped",
@@ -41,31 +40,31 @@ OF_THEIR_OWN_STEP = (
     "spike",
     "audit",
 )
-"""The kinds of which the line itself tells the step."""
+"""The kinds of events whose journal line has the step."""
 
 
 @dataclass(slots=True)
 class Membership:
-    """The journal's side of a run, as of the last line taken."""
+    """The membership and events of a run, as of the last journal line."""
 
     run_events: list[RunEvent] = field(default_factory=list)
     """The newest `MAX_KEPT`."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """How many older ones there were of each kind."""
+    """The number of older events of each kind."""
     stretches: list[Stretch] = field(default_factory=list)
     sessions: list[Session] = field(default_factory=list)
     members: tuple[str, ...] = ()
     ranked: tuple[str, ...] = ()
-    """The members that the generation began with, by world rank."""
+    """The members at the begin of the generation, by world rank."""
     standbys: set[str] = field(default_factory=set)
     starting: set[str] = field(default_factory=set)
-    """Asked for, but not warm yet."""
+    """Requested, but not warm yet."""
     places: dict[str, WorkerPlace] = field(default_factory=dict)
-    """Of every worker that was ever warm."""
+    """The placement of every worker that was ever warm."""
     quarantined: dict[str, float] = field(default_factory=dict)
-    """Nodes on which nobody is started, and until when (seconds since the epoch)."""
+    """Nodes on which no worker is started, and until when (seconds since the epoch)."""
     compute_s: dict[str, float] = field(default_factory=dict)
-    """How long each member lately computed for a step, without its waits for others."""
+    """The recent compute time per step of each member, without its waits for others."""
     layout: str = ""
     generation: int = 0
     step: int = 0
@@ -78,23 +77,24 @@ class Membership:
     num_not_finite: int = 0
     """Evaluations with a loss or metric that was not finite."""
     waiting_since: float | None = None
-    """Since when it has been waiting, if it does."""
+    """When the run began to wait, if it is waiting."""
     recovery_s: float | None = None
-    """How long the newest recovery took: from the first sign of trouble to `Resume`."""
-    _leaving: dict[str, str] = field(default_factory=dict)
+    """The duration of the newest recovery: from the first sign of trouble to `Resume`."""
+    _draining: dict[str, str] = field(default_factory=dict)
+    """The cause for each draining worker."""
     _gone: set[str] = field(default_factory=set)
     _failed_checkpoint: tuple[str, int] = ("", 0)
-    _told_alone: set[str] = field(default_factory=set)
-    """The layouts of which it has been told that no audit compares anything."""
+    _reported_without_replicas: set[str] = field(default_factory=set)
+    """The layouts for which an event says that an audit compares nothing."""
     _trouble_since: float | None = None
     _has_resumed: bool = False
 
     def take(self, line: dict[str, Any]) -> None:
-        """Fold one journal line in; one of an unknown name changes nothing but the time."""
+        """Add one journal line; a line of an unknown name only advances the time."""
         name = line.get("event") or line.get("command") or ""
         if name == "RunOpened":
             self._open(line)
-        self._stay_awake(line["time"])
+        self._extend_session(line["time"])
         if name in PHASES:
             self.phase, self.waiting_since = PHASES[name], None
         if is_steps(line) or is_progress(line):
@@ -103,13 +103,13 @@ class Membership:
             self._note(line, "failed checkpoint", line["warning"], cause=line["warning"])
         match name:
             case "WorkerReady":
-                self._welcome(line)
+                self._add_worker(line)
             case "WorkerLost" | "StopWorker":
-                self._part(line)
+                self._remove_worker(line)
             case "WorkerDraining" | "NodeDraining":
-                self._announce(line)
+                self._drain(line)
             case "Abort":
-                self._break_off(line["time"])
+                self._abort(line["time"])
             case "Resume":
                 self._resume(line)
             case "StartWorkers":
@@ -118,14 +118,14 @@ class Membership:
                 self.step = line["record"]["step"]
             case "ComputeTimed":
                 times = dict(zip(self.ranked, line["compute_s"], strict=False))
-                self.compute_s = times or self.compute_s  # a short line has only stragglers
+                self.compute_s = times or self.compute_s  # a short line lists only stragglers
             case "Replaced" | "NodeQuarantined" | "NodeReleased":
-                self._take_watch(name, line)
+                self._take_health(name, line)
             case _:
-                self._tell(name, line)
+                self._take_other(name, line)
 
     def _advance(self, line: dict[str, Any]) -> None:
-        """Steps that have no lines of their own."""
+        """Advance the step by a line that stands for several steps."""
         if is_steps(line):
             *_, (_, _, self.step, _) = steps_in(line)
             return
@@ -134,23 +134,23 @@ class Membership:
         self.compute_s = times or self.compute_s
 
     def wall_s(self, now: float | None = None) -> float:
-        """How long the run has been driven, in seconds, without the time it was stopped."""
-        told_s = sum(session.end - session.start for session in self.sessions)
+        """The seconds of all sessions of the run, without the time in which it was stopped."""
+        sessions_s = sum(session.end - session.start for session in self.sessions)
         if now is None or self.outcome or not self.sessions:
-            return told_s
-        return told_s + max(0.0, now - self.sessions[-1].end)
+            return sessions_s
+        return sessions_s + max(0.0, now - self.sessions[-1].end)
 
     @property
     def num_run_events(self) -> int:
-        """With those that are dropped."""
+        """The number of all events, including the dropped ones."""
         return sum(self.dropped.values()) + len(self.run_events)
 
     def last(self, kind: str) -> RunEvent | None:
-        """The newest happening of a kind."""
+        """The newest event of a kind."""
         return next((h for h in reversed(self.run_events) if h.kind == kind), None)
 
     def _open(self, line: dict[str, Any]) -> None:
-        """Whatever an earlier controller drove is gone."""
+        """Begin a session: the workers of an earlier controller are gone."""
         if self.sessions and self.members:
             self._stretch(self.sessions[-1].end, 0, training=False)
         self.sessions.append(Session(line["time"], line["time"]))
@@ -158,66 +158,67 @@ class Membership:
         self.standbys.clear()
         self.starting.clear()
         self.quarantined.clear()
-        self._leaving.clear()
+        self._draining.clear()
         self._trouble_since = None
         self.max_workers = line.get("policy", {}).get("max_workers", self.max_workers)
         self.total_steps = line.get("job", {}).get("steps", self.total_steps)
 
-    def _stay_awake(self, time: float) -> None:
+    def _extend_session(self, time: float) -> None:
         if not self.sessions:
             self.sessions.append(Session(time, time))
         self.sessions[-1].end = max(self.sessions[-1].end, time)
 
-    def _welcome(self, line: dict[str, Any]) -> None:
+    def _add_worker(self, line: dict[str, Any]) -> None:
         worker, node = line["worker"], line["node"]
         if worker in (*self.standbys, *self.members):
-            return  # it is told again after a controller's death
+            return  # a restarted controller reports its workers again
         self.places[worker] = WorkerPlace(node, line["pid"], line["time"])
         self.starting.discard(worker)
         self.standbys.add(worker)
         self._gone.discard(worker)
         if node in self.quarantined:
-            self._leaving[worker] = QUARANTINED
+            self._draining[worker] = QUARANTINED
         text = f"{worker} is ready on {shortened(node, 16)} (pid {line['pid']})"
         self._note(line, "ready", text, worker=worker)
 
-    def _part(self, line: dict[str, Any]) -> None:
-        """A worker is gone: by plan if it had been announced and no longer trains."""
+    def _remove_worker(self, line: dict[str, Any]) -> None:
+        """A worker is gone: it left by plan if it was draining and no longer a member."""
         worker, cause = line["worker"], line["cause"]
         if worker in self._gone or self.outcome:
             return
         self._gone.add(worker)
         self.standbys.discard(worker)
         self.starting.discard(worker)
-        if worker in self._leaving and worker not in self.members:
-            cause = self._leaving.pop(worker)
+        if worker in self._draining and worker not in self.members:
+            cause = self._draining.pop(worker)
             self._note(line, "left", f"{worker} left: {cause}", worker=worker, cause=cause)
             return
         self.num_lost += 1
         if worker in self.members:
             self.members = tuple(member for member in self.members if member != worker)
-            self._break_off(line["time"])
+            self._abort(line["time"])
         self._note(line, "lost", f"{worker} lost: {cause}", worker=worker, cause=cause)
 
-    def _announce(self, line: dict[str, Any]) -> None:
+    def _drain(self, line: dict[str, Any]) -> None:
         if line.get("event") == "WorkerDraining":
             worker, cause = line["worker"], line["cause"]
-            self._leaving[worker] = cause
-            self._note(line, "leaving", f"{worker} will leave: {cause}", worker=worker, cause=cause)
+            self._draining[worker] = cause
+            text = f"{worker} is draining: {cause}"
+            self._note(line, "leaving", text, worker=worker, cause=cause)
             return
         node = line["node"]
         for worker in (w for w, place in self.places.items() if place.node == node):
-            self._leaving[worker] = f"node {shortened(node, 16)} is draining"
+            self._draining[worker] = f"node {shortened(node, 16)} is draining"
         notice = duration(max(0.0, line.get("deadline", line["time"]) - line["time"]))
-        text = f"node {shortened(node, 16)} will be gone in {notice}"
+        text = f"node {shortened(node, 16)} is draining: it ends in {notice}"
         self._note(line, "draining", text, shortened(node, 16), node=node)
 
-    def _take_watch(self, name: str, line: dict[str, Any]) -> None:
-        """Who is slow goes by plan, and so does whoever is idle where nobody shall be."""
+    def _take_health(self, name: str, line: dict[str, Any]) -> None:
+        """Note stragglers and quarantined nodes, whose workers are drained."""
         cause = line["cause"]
         if name == "Replaced":
             worker = line["worker"]
-            self._leaving[worker] = cause
+            self._draining[worker] = cause
             text = f"{worker} will be replaced: {cause}"
             self._note(line, "straggler", text, worker=worker, cause=cause)
             return
@@ -225,14 +226,16 @@ class Membership:
         if name == "NodeQuarantined":
             self.quarantined[node] = line["until"]
             for worker in (w for w, place in self.places.items() if place.node == node):
-                self._leaving[worker] = QUARANTINED
-            self._note(line, "quarantined", f"node {shown} is avoided: {cause}", shown, node=node)
+                self._draining[worker] = QUARANTINED
+            text = f"node {shown} is quarantined: {cause}"
+            self._note(line, "quarantined", text, shown, node=node)
             return
         self.quarantined.pop(node, None)
-        self._leaving |= dict.fromkeys(self.starting, f"node {shown} is used again")
-        self._note(line, "used again", f"node {shown} is used again: {cause}", shown, node=node)
+        self._draining |= dict.fromkeys(self.starting, f"node {shown} is released from quarantine")
+        text = f"node {shown} is released from quarantine: {cause}"
+        self._note(line, "used again", text, shown, node=node)
 
-    def _break_off(self, time: float) -> None:
+    def _abort(self, time: float) -> None:
         if self._trouble_since is None:
             self._trouble_since = time
         self._stretch(time, len(self.members), training=False)
@@ -257,8 +260,8 @@ class Membership:
         self._note(line, "resumed", text, short=f"g{self.generation}", value=self.recovery_s)
         self._stretch(line["time"], len(workers), training=True)
 
-    def _tell(self, name: str, line: dict[str, Any]) -> None:
-        """Lines that are told but change no membership."""
+    def _take_other(self, name: str, line: dict[str, Any]) -> None:
+        """Note lines that do not change the membership."""
         match name:
             case "RolledBack":
                 self._roll_back(line)
@@ -266,14 +269,14 @@ class Membership:
                 self.num_not_finite += line["kind"] == "not finite"
                 self._note(line, line["kind"], line["text"], f"{line['kind']} at {line['step']}")
             case "Audited" if line["num_replicas"] == 1:
-                self._tell_of_no_replicas(line)
+                self._note_no_replicas(line)
             case "Checkpointed":
                 step = line["step"]
                 self._note(line, "checkpoint", f"checkpoint of step {step}", f"step {step}")
             case "PartFailed":
                 self._fail_checkpoint(line, f"checkpoint of step {line['step']} failed")
             case "CheckpointDamaged":
-                self._fail_checkpoint(line, "a damaged checkpoint is passed over")
+                self._fail_checkpoint(line, "a damaged checkpoint is skipped")
             case "Evaluated":
                 self._evaluate(line)
             case "Waited":
@@ -283,12 +286,13 @@ class Membership:
                 kind = "waiting" if self._has_resumed else "starting"
                 self._note(line, kind, self.phase, line["reason"])
             case "LayoutAnswered":
-                self._answer(line)
+                self._answer_layout(line)
             case "ControllerRestarted" | "ControllerRaised" | "ControllerRecovered":
                 kind, text = controller_text(name, line)
                 self._note(line, kind, text, cause=line.get("message", ""))
             case "StopRequested":
-                self._note(line, "stopping", f"asked to stop: {line['cause']}", cause=line["cause"])
+                text = f"stop requested: {line['cause']}"
+                self._note(line, "stopping", text, cause=line["cause"])
             case "Stopped":
                 self._stop(line)
 
@@ -297,30 +301,30 @@ class Membership:
         text = evaluation_text(line)
         self._note(line, "evaluated", text, value=line["loss"], metrics=metrics)
 
-    def _answer(self, line: dict[str, Any]) -> None:
-        """Somebody has wished for another layout; what is so already is no news."""
+    def _answer_layout(self, line: dict[str, Any]) -> None:
+        """Note the answer to a layout request, unless the run has that layout already."""
         planned, present, refusal = line["planned"], line["present"], line["refusal"]
         if refusal:
             self._note(line, "refused layout", f"layout refused: {refusal}", cause=refusal)
         elif planned != present:
-            text = f"layout {planned} asked for" + (f" instead of {present}" if present else "")
+            text = f"layout {planned} requested" + (f" instead of {present}" if present else "")
             self._note(line, "layout", text, planned)
 
     def _roll_back(self, line: dict[str, Any]) -> None:
-        """To an older step, or to the beginning, where nothing newer is covered."""
+        """Note a rollback to an older step, or to the beginning."""
         before, self.step = line.get("from_step", self.step), line["step"]
         text = f"rolled back from step {before} to {self.step}"
         cause, num_skipped_batches = line.get("cause", ""), len(line.get("skipped_batches", ()))
         text += f": {cause}" if cause else ""
         if num_skipped_batches:
-            text += f"; the data of {counted(num_skipped_batches, 'step')} left out"
+            text += f"; the data of {counted(num_skipped_batches, 'step')} are skipped"
         self._note(line, "rolled back", text, f"{before} → {self.step}", cause=cause)
 
-    def _tell_of_no_replicas(self, line: dict[str, Any]) -> None:
-        """Once a layout: an audit that was asked for has nothing to compare."""
-        if self.layout not in self._told_alone:
-            self._told_alone.add(self.layout)
-            text = f"no audit under {self.layout}: no worker is a copy of another"
+    def _note_no_replicas(self, line: dict[str, Any]) -> None:
+        """Note once per layout that a requested audit has nothing to compare."""
+        if self.layout not in self._reported_without_replicas:
+            self._reported_without_replicas.add(self.layout)
+            text = f"no audit under {self.layout}: no worker is a replica of another"
             self._note(line, "audit", text, "no replicas")
 
     def _stop(self, line: dict[str, Any]) -> None:
@@ -333,12 +337,12 @@ class Membership:
         self.starting.clear()
 
     def _fail_checkpoint(self, line: dict[str, Any], text: str) -> None:
-        """Once, though each worker may tell of it."""
-        about = (text, line["generation"])
-        if about != self._failed_checkpoint:
+        """Note a failure once, though several workers may report it."""
+        failure = (text, line["generation"])
+        if failure != self._failed_checkpoint:
             cause = line["cause"]
             self._note(line, "failed checkpoint", f"{text}: {cause}", cause=cause)
-        self._failed_checkpoint = about
+        self._failed_checkpoint = failure
 
     def _note(
         self,
@@ -355,7 +359,7 @@ class Membership:
         run_event = RunEvent(
             time=line["time"],
             kind=kind,
-            step=line["step"] if kind in OF_THEIR_OWN_STEP else self.step,
+            step=line["step"] if kind in KINDS_WITH_STEP else self.step,
             generation=self.generation,
             world_size=len(self.members),
             text=text,

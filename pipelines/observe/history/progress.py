@@ -1,21 +1,30 @@
-"""How far a run has come: its metrics rows, folded in bounded memory however long it is."""
+"""The progress of a run: steps, loss curve and speed from its metrics, in bounded memory."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 RECENT_S = 20.0
 MAX_RECENT = 1000
-"""Throughput is that of the newest rows: of about so many seconds, and of at most so many rows."""
+"""Throughput is computed over the newest rows: about `RECENT_S` and at most `MAX_RECENT` rows."""
+MODELS_OF_SAMPLES = ("mlp", "own")
+"""Kinds of models whose batches are counted in samples; all others count tokens."""
+
+
+def unit_of(recipe: Mapping[str, Any] | None) -> str:
+    """What a run counts, from its `recipe.json`: `tokens` or `samples`."""
+    model = ((recipe or {}).get("settings") or {}).get("model") or {}
+    return "samples" if model.get("kind") in MODELS_OF_SAMPLES else "tokens"
 
 
 @dataclass(slots=True)
 class Point:
-    """Some consecutive steps: when and where they ended, and their mean and extreme loss.
+    """Some consecutive steps: their end, and their mean, lowest and highest loss.
 
-    `void`: a fall-back took them back, their steps were done again.
+    `void`: a rollback has undone them.
     """
 
     time: float
@@ -35,7 +44,7 @@ class Point:
 
 @dataclass(slots=True)
 class Curve:
-    """A loss curve of at most `limit` points: neighbours are merged as it grows."""
+    """A loss curve of at most `limit` points; adjacent points are merged as it grows."""
 
     limit: int = 1024
     points: list[Point] = field(default_factory=list)
@@ -51,8 +60,8 @@ class Curve:
         if len(self.points) > self.limit:
             self._thin()
 
-    def take_back(self, step: int) -> None:
-        """Steps from this one on do not count any more."""
+    def roll_back(self, step: int) -> None:
+        """Mark the points from this step on as void."""
         for point in reversed(self.points):
             if point.step < step:
                 break
@@ -61,8 +70,8 @@ class Curve:
     def _thin(self) -> None:
         thinned: list[Point] = []
         for point in self.points:
-            room = thinned and thinned[-1].num_steps <= self._steps_per_point
-            if room and thinned[-1].void == point.void:
+            has_space = thinned and thinned[-1].num_steps <= self._steps_per_point
+            if has_space and thinned[-1].void == point.void:
                 thinned[-1] = thinned[-1].merged(point)
             else:
                 thinned.append(point)
@@ -72,11 +81,11 @@ class Curve:
 
 @dataclass(slots=True)
 class RunProgress:
-    """The steps' side of a run; `loss` is the newest finite one, `step` the newest done."""
+    """A run's steps; `loss` is the newest finite loss, `step` the newest committed step."""
 
     step: int = 0
     time: float = 0.0
-    """When the newest step was done."""
+    """When the newest step committed."""
     furthest_step: int = 0
     loss: float | None = None
     lr: float | None = None
@@ -84,14 +93,16 @@ class RunProgress:
     num_redone: int = 0
     num_skipped: int = 0
     num_tokens: int = 0
+    unit: str = "tokens"
+    """What `num_tokens` and `tokens_per_s` count: tokens or samples; see `unit_of`."""
     curve: Curve = field(default_factory=Curve)
     _recent: deque[tuple[float, int, int]] = field(default_factory=deque)
 
     def take(self, row: dict[str, Any]) -> None:
-        """Fold one row in; a step that comes again takes the earlier one back."""
+        """Add one row; a redone step replaces the earlier ones."""
         self.num_rows += 1
         if row["step"] <= self.step:
-            self.curve.take_back(row["step"])
+            self.curve.roll_back(row["step"])
         if row["step"] <= self.furthest_step:
             self.num_redone += 1
         else:
@@ -123,7 +134,7 @@ class RunProgress:
             self._recent.popleft()
 
     def _per_second(self, place: int) -> float | None:
-        """The first of the recent rows only opens the span."""
+        """The rate of an entry of the recent rows; the first row only begins the time span."""
         span_s = self._recent[-1][0] - self._recent[0][0] if self._recent else 0.0
         if span_s <= 0:
             return None

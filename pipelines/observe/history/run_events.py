@@ -1,4 +1,4 @@
-"""What readers of a journal remember of a run: its events, members, places and sessions."""
+"""Records that a reader of the journal keeps: run events, world sizes, placements, sessions."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipelines.observe.history.formatting import duration
 
 @dataclass(frozen=True, slots=True)
 class RunEvent:
-    """One thing that a person wants to know of; `time` is in seconds since the epoch.
+    """One event for display; `time` is in seconds since the epoch.
 
     `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, skipped, spike,
-    audit, straggler, avoided, used again, checkpoint, failed checkpoint, evaluated, starting,
+    audit, straggler, quarantined, used again, checkpoint, failed checkpoint, evaluated, starting,
     waiting, layout, refused layout, controller restarted, controller error, controller recovered,
-    not finite, nothing counted, stopping or stopped;
-    `short` says what it is about in a word or two; `value` is the held-out loss, or how many
-    seconds a recovery took; `metrics` are the held-out data's other numbers.
+    not finite, nothing counted, stopping or stopped.
+    `short` is its subject in a word or two. `value` is the held-out loss of an evaluation, or the
+    seconds of a recovery; `metrics` are the other metrics of the held-out data.
     """
 
     time: float
@@ -36,7 +36,7 @@ class RunEvent:
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """From `time` on, `world_size` workers were members, and trained or did not."""
+    """A period that begins at `time` with `world_size` members, which train or do not."""
 
     time: float
     world_size: int
@@ -46,7 +46,7 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where a worker's process is, and since when it has been warm (seconds since the epoch)."""
+    """The node and pid of a worker's process, and when it became warm (seconds since the epoch)."""
 
     node: str
     pid: int
@@ -55,14 +55,14 @@ class WorkerPlace:
 
 @dataclass(slots=True)
 class Session:
-    """The run was being driven from `start` to `end`."""
+    """A period with a driver, from `start` to `end`."""
 
     start: float
     end: float
 
 
 def controller_text(name: str, line: dict[str, Any]) -> tuple[str, str]:
-    """Of an event in which the controller reports on itself: its kind, and a sentence."""
+    """The kind and the text of an event of the controller itself."""
     match name:
         case "ControllerRestarted":
             away_s = line["time"] - line["stopped_at"]
@@ -74,7 +74,7 @@ def controller_text(name: str, line: dict[str, Any]) -> tuple[str, str]:
 
 
 def evaluation_text(line: dict[str, Any]) -> str:
-    """Of an `Evaluated` line: the held-out loss and the metrics."""
+    """The text of an `Evaluated` line: the held-out loss and the metrics."""
     not_finite = line.get("not_finite", ())
 
     def shown(name: str, value: float | None, digits: str) -> str:

@@ -1,4 +1,4 @@
-"""A run's folder: where its files lie, and how to follow those that grow."""
+"""A run's folder: the paths of its files, and readers that follow growing files."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from pipelines.settings.errors import UserError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RESERVED = frozenset({"data", "sweeps", "mlflow.db", "mlruns", "mlartifacts"})
-"""What lies beside the runs in a storage: prepared data, sweeps, MLflow's own."""
+"""Other names in a storage folder: prepared data, sweeps and MLflow's files."""
 RECIPE, TRACKING, TIMELINE = "recipe.json", "tracking.json", "timeline.png"
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """`<storage>/<run name>/`, as DESIGN section 9 lays it out, on a disk or an object store."""
+    """`<storage>/<run name>/` on a disk or in an object store; docs/files.md lists its files."""
 
     files: Storage
 
     @classmethod
     def of(cls, storage: str | Path, run_name: str) -> RunFolder:
-        """Raises `UserError` for a storage that cannot be, and a name that would leave it."""
+        """Raises `UserError` for an invalid storage or an invalid run name."""
         if not RUN_NAME.fullmatch(run_name):
             raise UserError(
-                f"--run-name {run_name!r}: use letters, digits, '.', '_' and '-', beginning with a "
+                f"--run-name {run_name!r}: use letters, digits, '.', '_' and '-', and begin with a "
                 "letter or digit"
             )
         if run_name.lower() in RESERVED:
             raise UserError(
-                f"--run-name {run_name}: the storage keeps other things under that name; choose "
-                f"another, e.g. {run_name}-1"
+                f"--run-name {run_name}: this name is reserved in the storage; choose another, "
+                f"e.g. {run_name}-1"
             )
         return cls(named_storage(storage).at(run_name))
 
@@ -54,7 +54,7 @@ class RunFolder:
 
     @property
     def storage(self) -> str:
-        """The folder, or URL, that holds runs."""
+        """The folder or URL that holds the runs."""
         if self.path:
             return str(self.path.parent)
         parts = urlsplit(self.url)
@@ -62,7 +62,7 @@ class RunFolder:
 
     @property
     def path(self) -> Path | None:
-        """If it lies on a disk."""
+        """The path of a folder on a disk, else None."""
         return self.files.path if isinstance(self.files, DiskStorage) else None
 
     @property
@@ -75,86 +75,84 @@ class RunFolder:
 
     @property
     def system(self) -> LineLog:
-        """One line a worker's sample of its device and host."""
+        """One line per sample of a worker's device and host."""
         return LineLog(self.files, "system.jsonl")
 
     @property
     def statistics(self) -> LineLog:
-        """One line a step of which the numbers inside the model were asked for."""
+        """One line per step with statistics of the model (`statistics_every`)."""
         return LineLog(self.files, STATISTICS)
 
     def recipe(self) -> dict[str, Any] | None:
-        """All settings of the run, as nested JSON; None before it has begun."""
+        """The content of `recipe.json`; None before the run has begun."""
         return read_json(self.files, RECIPE)
 
 
 def named_storage(storage: str | Path) -> Storage:
-    """What `--storage` names. Raises `UserError`."""
+    """The storage that `--storage` names. Raises `UserError`."""
     if not str(storage):
-        raise UserError(
-            "--storage: it is empty; name a folder, or a URL such as s3://bucket/folder"
-        )
+        raise UserError("--storage is empty; give a folder, or a URL such as s3://bucket/folder")
     try:
         return open_storage(str(storage))
     except (ValueError, OSError) as error:
         raise UserError(
-            f"--storage {without_credentials(str(storage))}: {error}; name a folder, or a URL such "
+            f"--storage {without_credentials(str(storage))}: {error}; give a folder, or a URL such "
             "as s3://bucket/folder"
         ) from None
 
 
 def find_run(name: str, storage: str | Path) -> RunFolder:
-    """The folder of a run that has been begun; raises `UserError` if there is none."""
+    """The folder of an existing run. Raises `UserError` if there is none."""
     folder = RunFolder.of(storage, name)
     try:
         if folder.files.size(RECIPE) is not None:
             return folder
-        place = named_storage(storage)
-        there = [name for name in place.folders() if place.at(name).size(RECIPE) is not None]
+        files = named_storage(storage)
+        names = [name for name in files.folders() if files.at(name).size(RECIPE) is not None]
     except OSError as error:
         raise UserError(f"--storage {storage}: cannot be read ({error})") from None
     raise UserError(
-        f"there is no run '{name}' in {storage}; there are: {', '.join(there) or 'none'} "
-        "(another folder: --storage)"
+        f"there is no run '{name}' in {storage}; its runs are: {', '.join(names) or 'none'} "
+        "(use --storage for another folder)"
     )
 
 
 def read_json(files: Storage, name: str) -> dict[str, Any] | None:
-    """A JSON object; None if it is not there. Raises `UserError` if the file is damaged."""
+    """A JSON object; None if there is no file. Raises `UserError` if the file is damaged."""
     try:
         content = files.read(name)
     except FileNotFoundError:
         return None
-    told = parse_line(content)
-    if told is None:
+    parsed = parse_line(content)
+    if parsed is None:
         raise damaged_file(files, name)
-    return told
+    return parsed
 
 
 def damaged_file(files: Storage, name: str, problem: str = "") -> UserError:
-    """For a small file of a run that holds something else than was written, or what only another
-    version reads; `problem` says what."""
+    """The error for a small file of a run that is damaged, or written by an incompatible version;
+    `problem` describes it."""
     cause = f"cannot be used ({problem})" if problem else "is damaged"
     return UserError(
-        f"{files.at(name).url} {cause}; `{repair_command(files)}` sets it aside, "
-        "and says what is lost with it"
+        f"{files.at(name).url} {cause}; `{repair_command(files)}` sets it aside and reports what "
+        "is lost"
     )
 
 
 def default_tracking_uri(storage: str | Path) -> str:
-    """The MLflow store of those who name none: a SQLite file inside the storage folder, or, if
-    that is none of this machine, here."""
-    place = named_storage(storage)
-    folder = place.path if isinstance(place, DiskStorage) else Path.cwd()
+    """The default MLflow store: a SQLite file in the storage folder, or in the working folder if
+    the storage is remote."""
+    files = named_storage(storage)
+    folder = files.path if isinstance(files, DiskStorage) else Path.cwd()
     return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 class Tail:
-    """Follows a log of JSON lines that others append to.
+    """Follows a growing log of JSON lines.
 
-    `offset` (bytes) is the end of the last line given out; a Tail made with it goes on there.
-    A last line without its newline is not yet there, and neither is a missing file. A whole
-    line that is no JSON object (its writer died half-way) is left out and counted.
+    `offset` (bytes) is the end of the last line read; a Tail created with it continues there. A
+    missing file and a last line without a newline count as not written yet. A complete line that
+    is not a JSON object (its writer died) is skipped and counted.
     """
 
     def __init__(self, log: LineLog, offset: int = 0) -> None:
@@ -166,15 +164,15 @@ class Tail:
         return self._reader.offset
 
     def read(self, max_bytes: int = 1 << 20) -> list[dict[str, Any]]:
-        """The next complete lines, about `max_bytes` of them; none if nothing has come."""
+        """The next complete lines, about `max_bytes` of them; empty if nothing is new."""
         return self._parsed(self._reader.read(max_bytes))
 
     def blocks(self, max_bytes: int = 1 << 20) -> Iterator[list[dict[str, Any]]]:
-        """All complete lines up to the end that the file has now, some at a time."""
+        """All complete lines up to the present end of the file, in blocks."""
         yield from map(self._parsed, self._reader.blocks(max_bytes))
 
     def drain(self) -> Iterator[dict[str, Any]]:
-        """All complete lines up to the end that the file has now."""
+        """All complete lines up to the present end of the file."""
         return chain.from_iterable(self.blocks())
 
     def _parsed(self, block: bytes) -> list[dict[str, Any]]:

@@ -1,1 +1,1 @@
-"""The process beside a run that follows its files: tracking, metrics, notifications."""
+"""The sidecar process of a run, which follows its files: tracking, metrics, notifications."""

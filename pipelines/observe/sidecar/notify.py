@@ -1,4 +1,4 @@
-"""Notices to a URL: one JSON object when a run has waited for long, and one when it has stopped."""
+"""Webhook notifications: a JSON object when a run has been waiting for long, and when it stops."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ MAX_TRIES = 5
 
 
 class Notifier:
-    """Posts to `url`, which is a secret: of it no text ever shows more than the host.
+    """Posts to `url`, which is a secret: messages show only its host.
 
-    `look` and `finish` never raise. A notice is tried `MAX_TRIES` times, ever more rarely.
+    `look` and `finish` never raise. A notice is tried `MAX_TRIES` times, with growing pauses.
     """
 
     def __init__(
@@ -42,32 +42,33 @@ class Notifier:
         self._opener = build_opener(_NoRedirect)
         self._attempts = Attempts(clock)
         self._notice: dict[str, Any] | None = None
-        """What is under way."""
+        """The notice to deliver."""
         self._num_tries = 0
         self._waiting_since: float | None = None
         self._seen_at = 0.0
-        self._is_told = False
+        self._has_notified = False
 
     def look(self, history: History) -> None:
-        """Tell, once a wait, of one that lasts; by the clock of this process, from when it saw it
-        first."""
+        """Notify once of each wait of `after_s`, counted from when this process first saw it."""
         since = history.membership.waiting_since
         if since != self._waiting_since:
-            self._waiting_since, self._seen_at, self._is_told = since, self._clock(), False
+            self._waiting_since, self._seen_at, self._has_notified = since, self._clock(), False
         waited_s = self._clock() - self._seen_at
-        if since is not None and not self._is_told and waited_s >= self._after_s:
-            self._is_told = True
+        if since is not None and not self._has_notified and waited_s >= self._after_s:
+            self._has_notified = True
             reason = history.membership.phase.partition(": ")[2]
-            text = f"has waited for {duration(waited_s)}: {reason}"
+            text = f"has been waiting for {duration(waited_s)}: {reason}"
             self._begin("waiting", text, history, waited_s=waited_s, reason=reason)
         self._try()
 
     def finish(self, history: History, patience_s: float) -> str | None:
-        """Tell of the end; returns one line if that could not be delivered."""
+        """Notify of the end; return a line about the failure if the notice is not delivered."""
         membership = history.membership
         end = membership.last("stopped")
         outcome = membership.outcome or "failed"
-        reason = end.cause if end and membership.outcome else "its controller ended without a word"
+        reason = (
+            end.cause if end and membership.outcome else "its controller ended without a reason"
+        )
         text = f"{outcome} at step {membership.step}" + (f": {reason}" if reason else "")
         self._begin("stopped", text, history, outcome=outcome, reason=reason)
         self._attempts.longest_pause_s = 1.0
@@ -77,7 +78,8 @@ class Notifier:
             time.sleep(0.05)
         if self._attempts.failure:
             host = urlsplit(self._url).hostname
-            return f"--notify: {host} was not told of the run's end ({self._attempts.failure})"
+            failure = self._attempts.failure
+            return f"--notify: the notice of the run's end did not reach {host} ({failure})"
         return None
 
     def _begin(self, event: str, text: str, history: History, **more: Any) -> None:
@@ -101,7 +103,7 @@ class Notifier:
             self._notice = None
 
     def _post(self) -> None:
-        """Raises `OSError`, whose text has nothing of the URL."""
+        """Post the notice. Raises `OSError`, whose text does not contain the URL."""
         self._num_tries += 1
         body = json.dumps(self._notice, allow_nan=False).encode()
         request = Request(self._url, body, {"Content-Type": "application/json"})
@@ -116,22 +118,22 @@ class Notifier:
 
 
 class _NoRedirect(HTTPRedirectHandler):
-    """Elsewhere a POST would arrive as a GET, without its body."""
+    """Refuses redirects, which would turn the POST into a GET without a body."""
 
-    def redirect_request(self, *told: Any) -> None:
+    def redirect_request(self, *arguments: Any) -> None:
         return None
 
 
 def check_url(url: str) -> str:
-    """Raises `UserError`, without telling the secret, if it is none of http or https."""
+    """The URL. Raises `UserError`, which does not show the secret, if it is not http or https."""
     try:
         parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of the port, or the brackets of an address
-        is_good = False
-    if not is_good or "@" in parts.netloc or not url.isascii() or re.search(r"[\s\x00-\x1f]", url):
+        is_valid = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port or IPv6 address
+        is_valid = False
+    if not is_valid or "@" in parts.netloc or not url.isascii() or re.search(r"[\s\x00-\x1f]", url):
         raise UserError(
-            "--notify: this is no plain URL of http or https; give one that takes a POST, as "
-            "webhooks do (it is not shown here, since it may be a secret)"
+            "--notify: not a plain http or https URL; give a webhook URL that accepts a POST (it "
+            "is not shown here, since it may be a secret)"
         )
     return url

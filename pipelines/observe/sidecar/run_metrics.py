@@ -1,4 +1,4 @@
-"""The figures of a run that Prometheus gets, through Ray; see docs/status.md."""
+"""The metrics of a run for Prometheus, exported through Ray; see docs/status.md."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from actors.ray_backend.metrics import Metric
 from pipelines.observe.history.history import History
 
 
-def figures_of(history: History, now: float) -> Iterator[Metric]:
-    """As of `now` (seconds since the epoch). Shares are of 1, all times in seconds."""
+def metrics_of(history: History, now: float) -> Iterator[Metric]:
+    """The metrics as of `now` (seconds since the epoch); fractions from 0 to 1, times in seconds.
+
+    A metric without a value, such as the loss before the first step, is None.
+    """
     membership, progress = history.membership, history.progress
     if not membership.sessions:
         return
@@ -23,7 +26,9 @@ def figures_of(history: History, now: float) -> Iterator[Metric]:
     yield Metric("elastic_step", progress.step)
     yield Metric("elastic_loss", progress.loss)
     yield Metric("elastic_steps_per_s", progress.steps_per_s)
-    yield Metric("elastic_tokens_per_s", progress.tokens_per_s)
+    for unit in ("tokens", "samples"):
+        is_counted = progress.unit == unit
+        yield Metric(f"elastic_{unit}_per_s", progress.tokens_per_s if is_counted else None)
     yield Metric("elastic_generation", membership.generation)
     yield Metric("elastic_workers", len(membership.members))
     yield Metric("elastic_workers_spare", len(membership.standbys))

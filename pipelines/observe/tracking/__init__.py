@@ -1,4 +1,4 @@
-"""A run in MLflow: one process follows the run's files and delivers them; training never waits.
+"""Tracking in MLflow: one process delivers a run's files, and training never waits for it.
 
-Nothing is imported here: MLflow takes seconds, and only that process needs it.
+This file imports nothing: importing MLflow takes seconds, and only that process needs it.
 """

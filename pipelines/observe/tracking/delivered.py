@@ -1,4 +1,4 @@
-"""How much of a run its tracking store has got: `tracking.json` in the run's folder."""
+"""`tracking.json` in a run's folder: how much of the run its tracking store has."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pipelines.observe.history.run_folder import TRACKING, damaged_file, read_js
 
 @dataclass(slots=True)
 class Delivered:
-    """Progress with one store; each number moves only after the store has said yes.
+    """Delivery progress for one store; each number advances only after the store has confirmed.
 
-    `key` is a tag by which the run is found again if the answer to its creation was lost.
-    `metrics_offset`, `system_offset` and `statistics_offset` are bytes of those files,
-    `num_happenings` counts what the journal tells, `num_readings` those of where the time has
-    gone; `profiles` are the names of the traces that it has.
+    `key` is a tag that identifies the MLflow run if the answer to its creation was lost.
+    `metrics_offset`, `system_offset` and `statistics_offset` are bytes of those files.
+    `num_run_events` counts events of the journal, `num_readings` readings of the time account;
+    `profiles` are the names of the delivered traces.
     """
 
     uri: str
@@ -34,23 +34,23 @@ class Delivered:
 
     @classmethod
     def load(cls, files: Storage, uri: str, experiment: str) -> Delivered:
-        """Go on where an earlier process left off; another store or experiment begins anew."""
+        """The stored progress; another store or experiment starts from zero."""
         uri = without_credentials(uri)
-        told = read_json(files, TRACKING)
-        if told is not None:
+        fields = read_json(files, TRACKING)
+        if fields is not None:
             try:
-                found = cls(**told)
+                stored = cls(**fields)
             except TypeError:
                 raise damaged_file(files, TRACKING) from None
-            if (found.uri, found.experiment) == (uri, experiment):
-                return found
+            if (stored.uri, stored.experiment) == (uri, experiment):
+                return stored
         return cls(uri, experiment, key=uuid4().hex)
 
     def save(self, files: Storage) -> None:
-        """Replace the file in one go: it is whole, or the one before."""
+        """Replace the file atomically."""
         files.write(TRACKING, json.dumps(asdict(self), indent=1).encode())
 
     def successor(self) -> Delivered:
-        """For when the run is gone from the store: everything again, to a run of the next key."""
+        """Progress from zero under the next key, for a run that was deleted from the store."""
         stem, _, number = self.key.partition("-")
         return Delivered(self.uri, self.experiment, key=f"{stem}-{int(number or 1) + 1}")

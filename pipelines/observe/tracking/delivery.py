@@ -1,4 +1,4 @@
-"""Delivery: what of a run's files the store has not got yet goes there, in order, in batches."""
+"""Delivery of a run's new lines and files to the tracking store, in order and in batches."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STATUS = {"completed": "FINISHED", "failed": "FAILED", "user_error": "FAILED"}
 
 
 class Delivery:
-    """One run on its way to one store. Every method may raise whatever the store raises."""
+    """Delivers one run to one store. Every method may raise any exception of the store."""
 
     def __init__(
         self, folder: RunFolder, uri: str, experiment: str, clock: Callable[[], float]
@@ -50,36 +50,37 @@ class Delivery:
 
     @property
     def _delivered(self) -> Delivered:
-        """What storage says of it; that is asked when it is needed, since it may not answer."""
+        """The stored progress, read when first needed, since the storage may not answer."""
         if self._known is None:
             self._known = Delivered.load(self._folder.files, self._uri, self._experiment)
         return self._known
 
     def rows(self, history: History, until: float) -> None:
-        """Deliver lines until there are no more or the clock shows `until`."""
+        """Deliver lines until there are no more or the clock reaches `until`."""
         client = self._open(history)
         self._run_events(client, history)
         self._readings(client, history)
-        self._blocks(client, self._folder.metrics, "metrics_offset", step_metrics, until)
+        row_metrics = partial(step_metrics, unit=history.progress.unit)
+        self._blocks(client, self._folder.metrics, "metrics_offset", row_metrics, until)
         sample_metrics = partial(system_metrics, start_ms=self._start_ms)
         self._blocks(client, self._folder.system, "system_offset", sample_metrics, until)
-        told = self._folder.statistics
-        self._blocks(client, told, "statistics_offset", statistics_metrics, until)
+        statistics = self._folder.statistics
+        self._blocks(client, statistics, "statistics_offset", statistics_metrics, until)
 
     def num_waiting(self) -> int:
-        """How many lines the store has not got yet."""
-        there, known = self._folder, self._delivered
+        """The number of lines that the store does not have yet."""
+        folder, delivered = self._folder, self._delivered
         return sum(
             _num_lines(log, offset)
             for log, offset in (
-                (there.metrics, known.metrics_offset),
-                (there.system, known.system_offset),
-                (there.statistics, known.statistics_offset),
+                (folder.metrics, delivered.metrics_offset),
+                (folder.system, delivered.system_offset),
+                (folder.statistics, delivered.statistics_offset),
             )
         )
 
     def report(self, history: History) -> None:
-        """Renew what is shown beside the metrics: tags, note and files."""
+        """Renew the tags, the note and the files of the MLflow run."""
         client, run_id = self._open(history), self._run_id()
         _log_tags(client, run_id, tags(history))
         with TemporaryDirectory(prefix="elastic-report-") as name:
@@ -89,7 +90,7 @@ class Delivery:
         self._profiles(client, run_id)
 
     def end(self, history: History) -> None:
-        """Close the run in the store, as it ended."""
+        """Close the run in the store with its outcome."""
         client, membership = self._open(history), history.membership
         _log_tags(client, self._run_id(), tags(history))
         drop_twins(client, self._delivered)
@@ -99,7 +100,7 @@ class Delivery:
         self._has_ended = True
 
     def close(self) -> None:
-        """Look the run up again before the next delivery: the store may have changed."""
+        """Open the run again before the next delivery, since the store may have changed."""
         self._is_open = False
 
     def _open(self, history: History) -> MlflowClient:
@@ -121,7 +122,7 @@ class Delivery:
         return self._delivered.run_id
 
     def _settings(self, client: MlflowClient, run: Run) -> None:
-        """Params that are not there yet; those that a resume has changed go into tags."""
+        """Log missing params; values that a resume has changed become tags."""
         recipe = self._folder.recipe()
         if recipe is None:
             return
@@ -141,8 +142,8 @@ class Delivery:
     def _run_events(self, client: MlflowClient, history: History) -> None:
         membership = history.membership
         if membership.num_run_events > self._delivered.num_run_events:
-            told = event_metrics(membership, self._delivered.num_run_events)
-            _log_metrics(client, self._run_id(), told)
+            metrics = event_metrics(membership, self._delivered.num_run_events)
+            _log_metrics(client, self._run_id(), metrics)
             self._advance("num_run_events", membership.num_run_events)
 
     def _readings(self, client: MlflowClient, history: History) -> None:
@@ -153,7 +154,7 @@ class Delivery:
             self._advance("num_readings", account.num_readings)
 
     def _profiles(self, client: MlflowClient, run_id: str) -> None:
-        """Each trace once: it is whole when it is there, and does not change."""
+        """Upload each trace once; a trace that exists is complete and does not change."""
         for name in sorted(self._folder.files.files(PROFILES)):
             if name in self._delivered.profiles or not name.endswith(TRACE):
                 continue
@@ -184,13 +185,13 @@ class Delivery:
 
 
 def _log_metrics(client: MlflowClient, run_id: str, metrics: Iterable[Metric]) -> None:
-    told = list(metrics)
-    for first in range(0, len(told), MAX_METRICS_PER_BATCH):
-        client.log_batch(run_id, metrics=told[first : first + MAX_METRICS_PER_BATCH])
+    entities = list(metrics)
+    for first in range(0, len(entities), MAX_METRICS_PER_BATCH):
+        client.log_batch(run_id, metrics=entities[first : first + MAX_METRICS_PER_BATCH])
 
 
-def _log_tags(client: MlflowClient, run_id: str, told: Mapping[str, str]) -> None:
-    entities = [RunTag(name, value) for name, value in told.items()]
+def _log_tags(client: MlflowClient, run_id: str, values: Mapping[str, str]) -> None:
+    entities = [RunTag(name, value) for name, value in values.items()]
     for first in range(0, len(entities), MAX_PARAMS_TAGS_PER_BATCH):
         client.log_batch(run_id, tags=entities[first : first + MAX_PARAMS_TAGS_PER_BATCH])
 

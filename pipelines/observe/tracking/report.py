@@ -1,4 +1,4 @@
-"""What MLflow shows of a run beside its metrics: tags, a note, a table of events, files."""
+"""The report of a run in MLflow: tags, a note, a table of events and files."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from pipelines.observe.view.timeline import render
 EVENTS_FILE = "events.json"
 NUM_NOTED = 20
 NOT_NOTED = ("ready", "starting", "checkpoint", "evaluated")
-COLUMNS = ("time", "told", "event", "worker", "node", "cause", "step", "generation", "world_size")
+COLUMNS = ("time", "text", "event", "worker", "node", "cause", "step", "generation", "world_size")
 
 
 def tags(history: History) -> dict[str, str]:
-    """What a person filters and sorts runs by, and the note on the run's page."""
+    """Tags by which people filter and sort runs, and the note on the run's page."""
     membership, progress = history.membership, history.progress
     goodput = history.goodput()
-    told = {
+    values = {
         "elastic.outcome": membership.outcome or membership.phase,
-        "elastic.geometry.layout": membership.layout,
+        "elastic.layout": membership.layout,
         "elastic.generation": str(membership.generation),
         "elastic.workers_lost": str(membership.num_lost),
         "elastic.workers_joined": str(membership.num_joined),
@@ -37,30 +37,30 @@ def tags(history: History) -> dict[str, str]:
         MLFLOW_RUN_NOTE: note(history),
         MLFLOW_LOGGED_ARTIFACTS: json.dumps([{"path": EVENTS_FILE, "type": "table"}]),
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in values.items() if value}
 
 
 def note(history: History) -> str:
-    """The run in a few lines of Markdown: how it stands, and its newest events."""
+    """The note in Markdown: the run's status in one line, and its newest events."""
     membership = history.membership
     lines = [f"**{membership.outcome or membership.phase}** · {history.summary()}", ""]
     events = [h for h in membership.run_events if h.kind not in NOT_NOTED]
-    lines += ["| time (UTC) | step | |", "|---|---|---|"]
+    lines += ["| time (UTC) | step | event |", "|---|---|---|"]
     for run_event in reversed(events[-NUM_NOTED:]):
-        told = shortened(run_event.text, 150).replace("|", "\\|")
-        lines.append(f"| {_clock(run_event.time)[:19]} | {run_event.step} | {told} |")
+        text = shortened(run_event.text, 150).replace("|", "\\|")
+        lines.append(f"| {_clock(run_event.time)[:19]} | {run_event.step} | {text} |")
     if len(events) > NUM_NOTED:
         lines += ["", f"The newest {NUM_NOTED} of {len(events)} events; all are in {EVENTS_FILE}."]
     return "\n".join(lines)
 
 
 def events_table(history: History) -> dict[str, list[Any]]:
-    """Every event with its cause, in the form that `mlflow.load_table` and the page read."""
+    """Every event with its cause, in the format of `mlflow.load_table` and MLflow's page."""
     return {"columns": list(COLUMNS), "data": [_event(h) for h in history.membership.run_events]}
 
 
 def write_files(history: History, folder: RunFolder, target: Path) -> None:
-    """Put everything that is shown as a file into `target`: copies, since the originals grow."""
+    """Write the files of the report into `target`: copies, since the originals grow."""
     (target / EVENTS_FILE).write_text(json.dumps(events_table(history)))
     render(history, folder.name, target / TIMELINE)
     with open(target / folder.journal.name, "wb") as copy:

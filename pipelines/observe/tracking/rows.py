@@ -1,6 +1,7 @@
-"""What the lines of a run's files are in MLflow; the same line always gives the same metrics.
+"""Conversion of the lines of a run's files to MLflow metrics and params.
 
-MLflow keys a metric by name, timestamp, step and value: a line that is sent twice is kept once.
+The same line always gives the same metrics. MLflow keys a metric by name, timestamp, step and
+value, so a line that is sent twice is stored once.
 """
 
 from __future__ import annotations
@@ -25,28 +26,28 @@ SYSTEM_FIELDS = {
     "device_memory_bytes": ("device_memory_usage_megabytes", 1e-6),
     "device_use_percent": ("device_utilization_percentage", 1.0),
 }
-"""Of each field of a sample: its name among MLflow's system metrics, and its scale."""
+"""For each field of a sample its name in MLflow's system metrics, and its scale."""
 COUNTED = {
     "lost": "workers_lost",
     "joined": "workers_joined",
     "skipped": "steps_skipped",
     "not finite": "evaluations_not_finite",
 }
-"""The metric that counts the happenings of a kind."""
+"""The metric that counts the events of a kind."""
 FOREIGN = re.compile(r"[^\w.\- /]")
 
 
-def step_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
-    """A committed step; what is not finite is left out."""
+def step_metrics(row: Mapping[str, Any], unit: str = "tokens") -> Iterator[Metric]:
+    """The finite numbers of a committed step; `unit` is what its field `tokens` counts."""
     where = (row["time"], row["step"])
     for field in STEP_FIELDS:
         yield from _metric(field, row.get(field), *where)
     if row["step_s"]:  # a missing record has no numbers
-        yield from _metric("tokens_per_s", row["tokens"] / row["step_s"], *where)
+        yield from _metric(f"{unit}_per_s", row["tokens"] / row["step_s"], *where)
 
 
 def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]:
-    """A worker's sample, in MLflow's tab of system metrics; its step is in seconds of the run."""
+    """A worker's sample as MLflow system metrics; their step is the time in seconds of the run."""
     worker = FOREIGN.sub("_", sample["worker"])
     seconds = max(0, round(sample["time"] - start_ms / 1000))
     for field, (name, scale) in SYSTEM_FIELDS.items():
@@ -56,7 +57,7 @@ def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]
 
 
 def statistics_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
-    """The numbers inside the model after a step: `statistics/<block>/<name>`."""
+    """The model's statistics after a step: `statistics/<block>/<name>`."""
     for group, numbers in row["groups"].items():
         for name, value in numbers.items():
             where = (row["time"], row["step"])
@@ -64,9 +65,9 @@ def statistics_metrics(row: Mapping[str, Any]) -> Iterator[Metric]:
 
 
 def event_metrics(membership: Membership, first: int) -> Iterator[Metric]:
-    """What the journal tells from its happening number `first` on, as far as it has numbers.
+    """The numbers of the run events from number `first` on.
 
-    Losses, joins and skipped steps are running counts, so that a chart shows when each came.
+    Losses, joins and skipped steps are running counts, so that a chart shows when each occurred.
     """
     counts = {kind: membership.dropped.get(kind, 0) for kind in COUNTED}
     num_dropped = sum(membership.dropped.values())
@@ -88,7 +89,7 @@ def event_metrics(membership: Membership, first: int) -> Iterator[Metric]:
 
 
 def reading_metrics(reading: Reading) -> Iterator[Metric]:
-    """Where the run's time has gone up to a line of its journal."""
+    """The time account of the run at a line of its journal."""
     split, where = reading.split, (reading.time, reading.step)
     yield from _metric("goodput", split.goodput, *where)
     for name in SPLIT_FIELDS:
@@ -101,12 +102,12 @@ def params(recipe: Mapping[str, Any]) -> dict[str, str]:
     flat: dict[str, str] = {}
     for name, value in recipe.items():
         if isinstance(value, Mapping) and value:
-            flat |= {f"{name}.{inner}": told for inner, told in params(value).items()}
+            flat |= {f"{name}.{inner}": text for inner, text in params(value).items()}
         else:
             flat[name] = str(value)
     return {
-        FOREIGN.sub("_", name)[:MAX_ENTITY_KEY_LENGTH]: shortened(told, MAX_PARAM_VAL_LENGTH)
-        for name, told in flat.items()
+        FOREIGN.sub("_", name)[:MAX_ENTITY_KEY_LENGTH]: shortened(text, MAX_PARAM_VAL_LENGTH)
+        for name, text in flat.items()
     }
 
 

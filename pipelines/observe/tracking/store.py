@@ -1,4 +1,4 @@
-"""Opening a run in an MLflow store: bounded requests, one MLflow run for one run name."""
+"""Access to an MLflow store: bounded requests, and one MLflow run per run name."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from pipelines.observe.tracking.delivered import Delivered
 
 KEY_TAG = "elastic.run"
 EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
-"""Without it, MLflow's page guesses, and may show the runs as evaluations of language models."""
+"""Without it MLflow's page guesses, and may show the runs as evaluations of language models."""
 ENVIRONMENT = {
-    # One request may block no longer than this, and it is we who try again: from the files.
+    # A request blocks for at most 10 s, and the tracker retries from the run's files.
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 
 
 def prepare_process() -> None:
-    """Make MLflow's client in this process bounded and quiet; what the user has set stays."""
+    """Bound and silence MLflow's client in this process; variables set by the user stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     set_telemetry_client()
@@ -41,7 +41,7 @@ def prepare_process() -> None:
 
 
 def connect(uri: str, folder: RunFolder) -> MlflowClient:
-    """A client of the store; the default one is made if it is not there yet."""
+    """A client of the store; the default store is created if it does not exist."""
     storage = _storage_of(uri, folder)
     if storage is not None:
         _ensure_database(storage)
@@ -53,8 +53,8 @@ def open_run(
 ) -> tuple[Run, Delivered]:
     """Find the run of this folder in the store, or create it.
 
-    `CreateRun` is not safe to retry: its key is known before the first try, and every try looks
-    for it first. A run that somebody has deleted gets a successor.
+    `CreateRun` is not safe to retry. So the key is stored before the first try, and every try
+    searches for it first. A deleted run gets a successor.
     """
     run = None
     if delivered.run_id is None:
@@ -70,7 +70,7 @@ def open_run(
 
 
 def drop_twins(client: MlflowClient, delivered: Delivered) -> None:
-    """Delete empty runs that a creation left which was answered too late."""
+    """Delete empty duplicates, which a `CreateRun` with a lost answer may have left."""
     for run in _runs_of_key(client, delivered):
         if run.info.run_id != delivered.run_id and not run.data.metrics:
             client.delete_run(run.info.run_id)
@@ -120,16 +120,17 @@ def _experiment_id(client: MlflowClient, folder: RunFolder, delivered: Delivered
 
 
 def _storage_of(uri: str, folder: RunFolder) -> Path | None:
-    """The folder whose own store this is: one of those that the run's folder lies in, or here."""
+    """The storage folder whose default store this URI is: a parent of the run's folder, or the
+    working folder."""
     storages = folder.path.resolve().parents if folder.path else (Path.cwd(),)
     return next((path for path in storages if default_tracking_uri(path) == uri), None)
 
 
 def _ensure_database(storage: Path) -> None:
-    """Make the SQLite store under another name first.
+    """Create the SQLite store under another name, then link it into place.
 
-    A process that is killed while MLflow creates its tables leaves a file that no later one
-    can open; linked into place when whole, a half-made one is never seen.
+    A process that is killed while MLflow creates its tables leaves a file that no process can
+    open. Linking a complete file prevents that.
     """
     database = storage / "mlflow.db"
     if database.exists():
@@ -137,7 +138,7 @@ def _ensure_database(storage: Path) -> None:
     draft = storage / f".mlflow-{uuid4().hex}.db"
     try:
         MlflowClient(f"sqlite:///{draft.resolve()}").search_experiments(max_results=1)
-        with suppress(FileExistsError):  # another run of this storage was quicker
+        with suppress(FileExistsError):  # another run of this storage was faster
             database.hardlink_to(draft)
     finally:
         draft.unlink(missing_ok=True)

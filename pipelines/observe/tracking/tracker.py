@@ -1,4 +1,4 @@
-"""The tracker: follows a run's files and brings every line of them to MLflow, once it can."""
+"""The tracker: follows a run's files and delivers every line to MLflow."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from pipelines.observe.tracking.delivery import Delivery
 from pipelines.observe.tracking.store import prepare_process
 
 POLL_S = 2.0
-"""A poll that catches up leaves the rest to the next one after so long."""
+"""The longest delivery of one poll; the next poll continues."""
 FIRST_REPORT_S, REPORT_EVERY_S = 15.0, 60.0
 SAVE_EVERY_S = 60.0
 REPORT_SHARE = 0.01
-"""Reports, whose files grow with the run, take at most this share of the time."""
+"""The largest share of the time for reports, whose files grow with the run."""
 
 
 class Tracker:
-    """Delivers one run to one MLflow store; meant to live in a process of its own.
+    """Delivers one run to one MLflow store; meant for its own process.
 
     Call `poll` every few seconds and `finish` at the end. Neither raises when the store is
-    down: the files are the spool, and what is delivered is written down in `tracking.json`.
+    down: the run's files are the spool, and `tracking.json` records what is delivered.
     """
 
     def __init__(
@@ -48,23 +48,23 @@ class Tracker:
 
     @property
     def history(self) -> History:
-        """As far as the run's files have been read."""
+        """The history of the run as far as its files have been read."""
         return self._followed.history if self._followed else History()
 
     @property
     def trouble(self) -> str:
-        """Why the store gets nothing at present, in one line, or empty."""
+        """The reason why nothing is delivered at present, in one line, or empty."""
         return self._reads.failure or self._rows.failure or self._reports.failure
 
     def poll(self) -> None:
-        """Deliver what has come since, if the store lets us; blocks for seconds at most."""
+        """Deliver new lines if the store accepts them; blocks for a few seconds at most."""
         if self._try_rows(self._clock() + POLL_S) and self._clock() >= self._next_report:
             self._try_report()
 
     def finish(self, patience_s: float) -> str | None:
-        """Deliver the rest and the run's end; returns what is undelivered, in one line, or None.
+        """Deliver the rest and the run's end; return a line about what is undelivered, or None.
 
-        `patience_s` is how long to keep trying; one more request may be under way then.
+        Retries for `patience_s`; one more request may be in progress then.
         """
         deadline = self._clock() + patience_s
         for attempts in (self._reads, self._rows, self._reports):
@@ -83,7 +83,7 @@ class Tracker:
         return None
 
     def follow(self) -> bool:
-        """Take in what the run's files say now, if storage lets us; whether it did."""
+        """Read the new lines of the run's files; return whether the storage answered."""
         return self._attempt(self._reads, self._follow)
 
     def _follow(self) -> None:
@@ -94,13 +94,13 @@ class Tracker:
             self._save()
 
     def _save(self) -> None:
-        """Renew what other readers begin with; if storage refuses, later."""
+        """Renew `history.json`; if the storage fails, try again later."""
         if self._followed is not None:
             self._saves.run(self._followed.save)
             self._next_save = self._clock() + SAVE_EVERY_S
 
     def _try_rows(self, until: float) -> bool:
-        """Whether the store has all lines that are there; nothing is tried before the first."""
+        """Deliver lines, if there are any; return whether the store has all of them."""
         if not self.follow():
             return False
         if not self.history.membership.sessions:
@@ -126,13 +126,13 @@ class Tracker:
         return is_done
 
     def _shortfall(self, is_ended: bool) -> str:
-        missing = ["lines that cannot be read"] if self._reads.failure else []
+        missing = ["unreadable lines"] if self._reads.failure else []
         num_waiting = 0 if missing else self._delivery.num_waiting()
         missing += [counted(num_waiting, "line")] if num_waiting else []
         missing += [] if is_ended else ["the run's end"]
         where, folder = without_credentials(self.uri), self._folder.url
         return (
             f"MLflow at {where} still lacks {', '.join([*missing, 'the last report'])} of this run"
-            f" ({self.trouble or 'no time was left'}); all of it is kept in {folder}:"
-            " run the same run name again when MLflow answers"
+            f" ({self.trouble or 'out of time'}); everything is stored in {folder}: repeat the"
+            " command with the same run name when MLflow answers"
         )

@@ -1,4 +1,4 @@
-"""What a person sees of a run: the terminal's display and the timeline picture.
+"""Views of a run: live display, status page, logs, sweep table and timeline picture.
 
-Nothing is imported here: the picture's library takes time that most commands need not spend.
+This file imports nothing: most commands do not need the plotting library, which loads slowly.
 """

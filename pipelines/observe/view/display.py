@@ -1,4 +1,4 @@
-"""What a person sees of a run in his terminal: a live panel, or rare plain lines in a log."""
+"""The live display of a run: a panel in a terminal or notebook, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rich.text import Text
 
 from pipelines.observe.history.formatting import duration, quantity, shortened
 from pipelines.observe.history.history import History
-from pipelines.observe.view.facts import news, speed, steps, world
+from pipelines.observe.view.facts import events_table, speed, steps, world
 
 
 class Cell:
-    """Stands where `rich.live.Live` does on a terminal; IPython is there wherever notebooks are."""
+    """The output of a notebook cell, in place of `rich.live.Live`; needs IPython."""
 
     def __init__(self) -> None:
         self._display: Any = import_module("IPython.display").display
         self._shown: Any = None
 
     def start(self) -> None:
-        """The first update makes the output."""
+        """Do nothing: the first update creates the output."""
 
     def stop(self) -> None:
-        """The last one stays."""
+        """Do nothing: the last output stays."""
 
     def update(self, renderable: RenderableType, *, refresh: bool) -> None:
         if self._shown is None:
@@ -46,7 +46,7 @@ REDRAW_S = 0.25
 PLAIN_EVERY_S = 10.0
 
 PLAIN_SILENCE_S = 60.0
-"""While nothing changes, a plain line comes only after so long."""
+"""The interval of plain lines while nothing changes."""
 
 TROUBLE_EVERY_S = 30.0
 
@@ -58,12 +58,12 @@ BARS = "▁▂▃▄▅▆▇█"
 
 
 class Display:
-    """Shows a run from its lines; use it as a context manager, so that the terminal is restored.
+    """Displays a run from its lines; as a context manager it restores the terminal at the end.
 
-    On a terminal or in a notebook it draws a panel, at most four times a second; elsewhere it
-    prints a line an event and one about every ten seconds. Nothing before `since` (seconds since
-    the epoch) is told as an event: a resumed run's past is not news. A `history` that somebody
-    else feeds is shown as it is.
+    In a terminal or a notebook it draws a panel, at most four times a second. Elsewhere it prints
+    a line per event and a progress line about every ten seconds. Events before `since` (seconds
+    since the epoch) are not shown: they are old when a run is resumed. The caller may pass a
+    `history` that it updates itself.
     """
 
     def __init__(
@@ -77,9 +77,9 @@ class Display:
         self._console = console
         self._run_name = run_name
         self._since = since
-        self._num_told = 0
-        self._drawn_at = self._lined_at = float("-inf")
-        self._lined_state = (0, "", 0)
+        self._num_printed = 0
+        self._drawn_at = self._printed_at = float("-inf")
+        self._printed_state = (0, "", 0)
         self._live: Live | Cell | None = None
         self._trouble = ""
         self._troubled_at = float("-inf")
@@ -109,22 +109,22 @@ class Display:
         metrics: Iterable[dict[str, Any]] = (),
         trouble: str = "",
     ) -> None:
-        """Take new lines in, and show what they change if it is time to.
+        """Add new lines, and refresh the display if it is due.
 
-        `trouble` is what waits for the run's storage at present, and why, or empty.
+        `trouble` is the reason why the run waits for its storage at present, or empty.
         """
         self.history.take(journal, metrics)
         was_well, self._trouble = not self._trouble, trouble
         if self._live is None:
             self._print_trouble(now, was_well)
-            self._print_news()
+            self._print_events()
             self._print_progress(now)
         elif abs(now - self._drawn_at) >= REDRAW_S or self.history.membership.outcome:
             self._drawn_at = now
             self._live.update(self.panel(now), refresh=True)
 
     def summary(self, now: float) -> str:
-        """How the run ended, or how it stands, in one line."""
+        """The outcome or the phase of the run, and its summary, in one line."""
         membership = self.history.membership
         return f"{membership.outcome or membership.phase} · {self.history.summary(now)}"
 
@@ -139,7 +139,7 @@ class Display:
         for name, value in self._facts():
             body.add_row(name, value)
         return Panel(
-            Group(self._bar(), body, Text(), self._news(now)),
+            Group(self._bar(), body, Text(), self._recent_events(now)),
             title=Text(self._run_name, style="bold"),
             title_align="left",
             subtitle=Text(
@@ -164,9 +164,9 @@ class Display:
         if progress.loss is not None:
             trend = "" if self._console.options.ascii_only else sparkline(self._losses(), 32)
             yield "loss", Text(f"{progress.loss:.4f}  ").append(trend, style="cyan")
-        if told := speed(progress):
-            yield "speed", Text(told)
-        yield "world", Text(world(self.history.membership))
+        if rate := speed(progress):
+            yield "speed", Text(rate)
+        yield "workers", Text(world(self.history.membership))
         if self._trouble:
             yield "storage", Text(self._storage(), style="red")
 
@@ -174,9 +174,9 @@ class Display:
         return f"waiting for storage: {shortened(self._trouble, 200)}"
 
     def _print_trouble(self, now: float, was_well: bool) -> None:
-        """Once when it comes and when it goes, and at intervals as long as it lasts."""
+        """Print storage trouble when it begins and ends, and at intervals while it lasts."""
         if not self._trouble and not was_well:
-            self._print(now, "storage works again: nothing waits")
+            self._print(now, "storage works again")
         if self._trouble and (was_well or now - self._troubled_at >= TROUBLE_EVERY_S):
             self._troubled_at = now
             self._print(now, self._storage())
@@ -184,35 +184,35 @@ class Display:
     def _losses(self) -> list[float]:
         return [point.mean for point in self.history.progress.curve.points if not point.void]
 
-    def _news(self, now: float) -> Table:
+    def _recent_events(self, now: float) -> Table:
         recent = self.history.membership.run_events[-NUM_SHOWN_EVENTS:]
-        return news((h for h in recent if h.time >= self._since), now)
+        return events_table((event for event in recent if event.time >= self._since), now)
 
-    def _print_news(self) -> None:
-        """Happenings as they come; who waits for workers reads so in the lines between."""
+    def _print_events(self) -> None:
+        """Print new events, except those of starting workers, which progress lines count."""
         membership = self.history.membership
-        num_new = min(membership.num_run_events - self._num_told, len(membership.run_events))
-        news = membership.run_events[len(membership.run_events) - num_new :]
-        self._num_told = membership.num_run_events
-        for run_event in news:
+        num_new = min(membership.num_run_events - self._num_printed, len(membership.run_events))
+        new_events = membership.run_events[len(membership.run_events) - num_new :]
+        self._num_printed = membership.num_run_events
+        for run_event in new_events:
             is_start = run_event.kind in ("ready", "starting") and not run_event.world_size
             if run_event.time >= self._since and not is_start:
                 self._print(run_event.time, run_event.text)
 
     def _print_progress(self, now: float) -> None:
         progress, membership = self.history.progress, self.history.membership
-        silent_s = abs(now - self._lined_at)  # the clock may be set back
+        silent_s = abs(now - self._printed_at)  # the clock may be set back
         state = (progress.step, membership.phase, len(membership.standbys))
-        has_moved = state != self._lined_state
+        has_moved = state != self._printed_state
         if silent_s < (PLAIN_EVERY_S if has_moved else PLAIN_SILENCE_S) or membership.outcome:
             return
-        self._lined_at, self._lined_state = now, state
+        self._printed_at, self._printed_state = now, state
         total = f"/{membership.total_steps}" if membership.total_steps else ""
-        told = [f"step {progress.step}{total}"]
-        told += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
+        parts = [f"step {progress.step}{total}"]
+        parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
         if progress.tokens_per_s is not None:
-            told.append(f"{quantity(progress.tokens_per_s)} tokens/s")
-        self._print(now, " · ".join([*told, world(membership), membership.phase]))
+            parts.append(f"{quantity(progress.tokens_per_s)} {progress.unit}/s")
+        self._print(now, " · ".join([*parts, world(membership), membership.phase]))
 
     def _print(self, time: float, text: str) -> None:
         clock = datetime.fromtimestamp(time).strftime("%H:%M:%S")
@@ -221,7 +221,7 @@ class Display:
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """The course of some values as at most `width` bars, each the mean of its share of them."""
+    """The values as at most `width` bars, each the mean of an equal part of them."""
     if not values:
         return ""
     width = min(width, len(values))

@@ -1,4 +1,4 @@
-"""The lanes of a run's picture: one row a kind of happening, a label wherever there is room."""
+"""The event lanes of the timeline picture: one row per kind of event, labelled where they fit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MARKER_PIXELS = 12.0
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """How one kind of happening is drawn; colours after Okabe and Ito (2008)."""
+    """How one kind of event is drawn; colours after Okabe and Ito (2008)."""
 
     name: str
     kinds: tuple[str, ...]
@@ -33,11 +33,11 @@ class Lane:
 
 LANES = (
     Lane("lost", ("lost",), "#d55e00", "X", is_line=True),
-    Lane("leaving", ("left", "draining", "straggler", "quarantined"), "#cc79a7", "v"),
+    Lane("drained", ("left", "draining", "straggler", "quarantined"), "#cc79a7", "v"),
     Lane("joined", ("joined",), "#009e73", "^"),
     Lane("layout", ("layout",), "#0072b2", "D", marker_size=6),
     Lane("rolled back", ("rolled back",), "#e69f00", "<", is_line=True),
-    Lane("numbers", ("skipped", "not finite", "spike", "audit"), "#56b4e9", "P"),
+    Lane("numerics", ("skipped", "not finite", "spike", "audit"), "#56b4e9", "P"),
     Lane("checkpoint", ("checkpoint",), "#8a94a3", "d", marker_size=6),
     Lane("waiting", ("waiting",), "#8a94a3", "o", marker_size=6),
     Lane("stopped", ("stopped",), INK, "s", marker_size=6),
@@ -71,7 +71,7 @@ def _name(axes: Axes, lane: Lane, row: int, number: int) -> None:
 def _draw_lane(
     axes: Axes, lane: Lane, row: int, run_events: list[RunEvent], time_axis: TimeAxis
 ) -> None:
-    """Markers that would overlap become one; the first label that fits beside it is written."""
+    """Draw one marker for events that would overlap, with the longest label that fits."""
     pixels_per_s = axes.get_window_extent().width / np.diff(axes.get_xlim())[0]
     groups = _grouped(run_events, time_axis, MARKER_PIXELS / pixels_per_s)
     places = [time_axis.place(group[0].time) for group in groups]
@@ -81,8 +81,11 @@ def _draw_lane(
     for place, right_end, group in zip(places, [*places[1:], np.inf], groups, strict=True):
         right_end = min(right_end, axes.get_xlim()[1])
         margin = MARKER_PIXELS * 1.4
-        rooms = ((right_end - place) * pixels_per_s - 2 * margin), (place - left_end) * pixels_per_s
-        used_pixels = _label(axes, (place, row), _wordings(group), rooms)
+        free_pixels = (
+            (right_end - place) * pixels_per_s - 2 * margin,
+            (place - left_end) * pixels_per_s,
+        )
+        used_pixels = _label(axes, (place, row), _wordings(group), free_pixels)
         left_end = place + (used_pixels + margin) / pixels_per_s
 
 
@@ -100,20 +103,20 @@ def _grouped(
 
 
 def _label(
-    axes: Axes, where: tuple[float, int], wordings: list[str], rooms: tuple[float, float]
+    axes: Axes, where: tuple[float, int], wordings: list[str], free_pixels: tuple[float, float]
 ) -> float:
-    """Write the longest wording that fits into the pixels right or left of a marker.
+    """Write the longest wording that fits into the free pixels right or left of a marker.
 
-    Returns how many pixels it takes right of the marker.
+    Returns the number of pixels used right of the marker.
     """
     renderer = axes.figure.canvas.get_renderer()
     for wording in wordings:
         text = _annotate(axes, where, wording, "left")
         width = text.get_window_extent(renderer).width
-        if width <= rooms[0]:
+        if width <= free_pixels[0]:
             return float(width)
         text.remove()
-        if width + 2 * MARKER_PIXELS <= rooms[1]:
+        if width + 2 * MARKER_PIXELS <= free_pixels[1]:
             _annotate(axes, where, wording, "right")
             return 0.0
     return 0.0
@@ -135,7 +138,7 @@ def _annotate(axes: Axes, where: tuple[float, int], wording: str, align: str) ->
 
 
 def _wordings(group: list[RunEvent]) -> list[str]:
-    """What may be said of happenings that share a marker, the longest first."""
+    """The possible labels of events that share a marker, the longest first."""
     first = group[0]
     if len(group) == 1:
         full = f"{first.short}: {first.cause}" if first.cause else first.short

@@ -1,4 +1,4 @@
-"""What the live panel and `elastic status` both say of a run, in the same words."""
+"""Texts and tables that the live display and `elastic status` share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.observe.history.formatting import counted, duration, quantity
+from pipelines.observe.history.formatting import duration, quantity
 from pipelines.observe.history.history import History
 from pipelines.observe.history.membership import Membership
 from pipelines.observe.history.progress import RunProgress
@@ -42,32 +42,33 @@ def ago(time: float, now: float) -> str:
 def steps(history: History) -> str:
     """`78 of 200 · 2 min 36 s left`."""
     step, total = history.progress.step, history.membership.total_steps
-    told = f"{step:,}" + (f" of {total:,}" if total else "")
+    done = f"{step:,}" + (f" of {total:,}" if total else "")
     remaining_s = _remaining_s(history)
-    return told if remaining_s is None else f"{told} · {duration(remaining_s)} left"
+    return done if remaining_s is None else f"{done} · {duration(remaining_s)} left"
 
 
 def speed(progress: RunProgress) -> str:
-    """Over the newest rows, or empty before there are two."""
+    """`9.66k tokens/s, 0.8 steps/s` over the newest rows; empty before there are two rows."""
     if progress.tokens_per_s is None:
         return ""
-    return f"{quantity(progress.tokens_per_s)} tokens/s, {progress.steps_per_s:.3g} steps/s"
+    rate = f"{quantity(progress.tokens_per_s)} {progress.unit}/s"
+    return f"{rate}, {progress.steps_per_s:.3g} steps/s"
 
 
 def world(membership: Membership) -> str:
-    """`3 of 4 workers, dp=3, generation 2, 1 spare`."""
-    most = f" of {membership.max_workers}" if membership.max_workers else ""
-    told = f"{len(membership.members)}{most} workers"
+    """`3 of 4 workers, dp=3, generation 2, 1 standby`."""
+    limit = f" of {membership.max_workers}" if membership.max_workers else ""
+    text = f"{len(membership.members)}{limit} workers"
     if membership.members:
-        told += f", {membership.layout}, generation {membership.generation}"
+        text += f", {membership.layout}, generation {membership.generation}"
     if membership.standbys:
-        standbys = counted(len(membership.standbys), "spare")
-        told += f", {standbys}" if membership.members else f", {len(membership.standbys)} ready"
-    return told
+        num_standbys = len(membership.standbys)
+        text += f", {num_standbys} {'standby' if membership.members else 'ready'}"
+    return text
 
 
-def news(run_events: Iterable[RunEvent], now: float) -> Table:
-    """Happenings with their ages, the newest last."""
+def events_table(run_events: Iterable[RunEvent], now: float) -> Table:
+    """The events with their ages, the newest last."""
     table = Table.grid(padding=(0, 2), expand=True)
     table.add_column(justify="right", style="dim", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis", ratio=1)

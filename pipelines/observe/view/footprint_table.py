@@ -1,4 +1,4 @@
-"""The classic tables of memory a worker, by precision, ZeRO stage and number of shards."""
+"""`elastic plan`: tables of memory per worker by precision, ZeRO stage and number of workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TITLES: dict[Precision, str] = {
 
 
 def footprint_tables(num_params: float, shard_counts: Sequence[int]) -> list[tuple[str, Table]]:
-    """For each precision its formula and a table: 10^9 bytes a worker, a row a ZeRO stage."""
+    """For each precision its formula and a table of 10^9 bytes per worker, a row per ZeRO stage."""
     chosen = ((title, FOOTPRINTS[precision]) for precision, title in TITLES.items())
     return [
         (f"{title}: {_formula(footprint)}", _table(footprint, num_params, shard_counts))
@@ -32,24 +32,25 @@ def parse_counts(text: str) -> list[int]:
     counts = [part.strip() for part in text.split(",")]
     bad = [part for part in counts if not re.fullmatch(r"0*[1-9][0-9]{0,11}", part)]
     if bad:
-        raise UserError(f"--world-sizes {text}: '{bad[0]}' is no number of workers; e.g. 1,8,64")
+        message = f"'{bad[0]}' is not a number of workers; write e.g. 1,8,64"
+        raise UserError(f"--world-sizes {text}: {message}")
     return [int(part) for part in counts]
 
 
 def _table(footprint: Footprint, num_params: float, shard_counts: Sequence[int]) -> Table:
     table = Table()
     table.add_column("zero")
-    table.add_column("divided")
+    table.add_column("sharded")
     for count in shard_counts:
         table.add_column("1 worker" if count == 1 else f"{count:,} workers", justify="right")
-    for stage, what in zip(STAGES, _told(), strict=True):
+    for stage, what in zip(STAGES, _sharded_parts(), strict=True):
         sizes = (footprint.divided(stage, count) * num_params / 1e9 for count in shard_counts)
         table.add_row(str(stage), what, *(f"{size:,.4g} GB" for size in sizes))
     return table
 
 
-def _told() -> list[str]:
-    """What each stage divides besides what the one before it does."""
+def _sharded_parts() -> list[str]:
+    """The part that each stage shards in addition to the stage before it."""
     first, *others = PARTS
     return ["nothing", first, *(f"+ {part}" for part in others)]
 
@@ -62,4 +63,4 @@ def _formula(footprint: Footprint) -> str:
         "activations": footprint.activations,
     }
     terms = " + ".join(f"{size} {name}" for name, size in parts.items() if size)
-    return f"{terms} = {footprint.total} bytes a parameter"
+    return f"{terms} = {footprint.total} bytes per parameter"

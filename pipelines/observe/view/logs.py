@@ -1,4 +1,4 @@
-"""`elastic logs`: what a worker printed and raised, and what became of it, from the storage."""
+"""`elastic logs`: the events, exceptions and output of one worker, read from the storage."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from pipelines.observe.history.run_folder import RunFolder, Tail, find_run
 from pipelines.settings.errors import UserError
 
 RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
-"""Lines that Ray writes into a worker's output for its own use begin so."""
+"""Prefixes of lines that Ray writes into a worker's output for its own use."""
 NAMES = {"out": "standard output", "err": "standard error"}
 
 
 def logs(run_name: str, worker: str, storage: str) -> Iterator[str]:
-    """Line by line: its happenings, its exceptions, and the kept ends of its output.
+    """The worker's events, its exceptions and the stored end of its output, line by line.
 
-    Raises `UserError` for a run or worker that is not there.
+    Raises `UserError` for an unknown run or worker.
     """
     folder = find_run(run_name, storage)
     membership, raised = Membership(), []
@@ -28,14 +28,14 @@ def logs(run_name: str, worker: str, storage: str) -> Iterator[str]:
             membership.take(line)
             if line.get("event") == "WorkerRaised" and line["worker"] == worker:
                 raised.append(line)
-        told = {run_event.worker for run_event in membership.run_events if run_event.worker}
-        known = {*membership.places, *membership.starting, *told}
-        if worker not in known:
+        named = {run_event.worker for run_event in membership.run_events if run_event.worker}
+        workers = {*membership.places, *membership.starting, *named}
+        if worker not in workers:
             raise UserError(
-                f"run '{run_name}' has had no worker '{worker}'; it has had: "
-                f"{', '.join(sorted(known, key=by_number)) or 'none'}"
+                f"run '{run_name}' has no worker '{worker}'; its workers are: "
+                f"{', '.join(sorted(workers, key=by_number)) or 'none'}"
             )
-        kept = {stream: _read(folder, worker, stream) for stream in STREAMS}
+        output = {stream: _read(folder, worker, stream) for stream in STREAMS}
     except OSError as error:
         raise UserError(f"{folder.url}: cannot be read ({error})") from None
     for run_event in membership.run_events:
@@ -44,8 +44,8 @@ def logs(run_name: str, worker: str, storage: str) -> Iterator[str]:
     for line in raised:
         yield f"{_clock(line['time'])}  {worker} raised {line['message']}"
         yield from line["traceback"].splitlines()
-    for stream, text in kept.items():
-        yield from _told(NAMES[stream], text)
+    for stream, text in output.items():
+        yield from _output_lines(NAMES[stream], text)
 
 
 def _read(folder: RunFolder, worker: str, stream: str) -> str | None:
@@ -55,13 +55,13 @@ def _read(folder: RunFolder, worker: str, stream: str) -> str | None:
         return None
 
 
-def _told(name: str, text: str | None) -> Iterator[str]:
+def _output_lines(name: str, text: str | None) -> Iterator[str]:
     lines = [line for line in (text or "").splitlines() if not line.startswith(RAYS_OWN)]
     if not lines:
-        yield f"-- {name}: nothing is kept"
+        yield f"-- {name}: empty"
         return
-    cut = len(text or "") >= KEPT_BYTES
-    yield f"-- {name}" + (f", its newest {KEPT_BYTES >> 10} KiB" if cut else "")
+    is_cut = len(text or "") >= KEPT_BYTES
+    yield f"-- {name}" + (f", newest {KEPT_BYTES >> 10} KiB" if is_cut else "")
     yield from lines
 
 

@@ -1,4 +1,4 @@
-"""`elastic status`: how a run stands, from its storage alone; nobody is asked or disturbed."""
+"""`elastic status`: the status of a run, read from its storage without contacting the run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ LOOK_EVERY_S = 1.0
 JSON_EVERY_S = 10.0
 
 
-class Looking:
-    """Follows a run's files and says how it stands. Nothing is ever written."""
+class StatusReader:
+    """Follows a run's files and reports its status; writes nothing."""
 
     def __init__(self, folder: RunFolder, prices: dict[str, float]) -> None:
         self.folder = folder
@@ -30,8 +30,8 @@ class Looking:
         self._prices = prices
         self._followed: FollowedHistory | None = None
 
-    def look(self) -> RunStatus:
-        """Raises `UserError` if the storage cannot be read."""
+    def read(self) -> RunStatus:
+        """The status now. Raises `UserError` if the storage cannot be read."""
         try:
             owner = owner_of(self.folder.files)
             if self._followed is None:
@@ -47,12 +47,12 @@ class Looking:
 def status(
     run_name: str, storage: str, prices: Iterable[str], watch: bool, as_json: bool, console: Console
 ) -> int:
-    """Show how the run stands, with `watch` until nobody drives it any more; the exit code.
+    """Show the status of a run, with `watch` until its driver ends; return the exit code.
 
-    Raises `UserError` for a run that is not there.
+    Raises `UserError` if there is no such run.
     """
-    looking = Looking(find_run(run_name, storage), parse_prices(prices))
-    run_status = looking.look()
+    reader = StatusReader(find_run(run_name, storage), parse_prices(prices))
+    run_status = reader.read()
     if as_json:
         _print_json(run_status)
     elif not (watch and run_status.is_driven and console.is_terminal):
@@ -60,52 +60,56 @@ def status(
     if not (watch and run_status.is_driven):
         return 0
     try:
-        _watch(looking, as_json, console)
+        _watch(reader, as_json, console)
     except KeyboardInterrupt:
         return 130
     return 0
 
 
 def parse_prices(prices: Iterable[str]) -> dict[str, float]:
-    """Read `1.2` (of any worker's hour) and `g5.xlarge=1.2`. Raises `UserError`."""
-    known: dict[str, float] = {}
+    """Read `1.2` (per hour of any worker) and `g5.xlarge=1.2`. Raises `UserError`."""
+    prices_by_place: dict[str, float] = {}
     for text in prices:
         place, _, number = text.rpartition("=")
         try:
-            known[place] = float(number)
+            prices_by_place[place] = float(number)
         except ValueError:
             raise UserError(
-                f"--price {text}: write what a worker costs an hour, e.g. 1.2, or for one type of "
-                "node gpu=1.2"
+                f"--price {text}: give the price of a worker-hour, e.g. 1.2, or that of a node "
+                "type, e.g. gpu=1.2"
             ) from None
-    return known
+    return prices_by_place
 
 
-def _watch(looking: Looking, as_json: bool, console: Console) -> None:
-    """A page that is drawn anew, or objects one below the other, or the lines of a run's log."""
+def _watch(reader: StatusReader, as_json: bool, console: Console) -> None:
+    """Redraw a page, or print JSON objects, or, outside a terminal, the log lines of the run."""
     if as_json:
-        _repeat(looking, JSON_EVERY_S, _print_json)
+        _repeat(reader, JSON_EVERY_S, _print_json)
     elif console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
-            _repeat(looking, LOOK_EVERY_S, lambda told: live.update(told.page(), refresh=True))
+            _repeat(
+                reader,
+                LOOK_EVERY_S,
+                lambda run_status: live.update(run_status.page(), refresh=True),
+            )
     else:
-        with Display(console, looking.folder.name, time.time(), looking.history) as display:
-            _repeat(looking, LOOK_EVERY_S, lambda told: display.update(told.now))
+        with Display(console, reader.folder.name, time.time(), reader.history) as display:
+            _repeat(reader, LOOK_EVERY_S, lambda run_status: display.update(run_status.now))
             console.print(display.summary(time.time()), highlight=False, soft_wrap=True)
 
 
-def _repeat(looking: Looking, every_s: float, show: Callable[[RunStatus], object]) -> None:
-    """Until nobody drives the run."""
+def _repeat(reader: StatusReader, every_s: float, show: Callable[[RunStatus], object]) -> None:
+    """Show the status at intervals until the run's driver ends."""
     is_driven = True
     while is_driven:
         time.sleep(every_s)
-        run_status = looking.look()
+        run_status = reader.read()
         is_driven = run_status.is_driven
         show(run_status)
 
 
 def _print_page(run_status: RunStatus, console: Console) -> None:
-    """Without the blanks with which tables fill their last column."""
+    """Print the page without the trailing blanks of its tables."""
     with console.capture() as page:
         console.print(run_status.page(), highlight=False)
     for line in page.get().splitlines():

@@ -1,4 +1,4 @@
-"""How a run stands: what `elastic status` shows of it, as a page and as JSON."""
+"""The status of a run as `elastic status` shows it: a page and JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pipelines.observe.history.formatting import by_number, duration, shortened
 from pipelines.observe.history.goodput import TimeSplit
 from pipelines.observe.history.history import History
 from pipelines.observe.history.run_events import RunEvent
-from pipelines.observe.view.facts import ago, news, speed, steps, world
+from pipelines.observe.view.facts import ago, events_table, speed, steps, world
 
 NUM_EVENTS = 10
 MAX_WORKERS_SHOWN = 40
@@ -23,10 +23,10 @@ NODE_LENGTH = 16
 
 @dataclass(frozen=True)
 class RunStatus:
-    """A run as of `now` (seconds since the epoch).
+    """The status of a run at `now` (seconds since the epoch).
 
-    `owner` is who drives it, as its lease tells, or None; `prices` are of a worker's hour by
-    place, that of the empty name for all others.
+    `owner` is the driver that its lease names, or None. `prices` are the prices of a worker-hour by
+    place; the empty name is for all other places.
     """
 
     name: str
@@ -42,7 +42,7 @@ class RunStatus:
 
     @property
     def phase(self) -> str:
-        """In a word or two; of a run that waits, also for what."""
+        """The phase in a word or two, with the reason if the run is waiting."""
         membership = self.history.membership
         if membership.outcome:
             return membership.outcome
@@ -55,7 +55,7 @@ class RunStatus:
         return self.history.account.split(self._until)
 
     def worker_hours(self) -> list[dict[str, Any]]:
-        """By place, most first; `cost` is None where no price is known."""
+        """Worker-hours by place, most first; `cost` is None without a price."""
         rows = []
         for place, spent_s in self.history.account.workers.by_place(self._until).items():
             hours, price = spent_s / 3600, self.prices.get(place, self.prices.get(""))
@@ -64,7 +64,7 @@ class RunStatus:
         return rows
 
     def workers(self) -> list[dict[str, Any]]:
-        """Members in world-rank order, then spares, then those that are starting."""
+        """Members in world-rank order, then standby workers, then starting workers."""
         membership = self.history.membership
         if not self.is_driven:
             return []
@@ -73,21 +73,22 @@ class RunStatus:
             for world_rank, worker in enumerate(membership.ranked)
             if worker in membership.members
         ]
-        for role, those in (("spare", membership.standbys), ("starting", membership.starting)):
-            rows += [_worker(self.history, worker, role) for worker in sorted(those, key=by_number)]
+        for role, workers in (("spare", membership.standbys), ("starting", membership.starting)):
+            names = sorted(workers, key=by_number)
+            rows += [_worker(self.history, worker, role) for worker in names]
         return rows
 
     def quarantined_nodes(self) -> list[dict[str, Any]]:
-        """Where nobody is started, and until when."""
+        """Nodes on which no worker is started, and until when."""
         quarantined = self.history.membership.quarantined if self.is_driven else {}
         return [{"node": node, "until": until} for node, until in sorted(quarantined.items())]
 
     def checkpoint(self) -> RunEvent | None:
-        """The newest that became whole."""
+        """The event of the newest complete checkpoint."""
         return self.history.membership.last("checkpoint")
 
     def as_json(self) -> dict[str, Any]:
-        """What docs/files.md lists; its keys stay."""
+        """The keys that docs/files.md lists, which other programs rely on."""
         membership, progress = self.history.membership, self.history.progress
         checkpoint, split = self.checkpoint(), self.split
         owner = self.owner if self.is_driven else None
@@ -105,6 +106,7 @@ class RunStatus:
             "num_skipped": progress.num_skipped,
             "num_evaluations_not_finite": membership.num_not_finite,
             "tokens_per_s": progress.tokens_per_s,
+            "unit": progress.unit,
             "steps_per_s": progress.steps_per_s,
             "layout": membership.layout,
             "generation": membership.generation,
@@ -121,16 +123,17 @@ class RunStatus:
         }
 
     def page(self) -> RenderableType:
-        """For a terminal of any width, or a file."""
+        """The page for a terminal of any width, or a file."""
         where = Text(f"{self.url}\n{self._driver()}", style="dim")
         parts: list[RenderableType] = [self._headline(), where, Text()]
         for table in (self._facts(), self._workers_table(), self._time_table()):
             parts += [table, Text()] if table.row_count else []
-        return Group(*parts, news(self.history.membership.run_events[-NUM_EVENTS:], self.now))
+        recent = self.history.membership.run_events[-NUM_EVENTS:]
+        return Group(*parts, events_table(recent, self.now))
 
     @property
     def _until(self) -> float | None:
-        """What is not driven spends nothing more."""
+        """Until when time counts: a run without a driver spends none after its last line."""
         return self.now if self.is_driven else None
 
     def _reason(self) -> str:
@@ -154,38 +157,38 @@ class RunStatus:
         sessions = self.history.membership.sessions
         if self.is_driven and self.owner:
             cluster = self.owner.get("cluster")
-            told = f"driven by process {self.owner.get('pid')} on {self.owner.get('host')}"
-            return told + (f", Ray cluster {cluster}" if cluster else "")
+            driver = f"driven by process {self.owner.get('pid')} on {self.owner.get('host')}"
+            return driver + (f", Ray cluster {cluster}" if cluster else "")
         if not sessions:
-            return "no controller has taken it yet"
+            return "not started yet"
         if self.history.membership.outcome:
             return f"ended {ago(sessions[-1].end, self.now)}"
-        return f"last heard of {ago(sessions[-1].end, self.now)}; the same run name resumes it"
+        last_line = ago(sessions[-1].end, self.now)
+        return f"not driven, last line {last_line}; use the same run name to resume it"
 
     def _facts(self) -> Table:
         history = self.history
         table = _grid()
         is_training = self.is_driven and history.membership.phase == "training"
-        told = steps(history)
-        table.add_row("step", told if is_training else told.partition(" · ")[0])
+        progress = steps(history)
+        table.add_row("step", progress if is_training else progress.partition(" · ")[0])
         if history.progress.loss is not None:
             table.add_row("loss", f"{history.progress.loss:.4f}")
-        if told := speed(history.progress):
-            table.add_row("speed" if is_training else "last speed", told)
+        if rate := speed(history.progress):
+            table.add_row("speed" if is_training else "last speed", rate)
         if self.is_driven:
-            table.add_row("world", world(history.membership))
+            table.add_row("workers", world(history.membership))
         elif history.membership.layout:
             table.add_row("last layout", history.membership.layout)
         for row in self.quarantined_nodes():
-            left = duration(max(0.0, row["until"] - self.now))
-            table.add_row(
-                "quarantined", f"node {shortened(row['node'], NODE_LENGTH)}, for {left} more"
-            )
+            remaining = duration(max(0.0, row["until"] - self.now))
+            node = shortened(row["node"], NODE_LENGTH)
+            table.add_row("quarantined", f"node {node}, for {remaining} more")
         checkpoint = self.checkpoint()
-        told = "none yet"
+        newest = "none yet"
         if checkpoint:
-            told = f"step {checkpoint.step:,}, {ago(checkpoint.time, self.now)}"
-        table.add_row("checkpoint", told)
+            newest = f"step {checkpoint.step:,}, {ago(checkpoint.time, self.now)}"
+        table.add_row("checkpoint", newest)
         return table
 
     def _workers_table(self) -> Table:
@@ -197,7 +200,8 @@ class RunStatus:
         if rows:
             table.add_row("rank", "worker", "node", "pid", "compute", "warm since", style="dim")
         for row in rows[:MAX_WORKERS_SHOWN]:
-            rank = row["role"] if row["world_rank"] is None else str(row["world_rank"])
+            role = "standby" if row["role"] == "spare" else row["role"]
+            rank = role if row["world_rank"] is None else str(row["world_rank"])
             where = (
                 (shortened(row["node"], NODE_LENGTH), str(row["pid"])) if row["pid"] else ("", "")
             )
@@ -205,35 +209,37 @@ class RunStatus:
             compute = duration(row["compute_s"]) if row["compute_s"] else ""
             table.add_row(rank, row["worker"], *where, compute, since)
         if len(rows) > MAX_WORKERS_SHOWN:
-            table.add_row("", f"and {len(rows) - MAX_WORKERS_SHOWN} more: --json tells of all")
+            table.add_row("", f"and {len(rows) - MAX_WORKERS_SHOWN} more: --json lists all")
         return table
 
     def _time_table(self) -> Table:
-        """Where the time has gone, and how long workers were there."""
+        """The time split of the run, and its worker-hours."""
         table, split = _grid(), self.split
         if not split.wall_s:
             return table
         goodput = "" if split.goodput is None else f", goodput {split.goodput:.1%}"
         table.add_row("time", f"{duration(split.wall_s)}{goodput}")
-        undriven = f", {duration(split.undriven_s)} of it not driven" if split.undriven_s else ""
-        for name, spent_s, also in (
+        undriven = (
+            f", {duration(split.undriven_s)} of it without a driver" if split.undriven_s else ""
+        )
+        for name, spent_s, note in (
             ("compute", split.compute_s, ""),
             ("redone", split.redone_s, ""),
             ("paused", split.paused_s, ""),
             ("waiting", split.waiting_s, undriven),
         ):
-            table.add_row(name, f"{spent_s / split.wall_s:6.1%}  {duration(spent_s)}{also}")
-        for name, told in self._worker_hours_told():
-            table.add_row(name, told)
+            table.add_row(name, f"{spent_s / split.wall_s:6.1%}  {duration(spent_s)}{note}")
+        for name, hours in self._worker_hours_rows():
+            table.add_row(name, hours)
         return table
 
-    def _worker_hours_told(self) -> Iterator[tuple[str, str]]:
+    def _worker_hours_rows(self) -> Iterator[tuple[str, str]]:
         rows = self.worker_hours()
         costs = [row["cost"] for row in rows if row["cost"] is not None]
         total = f"{sum(row['hours'] for row in rows):.3g} worker-hours"
         total += f", cost {sum(costs):.2f}" if costs else ""
-        total += " without those of no price" if 0 < len(costs) < len(rows) else ""
-        yield "workers", total
+        total += " (places without a price excluded)" if 0 < len(costs) < len(rows) else ""
+        yield "used", total
         for row in rows[:MAX_WORKERS_SHOWN]:
             cost = "" if row["cost"] is None else f", cost {row['cost']:.2f}"
             yield "", f"{shortened(row['place'], NODE_LENGTH)}: {row['hours']:.3g} h{cost}"

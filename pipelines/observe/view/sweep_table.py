@@ -1,4 +1,4 @@
-"""The table of a sweep: speed, bytes and peak memory of one layout a row, read from its run."""
+"""The table of a sweep: speed, state bytes and peak memory of each layout, from its run's files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SweepVerdict = Literal["ran", "not feasible", "out of memory", "failed", "interr
 SweepLine = dict[str, Any]
 
 COLUMNS = (
-    *("layout", "workers", "step s", "tokens/s", "a worker"),
+    *("layout", "workers", "step s", "{unit}/s", "per worker"),
     *("param MB", "grad MB", "optim MB", "peak MB", "loss"),
 )
 ON_DEVICE = "torch's allocations on the GPU"
@@ -30,8 +30,8 @@ ON_HOST = "resident memory above that of a warm worker before training"
 
 @dataclass(frozen=True)
 class Row:
-    """One layout. Bytes are those of the worker that has most of each; `reason` says why a
-    layout did not run; `loss` is that of the last step."""
+    """One layout. Bytes are the largest of any worker; `reason` says why a layout did not run;
+    `loss` is that of the last step."""
 
     layout: str
     workers: int
@@ -48,13 +48,13 @@ class Row:
 
 
 def refused(layout: Layout, reason: str) -> Row:
-    """The row of a layout that cannot be had."""
+    """The row of an infeasible layout."""
     return Row(str(layout), layout.num_workers, "not feasible", reason)
 
 
 def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
-    """The row of a run that has ended, as its files tell it; `broken` is why it did, should its
-    controller not have got to write that."""
+    """The row of a run that has ended, from its files; `broken` is the reason of the end if the
+    controller could not record it."""
     journal = list(Tail(folder.journal).drain())
     other = _other_layout(layout, journal)
     if other:
@@ -79,25 +79,27 @@ def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
     )
 
 
-def show(console: Console, title: str, rows: Sequence[Row]) -> None:
-    """The table, and below it the reason of each layout that did not run."""
+def show(console: Console, title: str, rows: Sequence[Row], unit: str = "tokens") -> None:
+    """Print the table, and below it the reason of each layout that did not run."""
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
     for number, name in enumerate(COLUMNS):
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        table.add_column(
+            name.format(unit=unit), justify="right" if number else "left", no_wrap=True
+        )
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
-    told = sorted({row.peak_is_of for row in rows if row.peak_is_of})
+    peaks = sorted({row.peak_is_of for row in rows if row.peak_is_of})
     console.print(
-        "Medians without the first step; 10^6 bytes on the fullest worker"
-        + "".join(f"; peak: {what}" for what in told),
+        "Medians without the first step; MB are 10^6 bytes on the worker with the most"
+        + "".join(f"; peak: {peak}" for peak in peaks),
         highlight=False,
         soft_wrap=True,
     )
     for row in rows:
         if row.verdict != "ran":
-            told_reason = f"{row.layout}: {row.verdict}: {row.reason}"
-            console.print(told_reason, highlight=False, markup=False, soft_wrap=True)
+            line = f"{row.layout}: {row.verdict}: {row.reason}"
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write(folder: Path, rows: Sequence[Row]) -> tuple[Path, Path]:
@@ -115,19 +117,19 @@ def _cells(row: Row) -> list[str]:
     if row.verdict != "ran":
         return [row.layout, str(row.workers), row.verdict]
     sizes = (row.param_bytes, row.grad_bytes, row.optimizer_bytes, row.peak_bytes)
-    a_worker = None if row.tokens_per_s is None else row.tokens_per_s / row.workers
+    per_worker = None if row.tokens_per_s is None else row.tokens_per_s / row.workers
     return [
         row.layout,
         str(row.workers),
-        _told(row.step_s, ".4f"),
-        _told(row.tokens_per_s, ",.0f"),
-        _told(a_worker, ",.0f"),
-        *(_told(None if size is None else size / 1e6, ",.2f") for size in sizes),
-        _told(row.loss, ".6f"),
+        _cell(row.step_s, ".4f"),
+        _cell(row.tokens_per_s, ",.0f"),
+        _cell(per_worker, ",.0f"),
+        *(_cell(None if size is None else size / 1e6, ",.2f") for size in sizes),
+        _cell(row.loss, ".6f"),
     ]
 
 
-def _told(value: float | None, style: str) -> str:
+def _cell(value: float | None, style: str) -> str:
     return "" if value is None else format(value, style)
 
 
@@ -146,7 +148,7 @@ def _ending(journal: list[SweepLine], broken: str) -> tuple[SweepVerdict, str]:
 
 
 def _other_layout(layout: Layout, journal: list[SweepLine]) -> str:
-    """What was trained under instead, and why; empty if it was what had been asked for."""
+    """Another layout that the run used, and why; empty if it used the requested one."""
     for line in journal:
         if line.get("command") == "Resume" and line["layout"] != str(layout):
             reasons = [form["reason"] for form in journal if form.get("command") == "Form"]
@@ -163,9 +165,9 @@ def _state_bytes(journal: list[SweepLine]) -> dict[str, int]:
 
 
 def _peak(journal: list[SweepLine], samples: list[SweepLine]) -> tuple[int | None, str]:
-    """The highest peak of any worker, and what it is a peak of.
+    """The highest peak memory of any worker, and its kind.
 
-    A host's is counted from what the worker had before the first groups were formed.
+    A peak of host memory is measured from the worker's memory before the first groups formed.
     """
     on_device = [line["device_peak_bytes"] for line in samples if line["device_peak_bytes"]]
     if on_device:

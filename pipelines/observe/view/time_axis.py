@@ -1,4 +1,4 @@
-"""The time axis of a run's picture: stops cut short, ticks in units that people use."""
+"""The time axis of the timeline picture: shortened stops, ticks in human units."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN_STOP = 0.025
 class TimeAxis:
     """Maps seconds since the epoch to seconds on the axis.
 
-    A run that was stopped overnight shows its work, not the night.
+    Long stops are shortened, so that a run that was stopped overnight shows its work.
     """
 
     def __init__(self, history: History) -> None:
@@ -33,7 +33,7 @@ class TimeAxis:
         driven_s = sum(ends) - sum(starts)
         self.start = starts[0]
         self.stops: list[tuple[float, float, float]] = []
-        """Where each stop that was cut begins and ends on the axis, and how long it was."""
+        """The begin and end on the axis of each shortened stop, and its duration."""
         self._times: list[float] = []
         self._places: list[float] = []
         place = 0.0
@@ -53,17 +53,17 @@ class TimeAxis:
         return float(np.interp(time, self._times, self._places))
 
     def spans_stop(self, start: float, end: float) -> bool:
-        """Whether a stop that was cut lies between two times."""
+        """Whether a shortened stop lies between two times."""
         left, right = self.place(start), self.place(end)
         return any(left <= begin and stop <= right for begin, stop, _ in self.stops)
 
     def label(self, axes: Axes, colour: str) -> None:
-        """Put at most twelve ticks and the run's beginning below a panel."""
+        """Add at most twelve ticks and the start time of the run below a panel."""
         interval = next((i for i in INTERVALS_S if self.length_s / i <= 12), INTERVALS_S[-1])
         ticks = np.arange(0, self.length_s * 1.0001, interval)
         axes.set_xticks(ticks, [_tick(tick, interval) for tick in ticks])
         start = datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        note = ", stops cut short" if self.stops else ""
+        note = ", stops shortened" if self.stops else ""
         axes.set_xlabel(f"time since {start}{note}", color=colour, fontsize=9.5, labelpad=7)
 
 

@@ -1,4 +1,4 @@
-"""A picture of a run: its loss over time, what happened, and the world size below it."""
+"""The timeline picture of a run: loss, events and world size over time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def draw(folder: RunFolder, out_png: Path) -> None:
 
 
 def render(history: History, run_name: str, out_png: Path) -> None:
-    """Draw the timeline of a run; does nothing before its first journal line is there."""
+    """Draw the timeline of a run; do nothing if its journal is empty."""
     if not history.membership.sessions:
         return
     time_axis = TimeAxis(history)
@@ -70,7 +70,7 @@ def _title(figure: Figure, history: History, run_name: str) -> None:
 
 
 def _draw_loss(axes: Axes, history: History, time_axis: TimeAxis) -> None:
-    """Steps that count in colour with the band of their extremes, taken-back ones in grey."""
+    """Draw committed steps in colour with a band from lowest to highest, undone ones in grey."""
     points = history.progress.curve.points
     axes.set_ylabel("loss", color=QUIET, fontsize=10, labelpad=10)
     axes.yaxis.grid(color=GRID, linewidth=0.8)
@@ -97,9 +97,9 @@ def _draw_loss(axes: Axes, history: History, time_axis: TimeAxis) -> None:
 
 
 def _runs(points: list[Point], time_axis: TimeAxis) -> list[list[Point]]:
-    """Cut the curve where steps were taken back and where the run was stopped.
+    """Cut the curve where steps were undone by a rollback and where the run was stopped.
 
-    A run of points that were taken back begins at the last one that counts.
+    A section of undone points begins at the last valid point.
     """
     runs: list[list[Point]] = []
     last: Point | None = None
@@ -115,11 +115,11 @@ def _runs(points: list[Point], time_axis: TimeAxis) -> list[list[Point]]:
 
 def _draw_evaluations(axes: Axes, history: History, time_axis: TimeAxis) -> None:
     run_events = history.membership.run_events
-    told = [h for h in run_events if h.kind == "evaluated" and h.value is not None]
-    if told:
+    evaluations = [h for h in run_events if h.kind == "evaluated" and h.value is not None]
+    if evaluations:
         axes.plot(
-            [time_axis.place(run_event.time) for run_event in told],
-            [run_event.value for run_event in told],
+            [time_axis.place(run_event.time) for run_event in evaluations],
+            [run_event.value for run_event in evaluations],
             linestyle="none",
             marker="o",
             markersize=5.5,
@@ -132,7 +132,7 @@ def _draw_evaluations(axes: Axes, history: History, time_axis: TimeAxis) -> None
 
 
 def _draw_world(axes: Axes, stretches: list[Stretch], time_axis: TimeAxis) -> None:
-    """The members as an area, paler while they do not train; generations are numbered."""
+    """Draw the world size as an area, paler while nothing trains, with generation numbers."""
     axes.set_ylabel("world size", color=QUIET, fontsize=10, labelpad=10)
     axes.yaxis.set_major_locator(MaxNLocator(4, integer=True))
     axes.yaxis.grid(color=GRID, linewidth=0.8)
@@ -155,7 +155,7 @@ def _draw_world(axes: Axes, stretches: list[Stretch], time_axis: TimeAxis) -> No
 
 
 def _number_generations(axes: Axes, stretches: list[Stretch], time_axis: TimeAxis) -> None:
-    """The generations above the area, as many as have room."""
+    """Write the generation numbers above the area, as many as fit."""
     pixels_per_s = axes.get_window_extent().width / np.diff(axes.get_xlim())[0]
     top = max([1, *(stretch.world_size for stretch in stretches)])
     free_from = -np.inf
@@ -168,7 +168,7 @@ def _number_generations(axes: Axes, stretches: list[Stretch], time_axis: TimeAxi
 
 
 def _draw_troubles(axes: Axes, history: History, time_axis: TimeAxis) -> None:
-    """Losses and roll-backs as thin lines."""
+    """Draw lost workers and rollbacks as thin lines."""
     colours = {kind: lane.colour for lane in LANES if lane.is_line for kind in lane.kinds}
     troubles = [h for h in history.membership.run_events if h.kind in colours]
     alpha = 0.45 if len(troubles) <= 12 else 0.22
@@ -178,7 +178,7 @@ def _draw_troubles(axes: Axes, history: History, time_axis: TimeAxis) -> None:
 
 
 def _draw_stops(panels: tuple[Axes, Axes, Axes], time_axis: TimeAxis) -> None:
-    """Grey bands where the run was not driven."""
+    """Draw grey bands for the times without a driver."""
     for left, right, stop_s in time_axis.stops:
         for axes in panels:
             axes.axvspan(left, right, facecolor=STOP, edgecolor="none", zorder=-1)
