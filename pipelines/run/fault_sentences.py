@@ -17,7 +17,7 @@ _SENTENCE = re.compile(
     r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))?"
     r" (?:at|of|in|before|after) step (?P<step>[0-9]{1,12})"
 )
-_MOMENTS = {**{moment: moment for moment in MOMENTS}, "re-laying-out": "relaying"}
+_MOMENTS = {moment.replace("_", "-"): moment for moment in MOMENTS} | {"resharding": "relaying"}
 EXAMPLES = (
     "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
     "remove worker 2 at step 40; kill worker 1 while forming before step 61; "
