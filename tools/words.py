@@ -66,7 +66,9 @@ def files() -> list[Path]:
         check=True,
     )
     names = [name for name in listed.stdout.splitlines() if name not in EXEMPT]
-    return [ROOT / name for name in names if Path(name).suffix in SUFFIXES and (ROOT / name).exists()]
+    return [
+        ROOT / name for name in names if Path(name).suffix in SUFFIXES and (ROOT / name).exists()
+    ]
 
 
 def hits(file: Path) -> Iterator[tuple[int, str]]:
