@@ -36,7 +36,7 @@ INSTEAD = {
     r"maths": "training settings",
     r"seat(s|ed|ing)?": "placement",
     r"happenings?": "event",
-    r"stand[ _-]?ins?": "substitute",
+    r"stand[_-]?ins?": "substitute",
     r"standstill": "stall",
     r"mend(s|ed|ing)?": "fix",
     r"amiss|in one's way": "problem",

@@ -1,10 +1,10 @@
-"""Faults as sentences: `kill worker 3 at step 60`."""
+"""Parser of the fault sentences of `--inject`, such as `kill worker 3 at step 60`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import cast, get_args
+from typing import cast
 
 from actors.runtime.fault_spec import MOMENTS, Fault, Moment
 from elastic.protocol.events import WorkerDraining
@@ -17,7 +17,11 @@ _SENTENCE = re.compile(
     r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))?"
     r" (?:at|of|in|before|after) step (?P<step>[0-9]{1,12})"
 )
-_MOMENTS = {moment.replace("_", "-"): moment for moment in MOMENTS} | {"resharding": "relaying"}
+_SHOWN = {
+    "resharding" if moment == "relaying" else moment.replace("_", "-"): moment for moment in MOMENTS
+}
+"""Moments as the sentences name them."""
+_MOMENTS = {**_SHOWN, "relaying": "relaying", "re-laying-out": "relaying"}
 EXAMPLES = (
     "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
     "remove worker 2 at step 40; kill worker 1 while forming before step 61; "
@@ -28,10 +32,10 @@ EXAMPLES = (
 def parse_faults(
     sentences: Iterable[str],
 ) -> tuple[tuple[Fault, ...], tuple[tuple[int, WorkerDraining], ...]]:
-    """What workers do to themselves, and who is to leave by plan after which step.
+    """The faults that workers inject into themselves, and the workers to drain after given steps.
 
     Worker 3 is the one named w3; replacements get new numbers. Raises `UserError` for a sentence
-    that is not understood.
+    that does not parse.
     """
     faults: list[Fault] = []
     draining_workers: list[tuple[int, WorkerDraining]] = []
@@ -41,23 +45,25 @@ def parse_faults(
         if match is None or moment is None:
             raise UserError(
                 f"--inject {sentence!r} is not understood; write e.g. {EXAMPLES} "
-                f"(moments: {', '.join(get_args(Moment))})"
+                f"(moments: {', '.join(_SHOWN)})"
             )
         step, action = int(match["step"]), match["action"].split()[0]
         factor = float(match["factor"] or 1.0)
         if (action == "slow") != (factor > 1.0) or (match["factor"] and factor <= 1.0):
             raise UserError(
-                f"--inject {sentence!r}: a factor over 1 belongs to `slow`, and to nothing else: "
+                f"--inject {sentence!r}: `slow` needs a factor over 1, other faults take none: "
                 "slow worker 2 by 3x at step 30"
             )
         if action in ("flip", "nan", "slow") and moment != "compute":
-            raise UserError(f"--inject {sentence!r}: that happens in compute, leave the moment out")
+            raise UserError(
+                f"--inject {sentence!r}: this fault only happens in compute; leave out the moment"
+            )
         for number in re.findall(r"\d+", match["workers"]):
             if action == "remove":
                 draining_workers.append(
-                    (step, WorkerDraining(f"w{number}", "asked for by --inject"))
+                    (step, WorkerDraining(f"w{number}", "requested by --inject"))
                 )
             else:
-                told = (action, f"w{number}", step, cast(Moment, moment), factor)
-                faults.append(Fault(*told))  # type: ignore[arg-type]
+                fields = (action, f"w{number}", step, cast(Moment, moment), factor)
+                faults.append(Fault(*fields))  # type: ignore[arg-type]
     return tuple(faults), tuple(draining_workers)
