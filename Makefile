@@ -5,7 +5,9 @@ NUM_TEST_WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(NUM_TEST_WORKERS) --no-loadscope-reorder
 RESULTS := build/tests
 
-.PHONY: train test ci soak bench bench-readme lint clean
+.PHONY: setup train test ci soak bench bench-readme lint words docs clean
+
+setup: $(READY)
 
 train: $(READY)
 	$(BIN)/elastic train byte_lm --workers 4
@@ -13,7 +15,7 @@ train: $(READY)
 test: $(READY) lint
 	$(PYTEST) -m "not slow and not soak and not gpu" --durations=10
 
-ci: $(READY) lint
+ci: $(READY) lint docs
 	ELASTIC_KEEP_SEEDS=1 $(PYTEST) -m "not soak" --durations=0 --durations-min=1 \
 		--junitxml=$(RESULTS)/ci.xml
 
@@ -31,6 +33,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+words: $(READY)
+	$(BIN)/python tools/words.py
+	$(BIN)/codespell
+
+docs: $(READY)
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going --fresh-env \
+		--conf-dir docs --doctree-dir build/doctrees . build/site
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

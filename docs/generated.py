@@ -1,4 +1,4 @@
-"""Parts of the documents that are generated: written between two marks, or compared with them."""
+"""Generated parts of pages: written between two marks, or compared with them."""
 
 from __future__ import annotations
 

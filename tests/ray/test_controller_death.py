@@ -158,7 +158,7 @@ def test_killed_together_with_a_worker(tmp_path: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("moment", "line", "next_line"),
-    [("forming", "Form", "Reshard"), ("re-laying-out", "Reshard", "Resume")],
+    [("forming", "Form", "Reshard"), ("resharding", "Reshard", "Resume")],
 )
 def test_killed_during_a_recovery(tmp_path: Path, moment: str, line: str, next_line: str) -> None:
     """One worker has died, and another is stopped at the moment at which the controller dies."""
