@@ -130,7 +130,7 @@ class Layout:
                 degrees[axis] = parse_stage(value)
                 continue
             if not (value.isascii() and value.isdecimal() and len(value) <= MAX_DIGITS):
-                raise InvalidLayout(f"'{part}': the degree must be an integer, e.g. {axis}=2")
+                raise InvalidLayout(f"'{part}': the degree must be a whole number, e.g. {axis}=2")
             degrees[axis] = int(value)
         if HYBRID in text.upper() and degrees.get("dp", 1) == 1:
             raise InvalidLayout(

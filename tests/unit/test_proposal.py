@@ -115,13 +115,13 @@ def test_no_more_data_ranks_than_microbatches() -> None:
 
 
 def test_too_few_workers_for_the_model_axes_is_told() -> None:
-    assert "need 8 workers" in reason_of(FOUR, TargetLayout(pp=2, tp=4, max_workers=4))
+    assert "need at least 8 workers" in reason_of(FOUR, TargetLayout(pp=2, tp=4, max_workers=4))
 
 
 def test_experts_ask_for_data_ranks_that_they_fold_into() -> None:
     assert layout_of(FOUR, TargetLayout(ep=2)) == "dp=2,fsdp=2,ep=2"
     assert layout_of(FOUR, TargetLayout(ep=8)) == "fsdp=4,ep=4"
-    assert "folds" in reason_of(FOUR, TargetLayout(ep=8, max_workers=4))
+    assert "divides no fsdp" in reason_of(FOUR, TargetLayout(ep=8, max_workers=4))
 
 
 def test_max_workers_leaves_spares() -> None:
