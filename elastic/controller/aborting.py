@@ -14,7 +14,7 @@ from elastic.controller.forming import form_or_end, retry_final_save
 from elastic.duties import catch_up
 from elastic.duties.catch_up import note_vote, record_all
 from elastic.duties.checkpoints import stop
-from elastic.duties.hang_timeouts import choose_workers_to_kill, next_kill_time
+from elastic.duties.hang_timeouts import choose_workers_to_stop, next_stop_time
 from elastic.duties.membership import forget, participants, reject_unfit_worker
 from elastic.duties.poison_batches import break_guard, find_poison_batch
 from elastic.duties.recovery import find_live_state
@@ -72,7 +72,7 @@ def abort(
     state.enter(phase)
     if not pending:
         return _advance(state, now, phase)
-    phase.deadline = next_kill_time(state, phase)
+    phase.deadline = next_stop_time(state, phase)
     workers = tuple(sorted(pending))
     return [Abort(state.generation, workers, cause, is_hang, state.committed_step)]
 
@@ -140,7 +140,7 @@ def on_stop_requested(state: CoreState, now: float, event: StopRequested) -> lis
     if isinstance(phase, Forming | Resharding) and find_live_state(state):
         return abort(state, now, event.cause)
     if isinstance(phase, Aborting):
-        phase.deadline = max(now, next_kill_time(state, phase))
+        phase.deadline = max(now, next_stop_time(state, phase))
     return []
 
 
@@ -184,7 +184,7 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
     phase.reports[event.worker] = event
     commands = _learn(state, event)
     if phase.pending:
-        phase.deadline = next_kill_time(state, phase)
+        phase.deadline = next_stop_time(state, phase)
         return commands
     return commands + _advance(state, now, phase)
 
@@ -229,7 +229,7 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
     if state.catch_up:
         return catch_up.on_lost(state, now, worker)
     if phase.pending:
-        phase.deadline = next_kill_time(state, phase)
+        phase.deadline = next_stop_time(state, phase)
     if phase.pending or not was_expected:
         return []
     phase.rolling_forward = None
@@ -246,7 +246,7 @@ def on_suspected(state: CoreState, now: float, worker: str) -> list[Command]:
         return catch_up.on_lost(state, now, worker)
     phase.suspects.add(worker)
     phase.suspected_at = now
-    phase.deadline = next_kill_time(state, phase)
+    phase.deadline = next_stop_time(state, phase)
     return []
 
 
@@ -259,7 +259,7 @@ def on_watched(state: CoreState, event: WorkerAnswered | WorkersStalled) -> list
     phase = state.phase
     if isinstance(phase, Aborting) and event.worker in phase.suspects & phase.pending:
         phase.suspects.discard(event.worker)
-        phase.deadline = next_kill_time(state, phase)
+        phase.deadline = next_stop_time(state, phase)
     return []
 
 
@@ -267,7 +267,7 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
     """Stop pending workers whose time to unwind has passed."""
     phase = state.phase
     assert isinstance(phase, Aborting)
-    overdue, phase.deadline = choose_workers_to_kill(state, phase, now)
+    overdue, phase.deadline = choose_workers_to_stop(state, phase, now)
     cause = "it did not unwind in time"
     commands: list[Command] = [StopWorker(worker, cause) for worker in sorted(overdue)]
     for worker in sorted(overdue):

@@ -78,8 +78,8 @@ def on_timed(state: CoreState, now: float, event: ComputeTimed) -> list[Command]
             commands.append(Replaced(worker, text))
         elif state.num_slow[worker] >= policy.straggler_reports and worker not in state.told_slow:
             state.told_slow.add(worker)
-            where = f"{worker} on {state.worker_records[worker].node} is a straggler"
-            warning = f"{where}: {text}, and no standby worker can replace it"
+            straggler = f"{worker} on {state.worker_records[worker].node} is a straggler"
+            warning = f"{straggler}: {text}, and no standby worker can replace it"
             commands.append(Warned(state.generation, event.step, "straggler", warning))
     return commands
 

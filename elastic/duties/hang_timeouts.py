@@ -26,12 +26,12 @@ def hang_patience_s(state: CoreState) -> float:
     return max(policy.hang_timeout_s, policy.hang_factor * state.median_step_s())
 
 
-def next_kill_time(state: CoreState, phase: Aborting) -> float:
+def next_stop_time(state: CoreState, phase: Aborting) -> float:
     """When the controller next considers pending workers for stopping."""
     return min(_pending_end(state, phase), _suspects_end(state, phase))
 
 
-def choose_workers_to_kill(state: CoreState, phase: Aborting, now: float) -> tuple[set[str], float]:
+def choose_workers_to_stop(state: CoreState, phase: Aborting, now: float) -> tuple[set[str], float]:
     """The pending workers to stop now; if there are none, when to check again."""
     end_of_all = _pending_end(state, phase)
     if now >= end_of_all:

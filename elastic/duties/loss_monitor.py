@@ -40,14 +40,14 @@ def _count_skipped(state: CoreState, record: StepRecord) -> list[Command]:
         state.skipped_since = record.step
     max_skipped = state.policy.max_skipped
     if max_skipped and record.step - state.skipped_since + 1 >= max_skipped:
-        which = f"steps {state.skipped_since} to {record.step} were"
-        what = "a loss or gradient" if record.lr is not None else "the learning rate"
-        reason = f"{which} all skipped: {what} was not finite (max_skipped={max_skipped})"
-        state.ending = state.ending or Ending("failed", reason)
-    why = "a loss or gradient was not finite" if record.tokens else "its batch had no tokens"
+        steps = f"steps {state.skipped_since} to {record.step} were"
+        cause = "a loss or gradient" if record.lr is not None else "the learning rate"
+        ending = f"{steps} all skipped: {cause} was not finite (max_skipped={max_skipped})"
+        state.ending = state.ending or Ending("failed", ending)
+    reason = "a loss or gradient was not finite" if record.tokens else "its batch had no tokens"
     if record.lr is None:
-        why = "the learning rate was not finite"
-    return [_warned(state, record, "skipped", f"step {record.step} was skipped: {why}")]
+        reason = "the learning rate was not finite"
+    return [_warned(state, record, "skipped", f"step {record.step} was skipped: {reason}")]
 
 
 def _watch_loss(state: CoreState, record: StepRecord) -> list[Command]:

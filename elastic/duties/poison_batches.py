@@ -52,11 +52,11 @@ def find_poison_batch(state: CoreState) -> str:
     common = sorted(set.intersection(*suspects))
     if not common or len(common) == _num_microbatches(state):
         return ""
-    where = f"step {state.fatal_step}"
+    fatal_work = f"step {state.fatal_step}"
     if state.is_fatal_evaluation:
-        where = f"the evaluation after step {state.fatal_step - 1}"
+        fatal_work = f"the evaluation after step {state.fatal_step - 1}"
     return (
-        f"{where} has ended every worker that ran its microbatch {_spans(common)}, "
+        f"{fatal_work} has ended every worker that ran its microbatch {_spans(common)}, "
         f"{len(suspects)} times: look at {_samples(state, common)}"
     )
 

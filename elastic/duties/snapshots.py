@@ -193,8 +193,10 @@ def update_placement(state: CoreState, now: float) -> list[Command]:
     lasting = {node: place for node, place in nodes.items() if node not in state.node_drains}
     candidates = lasting or nodes
     num_chunks = num_chunks_of(state.policy.snapshot_redundancy)
-    wanted = place_snapshots(assignment, topology, sorted(candidates.values()), num_chunks)
-    state.wanted_snapshot_servers = {node for copies in wanted.copies.values() for node in copies}
+    placement = place_snapshots(assignment, topology, sorted(candidates.values()), num_chunks)
+    state.wanted_snapshot_servers = {
+        node for copies in placement.copies.values() for node in copies
+    }
     commands = _start_missing(state, now)
     present = [
         snapshot_server.place

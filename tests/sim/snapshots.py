@@ -69,29 +69,29 @@ class Snapshots:
         self._pending, self._missed = len(snapshot_servers) + len(mates), 0
         copy, training, delay_s = deepcopy(part), self._control.training, 0.0
         for number, snapshot_server in enumerate(snapshot_servers):
-            there = self._reachable(snapshot_server)
-            if there is None:
+            server = self._reachable(snapshot_server)
+            if server is None:
                 self._pending -= 1
                 self._missed += 1
                 continue
-            there.begin(name, generation, self._safe_step)
+            server.begin(name, generation, self._safe_step)
             delay_s += around.draw(0.002, 0.03)
 
-            def arrive(there: SimSnapshotServer = there, first: bool = number == 0) -> None:
+            def arrive(server: SimSnapshotServer = server, first: bool = number == 0) -> None:
                 """The worker copies to the first server itself; that one forwards it."""
                 if self._part is not part or order is not self._taken_for:
                     return
                 if first and training.ended:
                     return
                 if (
-                    there.is_frozen
-                    and around.snapshot_servers.get(there.snapshot_server.node) is there
+                    server.is_frozen
+                    and around.snapshot_servers.get(server.snapshot_server.node) is server
                 ):
-                    around.timeline.after(0.05, lambda: arrive(there, first))
+                    around.timeline.after(0.05, lambda: arrive(server, first))
                     return
                 self._pending -= 1
-                if around.snapshot_servers.get(there.snapshot_server.node) is there:
-                    there.put(name, copy)
+                if around.snapshot_servers.get(server.snapshot_server.node) is server:
+                    server.put(name, copy)
                 else:
                     self._missed += 1
 
@@ -117,10 +117,10 @@ class Snapshots:
                         yield member, order.snapshot_servers[order.workers.index(member)][0]
 
     def _reachable(self, snapshot_server: SnapshotServer) -> SimSnapshotServer | None:
-        there = self._control.around.snapshot_servers.get(snapshot_server.node)
+        server = self._control.around.snapshot_servers.get(snapshot_server.node)
         return (
-            there
-            if there and there.snapshot_server == snapshot_server and not there.is_frozen
+            server
+            if server and server.snapshot_server == snapshot_server and not server.is_frozen
             else None
         )
 
@@ -147,20 +147,20 @@ class Snapshots:
                 self._missed += not is_taken
 
         def begin() -> None:
-            here, there = self._reachable(local), self._reachable(snapshot_server)
-            if not here or not there or not here.has(name, copy):
+            local_server, mate_server = self._reachable(local), self._reachable(snapshot_server)
+            if not local_server or not mate_server or not local_server.has(name, copy):
                 note(is_taken=False)
-            elif there.parity(members, mate, generation).begin(name, step, kept_step):
+            elif mate_server.parity(members, mate, generation).begin(name, step, kept_step):
                 around.timeline.after(around.draw(0.001, 0.02), end)
             else:
                 note(is_taken=False)
 
         def end() -> None:
-            here, there = self._reachable(local), self._reachable(snapshot_server)
-            if not here or not there:
+            local_server, mate_server = self._reachable(local), self._reachable(snapshot_server)
+            if not local_server or not mate_server:
                 note(is_taken=False)
                 return
-            parity = there.parity(members, mate, generation)
+            parity = mate_server.parity(members, mate, generation)
             note(parity.end(name, step, chunk_of(copy, members, name, mate)))
 
         around.timeline.after(delay_s + 0.0001, begin)
