@@ -178,11 +178,11 @@ class AuthenticatedServer:
         if len(received) < wanted:
             return
         if not pending.expected:
-            theirs, mine = received[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
-            pending.expected = proof(self._secret, b"connecting", theirs, mine)
+            client_nonce, server_nonce = received[len(GREETING) :], secrets.token_bytes(NONCE_BYTES)
+            pending.expected = proof(self._secret, b"connecting", client_nonce, server_nonce)
             pending.received.clear()
-            shown = mine + proof(self._secret, b"listening", theirs, mine)
-            if pending.socket.send(shown) != len(shown):
+            answer = server_nonce + proof(self._secret, b"listening", client_nonce, server_nonce)
+            if pending.socket.send(answer) != len(answer):
                 raise ConnectionError("the peer does not read")
         elif hmac.compare_digest(received, pending.expected):
             self._admit(pending)

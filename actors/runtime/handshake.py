@@ -117,13 +117,15 @@ def _connect_retrying(connect: Callable[[], socket.socket], deadline: float) -> 
 def _authenticate(sock: socket.socket, secret: bytes) -> None:
     """The connecting side of the handshake."""
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
-    mine = secrets.token_bytes(NONCE_BYTES)
-    sock.sendall(GREETING + mine)
+    client_nonce = secrets.token_bytes(NONCE_BYTES)
+    sock.sendall(GREETING + client_nonce)
     answer = _exactly(sock, NONCE_BYTES + PROOF_BYTES, deadline)
-    theirs, shown = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(shown, proof(secret, b"listening", mine, theirs)):
+    server_nonce, server_proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(
+        server_proof, proof(secret, b"listening", client_nonce, server_nonce)
+    ):
         raise Unauthenticated("the listening process does not know this run's secret")
-    sock.sendall(proof(secret, b"connecting", mine, theirs))
+    sock.sendall(proof(secret, b"connecting", client_nonce, server_nonce))
 
 
 def _exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:

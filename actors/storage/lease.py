@@ -124,8 +124,8 @@ def claim(
     """
     older = _epochs(run)  # listed once: no claim slips in between the check and this claim
     newest = _newest_owners(run, older)
-    mine = [owner for owner in newest if actor and owner.get("actor") == actor]
-    owner = None if mine else _live_owner(newest, _LeaseAges(run, stale_s), cluster)
+    inherited = [owner for owner in newest if actor and owner.get("actor") == actor]
+    owner = None if inherited else _live_owner(newest, _LeaseAges(run, stale_s), cluster)
     if owner and owner.get("is_damaged"):
         raise RunTaken(
             f"{run.at(owner['file']).url}: the lease cannot be read, and was written within the "
@@ -138,7 +138,7 @@ def claim(
         )
     epoch = max([newer_than, *older]) + 1
     name = f"{FOLDER}/{epoch}-{uuid.uuid4().hex[:8]}"
-    since = mine[0]["since"] if mine else epoch
+    since = inherited[0]["since"] if inherited else epoch
     claimant = {**_this_process(), "cluster": cluster, "actor": actor, "since": since}
     lease = Lease(run, epoch, name, claimant, since)
     lease.renew()
