@@ -1,7 +1,7 @@
 """The run's clock: monotonic time with an offset, in seconds since the epoch.
 
 The offset to the wall clock is taken once. If the journal is ahead of the wall clock, time
-continues from its last line, so that no deadline waits until the wall clock has caught up.
+continues from its last line. Else every deadline would wait until the wall clock catches up.
 """
 
 from __future__ import annotations

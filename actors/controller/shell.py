@@ -1,5 +1,4 @@
-"""The controller's shell: it takes events from one inbox, steps the core, makes the journal durable
-and executes the commands."""
+"""The controller's shell: one inbox, the core, a durable journal, the execution of commands."""
 
 from __future__ import annotations
 
@@ -322,7 +321,7 @@ class Shell:
         if self.outcome is None:
             lines = self._writer.due(now, self._core.state, self._num_waiting())
             if lines:
-                self._metrics.make_durable()  # a full state stands for steps in the metrics
+                self._metrics.make_durable()  # a full state leaves the steps to the metrics
             self._write_lines("journal", lines)
 
     def _write_lines(self, place: str, lines: list[dict[str, Any]]) -> None:

@@ -216,7 +216,7 @@ def run_in_process(
 @contextmanager
 def _environment_restored() -> Iterator[None]:
     """Restore the environment. A worker sets variables for its process, such as the name of a local
-    network interface, which processes that the caller starts later must not inherit."""
+    network interface. Processes that the caller starts later must not inherit them."""
     before = dict(os.environ)
     try:
         yield

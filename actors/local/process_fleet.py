@@ -123,7 +123,7 @@ class ProcessFleet:
     def stop_worker(self, worker: str) -> None:
         if worker in self._waiting:
             self._waiting.discard(worker)
-            self._post(WorkerLost(worker, "it had found no node"))
+            self._post(WorkerLost(worker, "it found no node"))
         else:
             self._kill(self._workers, worker)
 

@@ -69,8 +69,8 @@ def end_and_wait(run_name: str, names: Iterable[str]) -> None:
 
 
 class Greeter:
-    """Greets the actors that a dead controller left alive, so that none ends itself as an orphan
-    while the new controller takes the lease and replays the journal."""
+    """Greets the actors that a dead controller left alive. Else they might end as orphans while the
+    new controller takes the lease and replays the journal."""
 
     def __init__(self, run_name: str) -> None:
         self._run_name = run_name

@@ -348,8 +348,8 @@ class RayFleet:
         """Take this machine's own notices, since it has no agent, and exchange notices with Ray
         about nodes that have workers or snapshots. Keep agents and standbys on such nodes.
 
-        A query to Ray, and the start of an actor, may take long while the GCS is unreachable, and
-        the heartbeat must not wait for them. (Ray's callbacks may not create actors.)
+        Calls to Ray may take long without its GCS, and the heartbeat must not wait for them.
+        (Ray's callbacks may not create actors.)
         """
         while not self._closed.is_set():
             self._has_started.wait(HEARTBEAT_S)
