@@ -53,10 +53,14 @@ def prepared_folder(
 
     See `find_data`. Raises `UserError`.
     """
-    found = find_data(data, cache, tokenizer, separator, held_out_fraction)
-    if found.place is not None and found.corpus is not None and found.tokenizer is not None:
-        prepare_at(found.corpus, found.place, found.tokenizer, held_out_fraction)
-    return found.place
+    resolved = find_data(data, cache, tokenizer, separator, held_out_fraction)
+    if (
+        resolved.place is not None
+        and resolved.corpus is not None
+        and resolved.tokenizer is not None
+    ):
+        prepare_at(resolved.corpus, resolved.place, resolved.tokenizer, held_out_fraction)
+    return resolved.place
 
 
 def find_data(

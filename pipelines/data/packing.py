@@ -89,13 +89,13 @@ def prepare_chats(
     The split of a conversation depends on its text alone, as in `pipelines.data.prepare`. A
     conversation longer than a sequence is truncated. Raises `UserError`.
     """
-    found = find_chats(source, cache, seq_len, tokenizer, separator, held_out_fraction)
-    assert found.place is not None and found.corpus is not None
-    if not found.is_there():
-        rendering, [file] = find_rendering(tokenizer, separator), found.corpus.files
+    resolved = find_chats(source, cache, seq_len, tokenizer, separator, held_out_fraction)
+    assert resolved.place is not None and resolved.corpus is not None
+    if not resolved.is_there():
+        rendering, [file] = find_rendering(tokenizer, separator), resolved.corpus.files
         packed = save(_packed(file, rendering, seq_len, held_out_fraction))
-        open_storage(found.place).write(FILE, packed)
-    return found.place
+        open_storage(resolved.place).write(FILE, packed)
+    return resolved.place
 
 
 def find_chats(

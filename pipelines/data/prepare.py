@@ -196,7 +196,7 @@ def write_splits(
     splits, smallest = write_once(corpus, out, tokenizer, below, num_shard_rows)
     num_documents = sum(split.num_documents for split in splits.values())
     if num_documents == 0:
-        raise UserError(f"{corpus.name}: holds no text; name files with some")
+        raise UserError(f"{corpus.name}: has no text; name files with some")
     if held_out_fraction and not splits["held_out"].num_documents and num_documents > 1:
         splits, _ = write_once(corpus, out, tokenizer, smallest + 1, num_shard_rows)
     return splits

@@ -104,7 +104,7 @@ def export(
         f"{out}: run {run_name} at step {source.step} as {architecture}, "
         f"{num_bytes / 1e6:,.1f} MB of {dtype_name}"
     )
-    reason = "" if copied else vocabulary.lacking
+    reason = "" if copied else vocabulary.missing_reason
     return line + (f"; no tokenizer: {reason}" if reason else "")
 
 

@@ -20,12 +20,12 @@ from pipelines.settings.home import expanded
 class Vocabulary(NamedTuple):
     """The token between documents, and the tokenizer.
 
-    Each is None if unknown; then `lacking` is the reason.
+    Each is None if unknown; then `missing_reason` is the reason.
     """
 
     separator: int | None
     tokenizer: Tokenizer | None
-    lacking: str = ""
+    missing_reason: str = ""
 
 
 def vocabulary_of(data: DataSettings, folder: str | None) -> Vocabulary:

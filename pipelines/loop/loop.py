@@ -51,7 +51,7 @@ class Loop:
         if self.is_busy:
             self.begin_anew()
         thread, part = self._thread, self._part
-        step.begun = partial(part.open, module, step)
+        step.on_enter = partial(part.open, module, step)
         try:
             return thread.take(step)
         finally:

@@ -64,8 +64,8 @@ class Step:
         """True on exactly one worker, for output that should appear once."""
         self.committed = False
         """Whether the step committed, known after the block; if not, the same step follows."""
-        self.begun: Callable[[], None] = _nothing
-        self.finished: Callable[[list[Sums] | BaseException], None] = _ignore
+        self.on_enter: Callable[[], None] = _nothing
+        self.on_finish: Callable[[list[Sums] | BaseException], None] = _ignore
         self._engine = engine
         self._open: Microbatch | None = None
         self._sums: list[Sums] = []
@@ -74,7 +74,7 @@ class Step:
 
     def __enter__(self) -> Step:
         self._is_entered = True
-        self.begun()
+        self.on_enter()
         return self
 
     def __exit__(
@@ -148,7 +148,7 @@ class Step:
         self._is_over = True
         failure, self._failure = self._failure, None
         sums, self._sums = self._sums, []
-        self.finished(sums if failure is None else failure)
+        self.on_finish(sums if failure is None else failure)
 
     def _unread(self) -> str | None:
         if self._open is not None:

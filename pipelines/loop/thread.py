@@ -94,7 +94,7 @@ class LoopThread:
         step = self._turns.get()
         if step is None:
             raise Abandoned
-        step.finished = self._finish
+        step.on_finish = self._finish
         self._step = step
         return step
 

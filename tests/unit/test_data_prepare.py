@@ -149,7 +149,7 @@ def test_nothing_is_overwritten(tmp_path: Path):
 
 def test_a_corpus_without_text_is_refused(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt", ["", ""])
-    with pytest.raises(UserError, match="holds no text"):
+    with pytest.raises(UserError, match="has no text"):
         prepared(source, tmp_path / "out")
 
 

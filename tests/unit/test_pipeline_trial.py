@@ -78,7 +78,7 @@ def test_a_chain_of_blocks_is_a_pipeline(most: int) -> None:
         (lambda: Net(torch.relu), "do not give the output"),
         (lambda: Net(lambda hidden: hidden.detach()), "do not give the gradients"),
         (lambda: Net(inner=lambda: nn.Dropout(0.1)), "draws random numbers"),
-        (lambda: Net(lambda pair: pair[0], Pair), r"layers\.0 .* gives tuple"),
+        (lambda: Net(lambda pair: pair[0], Pair), r"layers\.0 .* returns tuple"),
     ],
 )
 def test_modules_that_are_not_a_chain_are_detected(model, told: str) -> None:
