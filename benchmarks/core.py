@@ -67,7 +67,7 @@ JOB = Job(
     layer_costs=LAYER_COSTS,
     activation_bytes=2 * 8_192 * 16_384,
     microbatch_s=50.0,
-    links=Bandwidths(node=200e9, rack=50e9, far=25e9),
+    bandwidths=Bandwidths(node=200e9, rack=50e9, far=25e9),
 )
 """A step of 16 million tokens in sequences of 8,192; the bandwidths are rough guesses."""
 MEMORY_BYTES = 80 * 10**9
