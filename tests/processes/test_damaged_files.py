@@ -314,7 +314,7 @@ def test_the_command_line_refuses_in_one_line_with_exit_code_2(
     train_line = ["train", "tiny", "--run-name", "run", *common, *settings]
     for arguments, said in (
         (train_line, "is no JSON object"),
-        (["doctor", "--repair"], "name the run"),
+        (["doctor", "--repair"], "needs the name of a run"),
         (["doctor", "other", "--storage", str(storage)], "there is no run"),
     ):
         monkeypatch.setattr(sys, "argv", ["elastic", *arguments])

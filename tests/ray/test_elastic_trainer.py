@@ -65,7 +65,7 @@ def test_it_is_shown_unless_it_shall_not_be(script: Script) -> None:
 
 def test_what_breaks_in_the_users_code_is_raised_with_its_traceback(script: Script) -> None:
     failure = script.seen["fits"]["failure"]
-    assert failure.startswith("run 'broken' has failed at step 2") and "Traceback" in failure
+    assert failure.startswith("run 'broken' failed at step 2") and "Traceback" in failure
 
 
 def test_the_same_name_resumes_it_beside_the_script(script: Script) -> None:

@@ -56,7 +56,7 @@ CASES = {
     "run name leaves the storage": (["tiny", "--run-name", "../x"], "run-name"),
     "a fault at another moment": (
         ["tiny", "--inject", "flip a bit in worker 1 in vote at step 7"],
-        "leave the moment out",
+        "leave out the moment",
     ),
     "no spike": (["tiny", "--set", "spike_factor=0.5"], "more than 1"),
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
@@ -94,15 +94,15 @@ CASES = {
         ["tiny", "--set", "batch=12", "--set", "microbatch=24"],
         "set batch to 24, or microbatch to 12",
     ),
-    "an empty layout": (["tiny", "--layout", ""], "--layout: it is empty"),
-    "a blank layout": (["tiny", "--layout", " "], "--layout: it is empty"),
-    "an empty run name": (["tiny", "--run-name", ""], "--run-name: it is empty"),
-    "an empty interface": (["tiny", "--interface", ""], "--interface: it is empty"),
-    "an empty tracking store": (["tiny", "--tracking-uri", ""], "--tracking-uri: it is empty"),
+    "an empty layout": (["tiny", "--layout", ""], "--layout is empty"),
+    "a blank layout": (["tiny", "--layout", " "], "--layout is empty"),
+    "an empty run name": (["tiny", "--run-name", ""], "--run-name is empty"),
+    "an empty interface": (["tiny", "--interface", ""], "--interface is empty"),
+    "an empty tracking store": (["tiny", "--tracking-uri", ""], "--tracking-uri is empty"),
     "a run where the data are": (["tiny", "--run-name", "data"], "--run-name data: "),
     "a run where the sweeps are": (["tiny", "--run-name", "Sweeps"], "--run-name Sweeps: "),
     "a tracking store of no kind": (["tiny", "--tracking-uri", "banana://x"], "'banana'"),
-    "a lone surrogate": (["tiny", "--set", "accelerator=\udcff"], "accelerator=\\udcff: it is not"),
+    "a lone surrogate": (["tiny", "--set", "accelerator=\udcff"], "accelerator=\\udcff: not valid"),
     "a module of no name": ([":f"], "module:function"),
     "a module of dots": (["..:f"], "module:function"),
 }
@@ -249,7 +249,7 @@ def test_a_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) 
 
 def test_an_empty_layout_is_refused_by_relayout(storage: Path, capsys) -> None:
     line = refused(capsys, "reshard", "run", "--layout", "", "--storage", str(storage))
-    assert "--layout: it is empty" in line
+    assert "--layout is empty" in line
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "-1"])
@@ -267,7 +267,7 @@ def test_in_a_process_of_its_own_it_is_the_same(tmp_path: Path) -> None:
     )
     assert ended.returncode == 2 and not ended.stdout
     assert (
-        ended.stderr == b"elastic: the argument tiny\\udcff: it is not valid UTF-8; rename or "
+        ended.stderr == b"elastic: the argument tiny\\udcff: not valid valid UTF-8; rename or "
         b"retype it\n"
     )
 
