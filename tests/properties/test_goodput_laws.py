@@ -1,4 +1,4 @@
-"""What holds of a run's account whatever its journal says, in whatever order."""
+"""Properties of goodput accounting for any journal in any order."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_parts_add_up_to_the_whole(lines: list[dict[str, Any]], later_s: flo
 def test_the_account_of_a_prefix_does_not_depend_on_who_asks(
     lines: list[dict[str, Any]], cut: int
 ) -> None:
-    """A tracker that begins anew reads the same: what is delivered twice is the same metric."""
+    """A restarted tracker reads the same: a metric that is delivered twice is the same."""
     asked, once = Account(), Account()
     for index, each in enumerate(with_times(lines)):
         if index < cut:

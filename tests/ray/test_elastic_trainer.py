@@ -1,4 +1,4 @@
-"""`ElasticTrainer` as a user's script has it: one script, on one real Ray."""
+"""`ElasticTrainer` in a user's script, on a real Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @dataclass
 class Script:
-    """What the script has printed, and where its runs are."""
+    """The output of the script, and the folder of its runs."""
 
     seen: dict[str, Any]
     shown: str

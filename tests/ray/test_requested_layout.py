@@ -31,7 +31,11 @@ def test_a_run_changes_its_layout_while_it_goes_on(tmp_path: Path) -> None:
         old, new, step, generation = DONE.fullmatch(out).groups()
         assert (old, new) == ("dp=2", "fsdp=2")
         assert int(step) >= 3 and int(generation) >= 2
-        assert reshard("fsdp=2") == (0, "run run: the layout is already fsdp=2; nothing to do\n", "")
+        assert reshard("fsdp=2") == (
+            0,
+            "run run: the layout is already fsdp=2; nothing to do\n",
+            "",
+        )
         code, out, err = reshard("fsdp=3")
         assert (code, out) == (2, "")
         assert err.count("\n") == 1 and "needs 3 workers" in err

@@ -1,4 +1,4 @@
-"""The Python API before anything is started: what it takes over from Ray Train, what it refuses."""
+"""The Python API before a start: supported and refused arguments of Ray Train."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ MAX_REFUSAL_S = 3.0
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run the command line; it must exit with 2 and say one line."""
+    """Run the command line; it must exit with 2 and print one line."""
     sys.argv = ["elastic", *arguments]
     with pytest.raises(SystemExit) as ended:
         main()
@@ -144,7 +144,7 @@ def test_is_refused_in_one_line(name: str, storage: Path, capsys) -> None:
 
 
 def refused_in_time(capsys: pytest.CaptureFixture[str], storage: Path, *arguments: str) -> str:
-    """Refused without a dry run, so that Ray would start if the refusal came later."""
+    """Refused without a dry run; a later refusal would let Ray start."""
     began = time.monotonic()
     line = refused(
         capsys, "train", "tiny", "--data", "random", "--storage", str(storage), *arguments
@@ -218,7 +218,7 @@ def test_endpoint_of_an_object_store(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where the SDK's own configuration file may name another, it is not known."""
+    """The region is unknown if the SDK's configuration file may set it."""
     for name in (*ENDPOINTS, *REGIONS):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -231,7 +231,7 @@ def test_endpoint_of_an_object_store(
 
 
 def test_a_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) -> None:
-    """Its machine accepts no connection and refuses none."""
+    """Its machine neither accepts nor refuses a connection."""
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -283,7 +283,7 @@ def test_other_maths_than_the_stored_runs(storage: Path, capsys) -> None:
 
 
 def test_a_stored_recipe_with_values_out_of_bounds(storage: Path, capsys) -> None:
-    """As a version without these bounds wrote it."""
+    """A recipe as written by a version without these bounds."""
     asked = TrainRequest("tiny", "run", str(storage), data="random")
     store_recipe(make_plan(asked, num_gpus=0))
     file = storage / "run" / "recipe.json"

@@ -1,4 +1,4 @@
-"""What a person sees in his terminal and in a job's log."""
+"""The live display in a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def output(its_console: Console) -> str:
 
 
 def follow(display: Display, run: WrittenRun) -> None:
-    """Show everything that the run has written, as of its last line."""
+    """Show all lines of the run, at the time of the last one."""
     journal, metrics = Tail(run.folder.journal), Tail(run.folder.metrics)
     display.update(run.now, journal.drain(), metrics.drain())
 

@@ -1,4 +1,4 @@
-"""A dry run tells what a run would be, and neither starts nor writes anything."""
+"""A dry run prints the plan of a run, and neither starts nor writes anything."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_layouts_and_memory_at_the_most_and_the_fewest_workers(tmp_path: Path, t
     job = make_plan(TrainRequest("tiny", data="random"), num_gpus=0).run.opening.job
     whole = (job.state_bytes + job.param_bytes) / 1e6
     assert f"{whole:.2f}MB of parameters, gradients and optimizer per worker; " in out
-    assert f"{1000 * whole / 4:.3g}kB of parameters, gradients and optimizer per worker (optimizer" in out
+    assert (
+        f"{1000 * whole / 4:.3g}kB of parameters, gradients and optimizer per worker (optimizer"
+        in out
+    )
 
 
 def test_a_run_that_would_be_resumed(tmp_path: Path, told) -> None:

@@ -1,4 +1,4 @@
-"""Faults as sentences."""
+"""The fault sentences of `--inject`."""
 
 from __future__ import annotations
 

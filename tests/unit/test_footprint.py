@@ -1,4 +1,4 @@
-"""Memory a parameter: the published figures, and the table that shows them."""
+"""Memory per parameter: the published figures, and the tables of `elastic plan`."""
 
 from __future__ import annotations
 

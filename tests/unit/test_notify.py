@@ -1,4 +1,4 @@
-"""Notices to a real server on this machine: when, how often, and that the URL stays secret."""
+"""Webhook notices to a real server: when, how often, and the URL stays secret."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = "T0P-s3cret"
 
 @dataclass
 class Webhook:
-    """A server that keeps what is posted, and answers with each of `answers` in turn, then 200."""
+    """A server that records posts, and answers with each of `answers` in turn, then 200."""
 
     answers: list[int] = field(default_factory=list)
     posted: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +54,7 @@ def webhook() -> Iterator[Webhook]:
             raise AssertionError("it followed a redirect")
 
         def log_message(self, *told: object) -> None:
-            """A test's output is not a server's log."""
+            """Suppress the server's log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)

@@ -1,4 +1,4 @@
-"""Following a run's files, and the history that comes out of them."""
+"""Reading and following a run's files, and the history computed from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`elastic status` and `elastic logs` of runs that go on, have ended, or were left."""
+"""`elastic status` and `elastic logs` of runs in progress, ended runs and runs without a driver."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from pipelines.settings.errors import UserError
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
-    """Begun a minute ago: sixty steps, a lost worker, a spare, and one that is starting."""
+    """A run of one minute: sixty steps, a lost, a standby and a starting worker."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     written = WrittenRun(tmp_path / "first", now=time.time() - 60)
     (tmp_path / "first" / "recipe.json").write_text("{}")
@@ -44,7 +44,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
 
 
 def drive(run: WrittenRun, age_s: float = 0.0, **owner: object) -> None:
-    """As if this process drove the run."""
+    """Write a lease, as if this process drove the run."""
     lease = run.folder.path / "lease"
     lease.mkdir(exist_ok=True)
     started = psutil.Process().create_time()
@@ -227,7 +227,7 @@ def test_logs_tell_of_one_worker(run: WrittenRun, capsys) -> None:
 
 
 def test_a_standing_needs_no_clock_of_its_own(run: WrittenRun) -> None:
-    """`now` comes in: a page of the past is as it was then."""
+    """The page depends on `now` only: a page of the past stays the same."""
     written = WrittenRun(run.folder.path.parent / "second")
     written.start(2)
     from_then = RunStatus(
