@@ -67,7 +67,7 @@ def test_what_a_run_config_says(tmp_path: Path) -> None:
                     num_workers=2, use_gpu=True, resources_per_worker={"GPU": 2}
                 )
             },
-            "one device",
+            "one GPU",
         ),
         ({"scaling_config": {"num_workers": 2}}, "give a ray.train.ScalingConfig"),
         ({"run_config": tune.RunConfig(name="mine")}, "give a ray.train.RunConfig"),
@@ -97,7 +97,7 @@ def test_what_a_run_knows_nothing_of_is_refused(arguments, told) -> None:
     [
         (
             {"layout": "dp=3"},
-            "layout dp=3 needs 3 workers, ScalingConfig\\(num_workers\\) allows 2",
+            "layout dp=3 needs 3 workers, but ScalingConfig\\(num_workers\\) allows 2",
         ),
         ({"set": {"optimizer.lrx": 1}}, "set optimizer.lrx: there is no such setting"),
         ({"inject": ["hit worker 1"]}, "inject 'hit worker 1' is not understood"),

@@ -19,6 +19,8 @@ from elastic.protocol.commands import NodeQuarantined, StartWorkers, Waited
 from elastic.protocol.events import Checkpointed, ComputeTimed, WorkerRaised
 from pipelines.cli import main
 from pipelines.observe.history.history import read_history
+from pipelines.observe.history.history_file import load_history
+from pipelines.observe.sidecar.run_metrics import metrics_of
 from pipelines.observe.view.status import parse_prices
 from pipelines.observe.view.status_report import RunStatus
 from pipelines.settings.errors import UserError
@@ -71,6 +73,22 @@ def page_of(capsys: pytest.CaptureFixture[str], run: WrittenRun, *arguments: str
 def object_of(capsys: pytest.CaptureFixture[str], run: WrittenRun) -> dict[str, Any]:
     [line] = page_of(capsys, run, "--json").splitlines()
     return json.loads(line)
+
+
+@pytest.mark.parametrize(
+    ("kind", "unit"), [("own", "samples"), ("mlp", "samples"), ("transformer", "tokens")]
+)
+def test_speed_counts_samples_or_tokens_by_model(
+    run: WrittenRun, capsys, kind: str, unit: str
+) -> None:
+    recipe = {"settings": {"model": {"kind": kind}}}
+    (run.folder.path / "recipe.json").write_text(json.dumps(recipe))
+    assert f" {unit}/s, " in page_of(capsys, run)
+    assert object_of(capsys, run)["unit"] == unit
+    followed = load_history(run.folder)
+    followed.follow()
+    values = {metric.name: metric.value for metric in metrics_of(followed.history, run.now)}
+    assert (values["elastic_samples_per_s"] is None) == (unit == "tokens")
 
 
 def test_a_run_that_goes_on(run: WrittenRun, capsys) -> None:
@@ -179,7 +197,7 @@ def test_a_run_that_is_not_there(run: WrittenRun, capsys) -> None:
     for command in (("status", "second"), ("logs", "second", "--worker", "w0")):
         code, out, err = elastic(capsys, *command, "--storage", run.folder.storage)
         assert (code, out) == (2, "")
-        assert "no run 'second'" in err and "there are: first" in err and err.count("\n") == 1
+        assert "no run 'second'" in err and "its runs are: first" in err and err.count("\n") == 1
 
 
 def test_prices_are_of_all_nodes_or_of_a_type() -> None:
