@@ -208,7 +208,7 @@ def status_command(
         ),
     ] = None,
 ) -> None:
-    """Show the status of RUN: workers, placement, newest checkpoint, goodput."""
+    """Show phase, workers, checkpoint and goodput of RUN."""
     from pipelines.observe.view.status import status
 
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
@@ -243,7 +243,7 @@ def sweep_command(
     data: Data = None,
     set_: Changes = None,
 ) -> None:
-    """Benchmark RECIPE under several layouts: speed, state bytes and peak memory of each."""
+    """Measure speed and memory of RECIPE under several layouts."""
     from pipelines.run.refusals import refuse_early
 
     refuse_early(recipe)
@@ -260,7 +260,7 @@ def reshard_command(
     layout: Annotated[str, typer.Option(help="The new target layout, e.g. dp=2,fsdp=2.")],
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
 ) -> None:
-    """Reshard RUN to another layout at its next step boundary; no step is lost."""
+    """Change the layout of RUN at its next step boundary."""
     from pipelines.run.reshard import reshard
 
     typer.echo(reshard(run, layout, storage))
@@ -328,7 +328,7 @@ def plan(
         str, typer.Option(help="Numbers of workers that shard the state, separated by commas.")
     ] = "1,8,64,512",
 ) -> None:
-    """Print the memory per worker, by precision, ZeRO stage and number of workers."""
+    """Print the memory per worker by ZeRO stage and precision."""
     from pipelines.observe.view.footprint_table import footprint_tables, parse_counts
 
     if not 1 <= model_params < float("inf"):
@@ -353,7 +353,7 @@ def doctor_command(
         typer.Option("--repair", help="Set damaged files of RUN aside so that it can resume."),
     ] = False,
 ) -> None:
-    """Check this machine, the storage and the cluster, or the files of RUN; print fixes."""
+    """Check the environment, or the files of RUN, and print fixes."""
     from pipelines.doctor import DoctorRequest, check_run, doctor
 
     console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)

@@ -1,4 +1,4 @@
-"""Writes a run's files as its controller would, so that readers can be tested without one."""
+"""Writes a run's files as a controller does, to test readers without a controller."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIDNIGHT = 1_700_006_400.0
 
 
 class WrittenRun:
-    """A run folder whose lines are told one by one; `now` is the time of the next line."""
+    """A run folder to which lines are written one by one; `now` is the time of the next line."""
 
     def __init__(self, path: Path, now: float = MIDNIGHT) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -42,7 +42,7 @@ class WrittenRun:
         append(self.folder.journal, command_line(self.now, command, state))
 
     def start(self, num_workers: int = 4, steps: int = 1000) -> None:
-        """Open the run and let its first generation train."""
+        """Open the run and begin its first generation."""
         policy = Policy(max_workers=num_workers)
         self.hear(RunOpened(1, policy, TargetLayout(), Job(steps=steps)))
         for index in range(num_workers):
@@ -76,7 +76,7 @@ class WrittenRun:
         append(self.folder.metrics, asdict(record))
 
     def sample(self, worker: str) -> None:
-        """One worker's device and host, as its reports carry it."""
+        """A sample of a worker's device and host, as in its reports."""
         use = {"cpu_percent": 50.0, "host_memory_bytes": 2e9}
         device = {"device_memory_bytes": None, "device_use_percent": None}
         who = {"time": self.now, "worker": worker, "node": "node-0", "generation": self.generation}

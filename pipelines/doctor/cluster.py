@@ -15,7 +15,7 @@ def cluster(address: str | None, namespace: str) -> Iterator[Finding]:
     try:
         nodes = see_nodes(address, namespace)
     except (OSError, ValueError) as error:
-        fix = "start the cluster, or unset RAY_ADDRESS to use a local one"
+        fix = "unset RAY_ADDRESS to use a local cluster, or start this one"
         yield Finding("Ray cluster", f"RAY_ADDRESS={address}: {error}", "failed", fix)
         return
     if nodes is None:

@@ -1,4 +1,4 @@
-"""Damaged files of a run: it resumes by itself, or one line says why not and how to continue."""
+"""Damaged files of a run: it resumes, or one line has the reason and the fix."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(storage: Path, steps: int) -> Ended:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Ten steps, checkpoints of steps 4, 8 and 10, in two sessions."""
+    """A run of ten steps in two sessions, with checkpoints of steps 4, 8 and 10."""
     storage = tmp_path_factory.mktemp("trained")
     for steps in (6, STEPS):
         assert train(storage, steps).outcome.outcome == "completed"
@@ -53,14 +53,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def middle(file: Path, garbage: bytes) -> None:
-    """Put a line in the middle of a file of lines."""
+    """Insert a line in the middle of a file."""
     lines = file.read_bytes().splitlines(keepends=True)
     half = len(lines) // 2
     file.write_bytes(b"".join([*lines[:half], garbage + b"\n", *lines[half:]]))
 
 
 def near_the_end(file: Path, garbage: bytes) -> None:
-    """Put a line before the last of a journal, behind its newest full state."""
+    """Insert a line before the last one of a journal, after its newest full state."""
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join([*lines[:-1], garbage + b"\n", lines[-1]]))
 
@@ -100,7 +100,7 @@ def half_event(run: Path) -> None:
 
 
 def no_lease_of_one_that_died_at_once(run: Path) -> None:
-    """It has opened the journal, and no more."""
+    """A run that has only opened the journal."""
     shutil.rmtree(run / "lease")
     with open(run / JOURNAL, "a") as file:
         file.write(json.dumps({"time": 1.0, "format": fmt(run), "epoch": 99}) + "\n")
@@ -112,7 +112,7 @@ def fmt(run: Path) -> int:
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to the run's folder; what the refusal says, if it has to be repaired."""
+    """The damage to the run's folder, and the text of the refusal if it needs a repair."""
 
     harm: Callable[[Path], object]
     refusal: str = ""
@@ -268,7 +268,7 @@ def rows(file: Path) -> list[dict[str, object]]:
 
 
 def nothing_is_lost(run: Path, before: dict[Path, bytes]) -> bool:
-    """What a damaged file held is there still, in one piece or two."""
+    """The content of a damaged file still exists, in one piece or two."""
     there = [file.read_bytes() for file in run.rglob("*") if file.is_file()]
     for file, content in before.items():
         is_there = content in there or (file.exists() and content in file.read_bytes())
@@ -314,7 +314,7 @@ def test_the_command_line_refuses_in_one_line_with_exit_code_2(
     train_line = ["train", "tiny", "--run-name", "run", *common, *settings]
     for arguments, said in (
         (train_line, "is no JSON object"),
-        (["doctor", "--repair"], "name the run"),
+        (["doctor", "--repair"], "needs the name of a run"),
         (["doctor", "other", "--storage", str(storage)], "there is no run"),
     ):
         monkeypatch.setattr(sys, "argv", ["elastic", *arguments])

@@ -1,4 +1,4 @@
-"""Where the time of a real run with a real SIGKILL has gone."""
+"""Goodput of a real run with a real SIGKILL."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SETTINGS = tiny().model_copy(
 
 @pytest.mark.slow
 def test_the_parts_of_a_run_that_fell_back_are_those_of_its_files(tmp_path: Path) -> None:
-    """Nobody else has the dead worker's shard: all go back to a checkpoint."""
+    """No other worker has the dead worker's shard: the run rolls back to a checkpoint."""
     faults = (Fault("kill", "w1", 38, "compute"),)
     run = run_plainly(
         tmp_path / "run", SETTINGS, 2, layout="fsdp=2", faults=faults, snapshot_every=0

@@ -1,4 +1,4 @@
-"""A run on this very thread: the same training, resumed by others and resuming theirs."""
+"""`--in-process`: the same training on this thread, resumable by other processes and vice versa."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def asked(storage: Path, steps: int, **changes: object) -> TrainRequest:
 
 
 def here(asked: TrainRequest, hear=lambda event, post: None) -> Ended:
-    """Trained on the test's thread, without the tracker at the end."""
+    """Train on the test's thread, without the tracker."""
     plan = make_plan(asked, num_gpus=0)
     store_recipe(plan)
     return run_in_process(without_deadlines(plan.run), hear)
@@ -49,7 +49,7 @@ def losses_in(folder: Path) -> dict[int, float]:
 
 
 def test_what_the_program_raises_comes_out_as_it_was_raised(tmp_path: Path) -> None:
-    """On the caller's thread, with its frames alive; the run has been saved before."""
+    """The exception is raised on the caller's thread with its frames, after the run was saved."""
     threads, began, hook = set(), set(threading.enumerate()), sys.excepthook
 
     def hear(event: Event, post) -> None:
@@ -93,7 +93,7 @@ def test_what_needs_others_is_refused(tmp_path: Path, changes, told: str) -> Non
 
 @pytest.mark.slow
 def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
-    """Here, in two processes, and here again, standing still for longer than a worker may."""
+    """In process, then with two processes, then in process with a pause beyond any deadline."""
     folder, environment = tmp_path / "run", dict(os.environ)
     assert here(asked(tmp_path, 8)).outcome.outcome == "completed"
     assert os.environ == environment, "who is started from here later inherits nothing of it"
@@ -116,7 +116,7 @@ def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
-    """By a SIGINT, and under pdb, which stands in a step; MLflow gets all of it at the end."""
+    """By SIGINT, and under pdb paused in a step; MLflow gets everything at the end."""
     command = [sys.executable, "-m", "pipelines", "train", "tiny", "--in-process", "--data"]
     command += ["random", "--storage", str(tmp_path), "--run-name", "run", "--steps"]
     profile = ["--profile", "steps=2:3"]

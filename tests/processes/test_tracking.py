@@ -1,4 +1,4 @@
-"""A run in MLflow: in the default store, and through a real server that dies and comes back."""
+"""Tracking in MLflow: the default store, and a real server that dies and restarts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pipelines.observe.tracking.tracker import Tracker
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A default store without a run: MLflow takes seconds to make one."""
+    """An empty default store, made once, since MLflow takes seconds for it."""
     folder = RunFolder.of(tmp_path_factory.mktemp("template"), "run")
     prepare_process()
     connect(default_tracking_uri(folder.storage), folder)
@@ -145,7 +145,7 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(storage: Path) -> None:
 
 
 def test_lost_offsets_double_nothing(storage: Path) -> None:
-    """Invariant of the spool: whatever is sent again is the same metric."""
+    """Invariant of the spool: a metric that is sent again is the same metric."""
     run = eventful(storage / "run")
     run.commit(step_s=60.0)
     run.stop()
@@ -222,7 +222,7 @@ def free_port() -> int:
 
 @dataclass
 class Server:
-    """A real `mlflow server` with one SQLite store, killed and started at will."""
+    """A real `mlflow server` with a SQLite store, which tests kill and start."""
 
     folder: Path
     port: int = field(default_factory=free_port)
@@ -262,7 +262,7 @@ class Server:
             return False
 
     def signal(self, number: int) -> None:
-        """To the server and to what it has started: they are a session of their own."""
+        """Signal the server and its children, which have their own session."""
         assert self.process is not None
         os.killpg(self.process.pid, number)
 

@@ -1,4 +1,4 @@
-"""Laws of a run's time account that hold for any journal lines in any order."""
+"""Properties of goodput accounting for any journal in any order."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_the_parts_add_up_to_the_whole(lines: list[dict[str, Any]], later_s: flo
 def test_the_account_of_a_prefix_does_not_depend_on_queries(
     lines: list[dict[str, Any]], cut: int
 ) -> None:
-    """A restarted tracker computes the same values, so metrics that it sends twice are equal."""
-    queried, once = Account(), Account()
+    """A restarted tracker reads the same: a metric that is delivered twice is the same."""
+    asked, once = Account(), Account()
     for index, each in enumerate(with_times(lines)):
         if index < cut:
             queried.split(each["time"] + 5.0)

@@ -82,7 +82,7 @@ def test_second_driver_is_refused_and_a_killed_driver_leaves_nothing(
 
 @pytest.mark.soak
 def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
-    """The refusal takes one line, releases the lease and leaves the journal unchanged."""
+    """Refused in one line; the lease is released and nothing is changed."""
     journal = tmp_path / "run" / "journal.jsonl"
     journal.parent.mkdir()
     journal.write_text('{"time": 1.0, "format": 1, "event": "StoreReady"}\n')
@@ -99,7 +99,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
-    """SIGKILL of one worker and SIGSTOP of another, at arbitrary moments."""
+    """SIGKILL of one worker and SIGSTOP of another at arbitrary moments."""
     with elastic_train(
         tmp_path, *TINY, "--workers", "2:4", "--steps", "200", "--layout", "dp=2,fsdp=2"
     ) as command:

@@ -1,4 +1,4 @@
-"""`ElasticTrainer` in a user's script, on a real Ray cluster."""
+"""`ElasticTrainer` in a user's script, on a real Ray."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_verbose_shows_the_run_and_silent_does_not(script: Script) -> None:
 
 def test_error_in_the_users_code_is_raised_with_its_traceback(script: Script) -> None:
     failure = script.seen["fits"]["failure"]
-    assert failure.startswith("run 'broken' has failed at step 2") and "Traceback" in failure
+    assert failure.startswith("run 'broken' failed at step 2") and "Traceback" in failure
 
 
 def test_same_name_resumes_the_run_in_the_background(script: Script) -> None:

@@ -51,7 +51,7 @@ def place(storage: Path) -> list[str]:
 
 
 def files_of(storage: Path) -> Command:
-    """The run's files, as if a command on this machine wrote them."""
+    """The run's files, as a command on this machine sees them."""
     return Command(Popen(["true"]), storage / "run", ray_folder="", address="")
 
 
@@ -90,7 +90,7 @@ def test_a_worker_is_killed_and_the_job_succeeds(tmp_path: Path, cluster: Head, 
 def test_a_stopped_job_saves_without_its_driver_and_resumes(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:
-    """The same run is submitted again at once, while the stopped job may still be saving."""
+    """The same name is submitted at once, while the stopped run may still be saving."""
     cluster.submit("stopped", tree, *train(tmp_path, "2:2", 100_000))
     run = files_of(tmp_path)
     wait_for(lambda: len(run.metrics()) >= 20, "step 20")
@@ -114,8 +114,7 @@ def test_a_stopped_job_saves_without_its_driver_and_resumes(
 def test_next_job_waits_for_one_whose_driver_was_killed(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:
-    """The driver gets no signal. The controller notices its silence, saves and ends; the next job
-    resumes."""
+    """The driver gets no signal: the controller notices, saves and ends; the next job resumes."""
     cluster.submit("silenced", tree, *train(tmp_path, "2:2", 100_000))
     run = files_of(tmp_path)
     wait_for(lambda: len(run.metrics()) >= 20, "step 20")
@@ -160,7 +159,7 @@ def test_without_the_token_nothing_is_submitted(cluster: Head, tree: Path) -> No
 def test_other_sources_on_the_cluster_are_refused_in_one_line(
     tmp_path: Path, cluster: Head
 ) -> None:
-    """The sources change after the driver has read them and before the cluster's processes do."""
+    """The files change after the driver, but before the cluster's processes read them."""
     tree = working_tree(tmp_path / "tree")
     command = [sys.executable, "-m", "pipelines", "train", *arguments("tiny", "dp=2", "2:2", 5)]
     environment = {**cluster.environment, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}

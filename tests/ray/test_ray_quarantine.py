@@ -46,7 +46,7 @@ def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
             lambda: command.lines("StartWorkers")[-1]["quarantined"], "the next start"
         )
         page = elastic("status", "run", "--storage", str(tmp_path)).stdout
-        assert f"node {bad_node[:15]}… is avoided: workers have crashed there 3 times" in page
+        assert f"node {bad_node[:15]}… is quarantined: workers have crashed there 3 times" in page
         command.wait_for_step(len(command.metrics()) + 5)
         [late] = command.lines("StartWorkers")[-1]["workers"]
         ready = {line["worker"]: line["node"] for line in command.lines("WorkerReady")}

@@ -31,7 +31,11 @@ def test_reshard_changes_the_layout_of_a_running_run(tmp_path: Path) -> None:
         old, new, step, generation = DONE.fullmatch(out).groups()
         assert (old, new) == ("dp=2", "fsdp=2")
         assert int(step) >= 3 and int(generation) >= 2
-        assert reshard("fsdp=2") == (0, "run run: fsdp=2 already; nothing to do\n", "")
+        assert reshard("fsdp=2") == (
+            0,
+            "run run: the layout is already fsdp=2; nothing to do\n",
+            "",
+        )
         code, out, err = reshard("fsdp=3")
         assert (code, out) == (2, "")
         assert err.count("\n") == 1 and "needs 3 workers" in err
@@ -48,7 +52,7 @@ def test_reshard_changes_the_layout_of_a_running_run(tmp_path: Path) -> None:
         code, output = command.finish()
         metrics = command.metrics()
     assert code == 143, output
-    assert "layout fsdp=2 asked for instead of dp=2" in output
+    assert "layout fsdp=2 requested instead of dp=2" in output
     assert "layout refused: it needs 3 workers" in output
     assert [line["step"] for line in metrics] == list(range(1, len(metrics) + 1))
     code, out, err = reshard("dp=2")

@@ -1,4 +1,4 @@
-"""The Python API before anything is started: what it takes over from Ray Train, what it refuses."""
+"""The Python API before a start: supported and refused arguments of Ray Train."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_what_a_run_config_says(tmp_path: Path) -> None:
                     num_workers=2, use_gpu=True, resources_per_worker={"GPU": 2}
                 )
             },
-            "one device",
+            "one GPU",
         ),
         ({"scaling_config": {"num_workers": 2}}, "give a ray.train.ScalingConfig"),
         ({"run_config": tune.RunConfig(name="mine")}, "give a ray.train.RunConfig"),
@@ -97,7 +97,7 @@ def test_what_a_run_knows_nothing_of_is_refused(arguments, told) -> None:
     [
         (
             {"layout": "dp=3"},
-            "layout dp=3 needs 3 workers, ScalingConfig\\(num_workers\\) allows 2",
+            "layout dp=3 needs 3 workers, but ScalingConfig\\(num_workers\\) allows 2",
         ),
         ({"set": {"optimizer.lrx": 1}}, "set optimizer.lrx: there is no such setting"),
         ({"inject": ["hit worker 1"]}, "inject 'hit worker 1' is not understood"),
@@ -148,7 +148,7 @@ def test_a_recipes_function_gets_its_arguments(tmp_path: Path) -> None:
     assert (load(net).seed, load(net, {"width": 3}).seed) == (8, 3)
     with pytest.raises(UserError, match=r"test_api:net.*unexpected keyword argument 'widht'"):
         load(net, {"widht": 3})
-    with pytest.raises(UserError, match="only a function has arguments"):
+    with pytest.raises(UserError, match="only a function takes arguments"):
         ElasticTrainer(tiny(), recipe_config={"width": 3}).as_trainable()
     asked = TrainRequest(net, "run", str(tmp_path), data="random", arguments={"width": 3})
     store_recipe(make_plan(asked, num_gpus=0))
@@ -190,7 +190,7 @@ def test_how_a_run_ended_in_terms_of_ray(tmp_path: Path) -> None:
         assert (Path(folder) / "manifest.json").exists()
     assert result.get_best_checkpoint("loss", "min").path == result.checkpoint.path
     assert ended(run.folder, DriverReport(Stopped("interrupted", 2))).metrics == result.metrics
-    with pytest.raises(TrainingFailedError, match=r"(?s)'run' has failed at step 2: no.*Traceback"):
+    with pytest.raises(TrainingFailedError, match=r"(?s)'run' failed at step 2: no.*Traceback"):
         ended(run.folder, DriverReport(Stopped("failed", 2, "no", "Traceback: theirs")))
     with pytest.raises(UserError, match="RunConfig"):
         ended(run.folder, DriverReport(Stopped("user_error", 0, "choose another --run-name")))

@@ -1,4 +1,4 @@
-"""Invalid recipes: a one-line error with the place in the user's file, and exit code 2."""
+"""Unusable recipes: one line with the place in the user's file, exit code 2."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ FILES = {
 RECIPES = {
     "a dataset without a length": ("made(data=NoLength)", "NoLength, which has no __len__"),
     "a dataset that raises": ("made(data=Raising)", "KeyError: 'sample \\ud800'"),
-    "a dataset that cannot be sent": ("made(data=lambda: LOCKED)", "recipe's data cannot be sent"),
-    "a model without parameters": ("made(model=Empty)", "Empty has no parameters to train"),
+    "a dataset that cannot be sent": (
+        "made(data=lambda: LOCKED)",
+        "recipe's data cannot be pickled",
+    ),
+    "a model without parameters": ("made(model=Empty)", "Empty has no trainable parameters"),
     "a model that raises": ("made(model=lambda: 1 / 0)", "ZeroDivisionError"),
     "a model that is none": ("made(model=lambda: 5)", "int, not an nn.Module"),
     "an optimizer that raises": ("made(optimizer=lambda named: 1 / 0)", "ZeroDivisionError"),
@@ -78,7 +81,7 @@ RECIPES = {
 
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A recipe file; if the error came too late, Ray would start a cluster."""
+    """The file of a recipe; a later refusal would let Ray start a cluster."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     return tmp_path / "mine.py"
@@ -107,7 +110,7 @@ def test_a_recipe_that_cannot_be_used(name: str, own: Path, capsys) -> None:
 
 
 def test_of_several_frames_the_users_own_are_shown(own: Path, capsys) -> None:
-    """Frames of importlib and of this project are hidden."""
+    """No frames of importlib or of this project are shown."""
     own.write_text("def inner():\n    raise ValueError('boom')\n\n\ndef own():\n    inner()\n")
     sys.argv = ["elastic", "train", f"{own}:own"]
     with pytest.raises(SystemExit) as ended:
@@ -137,7 +140,7 @@ def end():
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module in a folder that counts as an installed package."""
+    """A module in a folder that counts as one of installed packages."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.syspath_prepend(tmp_path)
@@ -149,7 +152,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_recipe_of_an_installed_package_that_raises(installed: Path, capsys) -> None:
-    """The frames of the package, followed by the one-line error."""
+    """The line, and before it only the frames of the package."""
     sys.argv = ["elastic", "train", "installed_recipes:big"]
     with pytest.raises(SystemExit) as ended:
         main()

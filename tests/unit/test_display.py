@@ -1,4 +1,4 @@
-"""What a person sees in his terminal and in a job's log."""
+"""The live display in a terminal and in a log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def output(its_console: Console) -> str:
 
 
 def follow(display: Display, run: WrittenRun) -> None:
-    """Show everything that the run has written, as of its last line."""
+    """Show all lines of the run, at the time of the last one."""
     journal, metrics = Tail(run.folder.journal), Tail(run.folder.metrics)
     display.update(run.now, journal.drain(), metrics.drain())
 
@@ -140,7 +140,7 @@ def test_wishes_for_another_layout_are_told(tmp_path: Path) -> None:
     follow(display, run)
     told = [line.partition("  ")[2] for line in output(display._console).splitlines()]
     assert [line for line in told if line.startswith("layout")] == [
-        "layout dp=2,fsdp=2 asked for instead of dp=4",
+        "layout dp=2,fsdp=2 requested instead of dp=4",
         "layout refused: it needs 9 workers",
     ]
 
@@ -187,9 +187,9 @@ def test_bad_numbers_are_told(tmp_path: Path) -> None:
     told = [line[10:] for line in output(display._console).splitlines()]
     assert told[-5:-1] == [
         "step 1 was skipped: a loss or gradient was not finite",
-        f"rolled back from step 10 to 5: {spiked}; the data of 4 steps left out",
-        "no audit under dp=2: no worker is a copy of another",
-        "w1 holds different bits than 2 replicas: it is replaced",
+        f"rolled back from step 10 to 5: {spiked}; the data of 4 steps are skipped",
+        "no audit under dp=2: no worker is a replica of another",
+        "w1 holds other bits than 2 replicas: it is replaced",
     ]
     skipped = display.history.membership.run_events[-4]
     assert (skipped.kind, skipped.step) == ("skipped", 1)

@@ -1,4 +1,4 @@
-"""A dry run tells what a run would be, and neither starts nor writes anything."""
+"""A dry run prints the plan of a run, and neither starts nor writes anything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_text_that_has_yet_to_be_prepared(tmp_path: Path, told) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     before = sorted(tmp_path.rglob("*"))
     out = told("--storage", str(tmp_path / "runs"), "--data", str(tmp_path / "a.txt"))
-    assert "1 file, 1.00kB would be prepared first" in out
+    assert "1 file, 1.00kB to be prepared first" in out
     assert "nothing: there is no run" in out
     assert sorted(tmp_path.rglob("*")) == before
 
@@ -40,7 +40,7 @@ def test_conversations_that_have_yet_to_be_packed(tmp_path: Path, told) -> None:
     file.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
     chat = ("--set", "data.format=chat", "--set", "model.vocab_size=300")
     out = told("--storage", str(tmp_path / "runs"), "--data", str(file), *chat)
-    assert "1 file" in out and "would be prepared first" in out
+    assert "1 file" in out and "to be prepared first" in out
     assert [file] == sorted(tmp_path.rglob("*"))
 
 
@@ -49,13 +49,16 @@ def test_layouts_and_memory_at_the_most_and_the_fewest_workers(tmp_path: Path, t
     assert "4 workers fsdp=4" in out and "2 workers dp=2" in out
     job = make_plan(TrainRequest("tiny", data="random"), num_gpus=0).run.opening.job
     whole = (job.state_bytes + job.param_bytes) / 1e6
-    assert f"{whole:.2f}MB of parameters, gradients and optimizer a worker; " in out
-    assert f"{1000 * whole / 4:.3g}kB of parameters, gradients and optimizer a worker, of" in out
+    assert f"{whole:.2f}MB of parameters, gradients and optimizer per worker; " in out
+    assert (
+        f"{1000 * whole / 4:.3g}kB of parameters, gradients and optimizer per worker (optimizer"
+        in out
+    )
 
 
 def test_a_run_that_would_be_resumed(tmp_path: Path, told) -> None:
     plan = make_plan(TrainRequest("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
     store_recipe(plan)
     out = told("--data", "random", "--storage", str(tmp_path), "--run-name", "run")
-    assert "'run' from step 0: it has no whole checkpoint" in out
+    assert "'run' from step 0: it has no complete checkpoint" in out
     assert plan.recipe["data_digest"] in out

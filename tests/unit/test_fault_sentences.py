@@ -1,4 +1,4 @@
-"""Faults as sentences."""
+"""The fault sentences of `--inject`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def test_a_slow_worker_has_a_factor() -> None:
 @pytest.mark.parametrize(
     ("sentence", "told"),
     [
-        ("slow worker 2 at step 30", "a factor over 1 belongs to `slow`"),
-        ("slow worker 2 by 1x at step 30", "a factor over 1 belongs to `slow`"),
-        ("kill worker 2 by 3x at step 30", "a factor over 1 belongs to `slow`"),
-        ("kill worker 2 by 1x at step 30", "a factor over 1 belongs to `slow`"),
-        ("slow worker 2 by 3x in vote at step 30", "leave the moment out"),
+        ("slow worker 2 at step 30", "`slow` needs a factor over 1"),
+        ("slow worker 2 by 1x at step 30", "`slow` needs a factor over 1"),
+        ("kill worker 2 by 3x at step 30", "`slow` needs a factor over 1"),
+        ("kill worker 2 by 1x at step 30", "`slow` needs a factor over 1"),
+        ("slow worker 2 by 3x in vote at step 30", "leave out the moment"),
         ("slow worker 2 by threex at step 30", "slow worker 2 by 3x at step 30"),
     ],
 )

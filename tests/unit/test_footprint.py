@@ -1,4 +1,4 @@
-"""Memory a parameter: the published figures, and the table that shows them."""
+"""Memory per parameter: the published figures, and the tables of `elastic plan`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_the_tables_show_formula_and_sizes() -> None:
     for formula, table in footprint_tables(7e9, [1, 8]):
         console.print(formula, table)
     shown = console.export_text()
-    assert "2 parameters + 2 gradients + 12 optimizer = 16 bytes a parameter" in shown
+    assert "2 parameters + 2 gradients + 12 optimizer = 16 bytes per parameter" in shown
     assert "112 GB" in shown and "14 GB" in shown
 
 

@@ -1,4 +1,4 @@
-"""Where a run's time has gone, by example."""
+"""Goodput accounting by example."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def split_of(run: WrittenRun, now: float | None = None) -> TimeSplit:
 
 
 def told(run: WrittenRun, now: float | None = None) -> dict[str, float]:
-    """The parts of some length, rounded, so that they can be written down."""
+    """The nonzero parts of the time split, rounded."""
     parts = {name: round(value, 6) for name, value in asdict(split_of(run, now)).items()}
     return {name: value for name, value in parts.items() if value}
 
 
 def started(path: Path) -> WrittenRun:
-    """Half a second of starting, then ten steps of a second."""
+    """Half a second of start, then ten steps of one second."""
     run = WrittenRun(path / "run")
     run.start(4)
     for _ in range(10):
@@ -81,7 +81,7 @@ def test_a_step_that_an_abort_breaks_off_is_part_of_the_pause(tmp_path: Path) ->
 
 
 def test_steps_that_are_told_of_late_were_compute(tmp_path: Path) -> None:
-    """Of two seconds before the abort a second step had been committed, another is settled."""
+    """In the two seconds before the abort one step committed, another is rolled forward."""
     run = started(tmp_path)
     run.now += 2.0
     run.tell(Abort(1, run.workers, "w3 lost"))
@@ -137,7 +137,7 @@ def test_what_nobody_drove_is_waiting_of_a_kind(tmp_path: Path) -> None:
 
 
 def test_a_killed_session_ends_with_its_last_line(tmp_path: Path) -> None:
-    """The step that was under way is lost, and so are those after the checkpoint."""
+    """The unfinished step is lost, and so are the steps after the checkpoint."""
     run = started(tmp_path)
     run.now += 0.5
     run.hear(WorkerReady("w9", "node-1", 7))

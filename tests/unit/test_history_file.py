@@ -1,4 +1,4 @@
-"""`history.json`: readers go on from it, and see what a reader of all lines sees."""
+"""`history.json`: readers continue from it, with the same result as from all lines."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save(folder: RunFolder) -> None:
 
 
 def damage_the_past(run: WrittenRun) -> None:
-    """Whoever reads a line of it sees that."""
+    """A reader of any line notices it."""
     for log in (run.folder.journal, run.folder.metrics):
         path = Path(log.url)
         content = path.read_bytes()
@@ -87,7 +87,7 @@ def test_a_damaged_one_is_ignored(run: WrittenRun, content: bytes) -> None:
 
 
 def test_one_of_other_logs_is_ignored(run: WrittenRun) -> None:
-    """A journal that was repaired has other lines, and may be longer again."""
+    """A repaired journal has other lines, and may be longer."""
     save(run.folder)
     journal = Path(run.folder.journal.url)
     lines = journal.read_text().splitlines()
@@ -114,7 +114,7 @@ def test_without_it_status_reads_only_the_end_of_the_metrics(tmp_path: Path) -> 
 
 
 def test_a_history_is_bounded() -> None:
-    """Of many events, minutes and steps the newest are kept; counts and sums stay whole."""
+    """The newest of many events, minutes and steps are kept; counts and sums stay complete."""
     history, state = History(), CoreState(generation=1)
     history.take([event_line(0.0, opening(10**6), state)], ())
     history.take([command_line(0.0, Resume(1, 0, "dp=4", ("w0",), (), 0), state)], ())

@@ -1,4 +1,4 @@
-"""Signals at the command, with real signals and a real terminal."""
+"""Signals to the command, with real signals and a real terminal."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def interrupts() -> Iterator[Interrupts]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_one_request_that_comes_twice_is_one(interrupts: Interrupts, number: int) -> None:
-    """As from `timeout`, which signals the process and then its group."""
+    """`timeout` signals the process and then its group."""
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), number)
     assert interrupts.number == number
@@ -71,9 +71,9 @@ def test_closed_terminal_is_a_request_to_stop() -> None:
     if pid == 0:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under `nohup`
         os.execv(sys.executable, [sys.executable, "-c", SHOWING])
-    told = b""
-    while b"ready" not in told:
-        told += os.read(terminal, 1024)
+    output = b""
+    while b"ready" not in output:
+        output += os.read(terminal, 1024)
     os.close(terminal)
     _, status = os.waitpid(pid, 0)
     assert os.waitstatus_to_exitcode(status) == 129

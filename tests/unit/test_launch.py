@@ -1,4 +1,4 @@
-"""Joining a cluster that is not there."""
+"""Joining a cluster that does not exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipelines.cli import main
 
 @pytest.fixture
 def unanswered() -> str:
-    """An address where nobody listens: the port has just been given back."""
+    """An address without a listener: the port was just closed."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{one.getsockname()[1]}"
@@ -69,7 +69,7 @@ def test_train_reports_an_address_that_does_not_answer_in_one_line(
 
 @pytest.fixture
 def another_cluster() -> Iterator[socket.socket]:
-    """Where the GCS of another command's private cluster would listen, and its raylet runs."""
+    """The address of the GCS of another command's local cluster, whose raylet runs."""
     with socket.create_server(("127.0.0.1", 0)) as gcs:
         address = f"127.0.0.1:{gcs.getsockname()[1]}"
         sleeping = [sys.executable, "-c", "import time; time.sleep(300)"]
@@ -89,7 +89,7 @@ def test_private_cluster_of_another_command_is_not_joined(
     monkeypatch: pytest.MonkeyPatch,
     has_record: bool,
 ) -> None:
-    """Nor the recorded one of a `ray start` that was killed."""
+    """Nor the recorded cluster of a `ray start` that was killed."""
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if has_record:
@@ -115,7 +115,7 @@ def test_commands_that_start_at_once_share_one_token(tmp_path: Path) -> None:
 
 
 def told_by_train(capsys: pytest.CaptureFixture[str], storage: Path) -> str:
-    """The one line with which `elastic train` refuses; it ends with exit code 2."""
+    """The one-line refusal of `elastic train`, with exit code 2."""
     sys.argv = ["elastic", "train", "tiny", "--data", "random", "--storage", str(storage)]
     with pytest.raises(SystemExit) as ended:
         main()

@@ -1,4 +1,4 @@
-"""Notices to a real server on this machine: when, how often, and that the URL stays secret."""
+"""Webhook notices to a real server: when, how often, and the URL stays secret."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRET = "T0P-s3cret"
 
 @dataclass
 class Webhook:
-    """A server that keeps what is posted, and answers with each of `answers` in turn, then 200."""
+    """A server that records posts, and answers with each of `answers` in turn, then 200."""
 
     answers: list[int] = field(default_factory=list)
     posted: list[dict[str, Any]] = field(default_factory=list)
@@ -54,7 +54,7 @@ def webhook() -> Iterator[Webhook]:
             raise AssertionError("it followed a redirect")
 
         def log_message(self, *told: object) -> None:
-            """A test's output is not a server's log."""
+            """Suppress the server's log."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
@@ -93,7 +93,7 @@ def test_a_long_wait_is_told_once(webhook: Webhook, tmp_path: Path) -> None:
 
     assert [look(0.0), look(599.0), look(1.0), look(5.0), look(9999.0)] == [0, 0, 1, 1, 1]
     [told] = webhook.posted
-    assert told["text"] == "run run has waited for 10 min: 0 of at least 1 workers are ready"
+    assert told["text"] == "run run has been waiting for 10 min: 0 of at least 1 workers are ready"
     assert (told["event"], told["run"], told["step"], told["waited_s"]) == (
         "waiting",
         "run",
@@ -130,7 +130,7 @@ def test_who_does_not_answer_is_left_alone_after_a_few_tries(
     notifier = Notifier(run.folder, webhook.url, after_s=0.0)
     told = notifier.finish(read_history(run.folder), patience_s=30.0)
     assert webhook.num_requests == MAX_TRIES
-    assert told == "--notify: 127.0.0.1 was not told of the run's end (it answered 500)"
+    assert told == "--notify: the notice of the run's end did not reach 127.0.0.1 (it answered 500)"
 
 
 def test_where_nobody_listens_nothing_is_raised(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The figures that Prometheus gets, and the alerts and the board that are drawn from them."""
+"""The metrics for Prometheus, and the alerts and the dashboard that use them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes are found by name, file or module, and are of the size that they say."""
+"""Recipes are found by name, file or module, and have their documented size."""
 
 from __future__ import annotations
 

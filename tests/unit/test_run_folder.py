@@ -1,4 +1,4 @@
-"""Following a run's files, and the history that comes out of them."""
+"""Reading and following a run's files, and the history computed from them."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     assert told == [
         "w1 will be replaced: it is slow",
         "w1 left: it is slow",
-        "node node-1 is avoided: 3 crashes",
-        "w3 left: its node is avoided",
+        "node node-1 is quarantined: 3 crashes",
+        "w3 left: its node is quarantined",
     ]
     assert (membership.num_lost, membership.members) == (0, ("w0", "w2"))
     run.lose("w2")

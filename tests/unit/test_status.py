@@ -1,4 +1,4 @@
-"""`elastic status` and `elastic logs` of runs that go on, have ended, or were left."""
+"""`elastic status` and `elastic logs` of runs in progress, ended runs and runs without a driver."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from elastic.protocol.commands import NodeQuarantined, StartWorkers, Waited
 from elastic.protocol.events import Checkpointed, ComputeTimed, WorkerRaised
 from pipelines.cli import main
 from pipelines.observe.history.history import read_history
+from pipelines.observe.history.history_file import load_history
+from pipelines.observe.sidecar.run_metrics import metrics_of
 from pipelines.observe.view.status import parse_prices
 from pipelines.observe.view.status_report import RunStatus
 from pipelines.settings.errors import UserError
@@ -26,7 +28,7 @@ from pipelines.settings.errors import UserError
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
-    """Begun a minute ago: sixty steps, a lost worker, a spare, and one that is starting."""
+    """A run of one minute: sixty steps, a lost, a standby and a starting worker."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     written = WrittenRun(tmp_path / "first", now=time.time() - 60)
     (tmp_path / "first" / "recipe.json").write_text("{}")
@@ -44,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WrittenRun:
 
 
 def drive(run: WrittenRun, age_s: float = 0.0, **owner: object) -> None:
-    """As if this process drove the run."""
+    """Write a lease, as if this process drove the run."""
     lease = run.folder.path / "lease"
     lease.mkdir(exist_ok=True)
     started = psutil.Process().create_time()
@@ -73,6 +75,22 @@ def object_of(capsys: pytest.CaptureFixture[str], run: WrittenRun) -> dict[str, 
     return json.loads(line)
 
 
+@pytest.mark.parametrize(
+    ("kind", "unit"), [("own", "samples"), ("mlp", "samples"), ("transformer", "tokens")]
+)
+def test_speed_counts_samples_or_tokens_by_model(
+    run: WrittenRun, capsys, kind: str, unit: str
+) -> None:
+    recipe = {"settings": {"model": {"kind": kind}}}
+    (run.folder.path / "recipe.json").write_text(json.dumps(recipe))
+    assert f" {unit}/s, " in page_of(capsys, run)
+    assert object_of(capsys, run)["unit"] == unit
+    followed = load_history(run.folder)
+    followed.follow()
+    values = {metric.name: metric.value for metric in metrics_of(followed.history, run.now)}
+    assert (values["elastic_samples_per_s"] is None) == (unit == "tokens")
+
+
 def test_a_run_that_goes_on(run: WrittenRun, capsys) -> None:
     drive(run, cluster="10.0.0.1:6379")
     page = page_of(capsys, run)
@@ -81,7 +99,7 @@ def test_a_run_that_goes_on(run: WrittenRun, capsys) -> None:
         f"driven by process {os.getpid()} on {socket.gethostname()}, Ray cluster 10.0.0.1:6379",
         "61 of 100 · ",
         "2.0000",
-        "2 of 3 workers, dp=2, generation 2, 1 spare",
+        "2 of 3 workers, dp=2, generation 2, 1 standby",
         "step 60, ",
         "goodput 9",
         "w2 lost: connection reset",
@@ -90,7 +108,7 @@ def test_a_run_that_goes_on(run: WrittenRun, capsys) -> None:
         assert part in page, part
     rows = [line.split() for line in page.splitlines() if line.strip().endswith("ago")]
     assert ["0", "w1", "node-0", "100"] in [row[:4] for row in rows], "world ranks, not names"
-    assert any(row[:3] == ["spare", "w3", "node-1"] for row in rows)
+    assert any(row[:3] == ["standby", "w3", "node-1"] for row in rows)
     assert "starting  w4" in page
     assert not any(line.endswith(" ") for line in page.splitlines())
 
@@ -124,7 +142,7 @@ def test_slow_workers_and_avoided_nodes_are_shown(run: WrittenRun, capsys) -> No
     assert [row["node"] for row in told["quarantined_nodes"]] == ["node-1"]
     page = page_of(capsys, run)
     assert "node node-1, for " in page and "0.75 s" in page
-    assert "node node-1 is avoided: workers have crashed there 3 times" in page
+    assert "node node-1 is quarantined: workers have crashed there 3 times" in page
 
 
 def test_a_run_that_waits_says_what_for(run: WrittenRun, capsys) -> None:
@@ -152,7 +170,7 @@ def test_a_run_whose_driver_has_died(run: WrittenRun, capsys, owner: dict[str, A
     drive(run, **owner)
     page = page_of(capsys, run, "--watch")
     assert "first · not driven" in page
-    assert "last heard of " in page and "the same run name resumes it" in page
+    assert "not driven, last line " in page and "use the same run name to resume it" in page
     assert object_of(capsys, run)["phase"] == "not driven"
 
 
@@ -179,7 +197,7 @@ def test_a_run_that_is_not_there(run: WrittenRun, capsys) -> None:
     for command in (("status", "second"), ("logs", "second", "--worker", "w0")):
         code, out, err = elastic(capsys, *command, "--storage", run.folder.storage)
         assert (code, out) == (2, "")
-        assert "no run 'second'" in err and "there are: first" in err and err.count("\n") == 1
+        assert "no run 'second'" in err and "its runs are: first" in err and err.count("\n") == 1
 
 
 def test_prices_are_of_all_nodes_or_of_a_type() -> None:
@@ -190,12 +208,12 @@ def test_prices_are_of_all_nodes_or_of_a_type() -> None:
 
 def test_worker_hours_are_priced(run: WrittenRun, capsys) -> None:
     page = page_of(capsys, run, "--price", "36", "--price", "node-1=0")
-    told = next(line for line in page.splitlines() if line.startswith("workers"))
+    told = next(line for line in page.splitlines() if line.startswith("used"))
     cost = float(told.rpartition(" ")[2])
     assert cost == pytest.approx(36 * 91.5 / 3600, abs=0.5)
     assert "node-1: " in page
     partly = page_of(capsys, run, "--price", "node-1=1")
-    assert "without those of no price" in partly
+    assert "places without a price excluded" in partly
 
 
 def test_many_workers_are_cut_short_and_lines_are_not_overlong(tmp_path: Path, capsys) -> None:
@@ -204,7 +222,7 @@ def test_many_workers_are_cut_short_and_lines_are_not_overlong(tmp_path: Path, c
     written.start(500)
     drive(written)
     page = page_of(capsys, written)
-    assert "and 460 more: --json tells of all" in page
+    assert "and 460 more: --json lists all" in page
     assert max(len(line) for line in page.splitlines()) <= 110
 
 
@@ -219,7 +237,7 @@ def test_logs_tell_of_one_worker(run: WrittenRun, capsys) -> None:
     assert (code, err) == (0, "")
     assert "w1 is ready on node-0 (pid 100)" in out and "w1 raised ValueError: boom" in out
     assert '  File "x.py", line 1' in out
-    assert "-- standard output\nhello from w1\n-- standard error: nothing is kept\n" in out
+    assert "-- standard output\nhello from w1\n-- standard error: empty\n" in out
     assert "job_id" not in out and "w0" not in out
     code, out, err = elastic(capsys, "logs", "first", "--worker", "w7", *storage)
     assert (code, out) == (2, "")
@@ -227,7 +245,7 @@ def test_logs_tell_of_one_worker(run: WrittenRun, capsys) -> None:
 
 
 def test_a_standing_needs_no_clock_of_its_own(run: WrittenRun) -> None:
-    """`now` comes in: a page of the past is as it was then."""
+    """The page depends on `now` only: a page of the past stays the same."""
     written = WrittenRun(run.folder.path.parent / "second")
     written.start(2)
     from_then = RunStatus(

@@ -1,4 +1,4 @@
-"""A command that may not drive a run leaves the recipe of the run as it is."""
+"""A command that is refused a run does not change the recipe of the run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_in_process_run_driven_by_another_process_keeps_its_recipe(driven: Path,
 
 
 class Controller:
-    """Stands for Ray's: it claims the run, or is refused, in the place of `Drive`."""
+    """A substitute for `Drive` that claims the run or is refused."""
 
     seen: int
 
@@ -93,7 +93,7 @@ def test_controller_that_starts_finds_the_new_recipe(run: Path, without_ray) -> 
 def test_recipe_is_stored_once_the_controller_has_the_run(
     driven: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The process that drove it may end between the look and the claim."""
+    """The previous driver may end between the check and the claim."""
 
     class Patient(Controller):
         def __init__(self, run: RunSpec) -> None:

@@ -1,4 +1,4 @@
-"""A sweep's list of layouts, and its table as the files of runs tell it."""
+"""The layouts of a sweep, and its table from the files of its runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def stopped(folder: RunFolder, outcome: str, reason: str = "") -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
-    """Three steps of two workers, the second of which holds more."""
+    """Three steps of two workers; the second one holds more."""
     folder = RunFolder.of(tmp_path, "tp2")
     append(folder.journal, {"time": 2.0, "command": "Form", "reason": "it fits"})
     state = [

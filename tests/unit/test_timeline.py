@@ -1,4 +1,4 @@
-"""The picture of a run: it is drawn for every run there can be, and its labels do not overlap."""
+"""The timeline picture: it can be drawn for any run, and its labels do not overlap."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipelines.observe.view.timeline import draw
 
 
 def weeks_with_many_events(path: Path) -> RunFolder:
-    """32 workers over three weeks, a loss and a join a day or so, interrupted once."""
+    """32 workers over three weeks, with about a loss and a join per day, and one interruption."""
     chance = random.Random(7)
     run = WrittenRun(path)
     run.start(32, steps=2000)

@@ -21,7 +21,7 @@ SweepVerdict = Literal["ran", "not feasible", "out of memory", "failed", "interr
 SweepLine = dict[str, Any]
 
 COLUMNS = (
-    *("layout", "workers", "step s", "{unit}/s", "per worker"),
+    *("layout", "workers", "step s", "{unit}/s", "/worker"),
     *("param MB", "grad MB", "optim MB", "peak MB", "loss"),
 )
 ON_DEVICE = "torch's allocations on the GPU"
