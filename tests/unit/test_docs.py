@@ -42,6 +42,7 @@ from pipelines.settings.overrides import override
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
 COMMAND_LINE = DOCS / "command-line.md"
 FILES = DOCS / "files.md"
 TOP_PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -147,12 +148,22 @@ def test_the_readme_fits_one_screen() -> None:
     assert len(README.read_text().splitlines()) <= MAX_README_LINES
 
 
+def test_the_recovery_times_of_the_readme_are_those_of_the_benchmark() -> None:
+    measured = section(BENCHMARKS, "recovery")
+    medians = re.findall(r"^\| [^|]+ \| ([\d.]+) \| [\d. ]+ \|", measured, re.MULTILINE)
+    table_of_peers = section(README, "How it compares").partition("\n\n**")[0]
+    shown = re.findall(r"(\d+\.\d+) s", table_of_peers)
+    assert sorted(map(float, shown)) == sorted(float(f"{float(m):.3g}") for m in medians)
+    first_sentence = README.read_text().split("**")[1]
+    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) < set(shown)
+
+
 def test_the_index_lists_each_page_once() -> None:
     """The site's navigation is made of these links."""
     links = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.MULTILINE)
     listed = [(DOCS / link).resolve() for link in links]
     assert len(listed) == len(set(listed))
-    assert set(listed) == {*PAGES, ROOT / "benchmarks" / "README.md"} - {DOCS / "README.md"}
+    assert set(listed) == {*PAGES, BENCHMARKS} - {DOCS / "README.md"}
 
 
 def test_the_glossary_has_each_term_once() -> None:
@@ -195,7 +206,7 @@ def test_the_options_are_those_of_the_command_line() -> None:
 
 
 def test_each_option_is_listed_with_its_command() -> None:
-    """Options of other commands than `train` stand in rows below the command's name."""
+    """Options of commands other than `train` follow in rows below the command's name."""
     listed: dict[str, set[str]] = {name: {"--storage"} for name in NUM_OPTIONS}
     rows = section(COMMAND_LINE, "Options of `train`")
     listed["train"] |= set(
