@@ -344,7 +344,7 @@ def test_journal_lines_have_the_listed_fields(name: str, union: object) -> None:
     assert listed == {kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)}
 
 
-class Measured:
+class Told:
     """The part of a replica that a line of statistics needs."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
@@ -356,7 +356,7 @@ def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     yield "metrics", [field.name for field in fields(StepRecord)]
     yield "system", list(sample("w0", psutil.Process()))
     log = StatisticsLog(DiskStorage(tmp_path))
-    log.tell(Measured(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
+    log.tell(Told(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
     yield "statistics", list(json.loads((tmp_path / "statistics.jsonl").read_text()))
     published = publish(DiskStorage(tmp_path), 1, 1, ())
     yield (
