@@ -42,6 +42,7 @@ from pipelines.settings.overrides import override
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
 COMMAND_LINE = DOCS / "command-line.md"
 FILES = DOCS / "files.md"
 TOP_PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -147,12 +148,22 @@ def test_the_readme_fits_one_screen() -> None:
     assert len(README.read_text().splitlines()) <= MAX_README_LINES
 
 
+def test_the_recovery_times_of_the_readme_are_those_of_the_benchmark() -> None:
+    measured = section(BENCHMARKS, "recovery")
+    medians = re.findall(r"^\| [^|]+ \| ([\d.]+) \| [\d.]+ [\d. ]+ \|", measured, re.MULTILINE)
+    table_of_peers = section(README, "How it compares").partition("\n\n**")[0]
+    shown = re.findall(r"(\d+\.\d+) s", table_of_peers)
+    assert sorted(map(float, shown)) == sorted(float(f"{float(m):.3g}") for m in medians)
+    first_sentence = README.read_text().split("**")[1]
+    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) < set(shown)
+
+
 def test_the_index_lists_each_page_once() -> None:
     """The site's navigation is made of these links."""
     links = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.MULTILINE)
     listed = [(DOCS / link).resolve() for link in links]
     assert len(listed) == len(set(listed))
-    assert set(listed) == {*PAGES, ROOT / "benchmarks" / "README.md"} - {DOCS / "README.md"}
+    assert set(listed) == {*PAGES, BENCHMARKS} - {DOCS / "README.md"}
 
 
 def test_the_glossary_has_each_term_once() -> None:
@@ -195,7 +206,7 @@ def test_the_options_are_those_of_the_command_line() -> None:
 
 
 def test_each_option_is_listed_with_its_command() -> None:
-    """Options of other commands than `train` stand in rows below the command's name."""
+    """Options of commands other than `train` follow in rows below the command's name."""
     listed: dict[str, set[str]] = {name: {"--storage"} for name in NUM_OPTIONS}
     rows = section(COMMAND_LINE, "Options of `train`")
     listed["train"] |= set(
@@ -333,7 +344,7 @@ def test_journal_lines_have_the_listed_fields(name: str, union: object) -> None:
     assert listed == {kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)}
 
 
-class Measured:
+class Told:
     """The part of a replica that a line of statistics needs."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
@@ -345,7 +356,7 @@ def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     yield "metrics", [field.name for field in fields(StepRecord)]
     yield "system", list(sample("w0", psutil.Process()))
     log = StatisticsLog(DiskStorage(tmp_path))
-    log.log_step(Told(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
+    log.tell(Told(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
     yield "statistics", list(json.loads((tmp_path / "statistics.jsonl").read_text()))
     published = publish(DiskStorage(tmp_path), 1, 1, ())
     yield (

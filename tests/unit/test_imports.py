@@ -145,7 +145,7 @@ def test_class_names_are_unique() -> None:
     classes = Counter(
         node.name for path in FILES for node in tree_of(path).body if isinstance(node, ast.ClassDef)
     )
-    assert {name for name, number in classes.items() if number > 1} == DUPLICATE_CLASSES
+    assert {name for name, number in classes.items() if number > 1} <= DUPLICATE_CLASSES
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != LATE_IMPORTS], ids=name_of)
