@@ -77,7 +77,7 @@ def test_the_account_of_a_prefix_does_not_depend_on_queries(
     lines: list[dict[str, Any]], cut: int
 ) -> None:
     """A restarted tracker reads the same: a metric that is delivered twice is the same."""
-    asked, once = Account(), Account()
+    queried, once = Account(), Account()
     for index, each in enumerate(with_times(lines)):
         if index < cut:
             queried.split(each["time"] + 5.0)

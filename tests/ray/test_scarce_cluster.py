@@ -51,7 +51,8 @@ def test_all_workers_are_released_and_requested_again(
     command.wait_until(lambda: len(command.lines("WorkerReady")) == 2, "two of three workers")
     command.wait_until(lambda: len(command.lines("WorkerLost")) == 3, "the end of all three")
     wait_for(lambda: ray.available_resources().get("CPU") == 2, "free CPUs")
-    assert {line["cause"] for line in command.lines("StopWorker")} == {"too few other workers arrived"}
+    causes = {line["cause"] for line in command.lines("StopWorker")}
+    assert causes == {"too few other workers arrived"}
     ray.kill(other)
     assert_trained(command)
     assert not command.lines("Abort")
