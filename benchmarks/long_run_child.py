@@ -47,7 +47,7 @@ from elastic.protocol.commands import (
     StartStore,
     StartWorkers,
 )
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import PartWritten
 from pipelines.observe.view.status import status
 
@@ -84,7 +84,7 @@ class Crew:
         self.heard_at = time.perf_counter()
         return 0
 
-    def attach(self, state: CoreState) -> None:
+    def attach(self, state: ControllerState) -> None:
         self.attached_at = time.perf_counter()
 
     def clear_away(self) -> None:

@@ -207,7 +207,7 @@ class LongRun:
         deadline = self.core.next_deadline()
         if deadline is not None and deadline <= self.now:
             return Woke()
-        step, members = state.committed_step + 1, state.members()
+        step, members = state.committed_step + 1, state.live.members()
         is_writing = bool(self._unwritten)
         about = (step, state.generation, self.now, len(members), self._wants_save, is_writing)
         event = step_of(*about)

@@ -11,7 +11,7 @@ from actors.storage.line_logs import LineLog
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Resume, RolledBack, Stopped
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, RunOpened, StepCommitted, WorkerLost, WorkerReady
 from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
@@ -34,11 +34,12 @@ class WrittenRun:
 
     def hear(self, event: Event) -> None:
         append(
-            self.folder.journal, event_line(self.now, event, CoreState(generation=self.generation))
+            self.folder.journal,
+            event_line(self.now, event, ControllerState(generation=self.generation)),
         )
 
     def tell(self, command: Command) -> None:
-        state = CoreState(generation=self.generation)
+        state = ControllerState(generation=self.generation)
         append(self.folder.journal, command_line(self.now, command, state))
 
     def start(self, num_workers: int = 4, steps: int = 1000) -> None:

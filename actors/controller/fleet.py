@@ -32,7 +32,7 @@ from elastic.protocol.commands import (
     StopSnapshotServer,
     StopWorker,
 )
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 
 T = TypeVar("T")
 
@@ -85,7 +85,7 @@ class Survivors(Protocol):
     def newest_generation(self) -> int:
         """The newest generation of all orders that workers have; silent workers do not count."""
 
-    def attach(self, state: CoreState) -> None:
+    def attach(self, state: ControllerState) -> None:
         """Take over the processes that `state` expects and that still live. Report those that died
         as lost, and start those that never started. Workers report again what the dead controller
         may not have received."""

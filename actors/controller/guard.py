@@ -126,7 +126,7 @@ class GuardedCore:
         return False
 
     def note_success(self, place: str) -> None:
-        if place in self._core.state.controller_errors and not self.is_failing:
+        if place in self._core.state.errors.counts and not self.is_failing:
             self._serve(ControllerRecovered(place))
 
     def forced_end(self, now: float) -> Stopped | None:
@@ -151,7 +151,7 @@ class GuardedCore:
             self._postponed.append(error)
             return
         state = self._core.state
-        num_before = state.controller_errors.get(error.place, 0)
+        num_before = state.errors.counts.get(error.place, 0)
         if not self._is_reporting:
             self._is_reporting = True
             try:
@@ -159,7 +159,7 @@ class GuardedCore:
             finally:
                 self._is_reporting = False
         state = self._core.state
-        if state.controller_errors.get(error.place, 0) == num_before:
+        if state.errors.counts.get(error.place, 0) == num_before:
             count_error(state, error)
             self._undoable.replace_state(state)
 

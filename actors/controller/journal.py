@@ -15,7 +15,7 @@ from elastic.protocol.wire import FORMAT, UnreadableJournal, opening_line
 from elastic.replay.journal_lines import NUM_KEPT_RECORDS
 from elastic.replay.replay import Replay
 
-MARKER = b'"CoreState"'
+MARKER = b'"ControllerState"'
 NUM_TAIL_ROWS = 4 * NUM_KEPT_RECORDS
 
 

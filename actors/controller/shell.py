@@ -84,7 +84,7 @@ class Shell:
         self._guarded = GuardedCore(self._core, self._serve)
         self._clock = RunClock(self._before.now, wall)
         patience_s = STORAGE_PATIENCE_S if self._is_heir() else FIRST_PATIENCE_S
-        counted = self._core.state.controller_errors.keys()
+        counted = self._core.state.errors.counts.keys()
         self._start_guard = StartGuard(run.url, patience_s, counted)
         self._ahead: set[tuple[int, int]] = set()
         """Generation and step of the metrics lines that the journal does not know of."""
@@ -127,7 +127,7 @@ class Shell:
         process events until the run has stopped. This fills in `opening.saved`."""
         self._fleet = fleet
         state, silence_s = self._core.state, opening.policy.silence_timeout_s
-        members, step_s = state.members(), state.median_step_s()
+        members, step_s = state.live.members(), state.steps.median_s()
         watch = Watch(fleet, self.post, state.generation, silence_s, members, step_s)
         self._watch = watch
         self._publisher = Publisher(self._run, self._lease, self.post)
@@ -236,8 +236,8 @@ class Shell:
         state, again = self._core.state, self._before.again()
         attempt = self._start_guard.attempt
         self.post(ControllerRestarted(self._lease.epoch, self._before.now))
-        for worker in sorted(state.warm):
-            record = state.worker_records[worker]
+        for worker in sorted(state.membership.warm):
+            record = state.membership.records[worker]
             watch.note(WorkerReady(worker, record.node, record.pid))
         attempt("survivors", partial(survivors.attach, state))
         for command in again:

@@ -40,7 +40,7 @@ from actors.ray_backend.worker import RayAgent, RayStore, RayWorker
 from actors.runtime.factory import Factory
 from actors.worker.worker_options import Envelope, WorkerOptions
 from elastic.protocol.commands import Order
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StoreLost, StoreReady, WorkerLost
 
 HEARTBEAT_S = 2.0
@@ -214,39 +214,39 @@ class RayFleet:
                 generations.append(ray.get(answer))
         return max(generations)
 
-    def attach(self, state: CoreState) -> None:
+    def attach(self, state: ControllerState) -> None:
         """See `Survivors`."""
         self._attach_store(state)
         self._servers.attach(state)
         with self._lock:
             self._agents.update(newest_by_node(find_actors(self._run_name, "agent")))
         workers = find_actors(self._run_name)
-        end_and_wait(self._run_name, workers.keys() - state.worker_records.keys())
-        for worker in sorted(state.worker_records):
+        end_and_wait(self._run_name, workers.keys() - state.membership.records.keys())
+        for worker in sorted(state.membership.records):
             if worker in workers:
                 workers[worker].meet.remote(self._incarnation, state.committed_step)
-                known = state.worker_records[worker]  # a stopped worker cannot report its node
+                known = state.membership.records[worker]  # a stopped worker cannot report its node
                 self._add_worker(
                     worker,
                     _WorkerRecord(workers[worker], known.node, known.pid, time.monotonic()),
                 )
-            elif worker in state.warm:
+            elif worker in state.membership.warm:
                 self._post(WorkerLost(worker, GONE))
             else:
-                self.start_workers([worker], state.worker_records[worker].quarantined)
+                self.start_workers([worker], state.membership.records[worker].quarantined)
 
     def clear_away(self) -> None:
         """See `Survivors`."""
         kinds = ("", "store", "snapshot_server", "agent")
         end_and_wait(self._run_name, (n for k in kinds for n in find_actors(self._run_name, k)))
 
-    def _attach_store(self, state: CoreState) -> None:
+    def _attach_store(self, state: ControllerState) -> None:
         stores = newest_last(find_actors(self._run_name, "store"))
         for store in stores[:-1]:
             ray.kill(store)
         if stores:
             self._take_store(stores[-1])
-        elif state.store_port:
+        elif state.store.port:
             self._post(StoreLost(GONE))
         else:
             self.start_store()

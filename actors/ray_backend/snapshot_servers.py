@@ -20,7 +20,7 @@ from actors.ray_backend.cluster.node_labels import head_host, place_here
 from actors.runtime.network import Network, own_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
 from actors.snapshots.server import SnapshotHost
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     Event,
     SnapshotServerLost,
@@ -129,18 +129,18 @@ class SnapshotServers:
         for server in self._on([node]):
             ray.kill(server)
 
-    def attach(self, state: CoreState) -> None:
+    def attach(self, state: ControllerState) -> None:
         """See `Survivors`. A snapshot server that the journal does not know is a standby."""
-        expected = state.snapshot_servers.keys() | state.starting_snapshot_servers
+        expected = state.snapshots.servers.keys() | state.snapshots.starting
         survivors = newest_by_node(find_actors(self._run_name, "snapshot_server"))
         for node, server in sorted(survivors.items()):
             if node in expected:
                 self._activate(node, server)
             else:
                 self._note_standby(node, server)
-        for node in sorted(state.snapshot_servers.keys() - survivors.keys()):
+        for node in sorted(state.snapshots.servers.keys() - survivors.keys()):
             self._post(SnapshotServerLost(node, "it was gone when the controller came back"))
-        for node in sorted(state.starting_snapshot_servers - survivors.keys()):
+        for node in sorted(state.snapshots.starting - survivors.keys()):
             self.start(node)
 
     def keep_standbys(self, nodes: Collection[str]) -> None:

@@ -22,7 +22,8 @@ from elastic.duties.uploads import break_upload
 from elastic.planner.fitting_layouts import Shortage, advice
 from elastic.protocol.commands import Abort, Command, RollForward, SetAside, StopWorker
 from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
-from elastic.protocol.controller_state import CoreState, HeldState
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import HeldState
 from elastic.protocol.events import (
     CheckpointDamaged,
     Quiesced,
@@ -34,7 +35,7 @@ from elastic.protocol.phases import Aborting, Breakable, Ending, Forming, Reshar
 
 
 def abort(
-    state: CoreState,
+    state: ControllerState,
     now: float,
     cause: str,
     num_lost: int = 0,
@@ -48,17 +49,17 @@ def abort(
     """
     pending = participants(state)
     broken = state.phase
-    state.num_attempts += 1
-    state.last_failure = cause
-    state.paused_at = None
-    state.catch_up = None
+    state.forming.num_attempts += 1
+    state.forming.last_failure = cause
+    state.growth.paused_at = None
+    state.steps.catch_up = None
     phase = Aborting(
         cause,
         pending,
         deadline=now + state.policy.collective_timeout_s,
         patience=now + state.policy.collective_timeout_s,
         began=now,
-        on_gpu=any(state.worker_records[worker].device == "cuda" for worker in pending),
+        on_gpu=any(state.membership.records[worker].device == "cuda" for worker in pending),
         is_hang=is_hang,
         suspects=pending & suspects,
         suspected_at=now,
@@ -68,7 +69,7 @@ def abort(
     if isinstance(broken, Resharding):
         assignment = broken.attempt.assignment
         arrived = broken.ready.keys() & set(assignment.members) & pending
-        state.also_held.insert(0, HeldState(assignment, arrived))
+        state.live.also_held.insert(0, HeldState(assignment, arrived))
     state.enter(phase)
     if not pending:
         return _advance(state, now, phase)
@@ -77,19 +78,19 @@ def abort(
     return [Abort(state.generation, workers, cause, is_hang, state.committed_step)]
 
 
-def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
+def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[Command]:
     """React to an exception by its kind: a dead peer, a broken device, too little memory, an unfit
     machine, a worker that holds another step than expected, or a bug in the program."""
     failure = Ending("failed", _reason(state, event), event.traceback)
-    if event.worker not in state.worker_records:
+    if event.worker not in state.membership.records:
         return []
     if event.kind == "device":
-        state.worker_records[event.worker].has_broken_device = True
-    if event.worker not in state.warm and event.kind == "machine":
+        state.membership.records[event.worker].has_broken_device = True
+    if event.worker not in state.membership.warm and event.kind == "machine":
         return reject_unfit_worker(state, now, event)
-    if event.worker not in state.warm:
+    if event.worker not in state.membership.warm:
         # Before any training the program is at fault; later, this worker's machine.
-        if not state.ever_formed and event.kind != "device":
+        if not state.forming.ever_formed and event.kind != "device":
             state.ending = failure
         return [StopWorker(event.worker, event.message)]
     commands: list[Command] = []
@@ -109,10 +110,10 @@ def on_raised(state: CoreState, now: float, event: WorkerRaised) -> list[Command
 
 
 def _distrust_holder(
-    state: CoreState, now: float, event: WorkerRaised, reason: str
+    state: ControllerState, now: float, event: WorkerRaised, reason: str
 ) -> list[Command]:
     """A worker does not hold the expected step: continue with the other workers' holdings."""
-    for held in state.holdings():
+    for held in state.live.holdings():
         held.holders.discard(event.worker)
     phase = state.phase
     if isinstance(phase, Breakable):
@@ -132,7 +133,7 @@ def _note_cause(phase: Aborting, failure: Ending) -> None:
         phase.raised = failure
 
 
-def on_stop_requested(state: CoreState, now: float, event: StopRequested) -> list[Command]:
+def on_stop_requested(state: ControllerState, now: float, event: StopRequested) -> list[Command]:
     """End at the next step boundary. If the workers hold the state, the controller does not wait
     for forming, resharding, or a hanging worker."""
     state.ending = state.ending or Ending("interrupted", event.cause)
@@ -144,10 +145,12 @@ def on_stop_requested(state: CoreState, now: float, event: StopRequested) -> lis
     return []
 
 
-def on_damaged(state: CoreState, now: float, event: CheckpointDamaged) -> list[Command]:
+def on_damaged(state: ControllerState, now: float, event: CheckpointDamaged) -> list[Command]:
     """Never use a damaged checkpoint again; if it is being read, abort and use another source."""
-    damaged = [saved for saved in state.saved if saved.path == event.path]
-    state.saved = [saved for saved in state.saved if saved.path != event.path]
+    damaged = [saved for saved in state.checkpoints.saved if saved.path == event.path]
+    state.checkpoints.saved = [
+        saved for saved in state.checkpoints.saved if saved.path != event.path
+    ]
     commands: list[Command] = [SetAside(saved.step, saved.generation) for saved in damaged]
     phase = state.phase
     is_read = isinstance(phase, Resharding) and phase.attempt.path == event.path
@@ -156,7 +159,7 @@ def on_damaged(state: CoreState, now: float, event: CheckpointDamaged) -> list[C
     return commands + abort(state, now, event.cause)
 
 
-def _reason(state: CoreState, event: WorkerRaised) -> str:
+def _reason(state: ControllerState, event: WorkerRaised) -> str:
     """The text of an exception. For out of memory, it adds the bytes and a layout that fits."""
     reason = f"{event.worker}: {event.message}"
     if event.kind != "memory":
@@ -164,17 +167,17 @@ def _reason(state: CoreState, event: WorkerRaised) -> str:
     shortage = Shortage(event.held_bytes, event.wanted_bytes)
     phase = state.phase
     forming = phase.attempt.assignment if isinstance(phase, Forming | Resharding) else None
-    assignment = forming or (state.held.assignment if state.held else None)
+    assignment = forming or (state.live.held.assignment if state.live.held else None)
     suggestion = advice(assignment.layout, state.job, shortage) if assignment else shortage
     return f"{reason}; {suggestion}"
 
 
-def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
+def on_quiesced(state: ControllerState, now: float, event: Quiesced) -> list[Command]:
     """A worker has unwound; when all have, continue with the recovery."""
     phase = state.phase
     if not isinstance(phase, Aborting) or event.generation != state.generation:
         return []
-    if event.worker not in phase.pending or state.catch_up:
+    if event.worker not in phase.pending or state.steps.catch_up:
         return []
     if phase.rolling_forward is not None:
         return _give_up_rolling_forward(state, now, event)
@@ -189,7 +192,7 @@ def on_quiesced(state: CoreState, now: float, event: Quiesced) -> list[Command]:
     return commands + _advance(state, now, phase)
 
 
-def on_rolled_forward(state: CoreState, now: float, event: RolledForward) -> list[Command]:
+def on_rolled_forward(state: ControllerState, now: float, event: RolledForward) -> list[Command]:
     """A survivor has applied the decided step; when all have, continue with the recovery."""
     phase = state.phase
     if not isinstance(phase, Aborting) or event.generation != state.generation:
@@ -206,7 +209,7 @@ def on_rolled_forward(state: CoreState, now: float, event: RolledForward) -> lis
     return commands + _advance(state, now, phase)
 
 
-def _give_up_rolling_forward(state: CoreState, now: float, event: Quiesced) -> list[Command]:
+def _give_up_rolling_forward(state: ControllerState, now: float, event: Quiesced) -> list[Command]:
     """Stop a worker whose apply of the decided step failed. Ignore an older report of that
     worker."""
     if not event.torn:
@@ -216,7 +219,7 @@ def _give_up_rolling_forward(state: CoreState, now: float, event: Quiesced) -> l
     return [StopWorker(event.worker, cause), *on_lost(state, now, event.worker)]
 
 
-def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
+def on_lost(state: ControllerState, now: float, worker: str) -> list[Command]:
     """A worker died while the survivors unwind, roll forward or send records."""
     phase = state.phase
     assert isinstance(phase, Aborting)
@@ -226,7 +229,7 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
         phase.has_lost_pending, phase.changed_at = True, now
     phase.pending.discard(worker)
     phase.reports.pop(worker, None)
-    if state.catch_up:
+    if state.steps.catch_up:
         return catch_up.on_lost(state, now, worker)
     if phase.pending:
         phase.deadline = next_stop_time(state, phase)
@@ -236,13 +239,13 @@ def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
     return _advance(state, now, phase)
 
 
-def on_suspected(state: CoreState, now: float, worker: str) -> list[Command]:
+def on_suspected(state: ControllerState, now: float, worker: str) -> list[Command]:
     """Shorten the deadline for a worker that does not answer probes."""
     phase = state.phase
     assert isinstance(phase, Aborting)
     if worker not in phase.pending:
         return []
-    if state.catch_up:
+    if state.steps.catch_up:
         return catch_up.on_lost(state, now, worker)
     phase.suspects.add(worker)
     phase.suspected_at = now
@@ -250,11 +253,11 @@ def on_suspected(state: CoreState, now: float, worker: str) -> list[Command]:
     return []
 
 
-def on_watched(state: CoreState, event: WorkerAnswered | WorkersStalled) -> list[Command]:
+def on_watched(state: ControllerState, event: WorkerAnswered | WorkersStalled) -> list[Command]:
     """Note what probes report: stalled workers, and suspects that answer again."""
     if isinstance(event, WorkersStalled):
         if event.generation == state.generation:
-            state.standing_still = event.workers
+            state.steps.stalled = event.workers
         return []
     phase = state.phase
     if isinstance(phase, Aborting) and event.worker in phase.suspects & phase.pending:
@@ -263,7 +266,7 @@ def on_watched(state: CoreState, event: WorkerAnswered | WorkersStalled) -> list
     return []
 
 
-def on_deadline(state: CoreState, now: float) -> list[Command]:
+def on_deadline(state: ControllerState, now: float) -> list[Command]:
     """Stop pending workers whose time to unwind has passed."""
     phase = state.phase
     assert isinstance(phase, Aborting)
@@ -277,11 +280,11 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
     return commands
 
 
-def _advance(state: CoreState, now: float, phase: Aborting) -> list[Command]:
+def _advance(state: ControllerState, now: float, phase: Aborting) -> list[Command]:
     """No worker is pending: bring the survivors to one step, then the controller, then continue."""
     torn = [w for w, report in phase.reports.items() if report.torn]
     commands = _drop(state, now, phase, torn, "its apply failed half-way")
-    vote, holders = state.last_vote, state.held.holders if state.held else set()
+    vote, holders = state.steps.last_vote, state.live.held.holders if state.live.held else set()
     reports = [phase.reports[w] for w in sorted(phase.reports) if w in holders]
     newest_step = max((report.committed_step for report in reports), default=0)
     newest_step = max(newest_step, state.committed_step, vote.step if vote else 0)
@@ -306,7 +309,7 @@ def _advance(state: CoreState, now: float, phase: Aborting) -> list[Command]:
     return commands + _continue_after_abort(state, now, phase)
 
 
-def on_caught_up(state: CoreState, now: float) -> list[Command]:
+def on_caught_up(state: ControllerState, now: float) -> list[Command]:
     """The controller now has the records of all steps that the survivors have committed."""
     phase = state.phase
     assert isinstance(phase, Aborting)
@@ -315,7 +318,7 @@ def on_caught_up(state: CoreState, now: float) -> list[Command]:
 
 
 def _drop(
-    state: CoreState, now: float, phase: Aborting, workers: list[str], cause: str
+    state: ControllerState, now: float, phase: Aborting, workers: list[str], cause: str
 ) -> list[Command]:
     """Stop workers that cannot reach the other workers' step."""
     for worker in workers:
@@ -324,25 +327,29 @@ def _drop(
     return [StopWorker(worker, cause) for worker in workers]
 
 
-def _learn(state: CoreState, report: Quiesced) -> list[Command]:
+def _learn(state: ControllerState, report: Quiesced) -> list[Command]:
     """Note the vote and records of a holder now: it may die before the others report."""
-    if not state.held or report.worker not in state.held.holders:
+    if not state.live.held or report.worker not in state.live.held.holders:
         return []
     note_vote(state, report.vote)
     return record_all(state, report.records)
 
 
-def _continue_after_abort(state: CoreState, now: float, phase: Aborting) -> list[Command]:
+def _continue_after_abort(state: ControllerState, now: float, phase: Aborting) -> list[Command]:
     """Decide whether the run ends, then form the next generation or end."""
     if find_live_state(state):
         break_guard(state)
     if phase.raised:
         state.ending = state.ending or phase.raised
-    elif state.committed_step >= state.job.steps and find_live_state(state) and not state.rollback:
+    elif (
+        state.committed_step >= state.job.steps
+        and find_live_state(state)
+        and not state.rollbacks.request
+    ):
         state.ending = state.ending or Ending("completed")
     elif poison_reason := find_poison_batch(state):
         state.ending = state.ending or Ending("failed", poison_reason)
-    elif state.num_attempts >= state.policy.max_attempts:
-        reason = f"{state.num_attempts} recoveries without a committed step: {phase.cause}"
+    elif state.forming.num_attempts >= state.policy.max_attempts:
+        reason = f"{state.forming.num_attempts} recoveries without a committed step: {phase.cause}"
         state.ending = state.ending or Ending("failed", reason)
     return form_or_end(state, now)

@@ -8,7 +8,7 @@ from elastic.controller.aborting import abort, on_lost
 from elastic.duties.membership import forget
 from elastic.duties.rollback import distrust, order_rollback, rollback_obstacle
 from elastic.protocol.commands import Command, StopWorker, Warned
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Audited
 from elastic.protocol.phases import Aborting, Ending, Pausing, Running
 
@@ -38,7 +38,7 @@ def compare(
     return fewest, tuple(sorted(splits))
 
 
-def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
+def on_audited(state: ControllerState, now: float, event: Audited) -> list[Command]:
     """Replace the workers that differ from a majority; without a majority, roll back to the last
     clean audit."""
     is_at_work = isinstance(state.phase, Running | Pausing | Aborting)
@@ -46,17 +46,17 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
         return []
     if not event.splits:
         if event.num_replicas > 1:
-            state.audited_step = min(event.step, state.committed_step)
+            state.audits.audited_step = min(event.step, state.committed_step)
         return []
-    if state.judged_generation == event.generation:
+    if state.audits.differing_generation == event.generation:
         return []  # another worker has reported it, and this generation ends
-    state.judged_generation = event.generation
+    state.audits.differing_generation = event.generation
     decided = [split for split in event.splits if _has_majority(split)]
     undecided = [split for split in event.splits if not _has_majority(split)]
     culprits = {w: len(split[0]) for split in decided for group in split[1:] for w in group}
-    obstacle = rollback_obstacle(state, state.audited_step)
+    obstacle = rollback_obstacle(state, state.audits.audited_step)
     # They may contain a corrupt replica, which no audit could detect once it has been read.
-    distrust(state, state.audited_step)
+    distrust(state, state.audits.audited_step)
     commands: list[Command] = []
     for worker, majority_size in sorted(culprits.items()):
         text = f"{worker} holds different bits than {majority_size} replicas of the same state"
@@ -73,7 +73,7 @@ def on_audited(state: CoreState, now: float, event: Audited) -> list[Command]:
     return commands + _continue_without(state, now, sorted(culprits))
 
 
-def _continue_without(state: CoreState, now: float, culprits: Sequence[str]) -> list[Command]:
+def _continue_without(state: ControllerState, now: float, culprits: Sequence[str]) -> list[Command]:
     if not culprits:
         return []
     if not isinstance(state.phase, Aborting):
@@ -90,10 +90,10 @@ def _undecided_text(event: Audited, splits: Sequence[AuditSplit]) -> str:
     return f"{text}, and no majority tells which are right"
 
 
-def _roll_back(state: CoreState, cause: str, obstacle: str) -> None:
+def _roll_back(state: ControllerState, cause: str, obstacle: str) -> None:
     """Roll back to the last clean audit or before. If that is impossible, or happens too often, the
     run ends so that a person can decide."""
-    if not obstacle and order_rollback(state, state.audited_step, cause):
+    if not obstacle and order_rollback(state, state.audits.audited_step, cause):
         return
     obstacle = obstacle or f"{state.policy.max_rollbacks} rollbacks have not helped"
     state.ending = state.ending or Ending("failed", f"{cause}; {obstacle}")

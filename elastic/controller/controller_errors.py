@@ -17,28 +17,28 @@ from elastic.protocol.controller_events import (
     ControllerRecovered,
     ControllerRestarted,
 )
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.phases import Ended, Ending, Forming, Resharding, Running, Waiting
 
 MAX_IN_A_ROW = 3
 
 
-def count_error(state: CoreState, event: ControllerRaised) -> None:
+def count_error(state: ControllerState, event: ControllerRaised) -> None:
     """Count an exception; the third in a row at its place ends the run."""
-    count = state.controller_errors.get(event.place, 0) + 1
-    state.controller_errors[event.place] = count
+    count = state.errors.counts.get(event.place, 0) + 1
+    state.errors.counts[event.place] = count
     if count >= MAX_IN_A_ROW:
         reason = f"the controller failed {count} times in a row at {event.place}: {event.message}"
         former = state.ending or Ending("failed")
         outcome = "failed" if former.outcome == "completed" else former.outcome
         reasons = [text for text in (former.reason, reason) if text]
-        state.has_controller_failed = True
+        state.errors.has_failed = True
         if not former.traceback:
             state.ending = Ending(outcome, "; ".join(reasons), event.traceback)
 
 
 def on_controller(
-    state: CoreState,
+    state: ControllerState,
     now: float,
     event: ControllerRestarted | ControllerRaised | ControllerRecovered,
 ) -> list[Command]:
@@ -49,27 +49,27 @@ def on_controller(
         case ControllerRaised():
             return _on_raised(state, now, event)
         case ControllerRecovered():
-            state.controller_errors.pop(event.place, None)
+            state.errors.counts.pop(event.place, None)
     return []
 
 
-def _on_raised(state: CoreState, now: float, event: ControllerRaised) -> list[Command]:
+def _on_raised(state: ControllerState, now: float, event: ControllerRaised) -> list[Command]:
     """Save at the next step boundary, since the next exception may be worse. If the run ends, abort
     a generation that does not train yet."""
     count_error(state, event)
     if is_failing(state) and isinstance(state.phase, Forming | Resharding):
         return abort(state, now, f"the controller failed at {event.place}")
     if not (state.ending or isinstance(state.phase, Ended) or is_saved(state)):
-        state.want_save(now)
+        state.checkpoints.want_save(now)
     return []
 
 
-def is_given_up(state: CoreState, place: str) -> bool:
+def is_given_up(state: ControllerState, place: str) -> bool:
     """Whether the controller no longer retries at this place."""
-    return state.controller_errors.get(place, 0) >= MAX_IN_A_ROW
+    return state.errors.counts.get(place, 0) >= MAX_IN_A_ROW
 
 
-def continue_to_end(state: CoreState, now: float) -> list[Command]:
+def continue_to_end(state: ControllerState, now: float) -> list[Command]:
     """After fatal controller errors, follow up only with what saves and ends the run."""
     match state.phase:
         case Waiting():
@@ -79,6 +79,6 @@ def continue_to_end(state: CoreState, now: float) -> list[Command]:
     return []
 
 
-def is_failing(state: CoreState) -> bool:
+def is_failing(state: ControllerState) -> bool:
     """Whether the controller's own exceptions end the run: then it only saves and ends."""
-    return state.has_controller_failed
+    return state.errors.has_failed

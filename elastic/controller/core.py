@@ -40,7 +40,15 @@ from elastic.protocol.controller_events import (
     WorkerAnswered,
     WorkersStalled,
 )
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_state import (
+    AuditDuty,
+    CheckpointDuty,
+    ErrorDuty,
+    LayoutDuty,
+    LossDuty,
+    MembershipDuty,
+)
 from elastic.protocol.events import (
     Audited,
     CheckpointDamaged,
@@ -93,8 +101,8 @@ from elastic.protocol.step_records import RecordsSent
 class Core:
     """Makes all decisions of the controller from `state` alone."""
 
-    def __init__(self, state: CoreState | None = None) -> None:
-        self.state = state or CoreState()
+    def __init__(self, state: ControllerState | None = None) -> None:
+        self.state = state or ControllerState()
 
     def step(self, now: float, event: Event) -> list[Command]:
         """Handle one event; return the commands to carry out, in order. `now` is in seconds."""
@@ -111,7 +119,7 @@ class Core:
         state, phase = self.state, self.state.phase
         times = [membership.start_deadline(state), drain.drain_deadline(state)]
         times += [drain.drain_end(state), quarantine.quarantine_deadline(state)]
-        times += [state.catch_up.deadline] if state.catch_up else []
+        times += [state.steps.catch_up.deadline] if state.steps.catch_up else []
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
@@ -127,7 +135,7 @@ class Core:
                 times += [uploads.upload_deadline(state)]
             case Pausing():
                 times += [running.hang_deadline(state, phase)]
-            case Aborting() if state.catch_up:
+            case Aborting() if state.steps.catch_up:
                 pass  # the deadline of the catch-up counts instead
             case Forming() | Resharding() | Aborting():
                 times += [phase.deadline]
@@ -148,9 +156,9 @@ class Core:
             case ControllerRestarted() | ControllerRaised() | ControllerRecovered():
                 return controller_errors.on_controller(state, now, event)
             case StoreReady():
-                state.store_host, state.store_port = event.host, event.port
+                state.store.host, state.store.port = event.host, event.port
             case StoreLost():
-                state.store_host, state.store_port = "", 0
+                state.store.host, state.store.port = "", 0
                 return [StartStore()]
             case (
                 SnapshotServerReady()
@@ -237,37 +245,39 @@ class Core:
         """Start or resume a run: no process of an earlier incarnation lives."""
         old = self.state
         if old.incarnation and not isinstance(old.phase, Ended):
-            old.checkpoint_costs.note_failure(old.generation)  # all of that session was lost
-        valid = [saved for saved in event.saved if old.stands(saved.step, saved.generation)]
+            old.checkpoints.costs.note_failure(old.generation)  # all of that session was lost
+        valid = [
+            saved for saved in event.saved if old.checkpoints.counts(saved.step, saved.generation)
+        ]
         step = valid[-1].step if valid else INITIAL_STEP
         generation = max(old.generation, event.newest_generation)
         is_done = step >= event.job.steps
-        self.state = CoreState(
+        self.state = ControllerState(
             policy=event.policy,
-            target_layout=event.target_layout,
             job=event.job,
-            digest=event.job.digest or None,
             incarnation=event.incarnation,
             generation=generation,
             lineage=generation,
             phase=Waiting("starting", now),
             committed_step=step if is_done else max(old.committed_step, step),
             evaluated_step=old.evaluated_step,
-            next_worker=old.next_worker,
-            saved=valid,
-            stale_checkpoints=[
-                (saved.step, saved.generation) for saved in event.saved if saved not in valid
-            ],
-            skipped_since=None if isinstance(old.phase, Ended) else old.skipped_since,
-            recent_losses=[(at, loss) for at, loss in old.recent_losses if at <= step],
-            audited_step=step,
-            rollback=old.rollback,
-            rolled_back_from=old.rolled_back_from,
-            num_rollbacks=old.num_rollbacks,
-            voided=old.voided,
-            skipped_batches=old.skipped_batches,
-            controller_errors=old.controller_errors,
-            checkpoint_costs=old.checkpoint_costs,
+            layouts=LayoutDuty(event.target_layout),
+            membership=MembershipDuty(
+                digest=event.job.digest or None, next_worker=old.membership.next_worker
+            ),
+            checkpoints=CheckpointDuty(
+                saved=valid,
+                stale=[(s.step, s.generation) for s in event.saved if s not in valid],
+                voided=old.checkpoints.voided,
+                costs=old.checkpoints.costs,
+            ),
+            losses=LossDuty(
+                skipped_since=None if isinstance(old.phase, Ended) else old.losses.skipped_since,
+                recent=[(at, loss) for at, loss in old.losses.recent if at <= step],
+            ),
+            audits=AuditDuty(audited_step=step),
+            rollbacks=old.rollbacks,
+            errors=ErrorDuty(counts=old.errors.counts),
         )
         if is_done:
             self.state.ending = Ending("completed", f"step {step} is saved: nothing to do")
@@ -297,9 +307,9 @@ class Core:
         state = self.state
         if not isinstance(event, WorkerSuspected):
             return aborting.on_watched(state, event)
-        if event.worker not in state.warm:
+        if event.worker not in state.membership.warm:
             return []
-        state.worker_records[event.worker].silent_in = state.generation
+        state.membership.records[event.worker].silent_in = state.generation
         if event.worker not in membership.participants(state):
             return [StopWorker(event.worker, event.cause)]
         if isinstance(state.phase, Breakable):
@@ -316,7 +326,7 @@ class Core:
         state, phase = self.state, self.state.phase
         snapshots.stop_querying(state, now)
         drain.end_drains(state, now)
-        if state.catch_up and now >= state.catch_up.deadline:
+        if state.steps.catch_up and now >= state.steps.catch_up.deadline:
             return catch_up.on_deadline(state, now)
         if now >= drain.drain_deadline(state):
             return drain.drain_at_once(state, now)
@@ -329,7 +339,7 @@ class Core:
                 return aborting.abort(state, now, cause)
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
                 return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
-            case Aborting() if now >= phase.deadline and not state.catch_up:
+            case Aborting() if now >= phase.deadline and not state.steps.catch_up:
                 return aborting.on_deadline(state, now)
             case Saving() if now >= phase.deadline or phase.retry_at is not None:
                 return checkpoints.on_deadline(state, now)

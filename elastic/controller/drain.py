@@ -22,13 +22,14 @@ from elastic.duties.membership import forget, note_change, participants
 from elastic.duties.recovery import find_live_state
 from elastic.geometry.errors import Infeasible
 from elastic.protocol.commands import Command, StopWorker, Warned
-from elastic.protocol.controller_state import CoreState, Drain
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import Drain
 from elastic.protocol.events import NodeAtRisk, NodeDraining, WorkerDraining
 from elastic.protocol.phases import Breakable, Forming, Resharding
 
 
 def on_notice(
-    state: CoreState, now: float, event: WorkerDraining | NodeDraining | NodeAtRisk
+    state: ControllerState, now: float, event: WorkerDraining | NodeDraining | NodeAtRisk
 ) -> list[Command]:
     """Handle a request to drain a worker, or a notice about a node."""
     match event:
@@ -38,58 +39,60 @@ def on_notice(
             return _drain_node(state, now, event)
         case NodeAtRisk():
             # Only report and save: most such nodes live on, and draining one costs its work.
-            if is_saving(state) and state.held:
-                state.want_save(now)
+            if is_saving(state) and state.live.held:
+                state.checkpoints.want_save(now)
             text = f"node {event.node} may be reclaimed soon: {event.cause}"
             return [Warned(state.generation, state.committed_step, "notice", text)]
     return []
 
 
-def end_drains(state: CoreState, now: float) -> None:
+def end_drains(state: ControllerState, now: float) -> None:
     """Use a node again that has outlived its announced end."""
-    for node in [node for node in state.node_drains if now >= _end(state, node)]:
-        drain = state.node_drains.pop(node)
-        usable_again = drain.draining_workers & state.draining
-        state.draining -= usable_again
-        if usable_again and state.standby_since is None:
-            state.standby_since = now
-        if state.snapshot_sets:
-            state.placement_at = now
+    for node in [node for node in state.membership.node_drains if now >= _end(state, node)]:
+        drain = state.membership.node_drains.pop(node)
+        usable_again = drain.draining_workers & state.membership.draining
+        state.membership.draining -= usable_again
+        if usable_again and state.growth.standby_since is None:
+            state.growth.standby_since = now
+        if state.snapshots.sets:
+            state.snapshots.placement_at = now
 
 
-def drain_end(state: CoreState) -> float:
+def drain_end(state: ControllerState) -> float:
     """When the next draining node has outlived its announced end."""
-    return min((_end(state, node) for node in state.node_drains), default=inf)
+    return min((_end(state, node) for node in state.membership.node_drains), default=inf)
 
 
-def members_drain(state: CoreState) -> bool:
+def members_drain(state: ControllerState) -> bool:
     """Whether members drain and a pause is due. Not yet if too few workers would stay only because
     nodes drain, nor if the run cannot train without a late writer."""
-    draining_workers = state.draining.intersection(state.members())
+    draining_workers = state.membership.draining.intersection(state.live.members())
     if not draining_workers:
         return False
-    if draining_workers <= state.late_writers:
+    if draining_workers <= state.checkpoints.late_writers:
         return _enough_stay(state) and _can_train_without_them(state)
     if _enough_stay(state):
         return True
-    drained = set[str]().union(*(drain.draining_workers for drain in state.node_drains.values()))
-    return not draining_workers <= drained | state.late_writers
+    drained = set[str]().union(
+        *(drain.draining_workers for drain in state.membership.node_drains.values())
+    )
+    return not draining_workers <= drained | state.checkpoints.late_writers
 
 
-def is_too_late_to_pause(state: CoreState, now: float) -> bool:
+def is_too_late_to_pause(state: ControllerState, now: float) -> bool:
     """Whether a node ends before the next step boundary, by the median of the latest steps."""
-    return drain_deadline(state) < max(now, state.boundary_at + state.median_step_s())
+    return drain_deadline(state) < max(now, state.steps.boundary_at + state.steps.median_s())
 
 
-def drain_deadline(state: CoreState) -> float:
+def drain_deadline(state: ControllerState) -> float:
     """Until when the run may wait for a step boundary, or for a draining node's workers."""
-    return min((_latest_end(state, node) for node in state.node_drains), default=inf)
+    return min((_latest_end(state, node) for node in state.membership.node_drains), default=inf)
 
 
-def drain_at_once(state: CoreState, now: float) -> list[Command]:
+def drain_at_once(state: ControllerState, now: float) -> list[Command]:
     """Abort the generation ahead of the end of the node that ends first. If the other workers hold
     all of the state, stop the node's workers before."""
-    node = min(state.node_drains, key=lambda node: (_latest_end(state, node), node))
+    node = min(state.membership.node_drains, key=lambda node: (_latest_end(state, node), node))
     cause = f"node {node} ends before the next step boundary"
     gone = _workers_gone_with(state, node)
     not_needed = gone if find_live_state(state, without=gone) else set[str]()
@@ -101,75 +104,77 @@ def drain_at_once(state: CoreState, now: float) -> list[Command]:
     return commands + abort(state, now, cause, len(not_needed))
 
 
-def _drain_worker(state: CoreState, worker: str) -> list[Command]:
+def _drain_worker(state: ControllerState, worker: str) -> list[Command]:
     """Drain one worker: it holds no rank after the next step boundary."""
-    if worker not in state.worker_records:
+    if worker not in state.membership.records:
         return []
-    for drain in state.node_drains.values():
+    for drain in state.membership.node_drains.values():
         drain.draining_workers.discard(worker)  # it leaves even if its node stays
-    state.late_writers.discard(worker)
+    state.checkpoints.late_writers.discard(worker)
     return _drain_workers(state, {worker})
 
 
-def _drain_node(state: CoreState, now: float, event: NodeDraining) -> list[Command]:
+def _drain_node(state: ControllerState, now: float, event: NodeDraining) -> list[Command]:
     """Drain all workers of a node, and place no more snapshots there."""
-    is_new = event.node not in state.node_drains
-    drain = state.node_drains.setdefault(event.node, Drain(event.deadline))
+    is_new = event.node not in state.membership.node_drains
+    drain = state.membership.node_drains.setdefault(event.node, Drain(event.deadline))
     drain.deadline = event.deadline
-    workers_there = state.on(event.node)
-    drain.draining_workers |= workers_there - state.draining
+    workers_there = state.membership.on(event.node)
+    drain.draining_workers |= workers_there - state.membership.draining
     commands = _drain_workers(state, workers_there)
-    if state.snapshot_sets:
-        state.placement_at = now
+    if state.snapshots.sets:
+        state.snapshots.placement_at = now
     is_wanted = (is_new and is_saving(state)) or not _enough_stay(state)
-    if workers_there and state.held and is_wanted:
-        state.want_save(now)
+    if workers_there and state.live.held and is_wanted:
+        state.checkpoints.want_save(now)
     return commands
 
 
-def _drain_workers(state: CoreState, draining_workers: Set[str]) -> list[Command]:
+def _drain_workers(state: ControllerState, draining_workers: Set[str]) -> list[Command]:
     """Members leave at the next step boundary; workers that are idle and hold no state stop at
     once."""
-    state.draining |= draining_workers
-    holders = (held.holders for held in state.holdings())
+    state.membership.draining |= draining_workers
+    holders = (held.holders for held in state.live.holdings())
     busy = participants(state).union(*holders)
     return [
         StopWorker(w, "it was drained")
-        for w in state.worker_records
+        for w in state.membership.records
         if w in draining_workers - busy
     ]
 
 
-def _can_train_without_them(state: CoreState) -> bool:
+def _can_train_without_them(state: ControllerState) -> bool:
     """Whether a layout fits the workers that stay."""
-    previous = state.held.assignment if state.held else None
+    previous = state.live.held.assignment if state.live.held else None
     return not isinstance(next_assignment(state, previous), Infeasible)
 
 
-def _enough_stay(state: CoreState) -> bool:
-    return state.num_staying() >= state.policy.min_workers
+def _enough_stay(state: ControllerState) -> bool:
+    return state.membership.num_staying() >= state.policy.min_workers
 
 
-def _end(state: CoreState, node: str) -> float:
-    return state.node_drains[node].deadline + state.policy.drain_grace_s
+def _end(state: ControllerState, node: str) -> float:
+    return state.membership.node_drains[node].deadline + state.policy.drain_grace_s
 
 
-def _latest_end(state: CoreState, node: str) -> float:
+def _latest_end(state: ControllerState, node: str) -> float:
     """Until when this node's workers may continue; moving their parts takes as long as the last
     reshard."""
-    deadline, phase = state.node_drains[node].deadline, state.phase
-    is_at_work = isinstance(phase, Breakable) and participants(state) & state.on(node)
+    deadline, phase = state.membership.node_drains[node].deadline, state.phase
+    is_at_work = isinstance(phase, Breakable) and participants(state) & state.membership.on(node)
     if not is_at_work or not _enough_stay(state):
         return inf
     if find_live_state(state, without=_workers_gone_with(state, node)):
         return deadline
     if isinstance(phase, Forming | Resharding):
         return inf  # their parts are being moved: they are needed as long as they live
-    return deadline - state.reshard_s
+    return deadline - state.forming.reshard_s
 
 
-def _workers_gone_with(state: CoreState, node: str) -> set[str]:
+def _workers_gone_with(state: ControllerState, node: str) -> set[str]:
     """The workers on nodes that end no later than this node."""
-    deadline = state.node_drains[node].deadline
-    nodes = (other for other, drain in state.node_drains.items() if drain.deadline <= deadline)
-    return set[str]().union(*map(state.on, nodes))
+    deadline = state.membership.node_drains[node].deadline
+    nodes = (
+        other for other, drain in state.membership.node_drains.items() if drain.deadline <= deadline
+    )
+    return set[str]().union(*map(state.membership.on, nodes))

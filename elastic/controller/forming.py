@@ -28,7 +28,8 @@ from elastic.protocol.commands import (
     Waited,
     WorkerBytes,
 )
-from elastic.protocol.controller_state import CoreState, HeldState
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import HeldState
 from elastic.protocol.events import GroupFormed, StateReady
 from elastic.protocol.phases import Aborting, Attempt, Ending, Forming, Resharding, Running, Waiting
 from elastic.reshard.reshard_plan import Carried, ReshardPlan
@@ -37,7 +38,7 @@ from elastic.reshard.snapshot_placement import carry
 NUM_RECENT_FORMINGS = 4
 
 
-def form_or_end(state: CoreState, now: float) -> list[Command]:
+def form_or_end(state: ControllerState, now: float) -> list[Command]:
     """Form the next generation, or end the run. A state that only snapshot servers hold is restored
     first, so that it can be saved."""
     discard_live_state(state)
@@ -46,7 +47,7 @@ def form_or_end(state: CoreState, now: float) -> list[Command]:
     return release_standbys(state) + try_form(state, now)
 
 
-def retry_final_save(state: CoreState, now: float) -> list[Command]:
+def retry_final_save(state: ControllerState, now: float) -> list[Command]:
     """A writer of the last checkpoint is gone, or does not hold the expected step. A completed run
     whose state is lost rolls back."""
     if state.ending == Ending("completed") and not find_live_state(state):
@@ -54,10 +55,10 @@ def retry_final_save(state: CoreState, now: float) -> list[Command]:
     return form_or_end(state, now)
 
 
-def try_form(state: CoreState, now: float) -> list[Command]:
+def try_form(state: ControllerState, now: float) -> list[Command]:
     """Form the next generation if enough workers are ready; else wait, with a reason."""
     queries = query_snapshot_servers(state, now)
-    if state.asked and not find_live_state(state):
+    if state.snapshots.pending and not find_live_state(state):
         is_short = isinstance(state.phase, Aborting)
         return queries + wait(state, now, "snapshot servers are queried", is_short=is_short)
     missing = _missing_precondition(state)
@@ -65,7 +66,7 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return wait(state, now, missing)
     until = _patience_until(state)
     if until is not None and now < until:
-        reason = f"{state.num_staying()} of {state.policy.max_workers} workers are ready"
+        reason = f"{state.membership.num_staying()} of {state.policy.max_workers} workers are ready"
         return wait(state, now, reason, until)
     source = choose_source(state)
     if state.ending and source.old is None:
@@ -75,12 +76,12 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         return end(state, now) if state.ending else _refuse(state, now, proposal)
     assignment = proposal.assignment
     commands: list[Command] = []
-    held_now = state.holdings() if source.old and source.step == state.committed_step else []
+    held_now = state.live.holdings() if source.old and source.step == state.committed_step else []
     if source.step > state.committed_step:  # snapshots of steps that no live worker has reported
         commands += mark_missing(state, now, source.step)
     state.generation = assignment.generation
-    state.former_target = None
-    state.unheard, state.standing_still = (0, 0), ()
+    state.layouts.former = None
+    state.steps.unheard, state.steps.stalled = (0, 0), ()
     if source.step < state.committed_step:
         commands.append(_roll_back(state, source))
         commands += drop_voided(state)
@@ -91,16 +92,16 @@ def try_form(state: CoreState, now: float) -> list[Command]:
         break_uploads(state)  # their steps will be recomputed with different bits
     retire_snapshot_set(state, source.step)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
-    state.ever_formed = True
+    state.forming.ever_formed = True
     state.enter(Forming(attempt, participants, now + _timeout_s(state, len(participants))))
     form = Form(
         state.generation,
         assignment,
         plan,
-        state.store_host,
-        state.store_port,
+        state.store.host,
+        state.store.port,
         tuple(
-            state.snapshot_servers[n]
+            state.snapshots.servers[n]
             for n in sorted({n for part in plan.carried for n in part.nodes})
         ),
         proposal.reason,
@@ -109,53 +110,55 @@ def try_form(state: CoreState, now: float) -> list[Command]:
     return [*commands, form]
 
 
-def _timeout_s(state: CoreState, num_participants: int) -> float:
+def _timeout_s(state: ControllerState, num_participants: int) -> float:
     """How long forming may take: more for many workers, and for a busy cluster."""
-    policy, measured_s = state.policy, max(state.recent_form_s, default=0.0)
+    policy, measured_s = state.policy, max(state.forming.recent_form_s, default=0.0)
     scaled_s = policy.form_timeout_per_worker_s * num_participants
     return max(policy.form_timeout_s, policy.form_factor * measured_s, scaled_s)
 
 
-def note_time(state: CoreState, now: float, phase: Forming) -> None:
+def note_time(state: ControllerState, now: float, phase: Forming) -> None:
     """Note how long forming took, or has taken when it timed out; the next timeout is a multiple of
     it."""
     took_s = now - phase.attempt.started
-    state.recent_form_s = [*state.recent_form_s[1 - NUM_RECENT_FORMINGS :], took_s]
+    state.forming.recent_form_s = [*state.forming.recent_form_s[1 - NUM_RECENT_FORMINGS :], took_s]
 
 
 def _keep_held(
-    state: CoreState, source: StateSource, participants: set[str], held_now: list[HeldState]
+    state: ControllerState, source: StateSource, participants: set[str], held_now: list[HeldState]
 ) -> None:
     """Note which holdings remain. On `Form`, its participants drop what they hold under any other
     assignment; other workers keep it until a step commits."""
     remaining = [HeldState(held.assignment, held.holders - participants) for held in held_now]
-    state.held = HeldState(source.old, set(source.holders)) if source.old else None
-    state.also_held = [held for held in remaining if held.holders and held.assignment != source.old]
+    state.live.held = HeldState(source.old, set(source.holders)) if source.old else None
+    state.live.also_held = [
+        held for held in remaining if held.holders and held.assignment != source.old
+    ]
 
 
-def _plan(state: CoreState, source: StateSource, assignment: Assignment) -> ReshardPlan:
+def _plan(state: ControllerState, source: StateSource, assignment: Assignment) -> ReshardPlan:
     """The reshard plan from the source to the new assignment."""
     carried: tuple[Carried, ...] = ()
     if source.old and (source.snapshots or source.remade):
-        available = state.staying()
+        available = state.membership.staying()
         carried = carry(source.old, source.snapshots, assignment, available, source.remade)
     holders = tuple(sorted(source.holders))
     return ReshardPlan(state.lineage, source.step, source.old, assignment, holders, carried)
 
 
-def _refuse(state: CoreState, now: float, refusal: Infeasible) -> list[Command]:
+def _refuse(state: ControllerState, now: float, refusal: Infeasible) -> list[Command]:
     """Wait for more workers. If all are there, withdraw the last layout request, or end the run."""
     commands = wait(state, now, refusal.reason)
-    if state.num_staying() < state.policy.max_workers:
+    if state.membership.num_staying() < state.policy.max_workers:
         return commands
-    if state.former_target:
+    if state.layouts.former:
         return [*commands, *withdraw(state, refusal), *try_form(state, now)]
     state.ending = Ending("user_error", refusal.reason)
     return commands + end(state, now)
 
 
 def wait(
-    state: CoreState,
+    state: ControllerState,
     now: float,
     reason: str,
     until: float | None = None,
@@ -163,7 +166,7 @@ def wait(
 ) -> list[Command]:
     """Enter or stay in Waiting; a new reason is reported once."""
     phase = state.phase
-    state.num_given_back = 0
+    state.growth.num_given_back = 0
     if not isinstance(phase, Waiting):
         state.enter(Waiting(reason, now, until, is_short))
         return [Waited(reason)]
@@ -172,7 +175,7 @@ def wait(
     return [Waited(reason)] if is_new else []
 
 
-def on_group_formed(state: CoreState, now: float, event: GroupFormed) -> list[Command]:
+def on_group_formed(state: ControllerState, now: float, event: GroupFormed) -> list[Command]:
     """A worker has formed its groups; when all have, reshard."""
     phase = state.phase
     if not isinstance(phase, Forming) or event.generation != state.generation:
@@ -188,7 +191,7 @@ def on_group_formed(state: CoreState, now: float, event: GroupFormed) -> list[Co
     return [Reshard(state.generation, participants, attempt.source, attempt.path)]
 
 
-def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Command]:
+def on_state_ready(state: ControllerState, now: float, event: StateReady) -> list[Command]:
     """Resume only after all groups are formed and all state is acknowledged (invariant 7)."""
     phase = state.phase
     if event.generation != state.generation:
@@ -204,36 +207,38 @@ def on_state_ready(state: CoreState, now: float, event: StateReady) -> list[Comm
     return _resume(state, now, phase)
 
 
-def _note_late_holder(state: CoreState, phase: Aborting, event: StateReady) -> None:
+def _note_late_holder(state: ControllerState, phase: Aborting, event: StateReady) -> None:
     """The reshard was aborted, but this worker's new part is complete. A worker that only sent has
     none."""
-    for held in state.also_held:
+    for held in state.live.also_held:
         if held.assignment.generation == event.generation:
             held.holders |= {event.worker} & phase.pending & set(held.assignment.members)
 
 
-def _resume(state: CoreState, now: float, phase: Resharding) -> list[Command]:
+def _resume(state: ControllerState, now: float, phase: Resharding) -> list[Command]:
     """Training starts under the new assignment; released workers stop."""
     attempt = phase.attempt
     members = attempt.assignment.members
-    if state.held:
-        before = HeldState(state.held.assignment, state.held.holders.intersection(members))
-        state.also_held.insert(0, before)
-    state.held = HeldState(attempt.assignment, set(members))
+    if state.live.held:
+        before = HeldState(
+            state.live.held.assignment, state.live.held.holders.intersection(members)
+        )
+        state.live.also_held.insert(0, before)
+    state.live.held = HeldState(attempt.assignment, set(members))
     if state.ending and state.ending.outcome != "completed":
         return [_resharded(state, now, phase), *end(state, now)]  # restored only to be saved
     begin_snapshot_set(state, now)
     begin_saving(state, now)
-    state.guarded_step = guarded_step(state)
-    if state.guarded_step == state.committed_step + 1:
+    state.poison.guarded_step = guarded_step(state)
+    if state.poison.guarded_step == state.committed_step + 1:
         saved = (state.generation, state.committed_step)
         open_upload(state, now, *saved, set(members), attempt.assignment)
-    standbys = state.warm - state.draining - set(members)
-    state.standby_since = state.idle_since = now if standbys else None
-    state.num_gang_backoffs = 0
+    standbys = state.membership.warm - state.membership.draining - set(members)
+    state.growth.standby_since = state.growth.idle_since = now if standbys else None
+    state.gang.num_backoffs = 0
     _note_bandwidths(state, phase)
     state.enter(Running(now, now))
-    state.boundary_at, state.reshard_s = now, now - attempt.started
+    state.steps.boundary_at, state.forming.reshard_s = now, now - attempt.started
     held = [phase.ready[worker] for worker in members]
     resume = Resume(
         generation=state.generation,
@@ -243,11 +248,11 @@ def _resume(state: CoreState, now: float, phase: Resharding) -> list[Command]:
         state=tuple(WorkerBytes(e.param_bytes, e.grad_bytes, e.optimizer_bytes) for e in held),
         evaluated_step=state.evaluated_step,
         released=attempt.plan.participants[len(members) :],
-        skipped_batches=state.skipped_batches,
-        guarded_step=state.guarded_step,
+        skipped_batches=state.rollbacks.skipped_batches,
+        guarded_step=state.poison.guarded_step,
     )
-    draining_workers = sorted(state.draining - set(members))
-    state.late_writers.difference_update(draining_workers)
+    draining_workers = sorted(state.membership.draining - set(members))
+    state.checkpoints.late_writers.difference_update(draining_workers)
     resharded = _resharded(state, now, phase)
     return [
         resharded,
@@ -256,7 +261,7 @@ def _resume(state: CoreState, now: float, phase: Resharding) -> list[Command]:
     ]
 
 
-def _resharded(state: CoreState, now: float, phase: Resharding) -> Resharded:
+def _resharded(state: ControllerState, now: float, phase: Resharding) -> Resharded:
     return Resharded(
         state.generation,
         state.committed_step,
@@ -267,7 +272,7 @@ def _resharded(state: CoreState, now: float, phase: Resharding) -> Resharded:
     )
 
 
-def _note_bandwidths(state: CoreState, phase: Resharding) -> None:
+def _note_bandwidths(state: ControllerState, phase: Resharding) -> None:
     measured = [
         (worker, peer, speed)
         for worker, event in sorted(phase.ready.items())
@@ -275,79 +280,75 @@ def _note_bandwidths(state: CoreState, phase: Resharding) -> None:
     ]
     if measured:
         topology = {
-            worker: worker_record.place for worker, worker_record in state.worker_records.items()
+            worker: worker_record.place
+            for worker, worker_record in state.membership.records.items()
         }
         state.job = replace(state.job, bandwidths=median_speeds(measured, topology))
 
 
-def next_assignment(state: CoreState, previous: Assignment | None) -> Proposal | Infeasible:
+def next_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
     """The assignment that the workers that stay would get in the next generation."""
-    available = state.staying()
+    available = state.membership.staying()
     return propose(
         previous,
         tuple(available),
         generation=state.generation + 1,
-        target_layout=state.target_layout,
+        target_layout=state.layouts.target,
         topology=available,
         job=known_job(state),
-        memory_bytes=state.least_memory_bytes(),
+        memory_bytes=state.membership.least_memory_bytes(),
         snapshots_cover=False,
     )
 
 
-def _can_restore_to_save(state: CoreState) -> bool:
+def _can_restore_to_save(state: ControllerState) -> bool:
     """Whether snapshot servers may hold the state that live workers lack, and workers can restore
     it."""
-    may_have = bool(state.snapshot_sets and state.snapshot_servers) and not is_saved(state)
-    can_form = state.num_staying() >= state.policy.min_workers
-    can_form = can_form and state.num_attempts < state.policy.max_attempts
+    may_have = bool(state.snapshots.sets and state.snapshots.servers) and not is_saved(state)
+    can_form = state.membership.num_staying() >= state.policy.min_workers
+    can_form = can_form and state.forming.num_attempts < state.policy.max_attempts
     return may_have and can_form and not find_live_state(state)
 
 
-def _missing_precondition(state: CoreState) -> str:
+def _missing_precondition(state: ControllerState) -> str:
     """Why no generation can form now; empty if one can."""
-    num_staying, num_wanted = state.num_staying(), state.policy.min_workers
-    if not state.store_port:
+    num_staying, num_wanted = state.membership.num_staying(), state.policy.min_workers
+    if not state.store.port:
         return "the store is starting"
-    if state.num_gang_backoffs and not state.worker_records.keys() - state.draining:
+    if state.gang.num_backoffs and not state.membership.records.keys() - state.membership.draining:
         return f"{num_wanted} workers were not available at once: they are requested again later"
     if num_staying < num_wanted:
         return f"{num_staying} of at least {num_wanted} workers are ready"
-    if any(upload.is_published for upload in state.uploads.values()) and not find_live_state(state):
+    if any(
+        upload.is_published for upload in state.checkpoints.uploads.values()
+    ) and not find_live_state(state):
         return "a newer checkpoint is about to be published"
     return ""
 
 
-def _patience_until(state: CoreState) -> float | None:
+def _patience_until(state: ControllerState) -> float | None:
     """Until when to wait for more workers than the minimum; None if waiting is not worth it."""
     phase, policy = state.phase, state.policy
-    if not isinstance(phase, Waiting) or state.num_staying() >= policy.max_workers:
+    if not isinstance(phase, Waiting) or state.membership.num_staying() >= policy.max_workers:
         return None
     if phase.is_short:
         return None
-    if not state.ever_formed:
+    if not state.forming.ever_formed:
         return phase.since + policy.start_timeout_s
-    if len(state.worker_records) == len(state.warm):
+    if len(state.membership.records) == len(state.membership.warm):
         return None
-    return (state.standby_since or phase.since) + policy.growth_settle_s
+    return (state.growth.standby_since or phase.since) + policy.growth_settle_s
 
 
-def _roll_back(state: CoreState, source: StateSource) -> RolledBack:
+def _roll_back(state: ControllerState, source: StateSource) -> RolledBack:
     """Roll the state back to the source's step; all later steps are void."""
     step, from_step = source.step, state.committed_step
-    cause = state.rollback.cause if state.rollback else ""
+    cause = state.rollbacks.request.cause if state.rollbacks.request else ""
     skipped_batches = skipped_batches_after(state, step)
     newly_skipped = tuple(
-        number for number in skipped_batches if number not in state.skipped_batches
+        number for number in skipped_batches if number not in state.rollbacks.skipped_batches
     )
-    state.skipped_batches, state.rollback = skipped_batches, None
-    state.lineage = state.generation
-    state.committed_step = step
+    state.rollbacks.skipped_batches, state.rollbacks.request = skipped_batches, None
     break_uploads(state)
-    state.evaluated_step = min(state.evaluated_step, step)
-    state.audited_step = min(state.audited_step, step)
-    state.recent_losses = [(at, loss) for at, loss in state.recent_losses if at <= step]
-    if state.skipped_since is not None and state.skipped_since > step:
-        state.skipped_since = None
-    state.last_vote = None
+    state.roll_back(step)
     return RolledBack(state.generation, step, from_step, source.kind, cause, newly_skipped)

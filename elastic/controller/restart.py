@@ -8,7 +8,7 @@ from elastic.duties import catch_up
 from elastic.duties.checkpoints import drop_broken
 from elastic.protocol.commands import Command
 from elastic.protocol.controller_events import ControllerRestarted
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.phases import (
     Aborting,
     Ended,
@@ -21,7 +21,7 @@ from elastic.protocol.phases import (
 )
 
 
-def on_restarted(state: CoreState, now: float, event: ControllerRestarted) -> list[Command]:
+def on_restarted(state: ControllerState, now: float, event: ControllerRestarted) -> list[Command]:
     """Continue after a restart. Deadlines move by the time that the controller was down, and
     checkpoints that were to be published are published again.
 
@@ -29,39 +29,14 @@ def on_restarted(state: CoreState, now: float, event: ControllerRestarted) -> li
     """
     state.incarnation = event.incarnation
     absence_s = max(0.0, now - event.stopped_at)
-    _shift(state, absence_s)
+    state.shift_clock(absence_s)
     _shift_phase(state, absence_s)
-    for upload in state.uploads.values():
+    for upload in state.checkpoints.uploads.values():
         upload.is_published = False
     return drop_broken(state) + catch_up.repeat_request(state, now)
 
 
-def _shift(state: CoreState, by_s: float) -> None:
-    """Move all deadlines of the state by the absence."""
-    state.no_start_before += by_s
-    state.no_snapshot_server_before += by_s
-    state.queried_until += by_s
-    state.no_growth_before += by_s
-    state.not_again_before += by_s
-    state.changes_at = [at + by_s for at in state.changes_at]
-    if state.idle_since is not None:
-        state.idle_since += by_s
-    if state.paused_at is not None:
-        state.paused_at += by_s
-    if state.standby_since is not None:
-        state.standby_since += by_s
-    if state.short_since is not None:
-        state.short_since += by_s
-    if state.placement_at is not None:
-        state.placement_at += by_s
-    if state.save_at is not None:
-        state.save_at += by_s
-    for upload in state.uploads.values():
-        upload.since += by_s
-        upload.deadline += by_s
-
-
-def _shift_phase(state: CoreState, by_s: float) -> None:
+def _shift_phase(state: ControllerState, by_s: float) -> None:
     """Move all deadlines of the phase by the absence."""
     phase = state.phase
     match phase:

@@ -13,7 +13,7 @@ from elastic.duties.loss_monitor import commit, warn_of_evaluation
 from elastic.duties.membership import note_change
 from elastic.duties.snapshots import drop_older
 from elastic.protocol.commands import Command, Pause
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Evaluated, Paused, Progressed, StepCommitted
 from elastic.protocol.phases import Aborting, Ending, Pausing, Running
 from elastic.protocol.step_records import RecordsSent
@@ -22,7 +22,7 @@ NUM_RECENT_STEPS = 32
 
 
 def on_steps_reported(
-    state: CoreState, now: float, event: StepCommitted | RecordsSent
+    state: ControllerState, now: float, event: StepCommitted | RecordsSent
 ) -> list[Command]:
     """Steps have committed: world rank 0 reports one, or a worker sends requested records."""
     if isinstance(event, RecordsSent):
@@ -30,7 +30,7 @@ def on_steps_reported(
     return _on_step_committed(state, now, event)
 
 
-def _on_step_committed(state: CoreState, now: float, event: StepCommitted) -> list[Command]:
+def _on_step_committed(state: ControllerState, now: float, event: StepCommitted) -> list[Command]:
     record = event.record
     if event.generation != state.generation or record.step <= state.committed_step:
         return []
@@ -39,14 +39,14 @@ def _on_step_committed(state: CoreState, now: float, event: StepCommitted) -> li
         return []  # the survivors recompute this step: none of them has seen its vote
     catch_up.note_vote(state, event.vote)
     _progress(state, now)
-    state.boundary_at = now
+    state.steps.boundary_at = now
     if record.step > state.committed_step + 1:
         expect_parts(state, now, event.vote)
         return _close_gap(state, now, record.step)
     commands = commit(state, record)
     if record.step_s is not None:
-        costs, is_writing = state.checkpoint_costs, bool(state.uploads)
-        costs.note_step(record.step_s, state.median_step_s() or record.step_s, is_writing)
+        costs, is_writing = state.checkpoints.costs, bool(state.checkpoints.uploads)
+        costs.note_step(record.step_s, state.steps.median_s() or record.step_s, is_writing)
         _time(state, record.step_s)
         note_pause(state, now, record.step_s)
     if isinstance(state.phase, Running):
@@ -55,15 +55,15 @@ def _on_step_committed(state: CoreState, now: float, event: StepCommitted) -> li
     return commands + drop_older(state)
 
 
-def _on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[Command]:
+def _on_records_sent(state: ControllerState, now: float, event: RecordsSent) -> list[Command]:
     """Steps committed while the controller could not receive reports."""
-    if state.catch_up is None or event.generation != state.generation:
+    if state.steps.catch_up is None or event.generation != state.generation:
         return []
     first = state.committed_step + 1
     commands = catch_up.on_records_sent(state, now, event)
     if state.committed_step >= first:
-        is_next = state.unheard[1] == first - 1
-        state.unheard = (state.unheard[0] if is_next else first, state.committed_step)
+        is_next = state.steps.unheard[1] == first - 1
+        state.steps.unheard = (state.steps.unheard[0] if is_next else first, state.committed_step)
     for record in event.records[-NUM_RECENT_STEPS:]:
         if record.step_s is not None:
             _time(state, record.step_s)
@@ -71,7 +71,7 @@ def _on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[C
     return commands + drop_older(state)
 
 
-def on_caught_up(state: CoreState, now: float) -> list[Command]:
+def on_caught_up(state: ControllerState, now: float) -> list[Command]:
     """The controller has the records up to the boundary of the pause. Continue if all members have
     paused: some may not have arrived yet."""
     phase = state.phase
@@ -81,7 +81,9 @@ def on_caught_up(state: CoreState, now: float) -> list[Command]:
     return _end_pause(state, now)
 
 
-def on_progressed(state: CoreState, now: float, event: Progressed | Evaluated) -> list[Command]:
+def on_progressed(
+    state: ControllerState, now: float, event: Progressed | Evaluated
+) -> list[Command]:
     if event.generation != state.generation:
         return []
     _progress(state, now)
@@ -92,13 +94,13 @@ def on_progressed(state: CoreState, now: float, event: Progressed | Evaluated) -
     return warn_of_evaluation(event)
 
 
-def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
+def on_paused(state: ControllerState, now: float, event: Paused) -> list[Command]:
     """A member has paused; when all have, continue."""
     if event.generation != state.generation:
         return []
     if isinstance(state.phase, Running):
         # The last step needs no pause request: every worker stops there by itself.
-        state.enter(Pausing("completed", set(state.members()), now))
+        state.enter(Pausing("completed", set(state.live.members()), now))
     phase = state.phase
     if not isinstance(phase, Pausing) or phase.is_whole:
         return []
@@ -111,58 +113,58 @@ def on_paused(state: CoreState, now: float, event: Paused) -> list[Command]:
     return _end_pause(state, now)
 
 
-def _end_pause(state: CoreState, now: float) -> list[Command]:
-    if state.committed_step >= state.job.steps and not state.rollback:
+def _end_pause(state: ControllerState, now: float) -> list[Command]:
+    if state.committed_step >= state.job.steps and not state.rollbacks.request:
         state.ending = state.ending or Ending("completed")
     return form_or_end(state, now)
 
 
-def stop_at_boundary(state: CoreState, now: float) -> list[Command]:
+def stop_at_boundary(state: ControllerState, now: float) -> list[Command]:
     """Order a pause if the run shall end, roll back, or change its layout or its members."""
     assert isinstance(state.phase, Running)
     cause = ""
     if state.ending:
         cause = state.ending.reason or state.ending.outcome
-    elif state.rollback:
-        cause = state.rollback.cause
+    elif state.rollbacks.request:
+        cause = state.rollbacks.request.cause
     elif members_drain(state):
         if is_too_late_to_pause(state, now):
             return drain_at_once(state, now)
         cause = "members drain"
         note_change(state, now)
-    elif state.former_target:
+    elif state.layouts.former:
         cause = "a new target layout" if changes_layout(state) else ""
         if not cause:
-            state.former_target = None  # the next forming would clear it
+            state.layouts.former = None  # the next forming would clear it
     elif should_grow(state, now):
         cause = "growth"
     if not cause:
         return []
-    members = state.members()
-    state.paused_at = state.phase.last_progress
+    members = state.live.members()
+    state.growth.paused_at = state.phase.last_progress
     state.enter(Pausing(cause, set(members), state.phase.last_progress))
     return [Pause(state.generation, members, cause)]
 
 
-def hang_deadline(state: CoreState, phase: Running | Pausing) -> float:
+def hang_deadline(state: ControllerState, phase: Running | Pausing) -> float:
     return phase.last_progress + hang_patience_s(state)
 
 
-def _time(state: CoreState, step_s: float) -> None:
+def _time(state: ControllerState, step_s: float) -> None:
     """Note a step's time; times under another layout are dropped."""
-    layout = state.held.assignment.layout if state.held else None
-    if layout != state.timed_layout:
-        state.timed_layout, state.recent_step_s = layout, []
-    state.recent_step_s = [*state.recent_step_s[1 - NUM_RECENT_STEPS :], step_s]
+    layout = state.live.held.assignment.layout if state.live.held else None
+    if layout != state.steps.timed_layout:
+        state.steps.timed_layout, state.steps.recent_step_s = layout, []
+    state.steps.recent_step_s = [*state.steps.recent_step_s[1 - NUM_RECENT_STEPS :], step_s]
 
 
-def _close_gap(state: CoreState, now: float, target: int) -> list[Command]:
+def _close_gap(state: ControllerState, now: float, target: int) -> list[Command]:
     """Request the records of lost reports from a worker. A generation that trains continues."""
     if not isinstance(state.phase, Running | Pausing):
         return []  # after an abort, the workers' reports carry their steps
     return catch_up.begin(state, now, target)
 
 
-def _progress(state: CoreState, now: float) -> None:
+def _progress(state: ControllerState, now: float) -> None:
     if isinstance(state.phase, Running | Pausing):
         state.phase.last_progress = now

@@ -17,7 +17,7 @@ from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.sample_order import deal
 from elastic.protocol.commands import Command, Replaced, Warned
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed
 from elastic.protocol.phases import Running
 
@@ -53,66 +53,73 @@ def slowness(
     return dict(sorted(ratios.items(), key=lambda item: (-item[1], item[0])))
 
 
-def on_timed(state: CoreState, now: float, event: ComputeTimed) -> list[Command]:
+def on_timed(state: ControllerState, now: float, event: ComputeTimed) -> list[Command]:
     """Count the consecutive reports in which a member was a straggler, and act on them."""
-    held, policy = state.held, state.policy
+    held, policy = state.live.held, state.policy
     report_id = (event.generation, event.step)
-    if event.generation != state.generation or report_id <= state.timed or held is None:
+    if event.generation != state.generation or report_id <= state.stragglers.timed or held is None:
         return []
     if not isinstance(state.phase, Running):
         return []
-    state.timed = report_id
+    state.stragglers.timed = report_id
     layout, members = held.assignment.layout, held.assignment.members
     slow_ranks = _find_slow_ranks(state, layout, event)
     ratios = {members[world_rank]: ratio for world_rank, ratio in slow_ranks.items()}
-    state.told_slow &= state.worker_records.keys()
-    state.num_slow = {worker: state.num_slow.get(worker, 0) + 1 for worker in ratios}
+    state.stragglers.reported &= state.membership.records.keys()
+    state.stragglers.num_slow = {
+        worker: state.stragglers.num_slow.get(worker, 0) + 1 for worker in ratios
+    }
     # After each replacement, wait twice as long: a standby worker may be as slow.
-    patience = policy.straggler_reports * 2 ** min(state.num_replaced, MAX_DOUBLINGS)
+    patience = policy.straggler_reports * 2 ** min(state.stragglers.num_replaced, MAX_DOUBLINGS)
     commands: list[Command] = []
     for worker, ratio in ratios.items():
         text = f"it computes {ratio:.1f} times as long as the others that do the same work"
-        if state.num_slow[worker] >= patience and _drain_for_standby(state, worker):
-            state.num_replaced += 1
-            state.num_slow.pop(worker)
+        if state.stragglers.num_slow[worker] >= patience and _drain_for_standby(state, worker):
+            state.stragglers.num_replaced += 1
+            state.stragglers.num_slow.pop(worker)
             commands.append(Replaced(worker, text))
-        elif state.num_slow[worker] >= policy.straggler_reports and worker not in state.told_slow:
-            state.told_slow.add(worker)
-            straggler = f"{worker} on {state.worker_records[worker].node} is a straggler"
+        elif (
+            state.stragglers.num_slow[worker] >= policy.straggler_reports
+            and worker not in state.stragglers.reported
+        ):
+            state.stragglers.reported.add(worker)
+            straggler = f"{worker} on {state.membership.records[worker].node} is a straggler"
             warning = f"{straggler}: {text}, and no standby worker can replace it"
             commands.append(Warned(state.generation, event.step, "straggler", warning))
     return commands
 
 
-def shortened(state: CoreState, event: ComputeTimed) -> ComputeTimed:
+def shortened(state: ControllerState, event: ComputeTimed) -> ComputeTimed:
     """The same event with only the stragglers in it. The core decides the same from it. For a
     thousand members it takes a few bytes of the journal instead of 20,000."""
-    held = state.held
+    held = state.live.held
     if held is None or len(held.assignment.members) != len(event.compute_s):
         return event
     slow = _find_slow_ranks(state, held.assignment.layout, event)
     return replace(event, compute_s=(), slow=tuple(slow.items()))
 
 
-def _find_slow_ranks(state: CoreState, layout: Layout, event: ComputeTimed) -> dict[int, float]:
+def _find_slow_ranks(
+    state: ControllerState, layout: Layout, event: ComputeTimed
+) -> dict[int, float]:
     if not event.compute_s:
         return dict(event.slow)
     factor = state.policy.straggler_factor
     return slowness(event.compute_s, layout, state.job.num_microbatches, factor)
 
 
-def _drain_for_standby(state: CoreState, worker: str) -> bool:
+def _drain_for_standby(state: ControllerState, worker: str) -> bool:
     """Drain the worker if a standby worker can replace it under the same layout; return whether it
     can."""
-    assert state.held is not None
-    standbys = state.warm - state.draining - set(state.members())
-    has_enough = state.num_staying() > state.policy.min_workers
-    if not standbys or not has_enough or worker in state.draining or state.ending:
+    assert state.live.held is not None
+    standbys = state.membership.warm - state.membership.draining - set(state.live.members())
+    has_enough = state.membership.num_staying() > state.policy.min_workers
+    if not standbys or not has_enough or worker in state.membership.draining or state.ending:
         return False
-    state.draining.add(worker)
-    proposal = next_assignment(state, state.held.assignment)
+    state.membership.draining.add(worker)
+    proposal = next_assignment(state, state.live.held.assignment)
     layout = None if isinstance(proposal, Infeasible) else proposal.assignment.layout
-    if layout == state.held.assignment.layout:
+    if layout == state.live.held.assignment.layout:
         return True
-    state.draining.discard(worker)
+    state.membership.draining.discard(worker)
     return False

@@ -10,7 +10,7 @@ from elastic.geometry.topology import Place, Topology
 from elastic.geometry.training_job import Bandwidths, Capacity, Job
 from elastic.planner.proposal import capacity_of
 from elastic.planner.step_cost import cost_of
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 
 LEAST_COMPUTE = 0.1
 """Smallest compute share of a step: traffic that overlaps with compute may seem to leave less."""
@@ -27,17 +27,21 @@ def median_speeds(bandwidths: Iterable[tuple[str, str, float]], topology: Topolo
     return Bandwidths(**medians)
 
 
-def capacity_now(state: CoreState) -> Capacity:
+def capacity_now(state: ControllerState) -> Capacity:
     """The combined capacity of the workers that stay."""
-    available = state.staying()
-    return capacity_of(tuple(available), available, state.job, state.least_memory_bytes())
+    available = state.membership.staying()
+    return capacity_of(
+        tuple(available), available, state.job, state.membership.least_memory_bytes()
+    )
 
 
-def known_job(state: CoreState) -> Job:
+def known_job(state: ControllerState) -> Job:
     """The job with the microbatch time that the steps so far show."""
     if state.job.bandwidths == Bandwidths():
         return state.job
-    return informed(state.job, state.timed_layout, state.median_step_s(), capacity_now(state))
+    return informed(
+        state.job, state.steps.timed_layout, state.steps.median_s(), capacity_now(state)
+    )
 
 
 def informed(job: Job, layout: Layout | None, median_step_s: float, capacity: Capacity) -> Job:

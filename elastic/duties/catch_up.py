@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 from elastic.duties.loss_monitor import commit
 from elastic.protocol.commands import Command, SendRecords
-from elastic.protocol.controller_state import CatchUp, CoreState
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import CatchUp
 from elastic.protocol.phases import Aborting, Pausing, Running
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
@@ -21,18 +22,18 @@ NUM_SILENT_WORKERS = 4
 """After this many workers have not answered, no other worker is queried."""
 
 
-def begin(state: CoreState, now: float, target: int) -> list[Command]:
+def begin(state: ControllerState, now: float, target: int) -> list[Command]:
     """Bring the controller's records up to `target`, a step that has committed."""
-    if state.catch_up is not None:
-        state.catch_up.target = max(state.catch_up.target, target)
+    if state.steps.catch_up is not None:
+        state.steps.catch_up.target = max(state.steps.catch_up.target, target)
         return []
-    state.catch_up = CatchUp(target)
+    state.steps.catch_up = CatchUp(target)
     return _query_next(state, now)
 
 
-def on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[Command]:
+def on_records_sent(state: ControllerState, now: float, event: RecordsSent) -> list[Command]:
     """Commit the steps; request the rest, or query another worker if this one has none."""
-    catch_up, before = state.catch_up, state.committed_step
+    catch_up, before = state.steps.catch_up, state.committed_step
     if catch_up is None or event.generation != state.generation:
         return []
     note_vote(state, event.vote)
@@ -47,37 +48,37 @@ def on_records_sent(state: CoreState, now: float, event: RecordsSent) -> list[Co
     return [*commands, _request(state, now, catch_up)]
 
 
-def on_lost(state: CoreState, now: float, worker: str) -> list[Command]:
+def on_lost(state: ControllerState, now: float, worker: str) -> list[Command]:
     """Query another worker if the queried one is gone."""
-    if state.catch_up is None or state.catch_up.worker != worker:
+    if state.steps.catch_up is None or state.steps.catch_up.worker != worker:
         return []
     return _query_next(state, now)
 
 
-def on_deadline(state: CoreState, now: float) -> list[Command]:
+def on_deadline(state: ControllerState, now: float) -> list[Command]:
     """Query another worker if the queried one does not answer."""
-    if state.catch_up is None or now < state.catch_up.deadline:
+    if state.steps.catch_up is None or now < state.steps.catch_up.deadline:
         return []
     return _query_next(state, now)
 
 
-def repeat_request(state: CoreState, now: float) -> list[Command]:
+def repeat_request(state: ControllerState, now: float) -> list[Command]:
     """After a restart, repeat the pending request: the former controller may not have sent it."""
-    if state.catch_up is None or not state.catch_up.worker:
+    if state.steps.catch_up is None or not state.steps.catch_up.worker:
         return []
-    return [_request(state, now, state.catch_up)]
+    return [_request(state, now, state.steps.catch_up)]
 
 
-def is_over(state: CoreState) -> bool:
+def is_over(state: ControllerState) -> bool:
     """Whether the controller has caught up; if so, the catch-up is cleared."""
-    if state.catch_up is None or state.committed_step < state.catch_up.target:
+    if state.steps.catch_up is None or state.committed_step < state.steps.catch_up.target:
         return False
-    state.catch_up = None
+    state.steps.catch_up = None
     return True
 
 
 def record_all(
-    state: CoreState, records: Iterable[StepRecord], with_gaps: bool = False
+    state: ControllerState, records: Iterable[StepRecord], with_gaps: bool = False
 ) -> list[Command]:
     """Commit the steps that are new, in order, up to the first gap.
 
@@ -92,10 +93,10 @@ def record_all(
     return commands
 
 
-def mark_missing(state: CoreState, now: float, target: int) -> list[Command]:
+def mark_missing(state: ControllerState, now: float, target: int) -> list[Command]:
     """Commit the steps up to `target` without numbers, since no worker has them any more."""
     commands: list[Command] = []
-    held = state.held
+    held = state.live.held
     world_size = held.assignment.layout.num_workers if held else 0
     generation = held.assignment.generation if held else state.generation
     for step in range(state.committed_step + 1, target + 1):
@@ -116,20 +117,20 @@ def mark_missing(state: CoreState, now: float, target: int) -> list[Command]:
     return commands
 
 
-def note_vote(state: CoreState, vote: Vote | None) -> None:
+def note_vote(state: ControllerState, vote: Vote | None) -> None:
     """Keep the newest vote that any worker has read."""
-    if vote and (state.last_vote is None or vote.step > state.last_vote.step):
-        state.last_vote = vote
+    if vote and (state.steps.last_vote is None or vote.step > state.steps.last_vote.step):
+        state.steps.last_vote = vote
 
 
-def _query_next(state: CoreState, now: float) -> list[Command]:
+def _query_next(state: ControllerState, now: float) -> list[Command]:
     """Query the next holder in world-rank order; if none is left, the records are lost."""
-    catch_up = state.catch_up
+    catch_up = state.steps.catch_up
     assert catch_up is not None
     if catch_up.worker:
         catch_up.tried = (*catch_up.tried, catch_up.worker)
-    holders = state.held.holders if state.held else set()
-    candidates = [w for w in state.members() if w in holders and w not in catch_up.tried]
+    holders = state.live.held.holders if state.live.held else set()
+    candidates = [w for w in state.live.members() if w in holders and w not in catch_up.tried]
     if len(holders.intersection(catch_up.tried)) >= NUM_SILENT_WORKERS:
         candidates = []
     phase = state.phase
@@ -142,6 +143,6 @@ def _query_next(state: CoreState, now: float) -> list[Command]:
     return [_request(state, now, catch_up)]
 
 
-def _request(state: CoreState, now: float, catch_up: CatchUp) -> Command:
+def _request(state: ControllerState, now: float, catch_up: CatchUp) -> Command:
     catch_up.deadline = now + state.policy.records_timeout_s
     return SendRecords(state.generation, (catch_up.worker,), state.committed_step)

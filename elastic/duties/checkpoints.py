@@ -23,7 +23,8 @@ from elastic.protocol.commands import (
     StopWorker,
 )
 from elastic.protocol.controller_events import CheckpointsRemoved
-from elastic.protocol.controller_state import CoreState, HeldState
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import HeldState
 from elastic.protocol.events import Checkpointed, Evaluated, PartFailed, PartWritten, Saved
 from elastic.protocol.phases import Ended as StoppedPhase
 from elastic.protocol.phases import Ending, Pausing, Running, Saving
@@ -37,94 +38,105 @@ LAST_MAX_BACKOFF_S = 10.0
 """The longest pause between attempts at the last checkpoint, for which the run waits."""
 
 
-def begin_saving(state: CoreState, now: float) -> None:
+def begin_saving(state: ControllerState, now: float) -> None:
     """A generation trains, and its members have no save request yet. If a due checkpoint was lost,
     request it at once."""
-    state.is_save_requested = False
-    state.checkpoint_costs.forget()
+    state.checkpoints.is_save_requested = False
+    state.checkpoints.costs.forget()
     every, every_s = state.job.checkpoint_every, interval_s(state)
-    if every and state.committed_step // every * every > state.saved_step and not state.uploads:
-        state.want_save(now)
-    elif every_s and state.save_at is None:
-        state.save_at = now + every_s
-    elif state.policy.checkpoint_auto and state.save_at is not None:
-        state.save_at = min(state.save_at, now + every_s)  # failures may shorten the interval
+    if (
+        every
+        and state.committed_step // every * every > state.checkpoints.saved_step
+        and not state.checkpoints.uploads
+    ):
+        state.checkpoints.want_save(now)
+    elif every_s and state.checkpoints.save_at is None:
+        state.checkpoints.save_at = now + every_s
+    elif state.policy.checkpoint_auto and state.checkpoints.save_at is not None:
+        state.checkpoints.save_at = min(
+            state.checkpoints.save_at, now + every_s
+        )  # failures may shorten the interval
 
 
-def interval_s(state: CoreState) -> float:
+def interval_s(state: ControllerState) -> float:
     """The time from one checkpoint to the next; 0 if checkpoints are not made by time."""
     policy = state.policy
     if not policy.checkpoint_auto:
         return policy.checkpoint_every_s
-    return state.checkpoint_costs.interval_s(policy.checkpoint_least_s, policy.checkpoint_most_s)
+    return state.checkpoints.costs.interval_s(policy.checkpoint_least_s, policy.checkpoint_most_s)
 
 
-def is_saving(state: CoreState) -> bool:
+def is_saving(state: ControllerState) -> bool:
     """Whether this run makes checkpoints while it trains."""
     return state.job.checkpoint_every > 0 or interval_s(state) > 0.0
 
 
-def save_request_deadline(state: CoreState) -> float:
+def save_request_deadline(state: ControllerState) -> float:
     """When to request a checkpoint; infinite if none is wanted, or one is under way."""
-    if state.save_at is None or state.is_save_requested or state.uploads or state.ending:
+    if (
+        state.checkpoints.save_at is None
+        or state.checkpoints.is_save_requested
+        or state.checkpoints.uploads
+        or state.ending
+    ):
         return inf
-    return state.save_at
+    return state.checkpoints.save_at
 
 
-def request_save(state: CoreState, now: float) -> list[Command]:
+def request_save(state: ControllerState, now: float) -> list[Command]:
     """Order the members to save at the next boundary, if it is time to. Files of failed attempts
     are removed before: on a full disk they may take the space that is needed."""
     if now < save_request_deadline(state):
         return []
-    state.is_save_requested = True
+    state.checkpoints.is_save_requested = True
     return [
         *drop_broken(state),
-        RequestCheckpoint(state.generation, state.members(), state.committed_step),
+        RequestCheckpoint(state.generation, state.live.members(), state.committed_step),
     ]
 
 
-def expect_parts(state: CoreState, now: float, vote: Vote) -> None:
+def expect_parts(state: ControllerState, now: float, vote: Vote) -> None:
     """If this vote decides a save, every member writes its part of the step without an order.
 
     After an abort it is unknown which members still write, unless a part was reported before.
     """
-    is_guarded = vote.step + 1 == state.guarded_step and not vote.num_pause_requests
+    is_guarded = vote.step + 1 == state.poison.guarded_step and not vote.num_pause_requests
     saves = vote.saves(state.job.checkpoint_every) or is_guarded
     if not isinstance(state.phase, Running | Pausing):
-        if saves and upload_key(state.generation, vote.step) not in state.uploads:
-            state.stale_checkpoints.append((vote.step, state.generation))
+        if saves and upload_key(state.generation, vote.step) not in state.checkpoints.uploads:
+            state.checkpoints.stale.append((vote.step, state.generation))
     elif saves:
         _open(state, now, vote.step)
     elif vote.is_save_due(state.job.checkpoint_every):
-        state.want_save(now)
+        state.checkpoints.want_save(now)
 
 
-def on_part_written(state: CoreState, now: float, event: PartWritten) -> None:
+def on_part_written(state: ControllerState, now: float, event: PartWritten) -> None:
     """A member has written its part."""
     _expect_early(state, now, event)
     note_part(state, event.worker)
-    upload = state.uploads.get(upload_key(event.generation, event.step))
+    upload = state.checkpoints.uploads.get(upload_key(event.generation, event.step))
     if upload and event.worker in upload.pending:
         upload.pending.discard(event.worker)
         upload.files[event.file.name] = event.file
         if not upload.pending:
-            state.checkpoint_costs.note_write(now - upload.since)
+            state.checkpoints.costs.note_write(now - upload.since)
 
 
-def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Command]:
+def on_part_failed(state: ControllerState, now: float, event: PartFailed) -> list[Command]:
     """A part could not be written: try again later. Published checkpoints stay until there is a
     newer one."""
     _expect_early(state, now, event)
     note_part(state, event.worker)
     if not break_upload(state, event.generation, event.step):
         return []  # another part of this upload has failed before
-    state.num_save_failures += 1
-    first_s, num_failures = state.policy.save_backoff_s, state.num_save_failures
+    state.checkpoints.num_failures += 1
+    first_s, num_failures = state.policy.save_backoff_s, state.checkpoints.num_failures
     phase = state.phase
     is_last = isinstance(phase, Saving) and event.step == state.committed_step
     longest_s = LAST_MAX_BACKOFF_S if is_last else MAX_BACKOFF_S
     retry_at = now + backoff_s(first_s, num_failures, longest_s)
-    state.save_at = retry_at
+    state.checkpoints.save_at = retry_at
     if isinstance(phase, Saving) and is_last:
         if retry_at >= phase.deadline:
             return stop(state, f"the last checkpoint could not be written: {event.cause}")
@@ -132,11 +144,11 @@ def on_part_failed(state: CoreState, now: float, event: PartFailed) -> list[Comm
     return []
 
 
-def publish_complete(state: CoreState) -> list[Command]:
+def publish_complete(state: ControllerState) -> list[Command]:
     """Publish complete uploads; an upload waits until the controller knows that its step has
     committed."""
     commands: list[Command] = []
-    for upload in state.uploads.values():
+    for upload in state.checkpoints.uploads.values():
         is_committed = upload.step <= state.committed_step
         if is_committed and not upload.pending and not upload.is_published:
             upload.is_published = True
@@ -148,18 +160,20 @@ def publish_complete(state: CoreState) -> list[Command]:
     return commands
 
 
-def on_stored(state: CoreState, event: Checkpointed | CheckpointsRemoved) -> list[Command]:
+def on_stored(state: ControllerState, event: Checkpointed | CheckpointsRemoved) -> list[Command]:
     """A checkpoint has been published, or removals are confirmed."""
     if isinstance(event, CheckpointsRemoved):
         return []
     saved = Saved(event.step, event.generation, event.path)
-    state.uploads.pop(upload_key(event.generation, event.step), None)
-    if not state.stands(saved.step, saved.generation):
-        state.stale_checkpoints.append((saved.step, saved.generation))
+    state.checkpoints.uploads.pop(upload_key(event.generation, event.step), None)
+    if not state.checkpoints.counts(saved.step, saved.generation):
+        state.checkpoints.stale.append((saved.step, saved.generation))
         return []
-    state.saved = sorted({*state.saved, saved}, key=lambda s: (s.step, s.generation))
+    state.checkpoints.saved = sorted(
+        {*state.checkpoints.saved, saved}, key=lambda s: (s.step, s.generation)
+    )
     break_uploads(state, lambda upload: upload.step <= event.step and not upload.is_published)
-    state.num_save_failures = 0
+    state.checkpoints.num_failures = 0
     if event.step > state.committed_step:
         return drop_voided(state)
     commands = _retain(state)
@@ -168,17 +182,19 @@ def on_stored(state: CoreState, event: Checkpointed | CheckpointsRemoved) -> lis
     return commands
 
 
-def note_loss(state: CoreState, event: Evaluated) -> None:
+def note_loss(state: ControllerState, event: Evaluated) -> None:
     """Note the held-out loss of a step that is saved or being saved. A checkpoint without a finite
     loss is never among the best."""
     if event.loss is None:
-        state.held_out_losses.pop(str(event.step), None)
+        state.checkpoints.held_out_losses.pop(str(event.step), None)
         return
-    state.held_out_losses[str(event.step)] = event.loss
-    steps = {s.step for s in state.saved} | {u.step for u in state.uploads.values()}
+    state.checkpoints.held_out_losses[str(event.step)] = event.loss
+    steps = {s.step for s in state.checkpoints.saved} | {
+        u.step for u in state.checkpoints.uploads.values()
+    }
     steps.add(state.committed_step)  # the report of its upload may come later
-    losses = state.held_out_losses.items()
-    state.held_out_losses = {step: loss for step, loss in losses if int(step) in steps}
+    losses = state.checkpoints.held_out_losses.items()
+    state.checkpoints.held_out_losses = {step: loss for step, loss in losses if int(step) in steps}
 
 
 def kept(steps: Sequence[int], losses: Mapping[int, float], policy: Policy) -> set[int]:
@@ -214,26 +230,30 @@ def known(steps: Sequence[int], policy: Policy) -> set[int]:
     return remembered
 
 
-def drop_voided(state: CoreState) -> list[Command]:
+def drop_voided(state: ControllerState) -> list[Command]:
     """Remove checkpoints of steps after a rollback's target."""
-    losses = state.held_out_losses.items()
-    state.held_out_losses = {s: loss for s, loss in losses if int(s) <= state.committed_step}
-    void = [saved for saved in state.saved if saved.step > state.committed_step]
-    state.saved = [saved for saved in state.saved if saved.step <= state.committed_step]
+    losses = state.checkpoints.held_out_losses.items()
+    state.checkpoints.held_out_losses = {
+        s: loss for s, loss in losses if int(s) <= state.committed_step
+    }
+    void = [saved for saved in state.checkpoints.saved if saved.step > state.committed_step]
+    state.checkpoints.saved = [
+        saved for saved in state.checkpoints.saved if saved.step <= state.committed_step
+    ]
     return _drop(state, void)
 
 
-def drop_broken(state: CoreState) -> list[Command]:
+def drop_broken(state: ControllerState) -> list[Command]:
     """Remove the files of broken uploads."""
     return _drop(state, [])
 
 
-def is_saved(state: CoreState) -> bool:
+def is_saved(state: ControllerState) -> bool:
     """Whether the committed step is saved."""
-    return state.committed_step <= state.saved_step
+    return state.committed_step <= state.checkpoints.saved_step
 
 
-def end(state: CoreState, now: float) -> list[Command]:
+def end(state: ControllerState, now: float) -> list[Command]:
     """Write the last checkpoint if the state is available and not saved yet; else stop.
 
     The initial state needs no checkpoint: it can always be rebuilt.
@@ -243,10 +263,10 @@ def end(state: CoreState, now: float) -> list[Command]:
     held = find_live_state(state)
     if held is None:
         return stop(state, "the live workers do not hold the whole state: nothing to save")
-    state.also_held = [other for other in state.holdings() if other is not held]
-    state.held = held
+    state.live.also_held = [other for other in state.live.holdings() if other is not held]
+    state.live.held = held
     commands: list[Command] = []
-    if upload_key(state.generation, state.committed_step) not in state.uploads:
+    if upload_key(state.generation, state.committed_step) not in state.checkpoints.uploads:
         commands = [*drop_broken(state), _order_parts(state, now, held)]
     phase = state.phase
     deadline = phase.deadline if isinstance(phase, Saving) else now + state.policy.save_timeout_s
@@ -254,14 +274,14 @@ def end(state: CoreState, now: float) -> list[Command]:
     return commands
 
 
-def on_deadline(state: CoreState, now: float) -> list[Command]:
+def on_deadline(state: ControllerState, now: float) -> list[Command]:
     """Retry a failed last checkpoint, or stop late writers if the others hold all of the state;
     else end without it."""
     phase = state.phase
     assert isinstance(phase, Saving)
     if phase.retry_at is not None:
         return end(state, now) if now >= phase.retry_at else []
-    upload = state.uploads.get(upload_key(state.generation, state.committed_step))
+    upload = state.checkpoints.uploads.get(upload_key(state.generation, state.committed_step))
     late = sorted(upload.pending) if upload else []
     if not late or not find_live_state(state, without=set(late)):
         return stop(state, "the last checkpoint took too long")
@@ -272,7 +292,7 @@ def on_deadline(state: CoreState, now: float) -> list[Command]:
     return [*(StopWorker(worker, cause) for worker in late), *end(state, now)]
 
 
-def stop(state: CoreState, shortfall: str = "") -> list[Command]:
+def stop(state: ControllerState, shortfall: str = "") -> list[Command]:
     """End the run. `shortfall` is what could not be done for it, reported beside the reason.
 
     A run that is not saved is not completed: it can be resumed from the last checkpoint.
@@ -284,33 +304,33 @@ def stop(state: CoreState, shortfall: str = "") -> list[Command]:
     return [Stopped(outcome, state.committed_step, reason, ending.traceback)]
 
 
-def _open(state: CoreState, now: float, step: int) -> None:
+def _open(state: ControllerState, now: float, step: int) -> None:
     """All members write this step; it also serves a pending save request."""
     key = (step, state.generation)
-    if key in state.stale_checkpoints or key in _saved_keys(state):
+    if key in state.checkpoints.stale or key in _saved_keys(state):
         return  # already published: workers repeat reports for a restarted controller
-    if not state.stands(*key):
-        state.stale_checkpoints.append(key)
+    if not state.checkpoints.counts(*key):
+        state.checkpoints.stale.append(key)
         return
-    assert state.held is not None, "members that write hold the state"
-    assignment = state.held.assignment
+    assert state.live.held is not None, "members that write hold the state"
+    assignment = state.live.held.assignment
     open_upload(state, now, state.generation, step, set(assignment.members), assignment)
     every_s = interval_s(state)
-    state.save_at = now + every_s if every_s else None
-    state.checkpoint_costs.begin()
-    state.is_save_requested = False
+    state.checkpoints.save_at = now + every_s if every_s else None
+    state.checkpoints.costs.begin()
+    state.checkpoints.is_save_requested = False
 
 
-def _expect_early(state: CoreState, now: float, event: PartWritten | PartFailed) -> None:
+def _expect_early(state: ControllerState, now: float, event: PartWritten | PartFailed) -> None:
     """Open the upload if a part is reported before its step, or if the step's report was lost."""
-    first, last = state.unheard
+    first, last = state.steps.unheard
     is_early = event.step > state.committed_step or first <= event.step <= last
     is_early = is_early and event.generation == state.generation
     if is_early and isinstance(state.phase, Running | Pausing):
         _open(state, now, event.step)
 
 
-def _order_parts(state: CoreState, now: float, held: HeldState) -> SaveCheckpoint:
+def _order_parts(state: ControllerState, now: float, held: HeldState) -> SaveCheckpoint:
     """Order the last checkpoint under a new generation number, which tells its parts from late
     parts of a failed attempt at the same step."""
     state.generation += 1
@@ -319,29 +339,29 @@ def _order_parts(state: CoreState, now: float, held: HeldState) -> SaveCheckpoin
     return SaveCheckpoint(state.generation, workers, step, held.assignment.generation)
 
 
-def _retain(state: CoreState) -> list[Command]:
+def _retain(state: ControllerState) -> list[Command]:
     """Remove checkpoints that the policy does not keep. Of one step the latest is kept. If audits
     may roll the run back, the target of the rollback is kept as well."""
-    losses = {int(step): loss for step, loss in state.held_out_losses.items()}
-    saved_steps = [saved.step for saved in state.saved]
+    losses = {int(step): loss for step, loss in state.checkpoints.held_out_losses.items()}
+    saved_steps = [saved.step for saved in state.checkpoints.saved]
     steps = kept(saved_steps, losses, state.policy)
     if state.policy.audit_every:
-        clean = [step for step in saved_steps if step <= state.audited_step]
+        clean = [step for step in saved_steps if step <= state.audits.audited_step]
         steps |= {*clean[-1:], *saved_steps[len(clean) :]}
-    latest = {saved.step: saved for saved in state.saved if saved.step in steps}
-    dropped = [saved for saved in state.saved if latest.get(saved.step) != saved]
+    latest = {saved.step: saved for saved in state.checkpoints.saved if saved.step in steps}
+    dropped = [saved for saved in state.checkpoints.saved if latest.get(saved.step) != saved]
     remembered = known(sorted(latest), state.policy)
-    state.saved = [saved for step, saved in latest.items() if step in remembered]
+    state.checkpoints.saved = [saved for step, saved in latest.items() if step in remembered]
     return _drop(state, dropped)
 
 
-def _drop(state: CoreState, dropped: list[Saved]) -> list[Command]:
+def _drop(state: ControllerState, dropped: list[Saved]) -> list[Command]:
     """Remove these checkpoints and the files of broken uploads, but never a checkpoint in use."""
-    keys = {*((saved.step, saved.generation) for saved in dropped), *state.stale_checkpoints}
+    keys = {*((saved.step, saved.generation) for saved in dropped), *state.checkpoints.stale}
     keys -= _saved_keys(state)
-    state.stale_checkpoints = []
+    state.checkpoints.stale = []
     return [DropCheckpoints(tuple(sorted(keys)))] if keys else []
 
 
-def _saved_keys(state: CoreState) -> set[tuple[int, int]]:
-    return {(saved.step, saved.generation) for saved in state.saved}
+def _saved_keys(state: ControllerState) -> set[tuple[int, int]]:
+    return {(saved.step, saved.generation) for saved in state.checkpoints.saved}

@@ -9,36 +9,39 @@ from math import inf
 
 from elastic.duties.checkpoints import is_saved
 from elastic.protocol.commands import Command, StopWorker
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.phases import Waiting
 from elastic.protocol.policy import backoff_s
 
 LONGEST_PAUSE_S = 1800.0
 
 
-def return_deadline(state: CoreState) -> float:
+def return_deadline(state: ControllerState) -> float:
     """When to return the workers, as no other has come for long. The patience of each run differs,
     so that of several runs the first makes room for the others."""
     phase, policy = state.phase, state.policy
     if not isinstance(phase, Waiting) or not _has_too_few(state):
         return inf
-    newest = max(state.worker_records[worker].since for worker in state.warm - state.draining)
+    newest = max(
+        state.membership.records[worker].since
+        for worker in state.membership.warm - state.membership.draining
+    )
     return newest + policy.gang_timeout_s * (1 + policy.gang_jitter)
 
 
-def return_workers(state: CoreState, now: float) -> list[Command]:
+def return_workers(state: ControllerState, now: float) -> list[Command]:
     """Stop all workers if it is time; requests for more workers are withdrawn."""
     if now < return_deadline(state):
         return []
-    state.num_gang_backoffs += 1
-    pause_s = backoff_s(state.policy.gang_pause_s, state.num_gang_backoffs, LONGEST_PAUSE_S)
-    state.not_again_before = now + pause_s * (1 + state.policy.gang_jitter)
-    workers = sorted(state.worker_records.keys() - state.draining)
-    state.draining.update(workers)
+    state.gang.num_backoffs += 1
+    pause_s = backoff_s(state.policy.gang_pause_s, state.gang.num_backoffs, LONGEST_PAUSE_S)
+    state.gang.no_request_before = now + pause_s * (1 + state.policy.gang_jitter)
+    workers = sorted(state.membership.records.keys() - state.membership.draining)
+    state.membership.draining.update(workers)
     return [StopWorker(worker, "too few other workers arrived") for worker in workers]
 
 
-def _has_too_few(state: CoreState) -> bool:
+def _has_too_few(state: ControllerState) -> bool:
     """Whether workers are held without use, and stopping them loses nothing."""
-    num_staying = state.num_staying()
+    num_staying = state.membership.num_staying()
     return 0 < num_staying < state.policy.min_workers and is_saved(state) and not state.ending

@@ -12,26 +12,28 @@ from math import inf
 from elastic.duties.checkpoints import is_saved
 from elastic.duties.recovery import find_live_state
 from elastic.duties.snapshots import has_snapshots
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.phases import Aborting
 
 
-def hang_patience_s(state: CoreState) -> float:
+def hang_patience_s(state: ControllerState) -> float:
     """How long without progress is a hang. Before the first step, a long compilation is allowed
     for; a run that is to end and has nothing to save does not wait for it."""
     policy = state.policy
     is_worth_waiting = not (state.ending and is_saved(state))
-    if not state.recent_step_s and is_worth_waiting:
+    if not state.steps.recent_step_s and is_worth_waiting:
         return policy.first_step_timeout_s
-    return max(policy.hang_timeout_s, policy.hang_factor * state.median_step_s())
+    return max(policy.hang_timeout_s, policy.hang_factor * state.steps.median_s())
 
 
-def next_stop_time(state: CoreState, phase: Aborting) -> float:
+def next_stop_time(state: ControllerState, phase: Aborting) -> float:
     """When the controller next considers pending workers for stopping."""
     return min(_pending_end(state, phase), _suspects_end(state, phase))
 
 
-def choose_workers_to_stop(state: CoreState, phase: Aborting, now: float) -> tuple[set[str], float]:
+def choose_workers_to_stop(
+    state: ControllerState, phase: Aborting, now: float
+) -> tuple[set[str], float]:
     """The pending workers to stop now; if there are none, when to check again."""
     end_of_all = _pending_end(state, phase)
     if now >= end_of_all:
@@ -48,14 +50,14 @@ def choose_workers_to_stop(state: CoreState, phase: Aborting, now: float) -> tup
     return (suspects, now) if now >= end else (set(), min(end, end_of_all))
 
 
-def _pending_end(state: CoreState, phase: Aborting) -> float:
+def _pending_end(state: ControllerState, phase: Aborting) -> float:
     """When all workers that are still pending are stopped: sooner if the run shall end."""
     if not state.ending or phase.rolling_forward is not None:
         return phase.patience
     return min(phase.patience, phase.began + hang_patience_s(state))
 
 
-def _suspects_end(state: CoreState, phase: Aborting) -> float:
+def _suspects_end(state: ControllerState, phase: Aborting) -> float:
     """When workers that do not answer probes are stopped; after a hang, when the worker that most
     likely hangs is stopped."""
     if phase.pending & phase.suspects:
@@ -65,10 +67,10 @@ def _suspects_end(state: CoreState, phase: Aborting) -> float:
     return phase.changed_at + _hang_allowance_s(state, phase)
 
 
-def _needed_end(state: CoreState, phase: Aborting) -> float:
+def _needed_end(state: ControllerState, phase: Aborting) -> float:
     """When a worker is stopped although it alone holds a part of the state: early only if a
     snapshot or checkpoint can replace it, or the run shall end."""
-    has_source = bool(state.saved) or is_saved(state) or has_snapshots(state)
+    has_source = bool(state.checkpoints.saved) or is_saved(state) or has_snapshots(state)
     if not (state.ending or has_source) or phase.rolling_forward is not None:
         return phase.patience
     if phase.pending & phase.suspects:
@@ -76,7 +78,7 @@ def _needed_end(state: CoreState, phase: Aborting) -> float:
     return phase.began
 
 
-def _hang_allowance_s(state: CoreState, phase: Aborting) -> float:
+def _hang_allowance_s(state: ControllerState, phase: Aborting) -> float:
     """How long no worker need unwind before one is stopped after a hang.
 
     It is short if only one worker is left that can be the hanging one, and for the first one if the
@@ -92,20 +94,20 @@ def _hang_allowance_s(state: CoreState, phase: Aborting) -> float:
     return max(allowance_s, hang_patience_s(state))
 
 
-def _allowance_s(state: CoreState, phase: Aborting) -> float:
+def _allowance_s(state: ControllerState, phase: Aborting) -> float:
     """How long a suspected worker may take to unwind: it follows what was measured in this run,
     with a floor for the survivors' devices."""
     policy = state.policy
     floor_s = policy.quiesce_deadline_cuda_s if phase.on_gpu else policy.quiesce_deadline_s
-    measured_s = max(state.median_step_s(), phase.last_unwound_s)
+    measured_s = max(state.steps.median_s(), phase.last_unwound_s)
     return max(floor_s, policy.quiesce_factor * measured_s)
 
 
-def _longest_stalled(state: CoreState, phase: Aborting) -> str:
+def _longest_stalled(state: ControllerState, phase: Aborting) -> str:
     """The pending worker whose training thread has stalled for the longest, as far as that is
     known.
 
     Otherwise it is the first by name, so that a replay chooses the same.
     """
-    order = {worker: i for i, worker in enumerate(state.standing_still)}
+    order = {worker: i for i, worker in enumerate(state.steps.stalled)}
     return min(phase.pending, key=lambda worker: (order.get(worker, len(order)), worker))

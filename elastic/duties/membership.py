@@ -5,7 +5,8 @@ from __future__ import annotations
 from elastic.duties.poison_batches import note_loss
 from elastic.duties.uploads import break_uploads
 from elastic.protocol.commands import Command, StartWorkers, StopWorker, Warned
-from elastic.protocol.controller_state import CoreState, WorkerRecord
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import WorkerRecord
 from elastic.protocol.events import WorkerRaised, WorkerReady
 from elastic.protocol.phases import Ending, Forming, Resharding, Running, Waiting
 from elastic.protocol.policy import backoff_s
@@ -16,77 +17,84 @@ NUM_RECENT_CHANGES = 5
 """The mean time between changes is taken over this many."""
 
 
-def participants(state: CoreState) -> set[str]:
+def participants(state: ControllerState) -> set[str]:
     """The live workers that take part in the current generation."""
     phase = state.phase
     if isinstance(phase, Forming | Resharding):
-        return set(phase.attempt.plan.participants) & state.worker_records.keys()
-    return set(state.members()) & state.worker_records.keys()
+        return set(phase.attempt.plan.participants) & state.membership.records.keys()
+    return set(state.live.members()) & state.membership.records.keys()
 
 
-def add_ready_worker(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
+def add_ready_worker(state: ControllerState, now: float, event: WorkerReady) -> list[Command]:
     """A worker has warmed up: it is on standby until an assignment takes it.
 
     A worker that runs other source code than the driver is rejected before any data reaches it.
     """
-    if event.worker not in state.worker_records:
+    if event.worker not in state.membership.records:
         return []  # its loss was reported first
-    if event.worker in state.warm:
+    if event.worker in state.membership.warm:
         return []  # reported again after a restart of the controller
-    if state.digest not in (None, event.digest):
+    if state.membership.digest not in (None, event.digest):
         return _reject_other_sources(state, now, event)
-    state.digest = event.digest
-    start_s = now - state.worker_records[event.worker].since
-    state.recent_start_s = [*state.recent_start_s[1 - NUM_RECENT_STARTS :], start_s]
+    state.membership.digest = event.digest
+    start_s = now - state.membership.records[event.worker].since
+    state.membership.recent_start_s = [
+        *state.membership.recent_start_s[1 - NUM_RECENT_STARTS :],
+        start_s,
+    ]
     worker_record = WorkerRecord(
         now, event.node, event.rack, event.pid, event.memory_bytes, event.device
     )
     worker_record.is_ready = True
-    state.worker_records[event.worker] = worker_record
-    state.warm.add(event.worker)
-    state.ever_ready = True
-    state.num_start_failures = 0
-    state.no_start_before = 0.0
-    if event.node in state.node_drains:
-        state.draining.add(event.worker)
-        state.node_drains[event.node].draining_workers.add(event.worker)
+    state.membership.records[event.worker] = worker_record
+    state.membership.warm.add(event.worker)
+    state.membership.ever_ready = True
+    state.membership.num_start_failures = 0
+    state.membership.no_start_before = 0.0
+    if event.node in state.membership.node_drains:
+        state.membership.draining.add(event.worker)
+        state.membership.node_drains[event.node].draining_workers.add(event.worker)
         return [StopWorker(event.worker, "its node is draining")]
-    if state.standby_since is None:
-        state.standby_since = now
-    if state.idle_since is None:
-        state.idle_since = now
+    if state.growth.standby_since is None:
+        state.growth.standby_since = now
+    if state.growth.idle_since is None:
+        state.growth.idle_since = now
     return []
 
 
-def forget(state: CoreState, now: float, worker: str, cause: str, outcome: str = "failed") -> None:
+def forget(
+    state: ControllerState, now: float, worker: str, cause: str, outcome: str = "failed"
+) -> None:
     """Remove a worker that is gone, with what it held or was writing."""
-    if worker not in state.worker_records:
+    if worker not in state.membership.records:
         return
-    if worker not in state.warm | state.draining:
+    if worker not in state.membership.warm | state.membership.draining:
         _count_start_failure(state, now, cause, outcome)
-    if worker not in state.draining and worker in state.members():
+    if worker not in state.membership.draining and worker in state.live.members():
         note_change(state, now)
         note_loss(state, worker)
-        state.checkpoint_costs.note_failure(state.generation)
-    del state.worker_records[worker]
-    state.warm.discard(worker)
-    state.draining.discard(worker)
-    state.late_writers.discard(worker)
-    for held in state.holdings():
+        state.checkpoints.costs.note_failure(state.generation)
+    del state.membership.records[worker]
+    state.membership.warm.discard(worker)
+    state.membership.draining.discard(worker)
+    state.checkpoints.late_writers.discard(worker)
+    for held in state.live.holdings():
         held.holders.discard(worker)
     if break_uploads(state, lambda upload: worker in upload.pending):
-        state.want_save(now)  # else the next one would come a full interval after the lost one
+        state.checkpoints.want_save(
+            now
+        )  # else the next one would come a full interval after the lost one
 
 
-def note_change(state: CoreState, now: float) -> None:
+def note_change(state: ControllerState, now: float) -> None:
     """Members are lost, or drain; all changes within one generation count as one."""
-    if state.changed_generation != state.generation:
-        state.changed_generation = state.generation
-        state.changes_at = [*state.changes_at[1 - NUM_RECENT_CHANGES :], now]
-    state.num_given_back = 0
+    if state.membership.changed_generation != state.generation:
+        state.membership.changed_generation = state.generation
+        state.membership.changes_at = [*state.membership.changes_at[1 - NUM_RECENT_CHANGES :], now]
+    state.growth.num_given_back = 0
 
 
-def start_missing(state: CoreState, now: float) -> list[Command]:
+def start_missing(state: ControllerState, now: float) -> list[Command]:
     """Start workers up to the wanted number.
 
     None start while survivors recover: the imports of a starting process would slow down their
@@ -95,46 +103,46 @@ def start_missing(state: CoreState, now: float) -> list[Command]:
     if now < start_deadline(state):
         return []
     num_missing = _num_missing(state)
-    names = tuple(f"w{state.next_worker + i}" for i in range(num_missing))
-    state.next_worker += num_missing
-    quarantined = tuple(sorted(state.quarantined))
-    state.worker_records.update(
+    names = tuple(f"w{state.membership.next_worker + i}" for i in range(num_missing))
+    state.membership.next_worker += num_missing
+    quarantined = tuple(sorted(state.quarantine.until))
+    state.membership.records.update(
         {name: WorkerRecord(now, quarantined=quarantined) for name in names}
     )
     return [StartWorkers(names, quarantined)]
 
 
-def start_deadline(state: CoreState) -> float:
+def start_deadline(state: ControllerState) -> float:
     """When the back-off before new starts is over; infinite if no worker is missing."""
     if not _num_missing(state):
         return float("inf")
-    return max(state.no_start_before, state.not_again_before)
+    return max(state.membership.no_start_before, state.gang.no_request_before)
 
 
-def _num_missing(state: CoreState) -> int:
+def _num_missing(state: ControllerState) -> int:
     """How many workers to start; 0 during a recovery."""
     is_calm = (isinstance(state.phase, Waiting) and not state.phase.is_short) or (
         isinstance(state.phase, Running) and state.phase.num_commits > 0
     )
     if not is_calm or state.ending:
         return 0
-    num_wanted = state.policy.max_workers - state.num_given_back
-    return max(0, num_wanted - (len(state.worker_records) - len(state.draining)))
+    num_wanted = state.policy.max_workers - state.growth.num_given_back
+    return max(0, num_wanted - (len(state.membership.records) - len(state.membership.draining)))
 
 
-def _reject_other_sources(state: CoreState, now: float, event: WorkerReady) -> list[Command]:
+def _reject_other_sources(state: ControllerState, now: float, event: WorkerReady) -> list[Command]:
     """Stop a worker that runs other source code; if none has trained yet, end the run."""
     cause = (
         f"{event.worker} on {event.node} runs other source code than the driver: install the same "
         "working tree on every node, or ship it with `ray job submit --working-dir .`"
     )
-    if not state.ever_formed:
+    if not state.forming.ever_formed:
         state.ending = Ending("user_error", cause)
     forget(state, now, event.worker, cause)
     return [StopWorker(event.worker, cause)]
 
 
-def reject_unfit_worker(state: CoreState, now: float, event: WorkerRaised) -> list[Command]:
+def reject_unfit_worker(state: ControllerState, now: float, event: WorkerRaised) -> list[Command]:
     """A new worker's machine lacks something: the run continues with others, unless there are
     none."""
     text = f"{event.worker}: {event.message}"
@@ -145,17 +153,19 @@ def reject_unfit_worker(state: CoreState, now: float, event: WorkerRaised) -> li
     ]
 
 
-def _count_start_failure(state: CoreState, now: float, cause: str, outcome: str = "failed") -> None:
+def _count_start_failure(
+    state: ControllerState, now: float, cause: str, outcome: str = "failed"
+) -> None:
     """Back off before the next start; end the run after too many failures without a ready
     worker."""
-    state.num_start_failures += 1
+    state.membership.num_start_failures += 1
     reason = f"workers die while they start: {cause}"
-    first_s, num_failures = state.policy.restart_backoff_s, state.num_start_failures
-    state.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
+    first_s, num_failures = state.policy.restart_backoff_s, state.membership.num_start_failures
+    state.membership.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
     max_failures = state.policy.max_start_failures
     if outcome == "user_error":
         # All workers of one machine fail at once, others may not.
         max_failures += state.policy.max_workers
         reason = cause
-    if state.num_start_failures >= max_failures and not state.ever_ready:
+    if state.membership.num_start_failures >= max_failures and not state.membership.ever_ready:
         state.ending = Ending(outcome, reason)

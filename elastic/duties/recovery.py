@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
-from elastic.protocol.controller_state import CoreState, HeldState
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import HeldState
 from elastic.reshard.holdings import Holding, SourceChoice, Tier, any_state, choose, uncovered
 from elastic.reshard.reshard_plan import Keepings
 from elastic.reshard.snapshot_placement import ParitySlot, Slot
@@ -39,7 +40,7 @@ class StateSource:
     path: str = ""
 
 
-def choose_source(state: CoreState) -> StateSource:
+def choose_source(state: ControllerState) -> StateSource:
     """The source of the next generation's state.
 
     Live workers hold the committed step, and nothing else is newer: if they cover the state, they
@@ -59,10 +60,10 @@ def choose_source(state: CoreState) -> StateSource:
     return StateSource("initial", choice.step)
 
 
-def find_live_state(state: CoreState, without: Set[str] = frozenset()) -> HeldState | None:
+def find_live_state(state: ControllerState, without: Set[str] = frozenset()) -> HeldState | None:
     """The live holdings that together have all of the state, also without some workers; None if
     none do."""
-    return next((held for held in state.holdings() if _covers(held, without)), None)
+    return next((held for held in state.live.holdings() if _covers(held, without)), None)
 
 
 def _covers(held: HeldState, without: Set[str]) -> bool:
@@ -71,10 +72,10 @@ def _covers(held: HeldState, without: Set[str]) -> bool:
     return uncovered(any_state(layout), layout, ranks) is None
 
 
-def _out_of_snapshots(state: CoreState, choice: SourceChoice) -> StateSource:
+def _out_of_snapshots(state: ControllerState, choice: SourceChoice) -> StateSource:
     """The source that combines snapshots with live parts; no snapshot of a live part is read."""
     generation = choice.holdings[0].generation
-    [old] = [s.assignment for s in state.snapshot_sets if s.assignment.generation == generation]
+    [old] = [s.assignment for s in state.snapshots.sets if s.assignment.generation == generation]
     member = {
         holding: old.members[old.layout.world_rank(holding.coordinates)]
         for holding in choice.holdings
@@ -82,7 +83,7 @@ def _out_of_snapshots(state: CoreState, choice: SourceChoice) -> StateSource:
     alive = frozenset(member[h] for h in choice.holdings if h.tier is Tier.LIVE)
     snapshots: dict[str, list[str]] = {}
     remade: dict[str, Keepings] = {}
-    recovered = bring_back(state.slots, state.parities)
+    recovered = bring_back(state.snapshots.slots, state.snapshots.parities)
     for holding in choice.holdings:
         worker = member[holding]
         if worker in alive:
@@ -118,30 +119,30 @@ def bring_back(
     return rebuilt
 
 
-def _live_holdings(state: CoreState) -> Iterator[Holding]:
+def _live_holdings(state: ControllerState) -> Iterator[Holding]:
     """The parts of live workers, even if these do not cover the state alone."""
-    for held in state.holdings():
+    for held in state.live.holdings():
         for rank, worker in enumerate(held.assignment.members):
             if worker in held.holders:
                 step = state.committed_step
                 yield _holding(state, held.assignment, rank, worker, Tier.LIVE, step)
 
 
-def _snapshot_holdings(state: CoreState) -> Iterator[Holding]:
+def _snapshot_holdings(state: ControllerState) -> Iterator[Holding]:
     """The snapshots of this lineage that servers have reported, or that can be rebuilt from parity.
 
     If a snapshot of a step exists, that step has committed, even if the controller does not know of
     it.
     """
     snapshot_sets = {
-        snapshot_set.assignment.generation: snapshot_set for snapshot_set in state.snapshot_sets
+        snapshot_set.assignment.generation: snapshot_set for snapshot_set in state.snapshots.sets
     }
     ranks = {
         generation: {worker: rank for rank, worker in enumerate(snapshot_set.assignment.members)}
         for generation, snapshot_set in snapshot_sets.items()
     }
-    recovered = {PARITY: tuple(bring_back(state.slots, state.parities))}
-    for holder, slots in (*sorted(state.slots.items()), *recovered.items()):
+    recovered = {PARITY: tuple(bring_back(state.snapshots.slots, state.snapshots.parities))}
+    for holder, slots in (*sorted(state.snapshots.slots.items()), *recovered.items()):
         for slot in slots:
             rank = ranks.get(slot.generation, {}).get(slot.worker)
             if rank is None:
@@ -154,15 +155,20 @@ def _snapshot_holdings(state: CoreState) -> Iterator[Holding]:
 
 
 def _holding(
-    state: CoreState, assignment: Assignment, world_rank: int, holder: str, tier: Tier, step: int
+    state: ControllerState,
+    assignment: Assignment,
+    world_rank: int,
+    holder: str,
+    tier: Tier,
+    step: int,
 ) -> Holding:
     generation, layout = assignment.generation, assignment.layout
     coordinates = layout.coordinates(world_rank)
     return Holding(holder, tier, state.lineage, step, generation, layout, coordinates)
 
 
-def _checkpoint_holdings(state: CoreState) -> Iterator[Holding]:
+def _checkpoint_holdings(state: ControllerState) -> Iterator[Holding]:
     """The initial state and the saved checkpoints."""
     yield Holding("anybody", Tier.INITIAL, 0, INITIAL_STEP, 0)
-    for saved in state.saved:
+    for saved in state.checkpoints.saved:
         yield Holding(saved.path, Tier.CHECKPOINT, state.lineage, saved.step, saved.generation)

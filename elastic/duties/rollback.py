@@ -10,26 +10,27 @@ from __future__ import annotations
 
 from elastic.duties.uploads import break_uploads
 from elastic.geometry.sample_order import batch_number
-from elastic.protocol.controller_state import CoreState, Rollback, VoidedCheckpoints
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import Rollback, VoidedCheckpoints
 from elastic.protocol.events import Saved
 from elastic.reshard.snapshot_placement import Placement
 
 
-def order_rollback(state: CoreState, limit: int, cause: str, through: int = 0) -> bool:
+def order_rollback(state: ControllerState, limit: int, cause: str, through: int = 0) -> bool:
     """Roll back to `limit` or before at the next step boundary; return False if rollbacks happened
     too often without progress."""
-    if state.committed_step > state.rolled_back_from + state.policy.spike_window:
-        state.num_rollbacks = 0
-    state.num_rollbacks += 1
-    if state.num_rollbacks > state.policy.max_rollbacks:
+    if state.committed_step > state.rollbacks.from_step + state.policy.spike_window:
+        state.rollbacks.number = 0
+    state.rollbacks.number += 1
+    if state.rollbacks.number > state.policy.max_rollbacks:
         return False
-    state.rolled_back_from = max(state.rolled_back_from, state.committed_step)
-    state.rollback = Rollback(limit, cause, through)
+    state.rollbacks.from_step = max(state.rollbacks.from_step, state.committed_step)
+    state.rollbacks.request = Rollback(limit, cause, through)
     distrust(state, limit)
     return True
 
 
-def rollback_obstacle(state: CoreState, limit: int) -> str:
+def rollback_obstacle(state: ControllerState, limit: int) -> str:
     """Why the run cannot roll back to this step or before; empty if it can.
 
     A long run does not lose all of its work, and what snapshot servers hold is unknown until they
@@ -41,40 +42,45 @@ def rollback_obstacle(state: CoreState, limit: int) -> str:
     return f"there is no checkpoint of step {limit} or before to go back to: set checkpoint_every"
 
 
-def distrust(state: CoreState, limit: int) -> None:
+def distrust(state: ControllerState, limit: int) -> None:
     """Void everything saved or kept of steps beyond `limit`, also what is still being saved."""
-    for snapshot_set in state.snapshot_sets:
+    for snapshot_set in state.snapshots.sets:
         snapshot_set.newest_step = (
             limit if snapshot_set.newest_step is None else min(limit, snapshot_set.newest_step)
         )
-    state.snapshot_placement = Placement()
-    implied = (void for void in state.voided if void.step < limit)  # by the new one
-    state.voided = (*implied, VoidedCheckpoints(limit, state.generation + 1))
-    state.stale_checkpoints += [
-        (saved.step, saved.generation) for saved in state.saved if saved.step > limit
+    state.snapshots.placement = Placement()
+    implied = (void for void in state.checkpoints.voided if void.step < limit)  # by the new one
+    state.checkpoints.voided = (*implied, VoidedCheckpoints(limit, state.generation + 1))
+    state.checkpoints.stale += [
+        (saved.step, saved.generation) for saved in state.checkpoints.saved if saved.step > limit
     ]
-    state.saved = saved_up_to(state, limit)
+    state.checkpoints.saved = saved_up_to(state, limit)
     break_uploads(state, lambda upload: upload.step > limit)
 
 
-def saved_up_to(state: CoreState, limit: int) -> list[Saved]:
+def saved_up_to(state: ControllerState, limit: int) -> list[Saved]:
     """The known checkpoints of steps up to `limit`, the newest last."""
-    return [saved for saved in state.saved if saved.step <= limit]
+    return [saved for saved in state.checkpoints.saved if saved.step <= limit]
 
 
-def discard_live_state(state: CoreState) -> None:
+def discard_live_state(state: ControllerState) -> None:
     """Drop the live holdings that a rollback undoes. A run that ends instead keeps them."""
-    if state.rollback and state.ending and state.held:
-        state.rollback = None
-    elif state.rollback:
-        state.held, state.also_held = None, []
+    if state.rollbacks.request and state.ending and state.live.held:
+        state.rollbacks.request = None
+    elif state.rollbacks.request:
+        state.live.held, state.live.also_held = None, []
 
 
-def skipped_batches_after(state: CoreState, step: int) -> tuple[int, ...]:
+def skipped_batches_after(state: ControllerState, step: int) -> tuple[int, ...]:
     """Which batches are skipped once the rollback has reached a step."""
-    if state.rollback is None:
-        return state.skipped_batches
-    steps = range(step + 1, state.rollback.through + 1)
+    if state.rollbacks.request is None:
+        return state.rollbacks.skipped_batches
+    steps = range(step + 1, state.rollbacks.request.through + 1)
     return tuple(
-        sorted({*state.skipped_batches, *(batch_number(s, state.skipped_batches) for s in steps)})
+        sorted(
+            {
+                *state.rollbacks.skipped_batches,
+                *(batch_number(s, state.rollbacks.skipped_batches) for s in steps),
+            }
+        )
     )

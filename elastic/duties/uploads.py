@@ -12,14 +12,15 @@ from math import inf
 
 from elastic.geometry.assignment import Assignment
 from elastic.protocol.commands import Command, StopWorker, Warned
-from elastic.protocol.controller_state import CoreState, Upload
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import Upload
 
 PATIENCE_FACTOR = 4.0
 """A part is late after this many times the longest recent write."""
 
 
 def open_upload(
-    state: CoreState,
+    state: ControllerState,
     now: float,
     generation: int,
     step: int,
@@ -29,54 +30,54 @@ def open_upload(
     """Expect the parts of a checkpoint from these workers."""
     deadline = now + write_patience_s(state)
     upload = Upload(step, generation, set(writers), assignment, now, deadline)
-    state.uploads.setdefault(upload_key(generation, step), upload)
+    state.checkpoints.uploads.setdefault(upload_key(generation, step), upload)
 
 
-def note_part(state: CoreState, worker: str) -> None:
+def note_part(state: ControllerState, worker: str) -> None:
     """A part has been written, or its write has failed: this worker does not hang."""
-    if worker not in state.late_writers:
+    if worker not in state.checkpoints.late_writers:
         return
-    state.late_writers.discard(worker)
-    drain = state.node_drains.get(state.worker_records[worker].node)
+    state.checkpoints.late_writers.discard(worker)
+    drain = state.membership.node_drains.get(state.membership.records[worker].node)
     if drain:
         drain.draining_workers.add(worker)
     else:
-        state.draining.discard(worker)
+        state.membership.draining.discard(worker)
 
 
-def break_upload(state: CoreState, generation: int, step: int) -> bool:
+def break_upload(state: ControllerState, generation: int, step: int) -> bool:
     """Break one upload; return whether it was open."""
     key = upload_key(generation, step)
-    if key not in state.uploads:
+    if key not in state.checkpoints.uploads:
         return False
-    broken = state.uploads[key]
+    broken = state.checkpoints.uploads[key]
     break_uploads(state, lambda upload: upload is broken)
     return True
 
 
 def break_uploads(
-    state: CoreState, selects: Callable[[Upload], bool] = lambda upload: True
+    state: ControllerState, selects: Callable[[Upload], bool] = lambda upload: True
 ) -> list[Upload]:
     """Break the selected uploads; their files are removed with the next removal of checkpoints."""
-    broken = {key: upload for key, upload in state.uploads.items() if selects(upload)}
+    broken = {key: upload for key, upload in state.checkpoints.uploads.items() if selects(upload)}
     for key, upload in broken.items():
-        del state.uploads[key]
-        state.stale_checkpoints.append((upload.step, upload.generation))
+        del state.checkpoints.uploads[key]
+        state.checkpoints.stale.append((upload.step, upload.generation))
     return list(broken.values())
 
 
-def upload_deadline(state: CoreState) -> float:
+def upload_deadline(state: ControllerState) -> float:
     """When the next upload is late, if no other deadline ends the wait for it."""
     if state.ending:
         return inf
-    return min((upload.deadline for upload in state.uploads.values()), default=inf)
+    return min((upload.deadline for upload in state.checkpoints.uploads.values()), default=inf)
 
 
-def handle_late_uploads(state: CoreState, now: float) -> list[Command]:
+def handle_late_uploads(state: ControllerState, now: float) -> list[Command]:
     """Act on each late upload, and check it again after the same time."""
     if now < upload_deadline(state):
         return []
-    late = [upload for upload in state.uploads.values() if now >= upload.deadline]
+    late = [upload for upload in state.checkpoints.uploads.values() if now >= upload.deadline]
     commands: list[Command] = []
     for upload in late:
         upload.deadline = now + write_patience_s(state)
@@ -88,28 +89,28 @@ def handle_late_uploads(state: CoreState, now: float) -> list[Command]:
     return commands
 
 
-def _handle_late_parts(state: CoreState, now: float, upload: Upload) -> list[Command]:
+def _handle_late_parts(state: ControllerState, now: float, upload: Upload) -> list[Command]:
     """Repeat the upload, warn, or replace the writers: the latest vote says whether any member
     still writes. Without such a vote a worker may just be slow."""
-    vote = state.last_vote
+    vote = state.steps.last_vote
     if vote is None or vote.step <= upload.step:
         return []
-    members = set(state.members())
+    members = set(state.live.members())
     if not vote.num_writing and upload.pending <= members:
         problem = f"is repeated: the reports of {_names(state, upload)} were lost"
         warning = _warned(state, now, upload, problem)
         break_uploads(state, lambda other: other is upload)
-        state.checkpoint_costs.forget()
-        state.want_save(now)
+        state.checkpoints.costs.forget()
+        state.checkpoints.want_save(now)
         return [warning]
     if not upload.files:
         problem = "has no part yet: the storage does not answer; training continues without it"
         return [_warned(state, now, upload, problem)]
     problem = f"is incomplete: {_names(state, upload)} did not finish writing and is replaced"
-    holders = set[str]().union(*(held.holders for held in state.holdings()))
-    newly_late = upload.pending - state.draining
-    state.draining |= newly_late
-    state.late_writers |= newly_late & (members | holders)
+    holders = set[str]().union(*(held.holders for held in state.live.holdings()))
+    newly_late = upload.pending - state.membership.draining
+    state.membership.draining |= newly_late
+    state.checkpoints.late_writers |= newly_late & (members | holders)
     idle = sorted(newly_late - members - holders)
     cause = "it did not write its part in time"
     return [_warned(state, now, upload, problem), *(StopWorker(worker, cause) for worker in idle)]
@@ -120,21 +121,21 @@ def upload_key(generation: int, step: int) -> str:
     return f"{generation}:{step}"
 
 
-def write_patience_s(state: CoreState) -> float:
+def write_patience_s(state: ControllerState) -> float:
     """How long the parts of a checkpoint may take before missing ones are late."""
-    longest_s = max(state.checkpoint_costs.writes_s, default=0.0)
+    longest_s = max(state.checkpoints.costs.writes_s, default=0.0)
     return max(state.policy.save_timeout_s, PATIENCE_FACTOR * longest_s)
 
 
-def _names(state: CoreState, upload: Upload) -> str:
+def _names(state: ControllerState, upload: Upload) -> str:
     """Up to four pending writers with their nodes, and the number of the others."""
     writers = [
-        f"{worker} on {state.worker_records[worker].node}" for worker in sorted(upload.pending)
+        f"{worker} on {state.membership.records[worker].node}" for worker in sorted(upload.pending)
     ]
     rest = f" and {len(writers) - 4} more" if len(writers) > 4 else ""
     return ", ".join(writers[:4]) + rest
 
 
-def _warned(state: CoreState, now: float, upload: Upload, problem: str) -> Warned:
+def _warned(state: ControllerState, now: float, upload: Upload, problem: str) -> Warned:
     text = f"after {now - upload.since:.0f} s the checkpoint of step {upload.step} {problem}"
     return Warned(state.generation, state.committed_step, "checkpoint", text)

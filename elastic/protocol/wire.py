@@ -12,7 +12,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from elastic.geometry.errors import ElasticError
 from elastic.protocol.commands import Command
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StepCommitted
 from elastic.protocol.pending_commands import Unfinished
 from elastic.protocol.votes import StepRecord, Vote
@@ -48,6 +48,8 @@ def encode(value: Any, is_sparse: bool = False) -> Any:
             item = getattr(value, name)
             if name not in defaults or item != defaults[name]:
                 body[name] = encode(item, is_sparse)
+                if is_sparse and is_dataclass(_hints(type(value))[name]):
+                    del body[name]["is"]  # the field's type says it
         return body
     if isinstance(value, set | frozenset):
         return sorted(value)
@@ -81,12 +83,12 @@ def decode(kind: Any, value: Any) -> Any:
     return value
 
 
-def event_line(now: float, event: Event, state: CoreState) -> dict[str, Any]:
+def event_line(now: float, event: Event, state: ControllerState) -> dict[str, Any]:
     """An event as one journal line."""
     return _line(now, "event", event, state)
 
 
-def command_line(now: float, command: Command, state: CoreState) -> dict[str, Any]:
+def command_line(now: float, command: Command, state: ControllerState) -> dict[str, Any]:
     """A command as one journal line."""
     return _line(now, "command", command, state)
 
@@ -121,7 +123,7 @@ def steps_in(line: Mapping[str, Any]) -> Iterator[tuple[float, int, int, float]]
 
 def state_line(
     now: float,
-    state: CoreState,
+    state: ControllerState,
     unfinished: Unfinished | None = None,
     lacking: Iterable[dict[str, Any]] = (),
     compute_s: tuple[float, ...] = (),
@@ -136,7 +138,7 @@ def state_line(
         "time": now,
         "generation": state.generation,
         "step": state.committed_step,
-        "CoreState": encode(state, is_sparse=True),
+        "ControllerState": encode(state, is_sparse=True),
         "unfinished": encode(unfinished or Unfinished(), is_sparse=True),
         "lacking": list(lacking),
         "compute_s": list(compute_s),
@@ -177,14 +179,14 @@ def lacking_of(line: dict[str, Any]) -> list[StepRecord]:
     return [decode(StepRecord, row) for row in line["lacking"]]
 
 
-def replayed(line: dict[str, Any]) -> Event | CoreState | None:
+def replayed(line: dict[str, Any]) -> Event | ControllerState | None:
     """The event or full state of a journal line; None for a line that a replay ignores.
 
     Raises `UnreadableJournal` if the line has another format or an unknown event.
     """
     _check_format(line)
-    if "CoreState" in line:
-        state: CoreState = decode(CoreState, line["CoreState"])
+    if "ControllerState" in line:
+        state: ControllerState = decode(ControllerState, line["ControllerState"])
         return state
     if "event" not in line:
         return None
@@ -207,7 +209,7 @@ def _values(value: StepRecord | Vote) -> list[Any]:
     return [encode(getattr(value, field.name)) for field in fields(value)]
 
 
-def _line(now: float, role: str, value: Event | Command, state: CoreState) -> dict[str, Any]:
+def _line(now: float, role: str, value: Event | Command, state: ControllerState) -> dict[str, Any]:
     body = encode(value)
     head = {"time": now, role: body.pop("is"), "generation": state.generation}
     return {**head, **body, "format": FORMAT}

@@ -18,7 +18,7 @@ from typing import Any
 from elastic.controller.stragglers import shortened
 from elastic.duties.snapshots import has_snapshots
 from elastic.protocol.commands import Command, RecordStep, Resume
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed, Event, Progressed, Quiesced, StepCommitted
 from elastic.protocol.pending_commands import Unfinished
 from elastic.protocol.phases import Aborting, Forming, Resharding
@@ -76,7 +76,9 @@ class JournalWriter:
         self._snapshot_generation = 0
         """The newest generation of which a step with whole snapshots is written."""
 
-    def before(self, event: Event, state: CoreState, num_waiting: int = 0) -> list[JournalLine]:
+    def before(
+        self, event: Event, state: ControllerState, num_waiting: int = 0
+    ) -> list[JournalLine]:
         """The lines that must precede `event`, which the core has not handled yet.
 
         `num_waiting` is how many of the newest lines of metrics storage has not taken.
@@ -90,7 +92,7 @@ class JournalWriter:
         now: float,
         event: Event,
         commands: Sequence[Command],
-        state: CoreState,
+        state: ControllerState,
         num_waiting: int = 0,
     ) -> list[JournalLine]:
         """The lines of an event and its commands, which have not been carried out yet."""
@@ -138,10 +140,10 @@ class JournalWriter:
         if isinstance(event, StepCommitted):
             self._held_bytes += STEP_BYTES
         else:
-            line = event_line(now, event, CoreState(generation=event.generation))
+            line = event_line(now, event, ControllerState(generation=event.generation))
             self._held_bytes += len(json.dumps(line))
 
-    def _is_first(self, event: Event, state: CoreState) -> bool:
+    def _is_first(self, event: Event, state: ControllerState) -> bool:
         """Whether a step is written at once: the first of a generation, and the first with whole
         snapshots. So readers see when training begins and when the state is protected."""
         if not isinstance(event, StepCommitted):
@@ -149,23 +151,25 @@ class JournalWriter:
         is_first_placement = event.generation > self._snapshot_generation and has_snapshots(state)
         return event.generation > self._generation or is_first_placement
 
-    def full_state(self, now: float, state: CoreState, num_waiting: int = 0) -> JournalLine:
+    def full_state(self, now: float, state: ControllerState, num_waiting: int = 0) -> JournalLine:
         """The full state, whether or not it is due."""
         self._now = max(now, self._now)
         return self._full(state, num_waiting)
 
-    def due(self, now: float, state: CoreState, num_waiting: int = 0) -> list[JournalLine]:
+    def due(self, now: float, state: ControllerState, num_waiting: int = 0) -> list[JournalLine]:
         """The lines to write now, after all commands have been carried out."""
         if self._held:
             is_due = len(self._held) >= MAX_HELD or now - self._held[0][0] >= HOLD_S
             return self._release(state, num_waiting) if is_due else []
         max_cost = max(MAX_REPLAYED, (self._state_bytes + num_waiting * RECORD_BYTES) // 100)
-        is_calm = not isinstance(state.phase, Forming | Resharding | Aborting) or state.catch_up
+        is_calm = (
+            not isinstance(state.phase, Forming | Resharding | Aborting) or state.steps.catch_up
+        )
         if self._num_events < max_cost or not is_calm:
             return []
         return [self._full(state, num_waiting)]
 
-    def _release(self, state: CoreState, num_waiting: int) -> list[JournalLine]:
+    def _release(self, state: ControllerState, num_waiting: int) -> list[JournalLine]:
         """The held events, in the form that takes fewer bytes."""
         full_bytes = self._state_bytes + num_waiting * RECORD_BYTES
         if self._held_bytes < full_bytes:
@@ -182,15 +186,15 @@ class JournalWriter:
                 steps.append((now, event))
                 continue
             lines += [steps_line(steps)] if steps else []
-            lines.append(event_line(now, event, CoreState(generation=event.generation)))
+            lines.append(event_line(now, event, ControllerState(generation=event.generation)))
             steps = []
         return lines + ([steps_line(steps)] if steps else [])
 
-    def _full(self, state: CoreState, num_records: int) -> JournalLine:
+    def _full(self, state: ControllerState, num_records: int) -> JournalLine:
         """The full state, with everything else that a replay from here on needs."""
         self._held, self._held_bytes = [], 0
         self._num_events = 0
-        self.unfinished.drop_ended(state.worker_records.keys())
+        self.unfinished.drop_ended(state.membership.records.keys())
         records = list(self._records)[-num_records:] if num_records else []
         unwritten_records = [asdict(command.record) for command in records]
         line = state_line(self._now, state, self.unfinished, unwritten_records, self._compute_s)

@@ -7,7 +7,7 @@ from typing import Any
 
 from elastic.controller.core import Core
 from elastic.protocol.commands import Command, RecordStep, Stopped
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event
 from elastic.protocol.pending_commands import Unfinished
 from elastic.protocol.wire import is_steps, lacking_of, replayed, steps_of, unfinished_of
@@ -39,7 +39,7 @@ class Replay:
             return
         replayed_line = replayed(line)
         self.now = max(self.now, line["time"])
-        if isinstance(replayed_line, CoreState):
+        if isinstance(replayed_line, ControllerState):
             self.core, self.unfinished = Core(replayed_line), unfinished_of(line)
             self.records.extend(map(RecordStep, lacking_of(line)))
             self._last_commands, self._num_command_lines, self.num_events = [], 0, 0
@@ -62,7 +62,7 @@ class Replay:
 
     def again(self) -> list[Command]:
         """The commands to repeat, in order; receivers that have carried them out ignore them."""
-        return self.unfinished.again(self.core.state.worker_records.keys())
+        return self.unfinished.again(self.core.state.membership.records.keys())
 
     def _step(self, now: float, event: Event) -> None:
         self.now = max(self.now, now)

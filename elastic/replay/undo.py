@@ -6,7 +6,7 @@ from copy import deepcopy
 
 from elastic.controller.core import Core
 from elastic.protocol.commands import Command
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event
 
 NUM_KEPT_EVENTS = 256
@@ -35,7 +35,7 @@ class UndoableCore:
             self._copy_state()
         return commands
 
-    def replace_state(self, state: CoreState) -> None:
+    def replace_state(self, state: ControllerState) -> None:
         """Continue from a state that did not result from events."""
         self._core.state = state
         self._copy_state()
@@ -44,7 +44,7 @@ class UndoableCore:
         self._base = deepcopy(self._core.state)
         self._events: list[tuple[float, Event]] = []
 
-    def _state_before(self) -> CoreState:
+    def _state_before(self) -> ControllerState:
         core = Core(deepcopy(self._base))
         for now, event in self._events:
             core.step(now, event)

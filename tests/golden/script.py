@@ -259,7 +259,7 @@ class Script:
 
     def _record(self, step: int) -> StepRecord:
         state = self._core.state
-        world_size = len(state.members())
+        world_size = len(state.live.members())
         return StepRecord(
             self._now, step, state.generation, world_size, 2.0, 64, 0.1, 1.0, 0.5, skipped=False
         )

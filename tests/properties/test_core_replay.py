@@ -20,7 +20,7 @@ from sim.simulation import simulate
 
 from elastic.controller.core import Core
 from elastic.protocol.commands import RecordStep
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.wire import command_line, encode, is_steps, replayed, steps_of
 from elastic.replay.replay import Replay
 
@@ -41,7 +41,7 @@ def commands_after(core: Core, lines: list[dict[str, Any]]) -> Iterator[dict[str
         entry = replayed(line)
         if entry is None:
             continue
-        if isinstance(entry, CoreState):
+        if isinstance(entry, ControllerState):
             core.state = entry
             continue
         commands = core.step(line["time"], entry)
@@ -82,7 +82,7 @@ def test_a_replay_yields_the_same_commands_and_the_same_state(
     final = encode(world.shell.core.state)
     assert encode(replay(texts).core.state) == final
     assert left_by(replay_newest(texts)) == left_by(replay(texts))
-    begins = [0, *(i for i, line in enumerate(lines) if "CoreState" in line)]
+    begins = [0, *(i for i, line in enumerate(lines) if "ControllerState" in line)]
     for begin in begins:
         core = Core(replayed(lines[begin])) if begin else Core()
         later = lines[begin + 1 :] if begin else lines
@@ -98,5 +98,5 @@ def test_a_journal_cut_anywhere_gives_the_state_of_that_moment() -> None:
     whole = Replay()
     for i, text in enumerate(texts):
         whole.take(json.loads(text))
-        if i % 5 == 0 or '"CoreState"' in text:
+        if i % 5 == 0 or '"ControllerState"' in text:
             assert left_by(replay_newest(texts[: i + 1])) == left_by(whole)

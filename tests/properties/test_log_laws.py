@@ -34,7 +34,7 @@ WHICH = st.sampled_from([0, 0, 0, 1, 2])
 RARELY = st.sampled_from([False, False, False, True])
 
 
-LINE = {"time": 0.0, "generation": 0, "filler": "CoreState"}
+LINE = {"time": 0.0, "generation": 0, "filler": "ControllerState"}
 """A line whose number compaction keeps, and after which it may compact."""
 SEGMENT_BYTES = 80
 

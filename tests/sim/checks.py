@@ -30,7 +30,7 @@ from elastic.protocol.commands import (
     RolledBack,
 )
 from elastic.protocol.commands import Stopped as RunStopped
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     Audited,
     ComputeTimed,
@@ -131,7 +131,7 @@ class Checks:
                 case RolledBack():
                     self._check_roll_back(command, state)
                 case DropCheckpoints():
-                    kept = {(saved.step, saved.generation) for saved in state.saved}
+                    kept = {(saved.step, saved.generation) for saved in state.checkpoints.saved}
                     assert kept.isdisjoint(command.dropped), "a checkpoint in use is dropped"
                 case QuerySnapshotServers():
                     self._kept.clear()
@@ -140,19 +140,23 @@ class Checks:
         self._check_roster(state)
         self._check_progress(now, state)
         self._check_stale(now, event, core)
-        self._target_layout = state.target_layout
+        self._target_layout = state.layouts.target
 
     def after_end(
         self,
         outcome: RunStopped,
-        state: CoreState,
+        state: ControllerState,
         records: Records,
         storage: Storage,
         read: dict[tuple[int, int], list[int]],
     ) -> None:
         """Check the end of the run: the saved lineage has each of the steps 1..n once, and its
         steps read all data from the beginning, except for skipped batches."""
-        valid = [saved for saved in storage.whole() if state.stands(saved.step, saved.generation)]
+        valid = [
+            saved
+            for saved in storage.whole()
+            if state.checkpoints.counts(saved.step, saved.generation)
+        ]
         newest, num_steps = next(reversed(valid), None), state.job.steps
         if newest is None or newest.step < outcome.step:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
@@ -165,41 +169,45 @@ class Checks:
         recorded = tuple(last[step + 1] for step in range(newest.step))
         assert recorded == saved, f"invariant 8: metrics say {recorded}, the state {saved}"
         batches = [read[generation, step] for step, generation in enumerate(recorded, start=1)]
-        rest = (number for number in count() if number not in state.skipped_batches)
+        rest = (number for number in count() if number not in state.rollbacks.skipped_batches)
         for batch, number in zip(batches, rest, strict=False):
             first = number * len(batch)
             assert batch == list(range(first, first + len(batch))), "invariant 5: other samples"
 
-    def _check_form(self, form: Form, state: CoreState) -> None:
+    def _check_form(self, form: Form, state: ControllerState) -> None:
         assert form.generation > self._generation, "invariant 6: a generation number is reused"
         self._generation = form.generation
         former, self._form = self._form, form
         check_mesh(form.assignment)
-        available = sorted(state.warm - state.draining)
+        available = sorted(state.membership.warm - state.membership.draining)
         self._check_nodes(form, former, state)
         assert set(form.assignment.members) <= set(available), "a rank for a missing worker"
-        memories = [m for w in available if (m := state.worker_records[w].memory_bytes) is not None]
+        memories = [
+            m for w in available if (m := state.membership.records[w].memory_bytes) is not None
+        ]
         shuffled = self._random.sample(available, len(available))
         reassigned = assign(
             form.plan.old,
             shuffled,
             generation=form.generation,
-            target_layout=state.target_layout,
-            topology={w: state.worker_records[w].place for w in shuffled},
+            target_layout=state.layouts.target,
+            topology={w: state.membership.records[w].place for w in shuffled},
             job=state.job,
             memory_bytes=min(memories, default=None),
         )
         assert reassigned == form.assignment, "invariant 2: arrival order matters"
 
-    def _check_nodes(self, form: Form, former: Form | None, state: CoreState) -> None:
+    def _check_nodes(self, form: Form, former: Form | None, state: ControllerState) -> None:
         """No worker gets a rank on a quarantined node while there are enough others. A worker of an
         aborted forming may hold a part of the state, and stays."""
         before = set(former.assignment.members if former else ())
         before |= {*(form.plan.old.members if form.plan.old else ()), *self._members}
         quarantined = {
-            w for w in state.warm if state.worker_records[w].node in state.quarantined
+            w
+            for w in state.membership.warm
+            if state.membership.records[w].node in state.quarantine.until
         } - before
-        num_others = len(state.warm - state.draining - quarantined)
+        num_others = len(state.membership.warm - state.membership.draining - quarantined)
         if num_others >= state.policy.min_workers:
             assert quarantined.isdisjoint(form.assignment.members), "a rank on a quarantined node"
 
@@ -212,20 +220,20 @@ class Checks:
         assert everyone <= self._ready, "invariant 7: resumed before all state was there"
 
     def _check_answer(
-        self, event: LayoutRequested, commands: list[Command], state: CoreState
+        self, event: LayoutRequested, commands: list[Command], state: ControllerState
     ) -> None:
         """Each layout request is answered once; a refused one changes nothing, an accepted one
         applies."""
         [answer] = [command for command in commands if isinstance(command, LayoutAnswered)]
         assert answer.request == event.request
         if answer.refusal:
-            assert self._target_layout == state.target_layout, "refused, and yet adopted"
+            assert self._target_layout == state.layouts.target, "refused, and yet adopted"
             assert not any(isinstance(command, Form | Pause) for command in commands)
         else:
-            assert state.target_layout == replace(
+            assert state.layouts.target == replace(
                 event.target_layout, max_workers=state.policy.max_workers
             )
-            assert not (isinstance(state.phase, Running) and state.former_target), "put off"
+            assert not (isinstance(state.phase, Running) and state.layouts.former), "put off"
 
     def _check_record(self, command: RecordStep) -> None:
         step = command.record.step
@@ -233,20 +241,20 @@ class Checks:
         self._recorded_step = step
         self._generation_of[step] = command.record.generation
 
-    def _check_roll_back(self, command: RolledBack, state: CoreState) -> None:
+    def _check_roll_back(self, command: RolledBack, state: ControllerState) -> None:
         """The recovery rule: never to a step older than one that live workers and snapshot servers
         together cover. Snapshots of void steps do not count."""
         assert command.step < command.from_step
         self._recorded_step = command.step
         if command.cause:  # the rollback undoes the live state
-            assert command.step <= state.voided[-1].step, "not far enough back"
+            assert command.step <= state.checkpoints.voided[-1].step, "not far enough back"
             assert bool(command.skipped_batches) == ("spiked" in command.cause)
             self._has_rolled_back = True
             self._generation_of = {
                 s: g for s, g in self._generation_of.items() if s <= command.step
             }
             return
-        live_parts = self._parts(state.warm)
+        live_parts = self._parts(state.membership.warm)
         if self._has_rolled_back:  # standby workers may still hold undone steps
             live_parts = [
                 (w, part) for w, part in live_parts if self._stands(part, command.from_step)
@@ -287,17 +295,19 @@ class Checks:
         recorded = tuple(self._generation_of.get(step + 1) for step in range(part.lineage.step))
         return part.lineage.step <= newest_step and part.lineage.generations == recorded
 
-    def _check_roster(self, state: CoreState) -> None:
+    def _check_roster(self, state: ControllerState) -> None:
         """The core waits only for workers that exist (invariant 9)."""
-        assert state.warm <= state.worker_records.keys()
-        assert state.draining <= state.worker_records.keys()
-        assert all(held.holders <= state.warm for held in state.holdings())
+        assert state.membership.warm <= state.membership.records.keys()
+        assert state.membership.draining <= state.membership.records.keys()
+        assert all(held.holders <= state.membership.warm for held in state.live.holdings())
         if isinstance(state.phase, Forming | Resharding | Pausing | Aborting):
-            assert state.phase.pending <= state.warm, f"waits for a dead worker: {state.phase}"
-        for upload in state.uploads.values():
-            assert upload.pending <= state.warm, f"waits for a dead worker: {upload}"
+            assert state.phase.pending <= state.membership.warm, (
+                f"waits for a dead worker: {state.phase}"
+            )
+        for upload in state.checkpoints.uploads.values():
+            assert upload.pending <= state.membership.warm, f"waits for a dead worker: {upload}"
 
-    def _check_progress(self, now: float, state: CoreState) -> None:
+    def _check_progress(self, now: float, state: ControllerState) -> None:
         phase = state.phase
         trains = isinstance(phase, Running) and phase.num_commits > 0
         if trains or isinstance(phase, Waiting | Ended):

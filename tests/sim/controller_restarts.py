@@ -10,7 +10,7 @@ from sim.world import World
 
 from elastic.protocol.commands import StartSnapshotServer, StartStore
 from elastic.protocol.controller_events import ControllerRestarted
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     SnapshotServerLost,
     SnapshotServerReady,
@@ -56,9 +56,11 @@ def _come_back(world: World) -> None:
         world.shell.outcome = before.stopped
         world.shell.close()
         return
-    worker_records = {name: name in state.warm for name in sorted(state.worker_records)}
+    worker_records = {
+        name: name in state.membership.warm for name in sorted(state.membership.records)
+    }
     quarantined = {
-        name: worker_record.quarantined for name, worker_record in state.worker_records.items()
+        name: worker_record.quarantined for name, worker_record in state.membership.records.items()
     }
     committed_step = state.committed_step
     world.shell.post(ControllerRestarted(world.incarnation, before.now))
@@ -80,22 +82,22 @@ def _deliver_late(world: World) -> None:
         world.timeline.after(delay_s, arrive)
 
 
-def _find_store(world: World, state: CoreState) -> None:
+def _find_store(world: World, state: ControllerState) -> None:
     if world.around.store_port:
         world.shell.post(StoreReady("host", world.around.store_port))
-    elif state.store_port:
+    elif state.store.port:
         world.shell.post(StoreLost(GONE))
     else:
         world.carry_out(StartStore())
 
 
-def _find_snapshot_servers(world: World, state: CoreState) -> None:
-    for node in sorted(state.snapshot_servers.keys() | state.starting_snapshot_servers):
+def _find_snapshot_servers(world: World, state: ControllerState) -> None:
+    for node in sorted(state.snapshots.servers.keys() | state.snapshots.starting):
         if node in world.around.snapshot_servers:
             world.shell.post(
                 SnapshotServerReady(world.around.snapshot_servers[node].snapshot_server)
             )
-        elif node in state.snapshot_servers:
+        elif node in state.snapshots.servers:
             world.shell.post(SnapshotServerLost(node, GONE))
         else:
             world.carry_out(StartSnapshotServer(node))

@@ -120,7 +120,7 @@ def _drain_in_vain(world: World, worker: SimWorker) -> None:
 
 
 def _take_left_node(world: World, node: str) -> None:
-    members = set(world.shell.core.state.members())
+    members = set(world.shell.core.state.live.members())
     late = [w.name for w in world.workers.values() if w.node == node and w.name in members]
     assert not late, f"{late} still train on {node} at its announced end"
     _take_node(world, node)

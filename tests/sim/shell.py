@@ -176,7 +176,7 @@ def replay(lines: Iterable[str]) -> Replay:
 
 def replay_newest(lines: list[str]) -> Replay:
     """Replay from the newest full state on, as `actors/controller/journal.py` does."""
-    begins = [index for index, text in enumerate(lines) if '"CoreState"' in text]
+    begins = [index for index, text in enumerate(lines) if '"ControllerState"' in text]
     return replay(lines[begins[-1] if begins else 0 :])
 
 

@@ -13,7 +13,9 @@ from elastic.controller.core import Core
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.protocol.commands import PublishCheckpoint, RecordStep, Resume, RolledBack
-from elastic.protocol.controller_state import CoreState, WorkerRecord
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import WorkerRecord
+from elastic.protocol.duty_state import MembershipDuty
 from elastic.protocol.events import StateReady, Woke
 from elastic.protocol.votes import StepRecord
 
@@ -92,8 +94,14 @@ def test_a_wrong_command_is_detected(
     command: RecordStep | Resume | RolledBack, complaint: str
 ) -> None:
     held = [(name, part_of(name, 1, 1)) for name in TWO_SHARDS.members]
-    core = Core(CoreState(worker_records={name: WorkerRecord(0.0) for name in TWO_SHARDS.members}))
-    core.state.warm.update(TWO_SHARDS.members)
+    core = Core(
+        ControllerState(
+            membership=MembershipDuty(
+                records={name: WorkerRecord(0.0) for name in TWO_SHARDS.members}
+            )
+        )
+    )
+    core.state.membership.warm.update(TWO_SHARDS.members)
     checks = Checks(Random(0), 10.0, lambda names: held, lambda node: [])
     for name in TWO_SHARDS.members:
         checks.after(0.0, StateReady(name, 1, 0, 0, 0.0, 1, 1, 2), [], core)

@@ -79,13 +79,13 @@ def test_ten_thousand_workers_start_and_lose_one_within_4_s() -> None:
     crowd.handle(StoreReady("host", 1))
     state = crowd.core.state
     assert isinstance(state.phase, Running)
-    before = state.members()
+    before = state.live.members()
     assert len(before) == NUM_WORKERS // 32 * 32
 
     crowd.handle(WorkerLost(before[1234], "killed"))
     assert isinstance(state.phase, Running)
     assert (state.generation, state.committed_step) == (2, 2)
-    after = state.members()
+    after = state.live.members()
     assert before[1234] not in after
     assert len(after) == len(before)
     moved = sum(old != new for old, new in zip(before, after, strict=True))

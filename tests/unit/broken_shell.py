@@ -38,7 +38,7 @@ from elastic.protocol.controller_events import (
     WorkerAnswered,
     WorkersStalled,
 )
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     Audited,
     CheckpointDamaged,
@@ -144,7 +144,7 @@ class BrokenCore(Core):
         if type(event).__name__ == self.kind and self.num_left:
             self.num_left -= 1
             self.state.committed_step += 1000
-            self.state.worker_records.clear()
+            self.state.membership.records.clear()
             raise Broken(f"at {self.kind}")
         return commands
 
@@ -224,10 +224,10 @@ class Crew:
         self.shell.break_at("newest generation")
         return 0
 
-    def attach(self, state: CoreState) -> None:
+    def attach(self, state: ControllerState) -> None:
         """They have trained on."""
         self.shell.break_at("attaching")
-        self._begin(state.members(), state.generation, state.committed_step)
+        self._begin(state.live.members(), state.generation, state.committed_step)
 
     def clear_away(self) -> None:
         self.shell.break_at("clearing away")

@@ -14,7 +14,9 @@ from elastic.controller.audit import compare
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.controller_state import CoreState, VoidedCheckpoints
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import VoidedCheckpoints
+from elastic.protocol.duty_state import CheckpointDuty
 from elastic.protocol.events import RunOpened, Saved
 from elastic.protocol.policy import Policy
 
@@ -94,10 +96,10 @@ def test_checkpoints_that_a_rewind_has_voided_are_passed_over_and_removed() -> N
         (VoidedCheckpoints(5, 2), VoidedCheckpoints(9, 4)),
         (VoidedCheckpoints(3, 4),),
     ):
-        core = Core(CoreState(voided=voided))
+        core = Core(ControllerState(checkpoints=CheckpointDuty(voided=voided)))
         core.step(0.0, RunOpened(1, Policy(), TargetLayout(), Job(8, steps=99), saved))
-        found.append([one.step for one in core.state.saved])
+        found.append([one.step for one in core.state.checkpoints.saved])
         assert {one.step for one in saved} - set(found[-1]) == {
-            step for step, _ in core.state.stale_checkpoints
+            step for step, _ in core.state.checkpoints.stale
         }
     assert found == [[4, 8, 12], [4], [4, 12], [4], []]

@@ -52,7 +52,7 @@ def test_only_a_death_without_silence_is_held_against_its_samples(is_silent: boo
         for worker in ("w0", "w1"):
             core.step(9.1, Quiesced(worker, 1, 1))
     core.step(9.2, WorkerLost("w2", "killed"))
-    assert (core.state.fatal_step == 2 and bool(core.state.fatal)) != is_silent
+    assert (core.state.poison.fatal_step == 2 and bool(core.state.poison.fatal)) != is_silent
 
 
 def test_silence_in_an_earlier_generation_is_forgotten() -> None:
@@ -67,4 +67,4 @@ def test_silence_in_an_earlier_generation_is_forgotten() -> None:
         WorkerLost("w2", "killed"),
     ):
         core.step(9.2, event)
-    assert core.state.fatal
+    assert core.state.poison.fatal

@@ -126,7 +126,7 @@ def training(policy: Policy = AUTO, core: Core | None = None) -> Core:
     job = Job(8, steps=10**6)
     generation = core.state.generation + 1
     step(core, 0.0, RunOpened(1, policy, TargetLayout.parse("dp=2", 2), job), StoreReady("host", 1))
-    names = sorted(core.state.worker_records)
+    names = sorted(core.state.membership.records)
     step(core, 0.0, *(WorkerReady(name, f"node-{name}", 1) for name in names))
     step(core, 0.0, *(GroupFormed(name, generation) for name in names))
     step(core, 0.0, *(StateReady(n, generation, 0, 0, 0.0, 1, 1, 2) for n in names))
@@ -140,14 +140,14 @@ def wishes(commands: list[Command]) -> list[RequestCheckpoint]:
 
 def test_a_run_saves_by_itself_after_the_first_interval() -> None:
     core = training()
-    first = core.state.save_at
+    first = core.state.checkpoints.save_at
     assert first is not None and 400.0 < first < 420.0
     assert not wishes(step(core, first - 1.0, committed(2)))
     assert wishes(step(core, first, Woke()))
     step(core, first + 1.0, committed(3, num_save_requests=2))
     file = PartFile("part", 1, 0)
     step(core, first + 2.0, *(PartWritten(w, 1, 3, file) for w in WORKERS))
-    assert core.state.save_at == pytest.approx(2 * first + 1.0, abs=2.0)
+    assert core.state.checkpoints.save_at == pytest.approx(2 * first + 1.0, abs=2.0)
 
 
 @pytest.mark.parametrize("notice", [NodeDraining("node-w1", 500.0), NodeAtRisk("node-w1", "spot")])
@@ -160,28 +160,28 @@ def test_a_notice_saves_at_once_unless_checkpoints_are_off(
 ) -> None:
     core = training(policy)
     step(core, 5.0, notice)
-    assert (core.state.save_at == 5.0) == is_saving
+    assert (core.state.checkpoints.save_at == 5.0) == is_saving
 
 
 def test_a_checkpoint_that_breaks_with_a_worker_is_made_again_at_once() -> None:
     """Not a whole interval later: with frequent losses there would never be one."""
     core = training()
-    first = core.state.save_at
+    first = core.state.checkpoints.save_at
     assert first is not None
     step(core, first - 1.0, committed(2))
     assert wishes(step(core, first, Woke()))
     step(core, first + 1.0, committed(3, num_save_requests=2))
     step(core, first + 2.0, WorkerLost("w1", "killed"))
-    assert core.state.save_at == first + 2.0
+    assert core.state.checkpoints.save_at == first + 2.0
 
 
 def test_a_session_that_was_lost_is_a_failure_and_its_measures_stay() -> None:
     core = training()
-    core.state.checkpoint_costs.costs_s = [0.5]
-    assert core.state.checkpoint_costs.num_failures == 0
+    core.state.checkpoints.costs.costs_s = [0.5]
+    assert core.state.checkpoints.costs.num_failures == 0
     again = training(core=core)
-    assert again.state.checkpoint_costs.num_failures == 1
-    assert again.state.checkpoint_costs.costs_s == [0.5]
+    assert again.state.checkpoints.costs.num_failures == 1
+    assert again.state.checkpoints.costs.costs_s == [0.5]
 
 
 def warnings(commands: list[Command]) -> list[Warned]:
@@ -198,7 +198,7 @@ def vote_with(core: Core, now: float, step_number: int, num_writing: int) -> lis
 def with_one_part_missing(policy: Policy = AUTO) -> tuple[Core, float]:
     """The part of w1 is missing from the checkpoint of step 3, begun at the time returned."""
     core = training(policy)
-    core.state.save_at = 10.0
+    core.state.checkpoints.save_at = 10.0
     assert wishes(step(core, 10.0, Woke()))
     step(core, 20.0, committed(2, num_save_requests=2))
     step(core, 22.0, PartWritten("w0", 1, 2, PartFile("part-w0", 1, 0)))
@@ -214,8 +214,8 @@ def test_a_lost_report_of_a_part_does_not_end_all_checkpoints() -> None:
     commands = step(core, deadline, Woke())
     [warned] = warnings(commands)
     assert warned.kind == "checkpoint" and "w1 on node-w1" in warned.text
-    assert wishes(commands) and not core.state.uploads
-    assert core.state.draining == set(), "it is healthy"
+    assert wishes(commands) and not core.state.checkpoints.uploads
+    assert core.state.membership.draining == set(), "it is healthy"
 
 
 def test_a_worker_whose_write_hangs_leaves_by_plan() -> None:
@@ -224,7 +224,7 @@ def test_a_worker_whose_write_hangs_leaves_by_plan() -> None:
     vote_with(core, deadline - 0.1, 3, num_writing=1)
     commands = step(core, deadline, Woke())
     assert [type(command) for command in commands] == [Warned, Pause]
-    assert core.state.draining == {"w1"}
+    assert core.state.membership.draining == {"w1"}
 
 
 def test_a_run_that_cannot_do_without_it_trains_on_until_another_has_come() -> None:
@@ -242,23 +242,23 @@ def test_a_write_that_comes_to_an_end_after_all_costs_nothing() -> None:
     core, began = with_one_part_missing(replace(AUTO, min_workers=2))
     deadline = began + core.state.policy.save_timeout_s
     vote_with(core, deadline, 3, num_writing=1)
-    assert core.state.draining == {"w1"}
+    assert core.state.membership.draining == {"w1"}
     written = PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0))
     commands = step(core, deadline + 1.0, written)
-    assert core.state.draining == set() and core.state.late_writers == set()
+    assert core.state.membership.draining == set() and core.state.checkpoints.late_writers == set()
     assert any(isinstance(command, PublishCheckpoint) for command in commands)
 
 
 def test_storage_that_answers_nobody_costs_no_worker() -> None:
     core = training()
-    core.state.save_at = 10.0
+    core.state.checkpoints.save_at = 10.0
     step(core, 10.0, Woke())
     step(core, 20.0, committed(2, num_save_requests=2))
     for number in range(3):
         now = 330.0 + 310.0 * number
         [warned] = warnings(vote_with(core, now, 3 + number, num_writing=2))
         assert "storage does not answer" in warned.text
-    assert core.state.draining == set()
+    assert core.state.membership.draining == set()
 
 
 def test_parts_are_late_after_four_times_the_longest_recent_write() -> None:
@@ -266,15 +266,15 @@ def test_parts_are_late_after_four_times_the_longest_recent_write() -> None:
     step(core, began + 199.0, committed(3))
     step(core, began + 200.0, PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0)))
     step(core, began + 201.0, Checkpointed(2, 1, "path"))
-    core.state.want_save(began + 202.0)
+    core.state.checkpoints.want_save(began + 202.0)
     step(core, began + 202.0, Woke())
     step(core, began + 203.0, committed(4, num_save_requests=2))
-    [upload] = core.state.uploads.values()
+    [upload] = core.state.checkpoints.uploads.values()
     assert upload.deadline - upload.since == 4 * 200.0
 
 
 def test_parts_are_not_late_for_the_time_without_a_controller() -> None:
     core, began = with_one_part_missing()
     step(core, 1022.0, ControllerRestarted(2, 22.0))
-    [upload] = core.state.uploads.values()
+    [upload] = core.state.checkpoints.uploads.values()
     assert upload.since == began + 1000.0 and upload.deadline == upload.since + 300.0

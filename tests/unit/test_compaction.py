@@ -24,7 +24,7 @@ from actors.storage.errors import LeaseLost
 from actors.storage.line_logs import LineLog
 from actors.storage.segments import segment_name
 from elastic.controller.core import Core
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Woke
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.wire import encode, event_line
@@ -125,7 +125,7 @@ def test_a_session_that_ends_in_a_line_without_news_ends_at_its_time_once_compac
 
 def test_sent_records_keep_what_readers_count_once_compacted() -> None:
     records = tuple(step_of(step, 1, 5.0).record for step in (1, 2))
-    told = event_line(5.0, RecordsSent("w0", 1, records), CoreState(generation=1))
+    told = event_line(5.0, RecordsSent("w0", 1, records), ControllerState(generation=1))
     [shrunk] = shrink_journal(json.dumps(told).encode() + b"\n").splitlines()
     assert [row["step"] for row in json.loads(shrunk)["records"]] == [1, 2]
     assert len(shrunk) < 0.5 * len(json.dumps(told))
@@ -136,7 +136,7 @@ def test_a_journal_without_a_newer_full_state_stays_as_it_is() -> None:
     begin = 0
     for number in range(2 * (NUM_JOINED + NUM_LEFT)):
         row: dict[str, Any] = {"time": 0.0, "event": "Woke", "generation": 0, "format": 3}
-        row |= {"CoreState": {}} if number == 3 else {}
+        row |= {"ControllerState": {}} if number == 3 else {}
         line = json.dumps(row).encode() + b"\n"
         storage.write(segment_name("log", 1, begin), line)
         begin += len(line)

@@ -32,7 +32,7 @@ from elastic.protocol.commands import (
     SaveCheckpoint,
     Stopped,
 )
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     Event,
     GroupFormed,
@@ -66,7 +66,7 @@ class Crew:
     ) -> None:
         self.shell: Shell
         self.sent: list[Order] = []
-        self.attached: list[CoreState] = []
+        self.attached: list[ControllerState] = []
         self.was_cleared = False
         self._dies_at = dies_at
         self._generation = generation
@@ -103,7 +103,7 @@ class Crew:
     def newest_generation(self) -> int:
         return self._generation
 
-    def attach(self, state: CoreState) -> None:
+    def attach(self, state: ControllerState) -> None:
         self.attached.append(state)
 
     def clear_away(self) -> None:
@@ -232,7 +232,10 @@ def test_a_restart_reads_only_the_ends_of_the_files(tmp_path: Path) -> None:
     num_steps = 9000  # beyond all that is held back, and all records that are kept
     with pytest.raises(Died):
         drive(tmp_path, Crew(dies_at=Pause, num_steps=num_steps))
-    for name, marker in (("journal.jsonl", b'"CoreState"'), ("metrics.jsonl", b'"step": 8990,')):
+    for name, marker in (
+        ("journal.jsonl", b'"ControllerState"'),
+        ("metrics.jsonl", b'"step": 8990,'),
+    ):
         content = (tmp_path / name).read_bytes()
         begin = content.rindex(b"\n", 0, content.rindex(marker))
         (tmp_path / name).write_bytes(b"!" * begin + content[begin:])

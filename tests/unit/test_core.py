@@ -83,8 +83,8 @@ def test_a_stopped_run_says_nothing_more() -> None:
 def test_a_worker_whose_loss_was_told_first_is_not_welcome() -> None:
     core = opened()
     told(core, WorkerLost("w0", "killed"), ready("w0"))
-    assert core.state.warm == set()
-    assert "w0" not in core.state.worker_records
+    assert core.state.membership.warm == set()
+    assert "w0" not in core.state.membership.records
 
 
 def test_a_worker_that_keeps_dying_is_started_ever_more_slowly_but_for_ever() -> None:
@@ -180,14 +180,14 @@ def test_one_who_leaves_while_it_starts_is_no_failed_start() -> None:
         StartWorkers(("w2",)),
     ]
     told(core, WorkerLost("w0", "stopped"))
-    assert core.state.num_start_failures == 0
+    assert core.state.membership.num_start_failures == 0
 
 
 def test_a_draining_node_takes_only_its_own_workers() -> None:
     core = opened(1, 3)
     told(core, ready("w0"), WorkerReady("w1", "spot", 2, digest="same"))
     told(core, NodeDraining("spot", 100.0))
-    assert core.state.draining == {"w1"}
+    assert core.state.membership.draining == {"w1"}
 
 
 def formed(core: Core) -> Form:

@@ -61,7 +61,7 @@ def helpful_event(random: Random, core: Core) -> Event:
     """What would bring the run on from where it is."""
     state, phase = core.state, core.state.phase
     generation, step = state.generation, state.committed_step
-    starting = sorted(state.worker_records.keys() - state.warm)
+    starting = sorted(state.membership.records.keys() - state.membership.warm)
     match phase:
         case Forming():
             return GroupFormed(random.choice(sorted(phase.pending)), generation)
@@ -81,11 +81,11 @@ def helpful_event(random: Random, core: Core) -> Event:
             record, vote = step_of(step, generation)
             worker = random.choice(sorted(phase.pending))
             return Quiesced(worker, generation, step, vote, True, False, (record,))
-    parts = [(u, w) for u in state.uploads.values() for w in sorted(u.pending)]
+    parts = [(u, w) for u in state.checkpoints.uploads.values() for w in sorted(u.pending)]
     if isinstance(phase, Saving) and parts:
         upload, worker = random.choice(parts)
         return PartWritten(worker, upload.generation, upload.step, PartFile(f"part-{worker}", 1, 1))
-    if not state.store_port:
+    if not state.store.port:
         return StoreReady("host", 1)
     if starting:
         node = f"node{random.randrange(3)}"
@@ -103,7 +103,7 @@ def splits_of(random: Random, members: tuple[str, ...]) -> tuple[tuple[tuple[str
 def any_event(random: Random, core: Core) -> Event:
     """Mostly about who and what there is now, sometimes about nobody and long ago."""
     state = core.state
-    worker = random.choice([*sorted(state.worker_records), "stranger"])
+    worker = random.choice([*sorted(state.membership.records), "stranger"])
     generation = state.generation - (random.random() < 0.2)
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
     record, vote = step_of(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
@@ -133,7 +133,7 @@ def any_event(random: Random, core: Core) -> Event:
         Progressed(generation),
         Evaluated(generation, step, 1.0),
         Audited(generation, step, 2),
-        Audited(generation, step, 2, splits_of(random, state.members())),
+        Audited(generation, step, 2, splits_of(random, state.live.members())),
         LayoutRequested("request", TargetLayout.parse(random.choice(LAYOUTS))),
         StoreLost("it died"),
         StopRequested("SIGTERM"),
@@ -163,12 +163,12 @@ def opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOp
 def check(core: Core) -> None:
     """What holds in every state."""
     state, phase = core.state, core.state.phase
-    assert state.warm <= state.worker_records.keys()
-    assert state.draining <= state.worker_records.keys()
-    assert all(held.holders <= state.warm for held in state.holdings())
+    assert state.membership.warm <= state.membership.records.keys()
+    assert state.membership.draining <= state.membership.records.keys()
+    assert all(held.holders <= state.membership.warm for held in state.live.holdings())
     if isinstance(phase, Forming | Resharding | Pausing | Aborting):
         assert phase.pending, "a phase that waits for nobody"
-        assert phase.pending <= state.warm, "a phase that waits for the dead"
+        assert phase.pending <= state.membership.warm, "a phase that waits for the dead"
         assert core.next_deadline() is not None, "a phase that waits for ever"
 
 
@@ -186,7 +186,9 @@ def test_nothing_that_is_told_breaks_it(first: int) -> None:
             if isinstance(event, Woke) and deadline is not None:
                 now = max(now, deadline)
             if isinstance(core.state.phase, Ended):
-                event = opening(random, core.state.incarnation + 1, tuple(core.state.saved))
+                event = opening(
+                    random, core.state.incarnation + 1, tuple(core.state.checkpoints.saved)
+                )
             before, generation = phase_in_words(core.state.phase), core.state.generation
             commands = core.step(now, event)
             said = "; ".join(map(command_in_words, commands))

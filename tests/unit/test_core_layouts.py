@@ -151,12 +151,12 @@ def test_it_is_accepted_and_formed_next(kind: type[Phase]) -> None:
     generation = core.state.generation
     commands = asked(core, "fsdp=3")
     assert commands[0] == LayoutAnswered(generation, "r", "fsdp=3", present)
-    assert core.state.target_layout == TargetLayout.parse("fsdp=3", max_workers=4)
+    assert core.state.layouts.target == TargetLayout.parse("fsdp=3", max_workers=4)
     commands = brought_to_the_next_forming(core)
     form = next(command for command in commands if isinstance(command, Form))
     assert str(form.assignment.layout) == "fsdp=3"
     assert form.generation > generation
-    assert core.state.former_target is None
+    assert core.state.layouts.former is None
 
 
 @pytest.mark.parametrize("kind", PHASES, ids=lambda kind: kind.__name__)
@@ -171,11 +171,11 @@ def test_it_is_accepted_and_formed_next(kind: type[Phase]) -> None:
 )
 def test_it_is_refused_and_nothing_changes(kind: type[Phase], layout: str, reason: str) -> None:
     core = PHASES[kind][0]()
-    before = core.state.target_layout
+    before = core.state.layouts.target
     [answer] = asked(core, layout)
     assert isinstance(answer, LayoutAnswered)
     assert reason in answer.refusal and not answer.planned
-    assert core.state.target_layout == before
+    assert core.state.layouts.target == before
     assert isinstance(core.state.phase, kind)
 
 
@@ -214,7 +214,7 @@ def test_the_wish_before_both_comes_back_if_neither_can_be_had() -> None:
     commands = told(core, *ready)
     refusals = [command.refusal for command in commands if isinstance(command, LayoutAnswered)]
     assert len(refusals) == 1 and "1000 bytes" in refusals[0]
-    assert core.state.target_layout == target_layout
+    assert core.state.layouts.target == target_layout
     assert any(isinstance(command, Form) for command in commands)
 
 
@@ -249,5 +249,5 @@ def test_what_its_own_pause_makes_impossible_is_taken_back() -> None:
     commands = told(core, WorkerReady("w2", "node", 1, memory_bytes=700))
     [answer] = [command for command in commands if isinstance(command, LayoutAnswered)]
     assert "1000 bytes" in answer.refusal
-    assert core.state.target_layout == target_layout and core.state.ending is None
+    assert core.state.layouts.target == target_layout and core.state.ending is None
     assert [str(c.assignment.layout) for c in commands if isinstance(c, Form)] == ["pp=2"]

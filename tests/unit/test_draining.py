@@ -48,7 +48,7 @@ STEP_S = 4.0
 
 
 def commit(core: Core, step: int, now: float) -> list[Command]:
-    generation, num_members = core.state.generation, len(core.state.members())
+    generation, num_members = core.state.generation, len(core.state.live.members())
     record = StepRecord(now, step, generation, num_members, 1.0, 1, 0.1, 1.0, STEP_S, False)
     vote = Vote(step, 1.0, 1, 1.0, num_members, num_snapshots=num_members)
     return told(core, StepCommitted(generation, record, vote), now=now)
@@ -85,7 +85,7 @@ def drain(core: Core, node: str, in_s: float, now: float = START) -> list[Comman
 
 
 def quiesce(core: Core, *workers: str, step: int = 1, now: float = START) -> list[Command]:
-    generation, vote = core.state.generation, core.state.last_vote
+    generation, vote = core.state.generation, core.state.steps.last_vote
     events: list[Event] = [Quiesced(w, generation, step, vote) for w in workers]
     return told(core, *events, now=now)
 
@@ -129,7 +129,7 @@ def test_a_boundary_that_is_near_is_waited_for() -> None:
 
 def test_before_any_step_is_timed_a_boundary_is_hoped_for() -> None:
     core = training("aabb")
-    core.state.recent_step_s.clear()
+    core.state.steps.recent_step_s.clear()
     assert of(Pause, drain(core, "b", 3.0))
 
 
@@ -149,7 +149,7 @@ def test_who_alone_has_a_part_gives_it_while_it_lives() -> None:
 
 def test_the_time_that_its_part_needs_counts() -> None:
     core = training("ab", layout="fsdp=2")
-    core.state.reshard_s = 5.0
+    core.state.forming.reshard_s = 5.0
     assert of(Abort, drain(core, "b", 8.0)), "at the boundary only 4 s would be left"
     core = training("ab", layout="fsdp=2")
     assert of(Pause, drain(core, "b", 8.0))
@@ -168,7 +168,7 @@ def test_a_boundary_that_does_not_come_is_not_waited_for() -> None:
 def test_nodes_that_go_together_do_not_cover_for_one_another() -> None:
     """One of two replicas is let go where the other stays, neither where both will be gone."""
     core = training("abc", layout="dp=2")
-    assert core.state.members() == ("w0", "w1")
+    assert core.state.live.members() == ("w0", "w1")
     assert [c.worker for c in of(StopWorker, drain(core, "a", 3.0))] == ["w0"]
     core = training("abc", layout="dp=2")
     drain(core, "b", 30.0)
@@ -218,12 +218,12 @@ def test_a_node_that_does_not_end_is_used_again() -> None:
     told(core, WorkerLost("w0", "killed"), now=START)
     quiesce(core, "w1")
     assert isinstance(core.state.phase, Waiting)
-    assert core.state.draining == {"w1"}
+    assert core.state.membership.draining == {"w1"}
     told(core, WorkerReady("w2", "c", 1), now=START)
     assert isinstance(core.state.phase, Waiting)
     told(core, Woke(), now=START + 30.0 + core.state.policy.drain_grace_s)
-    assert core.state.node_drains == {}
-    assert core.state.draining == set()
+    assert core.state.membership.node_drains == {}
+    assert core.state.membership.draining == set()
     assert isinstance(core.state.phase, Forming)
 
 
@@ -232,13 +232,13 @@ def test_who_was_asked_to_go_does_not_come_back() -> None:
     drain(core, "b", 30.0)
     told(core, WorkerDraining("w3", "asked to"), now=START)
     told(core, Woke(), now=START + 90.0)
-    assert core.state.draining == {"w3"}
+    assert core.state.membership.draining == {"w3"}
 
 
 def test_a_notice_of_long_ago_means_nothing() -> None:
     core = training("aabb")
     assert told(core, NodeDraining("b", START - 60.0), now=START) == []
-    assert core.state.draining == set()
+    assert core.state.membership.draining == set()
 
 
 def test_a_node_that_may_be_taken_is_told_of_and_kept() -> None:
@@ -246,7 +246,7 @@ def test_a_node_that_may_be_taken_is_told_of_and_kept() -> None:
     [warned] = told(core, NodeAtRisk("b", "AWS rebalance recommendation"), now=START)
     assert isinstance(warned, Warned)
     assert warned.text == "node b may be reclaimed soon: AWS rebalance recommendation"
-    assert core.state.draining == set()
+    assert core.state.membership.draining == set()
 
 
 def test_snapshots_go_to_no_keeper_that_will_be_gone() -> None:
@@ -264,4 +264,4 @@ def test_what_is_known_of_drains_outlives_the_controller() -> None:
     drain(core, "b", 30.0)
     again = decode(type(core.state), encode(core.state))
     assert again == core.state
-    assert again.node_drains["b"].draining_workers == {"w2", "w3"}
+    assert again.membership.node_drains["b"].draining_workers == {"w2", "w3"}

@@ -62,7 +62,7 @@ class Life:
         state = self.core.state
         for _ in range(num_steps):
             self.now += STEP_S
-            step, size = state.committed_step + 1, len(state.members())
+            step, size = state.committed_step + 1, len(state.live.members())
             record = StepRecord(
                 self.now, step, state.generation, size, 1.0, 8, 0.1, 1.0, STEP_S, False
             )
@@ -72,7 +72,7 @@ class Life:
     def pause(self) -> None:
         state = self.core.state
         assert isinstance(state.phase, Pausing)
-        told = (Paused(w, state.generation, state.committed_step) for w in state.members())
+        told = (Paused(w, state.generation, state.committed_step) for w in state.live.members())
         self.tell(*told)
 
     def lose(self, worker: str) -> None:
@@ -80,7 +80,7 @@ class Life:
         self.tell(WorkerLost(worker, "killed"))
         generation = self.core.state.generation
         step = self.core.state.committed_step
-        left = [w for w in self.core.state.members() if w != worker]
+        left = [w for w in self.core.state.live.members() if w != worker]
         self.tell(*(Quiesced(w, generation, step) for w in left))
 
 
@@ -92,19 +92,19 @@ def training(pause_s: float = 0.0, **policy: float) -> Life:
     life.come("w1")
     life.pause()
     life.form(takes_s=pause_s)
-    assert life.core.state.members() == ("w0", "w1")
+    assert life.core.state.live.members() == ("w0", "w1")
     return life
 
 
 def test_how_long_a_planned_pause_was_is_measured() -> None:
-    assert training(pause_s=3.0).core.state.pauses_s == [3.0]
+    assert training(pause_s=3.0).core.state.growth.pauses_s == [3.0]
 
 
 def replaced(life: Life, worker: str) -> list[Command]:
     """A member is lost, the other goes on, and a replacement comes once it is started."""
     life.lose(worker)
     life.form()
-    return life.come(f"w{life.core.state.next_worker - 1}")
+    return life.come(f"w{life.core.state.membership.next_worker - 1}")
 
 
 def is_pausing(life: Life) -> bool:
@@ -125,7 +125,7 @@ def test_where_members_come_and_go_it_is_waited_until_they_stay() -> None:
     life.pause()
     life.form(takes_s=3.0)
     replaced(life, "w2")
-    lost_first, lost_then = life.core.state.changes_at
+    lost_first, lost_then = life.core.state.membership.changes_at
     assert lost_then - lost_first < 6.0
     assert not is_pausing(life)
     life.wake()
@@ -136,7 +136,7 @@ def test_what_does_not_pay_within_the_horizon_is_left_alone() -> None:
     life = training(pause_s=3.0, growth_horizon_s=5.0)
     replaced(life, "w1")
     life.commit(50)
-    assert life.core.state.members() == ("w0",) and not is_pausing(life)
+    assert life.core.state.live.members() == ("w0",) and not is_pausing(life)
 
 
 def test_spares_that_are_of_no_use_are_given_back_until_a_member_is_lost() -> None:
@@ -144,18 +144,18 @@ def test_spares_that_are_of_no_use_are_given_back_until_a_member_is_lost() -> No
     life.core.state.job = Job(2, steps=10_000)  # a third worker would have nothing to do
     life.come("w0", "w1", "w2")
     life.form()
-    assert life.core.state.members() == ("w0", "w1")
+    assert life.core.state.live.members() == ("w0", "w1")
     life.commit(110)
-    assert "w2" in life.core.state.worker_records
+    assert "w2" in life.core.state.membership.records
     life.now += 10.0
     [given_back] = life.tell(Woke())
     assert given_back == StopWorker("w2", "it was on standby for 60 s")
     assert life.tell(WorkerLost("w2", "stopped")) == []
     life.commit(10)
-    assert life.core.state.worker_records.keys() == {"w0", "w1"}
+    assert life.core.state.membership.records.keys() == {"w0", "w1"}
     life.lose("w1")
     life.form()
-    assert sorted(life.core.state.worker_records) == ["w0", "w3", "w4"], "all are wanted again"
+    assert sorted(life.core.state.membership.records) == ["w0", "w3", "w4"], "all are wanted again"
 
 
 def test_who_has_too_few_for_long_gives_them_back_and_asks_again() -> None:
@@ -172,7 +172,7 @@ def test_who_has_too_few_for_long_gives_them_back_and_asks_again() -> None:
     asked_at = life.now + 45.0
     [start, *_] = life.wake()
     assert start == StartWorkers(("w3", "w4", "w5")) and life.now == asked_at
-    assert life.core.state.num_start_failures == 0
+    assert life.core.state.membership.num_start_failures == 0
     life.come("w3", "w4", "w5")
     assert isinstance(life.core.state.phase, Forming)
 

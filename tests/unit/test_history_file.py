@@ -11,7 +11,7 @@ from written_runs import WrittenRun
 
 from actors.storage.storage import DiskStorage
 from elastic.protocol.commands import Resume, RolledBack
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Checkpointed, Evaluated
 from elastic.protocol.wire import command_line, encode, event_line
 from pipelines.observe.history.goodput import MAX_READINGS, MAX_SPANS
@@ -115,7 +115,7 @@ def test_without_it_status_reads_only_the_end_of_the_metrics(tmp_path: Path) -> 
 
 def test_a_history_is_bounded() -> None:
     """The newest of many events, minutes and steps are kept; counts and sums stay complete."""
-    history, state = History(), CoreState(generation=1)
+    history, state = History(), ControllerState(generation=1)
     history.take([event_line(0.0, opening(10**6), state)], ())
     history.take([command_line(0.0, Resume(1, 0, "dp=4", ("w0",), (), 0), state)], ())
     for step in range(1, 6_001):

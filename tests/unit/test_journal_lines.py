@@ -32,7 +32,9 @@ from elastic.protocol.commands import (
     StopWorker,
 )
 from elastic.protocol.controller_events import CheckpointsRemoved
-from elastic.protocol.controller_state import CoreState, VoidedCheckpoints
+from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import VoidedCheckpoints
+from elastic.protocol.duty_state import CheckpointDuty
 from elastic.protocol.events import Event, Quiesced, RunOpened, Woke, WorkerLost
 from elastic.protocol.pending_commands import Unfinished
 from elastic.protocol.phases import Aborting, Running
@@ -55,7 +57,7 @@ def replayed(texts: list[str]) -> Replay:
 
 
 def newest_full_state(texts: list[str]) -> int:
-    return max(index for index, text in enumerate(texts) if '"CoreState"' in text)
+    return max(index for index, text in enumerate(texts) if '"ControllerState"' in text)
 
 
 @pytest.mark.parametrize(("step_s", "most_bytes"), [(20.0, 350), (1.0, 125), (0.001, 15)])
@@ -106,8 +108,11 @@ def test_a_thousand_workers_cost_the_journal_few_bytes_a_step_and_nothing_grows(
     assert num_checkpoints >= 5
     assert num_bytes_of_checkpoints / num_checkpoints <= 345 * NUM_MANY_WORKERS
     assert sum('"kind": "straggler"' in text for text in texts) == 1
-    states = [json.loads(text)["CoreState"] for text in texts if '"CoreState"' in text]
-    without_uploads = [{**state, "uploads": {}} for state in states]
+    states = [json.loads(text)["ControllerState"] for text in texts if '"ControllerState"' in text]
+    without_uploads = [
+        {**state, "checkpoints": {**state.get("checkpoints", {}), "uploads": {}}}
+        for state in states
+    ]
     sizes = [len(json.dumps(state)) for state in without_uploads]
     assert len(sizes) >= 2 and max(sizes) <= 1.01 * min(sizes)
 
@@ -127,7 +132,7 @@ def test_a_journal_with_short_reports_of_compute_times_replays_to_the_same_state
     assert all(len(report["slow"]) == 1 for report in reports if not report["compute_s"])
     replay = replayed(texts)
     assert encode(replay.core.state) == encode(run.core.state)
-    [num_slow] = run.core.state.num_slow.values()
+    [num_slow] = run.core.state.stragglers.num_slow.values()
     assert num_slow == 910 // policy.straggler_every
 
 
@@ -141,7 +146,7 @@ def test_nothing_that_the_controller_keeps_grows_with_the_steps(tmp_path: Path) 
         run.write()
         full = lines_of(tmp_path / str(num_steps))
         sizes.append(len(full[newest_full_state(full)]))
-        assert len(run.core.state.saved) <= 128
+        assert len(run.core.state.checkpoints.saved) <= 128
         kinds = [type(order) for order in run.writer.unfinished.orders]
         assert kinds in ([Resume], [Resume, RequestCheckpoint])
         assert not run.writer.unfinished.removals
@@ -186,11 +191,11 @@ def test_the_first_step_by_which_all_snapshots_are_whole_is_written_at_once() ->
     run.commit(5)
     assert run.names().count("StepCommitted") == 1, "the first of the generation"
     state = run.core.state
-    state.snapshot_placement = Placement(copies=dict.fromkeys(state.members(), ("n0",)))
+    state.snapshots.placement = Placement(copies=dict.fromkeys(state.live.members(), ("n0",)))
     step = step_of(state.committed_step + 1, state.generation, run.now)
-    whole = replace(step.vote, num_snapshots=len(state.members()))
+    whole = replace(step.vote, num_snapshots=len(state.live.members()))
     run.hear(replace(step, vote=whole))
-    assert run.lines[-1]["vote"]["num_snapshots"] == len(state.members())
+    assert run.lines[-1]["vote"]["num_snapshots"] == len(state.live.members())
     run.commit(5)
     assert run.names().count("StepCommitted") == 2
 
@@ -258,12 +263,14 @@ def test_only_the_newest_wish_counts_and_a_new_session_begins_empty() -> None:
 
 
 def test_voids_that_a_new_one_implies_are_forgotten() -> None:
-    state = CoreState(
+    state = ControllerState(
         generation=7,
-        voided=(VoidedCheckpoints(10, 2), VoidedCheckpoints(50, 3), VoidedCheckpoints(40, 5)),
+        checkpoints=CheckpointDuty(
+            voided=(VoidedCheckpoints(10, 2), VoidedCheckpoints(50, 3), VoidedCheckpoints(40, 5))
+        ),
     )
     distrust(state, 40)
-    assert state.voided == (VoidedCheckpoints(10, 2), VoidedCheckpoints(40, 8))
+    assert state.checkpoints.voided == (VoidedCheckpoints(10, 2), VoidedCheckpoints(40, 8))
 
 
 def caught_up(driven: Driven, num_steps: int, phase: type) -> None:
@@ -278,7 +285,7 @@ def caught_up(driven: Driven, num_steps: int, phase: type) -> None:
             driven.hear(Quiesced(worker, generation, target), answers=False)
         event = Woke()
     driven.hear(event, answers=False)
-    while (catch_up := core.state.catch_up) is not None:
+    while (catch_up := core.state.steps.catch_up) is not None:
         assert isinstance(core.state.phase, phase)
         first = core.state.committed_step + 1
         steps = range(first, min(first + NUM_SENT_RECORDS, target + 1))
@@ -302,7 +309,7 @@ def test_a_replay_is_short_also_after_a_long_absence(phase: type, num_steps: int
     driven.commit(10)
     caught_up(driven, num_steps, phase)
     assert driven.core.state.committed_step == num_steps + 10
-    newest = max(n for n, line in enumerate(driven.lines) if "CoreState" in line)
+    newest = max(n for n, line in enumerate(driven.lines) if "ControllerState" in line)
     replay = Replay()
     replay.take(driven.lines[newest])
     first = replay.core.state.committed_step

@@ -9,7 +9,7 @@ from elastic.duties.rollback import distrust
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Resume, RolledBack, Warned
-from elastic.protocol.controller_state import SnapshotSet, VoidedCheckpoints
+from elastic.protocol.duty_records import SnapshotSet, VoidedCheckpoints
 from elastic.protocol.events import (
     Audited,
     Checkpointed,
@@ -35,7 +35,7 @@ def training(**policy: float) -> Core:
 
 
 def open_run(core: Core, policy: Policy, saved: tuple[Saved, ...] = ()) -> list[Command]:
-    worker = f"w{core.state.next_worker}"
+    worker = f"w{core.state.membership.next_worker}"
     job = Job(8, steps=1000, checkpoint_every=0)
     told = core.step(0.0, RunOpened(core.state.incarnation + 1, policy, TargetLayout(), job, saved))
     told += core.step(0.0, StoreReady("host", 1))
@@ -44,7 +44,7 @@ def open_run(core: Core, policy: Policy, saved: tuple[Saved, ...] = ()) -> list[
 
 
 def form(core: Core) -> list[Command]:
-    [worker] = core.state.warm
+    [worker] = core.state.membership.warm
     told = core.step(0.0, GroupFormed(worker, core.state.generation))
     return told + core.step(0.0, StateReady(worker, core.state.generation, 0, 0, 0.0, 1, 1, 2))
 
@@ -56,7 +56,7 @@ def commit(core: Core, loss: float | None) -> list[Command]:
 
 
 def pause(core: Core) -> list[Command]:
-    [worker] = core.state.members()
+    [worker] = core.state.live.members()
     return core.step(0.0, Paused(worker, core.state.generation, core.state.committed_step))
 
 
@@ -86,18 +86,18 @@ def test_what_is_a_spike(losses: list[float | None], is_spike: bool) -> None:
 def test_without_a_factor_nothing_is_a_spike() -> None:
     core = training()
     assert not any(isinstance(c, Warned) for n in range(40) for c in commit(core, 9.0**n))
-    assert core.state.recent_losses == []
+    assert core.state.losses.recent == []
 
 
 def test_a_run_that_is_stopped_on_a_spike_keeps_what_it_has() -> None:
     core = training(spike_factor=3.0, spike_window=4)
     for loss in (2.0, 2.0, 9.0):
         commit(core, loss)
-    assert core.state.rollback
+    assert core.state.rollbacks.request
     core.step(0.0, StopRequested("SIGTERM"))
     told = pause(core)
     assert not any(isinstance(command, RolledBack) for command in told)
-    assert core.state.rollback is None and core.state.held
+    assert core.state.rollbacks.request is None and core.state.live.held
 
 
 def test_a_controller_that_dies_before_the_rewind_does_it_when_begun_again() -> None:
@@ -106,7 +106,7 @@ def test_a_controller_that_dies_before_the_rewind_does_it_when_begun_again() -> 
     save(core)
     for loss in (2.0, 2.0, 9.0):
         commit(core, loss)
-    assert core.state.rollback
+    assert core.state.rollbacks.request
     told = open_run(core, core.state.policy, (Saved(1, 1, "step-1-g1"),))
     [rolled_back] = [command for command in told if isinstance(command, RolledBack)]
     assert (rolled_back.step, rolled_back.skipped_batches) == (1, (1, 2, 3))
@@ -124,8 +124,8 @@ def test_batches_are_left_out_one_after_the_other() -> None:
         commit(core, 9.0)
         pause(core)
         form(core)
-        assert core.state.skipped_batches == skipped_batches
-    assert (core.state.committed_step, core.state.num_rollbacks) == (2, 2)
+        assert core.state.rollbacks.skipped_batches == skipped_batches
+    assert (core.state.committed_step, core.state.rollbacks.number) == (2, 2)
 
 
 def test_who_has_come_further_may_go_back_as_often_again() -> None:
@@ -139,7 +139,7 @@ def test_who_has_come_further_may_go_back_as_often_again() -> None:
         form(core)
         for _ in range(4):
             commit(core, 2.0)
-    assert core.state.num_rollbacks == 1 and len(core.state.skipped_batches) == 3
+    assert core.state.rollbacks.number == 1 and len(core.state.rollbacks.skipped_batches) == 3
 
 
 def test_what_is_undone_is_forgotten() -> None:
@@ -151,12 +151,16 @@ def test_what_is_undone_is_forgotten() -> None:
     for loss in (2.5, None, None):
         commit(core, loss)
         core.step(0.0, Audited(core.state.generation, core.state.committed_step, 2))
-    assert (core.state.skipped_since, core.state.audited_step) == (6, 7)
-    saved = tuple(core.state.saved)
+    assert (core.state.losses.skipped_since, core.state.audits.audited_step) == (6, 7)
+    saved = tuple(core.state.checkpoints.saved)
     assert open_run(core, core.state.policy, saved)
     state = core.state
-    assert [step for step, _ in state.recent_losses] == [1, 2, 3, 4]
-    assert (state.committed_step, state.skipped_since, state.audited_step) == (4, None, 4)
+    assert [step for step, _ in state.losses.recent] == [1, 2, 3, 4]
+    assert (state.committed_step, state.losses.skipped_since, state.audits.audited_step) == (
+        4,
+        None,
+        4,
+    )
 
 
 def test_going_back_by_itself_forgets_as_well() -> None:
@@ -167,11 +171,15 @@ def test_going_back_by_itself_forgets_as_well() -> None:
     for loss in (2.0, None, 9.0):
         commit(core, loss)
         core.step(0.0, Audited(core.state.generation, core.state.committed_step, 2))
-    assert core.state.audited_step == 7
+    assert core.state.audits.audited_step == 7
     pause(core)
     state = core.state
-    assert [step for step, _ in state.recent_losses] == [1, 2, 3, 4]
-    assert (state.committed_step, state.skipped_since, state.audited_step) == (4, None, 4)
+    assert [step for step, _ in state.losses.recent] == [1, 2, 3, 4]
+    assert (state.committed_step, state.losses.skipped_since, state.audits.audited_step) == (
+        4,
+        None,
+        4,
+    )
 
 
 def test_the_count_of_skipped_steps_outlives_the_controller() -> None:
@@ -180,7 +188,7 @@ def test_the_count_of_skipped_steps_outlives_the_controller() -> None:
     for _ in range(2):
         commit(core, None)
     save(core)
-    open_run(core, core.state.policy, tuple(core.state.saved))
+    open_run(core, core.state.policy, tuple(core.state.checkpoints.saved))
     assert core.state.ending is None
     commit(core, None)
     assert core.state.ending and "steps 2 to 4" in core.state.ending.reason
@@ -188,10 +196,10 @@ def test_the_count_of_skipped_steps_outlives_the_controller() -> None:
 
 def test_what_is_void_stays_so_however_often_a_controller_begins() -> None:
     core = training()
-    core.state.voided = (VoidedCheckpoints(4, 2),)
+    core.state.checkpoints.voided = (VoidedCheckpoints(4, 2),)
     for _ in range(2):
         open_run(core, core.state.policy)
-        assert core.state.voided == (VoidedCheckpoints(4, 2),)
+        assert core.state.checkpoints.voided == (VoidedCheckpoints(4, 2),)
 
 
 def test_a_run_that_is_begun_again_goes_back_to_where_it_began() -> None:
@@ -199,12 +207,12 @@ def test_a_run_that_is_begun_again_goes_back_to_where_it_began() -> None:
     for _ in range(60):
         commit(core, 2.0)
     save(core)
-    open_run(core, core.state.policy, tuple(core.state.saved))
+    open_run(core, core.state.policy, tuple(core.state.checkpoints.saved))
     for _ in range(40):
         commit(core, 2.0)
     split = (("w0",), ("w1",))
     core.step(0.0, Audited(core.state.generation, 100, 2, (split,)))
-    assert core.state.rollback and core.state.rollback.limit == 60
+    assert core.state.rollbacks.request and core.state.rollbacks.request.limit == 60
 
 
 def test_the_checkpoint_that_may_be_gone_back_to_is_kept() -> None:
@@ -213,18 +221,18 @@ def test_the_checkpoint_that_may_be_gone_back_to_is_kept() -> None:
     for step, clean in ((4, 3), (8, 5), (12, 10), (16, 15), (20, 20)):
         state.committed_step = step
         core.step(0.0, Checkpointed(step, state.generation, f"step-{step}"))
-        state.audited_step = clean
+        state.audits.audited_step = clean
         core.step(0.0, Checkpointed(step, state.generation, f"step-{step}"))
-        there.append([saved.step for saved in state.saved])
+        there.append([saved.step for saved in state.checkpoints.saved])
     assert there == [[4], [4, 8], [8, 12], [12, 16], [20]]
 
 
 def test_snapshots_of_what_is_distrusted_protect_nobody() -> None:
     core = training()
-    assert core.state.held
-    state, assignment = core.state, core.state.held.assignment
-    state.snapshot_sets = [SnapshotSet(assignment, newest) for newest in (2, 9, None)]
-    state.snapshot_placement = Placement({"w0": ("node",)})
+    assert core.state.live.held
+    state, assignment = core.state, core.state.live.held.assignment
+    state.snapshots.sets = [SnapshotSet(assignment, newest) for newest in (2, 9, None)]
+    state.snapshots.placement = Placement({"w0": ("node",)})
     distrust(state, 5)
-    assert [snapshot_set.newest_step for snapshot_set in state.snapshot_sets] == [2, 5, 5]
-    assert not state.snapshot_placement.copies
+    assert [snapshot_set.newest_step for snapshot_set in state.snapshots.sets] == [2, 5, 5]
+    assert not state.snapshots.placement.copies

@@ -39,9 +39,9 @@ def test_a_checkpoint_without_a_finite_held_out_loss_is_never_among_the_best() -
     core.state.committed_step = 1
     generation = core.state.generation
     core.step(1.0, Evaluated(generation, 1, 2.5))
-    assert core.state.held_out_losses == {"1": 2.5}
+    assert core.state.checkpoints.held_out_losses == {"1": 2.5}
     [warned] = core.step(1.0, Evaluated(generation, 1, None, (), ("loss",)))
-    assert core.state.held_out_losses == {}
+    assert core.state.checkpoints.held_out_losses == {}
     assert warned.kind == "not finite"  # type: ignore[union-attr]
     [warned] = core.step(1.0, Evaluated(generation, 1, None))
     assert warned.kind == "nothing counted"  # type: ignore[union-attr]

@@ -46,7 +46,7 @@ class Fleet(Driven):
         for _ in range(40):
             state, phase = self.core.state, self.core.state.phase
             generation, step = state.generation, state.committed_step
-            starting = sorted(state.worker_records.keys() - state.warm)
+            starting = sorted(state.membership.records.keys() - state.membership.warm)
             match phase:
                 case Running():
                     return
@@ -56,12 +56,12 @@ class Fleet(Driven):
                     workers = sorted(phase.pending)
                     self.hear(*(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in workers))
                 case Aborting():
-                    vote = Vote(step, 1.0, 8, 1.0, len(state.members())) if step else None
+                    vote = Vote(step, 1.0, 8, 1.0, len(state.live.members())) if step else None
                     workers = sorted(phase.pending)
                     self.hear(*(Quiesced(w, generation, step, vote) for w in workers))
                 case Waiting() if starting:
                     self.hear(*(WorkerReady(worker, "node", 1) for worker in starting))
-                case _ if state.uploads:
+                case _ if state.checkpoints.uploads:
                     self.write()
                 case _ if self.core.next_deadline() is None:
                     return
@@ -74,7 +74,7 @@ class Fleet(Driven):
 
     def write(self) -> None:
         """The parts of all checkpoints under way, which become visible."""
-        for upload in list(self.core.state.uploads.values()):
+        for upload in list(self.core.state.checkpoints.uploads.values()):
             told = (upload.generation, upload.step)
             files = [PartWritten(w, *told, PartFile(w, 1, 1)) for w in sorted(upload.pending)]
             path = f"step-{upload.step}-g{upload.generation}"
@@ -83,21 +83,21 @@ class Fleet(Driven):
     def train_to(self, step: int) -> None:
         state = self.core.state
         while state.committed_step < step:
-            number, num = state.committed_step + 1, len(state.members())
+            number, num = state.committed_step + 1, len(state.live.members())
             record = StepRecord(0.0, number, state.generation, num, 1.0, 8, 0.1, 1.0, 0.5, False)
             self.now += 0.5
             vote = Vote(number, 1.0, 8, 1.0, num)
             self.hear(StepCommitted(state.generation, record, vote))
 
     def lose(self, data_rank: int) -> None:
-        self.hear(WorkerLost(self.core.state.members()[data_rank], "killed"))
+        self.hear(WorkerLost(self.core.state.live.members()[data_rank], "killed"))
 
 
 def lose_to_microbatch(fleet: Fleet, microbatch: int, times: int) -> None:
     """The worker that runs it is lost, and each time it first saved what it was told to save."""
     for _ in range(times):
         fleet.go_on()
-        num = len(fleet.core.state.members())
+        num = len(fleet.core.state.live.members())
         if fleet.resumes and fleet.resumes[-1].guarded_step == fleet.core.state.committed_step + 1:
             fleet.write()
         fleet.lose(microbatch * num // JOB.num_microbatches)
@@ -121,7 +121,7 @@ def test_no_step_is_lost_to_a_sample(num_workers: int) -> None:
     fleet.train_to(6)
     lose_to_microbatch(fleet, 0, 4)
     assert fleet.core.state.ending
-    assert fleet.core.state.committed_step == fleet.core.state.saved_step == 6
+    assert fleet.core.state.committed_step == fleet.core.state.checkpoints.saved_step == 6
     assert min(resume.step for resume in fleet.resumes) == 6
 
 

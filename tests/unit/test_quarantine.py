@@ -36,7 +36,7 @@ def come(life: Life, worker: str, node: str) -> list[Command]:
 def training(nodes: str, least: int = 1, spare: int = 0, **policy: float) -> Life:
     """A worker a letter, on the node of that name; the last ones are spares."""
     life = Life(opened(least, len(nodes), hang_timeout_s=1e9, **policy))
-    life.core.state.target_layout = TargetLayout.parse(f"dp={len(nodes) - spare}", len(nodes))
+    life.core.state.layouts.target = TargetLayout.parse(f"dp={len(nodes) - spare}", len(nodes))
     life.core.state.job = Job(12, steps=10_000)
     for number, node in enumerate(nodes):
         come(life, f"w{number}", node)
@@ -47,7 +47,7 @@ def training(nodes: str, least: int = 1, spare: int = 0, **policy: float) -> Lif
 
 
 def newest(life: Life) -> str:
-    return f"w{life.core.state.next_worker - 1}"
+    return f"w{life.core.state.membership.next_worker - 1}"
 
 
 def crash_as_they_start(
@@ -74,7 +74,9 @@ def with_one_missing(nodes: str = "aab", **policy: float) -> Life:
     lost = f"w{len(nodes) - 1}"
     life.lose(lost)
     life.form()
-    assert newest(life) in life.core.state.worker_records.keys() - life.core.state.warm
+    assert (
+        newest(life) in life.core.state.membership.records.keys() - life.core.state.membership.warm
+    )
     return life
 
 
@@ -125,7 +127,7 @@ def test_a_loss_that_strikes_several_nodes_is_none_of_a_node() -> None:
     life = training("aabc", quarantine_after=1)
     commands = life.tell(WorkerLost("w1", "killed", "a"), WorkerLost("w2", "killed", "b"))
     assert [c.node for c in of(NodeQuarantined, commands)] == ["a"], "the first alone was one"
-    assert life.core.state.quarantined == {}, "until others were struck at that moment"
+    assert life.core.state.quarantine.until == {}, "until others were struck at that moment"
 
 
 def test_leaving_by_plan_is_no_crash() -> None:
@@ -150,7 +152,7 @@ def test_what_follows_the_batch_is_not_the_nodes_fault() -> None:
     life.now += 10.0
     commands = life.tell(WorkerLost("w1", "killed", "a"))
     [cleared] = of(NodeReleased, commands)
-    assert (cleared.node, life.core.state.quarantined) == ("b", {})
+    assert (cleared.node, life.core.state.quarantine.until) == ("b", {})
 
 
 def test_where_others_crash_as_often_it_is_not_the_node() -> None:
@@ -158,7 +160,7 @@ def test_where_others_crash_as_often_it_is_not_the_node() -> None:
     crash_as_they_start(life, "a")
     crash_as_they_start(life, "b")
     assert of(NodeQuarantined, crash_as_they_start(life, "b", 1)) == []
-    assert life.core.state.quarantined == {}
+    assert life.core.state.quarantine.until == {}
 
 
 def test_members_there_train_on() -> None:
@@ -170,11 +172,11 @@ def test_members_there_train_on() -> None:
     life.form()
     life.now += 5.0
     life.lose("w4")
-    assert "b" in life.core.state.quarantined
+    assert "b" in life.core.state.quarantine.until
     life.form()
-    assert life.core.state.members() == ("w0", "w1", "w2")
-    assert life.core.state.worker_records["w2"].node == "b"
-    assert life.core.state.worker_records["w5"].quarantined == ("b",)
+    assert life.core.state.live.members() == ("w0", "w1", "w2")
+    assert life.core.state.membership.records["w2"].node == "b"
+    assert life.core.state.membership.records["w5"].quarantined == ("b",)
 
 
 def test_spares_there_are_let_go() -> None:
@@ -198,14 +200,14 @@ def test_who_comes_up_on_an_avoided_node_is_sent_away() -> None:
     [start] = of(StartWorkers, commands)
     assert start.quarantined == ("b",)
     life.tell(WorkerLost(late, "stopped", "b"))
-    assert come(life, newest(life), "a") and life.core.state.warm >= {newest(life)}
+    assert come(life, newest(life), "a") and life.core.state.membership.warm >= {newest(life)}
 
 
 def test_after_a_while_it_is_used_again() -> None:
     life = with_one_missing(quarantine_s=40.0, quarantine_patience_s=100.0)
     crash_as_they_start(life, "b", 2)
-    waiting, until = newest(life), life.core.state.quarantined["b"]
-    while life.core.state.quarantined:
+    waiting, until = newest(life), life.core.state.quarantine.until["b"]
+    while life.core.state.quarantine.until:
         commands = life.wake()
     assert life.now == until
     assert commands == [
@@ -224,7 +226,7 @@ def test_it_is_used_again_where_there_are_too_few_without_it() -> None:
     commands = crash_as_they_start(life, "b", 2)
     assert of(NodeQuarantined, commands)
     avoided_at = life.now
-    while life.core.state.quarantined:
+    while life.core.state.quarantine.until:
         commands = life.wake()
     assert life.now <= avoided_at + 60.0
     released = NodeReleased("b", "too few workers arrived on other nodes")
@@ -252,7 +254,7 @@ def test_what_strikes_others_at_that_moment_as_they_start_was_not_the_node() -> 
     life = training("aabc", quarantine_after=1)
     life.tell(WorkerLost("w3", "killed", "c"))
     life.tell(WorkerLost("w2", "killed", "b"))
-    assert life.core.state.quarantined == {}
+    assert life.core.state.quarantine.until == {}
     life.now += 5.0
     commands = life.tell(WorkerLost("w1", "killed", "a"))
     assert of(NodeQuarantined, commands) == [], "all of one step"
@@ -270,7 +272,9 @@ def kill_newest_member(life: Life, node: str, after_s: float, is_crash: bool = F
     life.form()
     life.now += after_s
     commands = life.tell(WorkerLost(newest(life), "exit code -9", node, is_crash))
-    survivors = [w for w in life.core.state.members() if w in life.core.state.worker_records]
+    survivors = [
+        w for w in life.core.state.live.members() if w in life.core.state.membership.records
+    ]
     generation, step = life.core.state.generation, life.core.state.committed_step
     life.tell(*(Quiesced(w, generation, step) for w in survivors))
     life.form()
@@ -298,7 +302,9 @@ def break_device_of_newest_member(life: Life, node: str, after_s: float) -> list
     raised = WorkerRaised(worker, generation, "device", "CUDA error: uncorrectable ECC error", "")
     assert of(StopWorker, life.tell(raised))
     commands = life.tell(WorkerLost(worker, "exit code -9", node))
-    survivors = [w for w in life.core.state.members() if w in life.core.state.worker_records]
+    survivors = [
+        w for w in life.core.state.live.members() if w in life.core.state.membership.records
+    ]
     commands += life.tell(*(Quiesced(w, generation, step) for w in survivors))
     life.form()
     return commands
@@ -308,10 +314,10 @@ def test_broken_devices_quarantine_a_node_also_after_long_useful_work() -> None:
     life = training("aab")
     life.lose("w2")
     life.form()
-    life.core.state.crashes = []
+    life.core.state.quarantine.crashes = []
     told = [of(NodeQuarantined, break_device_of_newest_member(life, "b", 60.0)) for _ in range(3)]
     assert [bool(quarantined) for quarantined in told] == [False, False, True]
-    assert "b" in life.core.state.quarantined
+    assert "b" in life.core.state.quarantine.until
 
 
 def test_a_device_that_breaks_under_a_worker_that_leaves_counts() -> None:
@@ -334,7 +340,7 @@ def test_without_other_capacity_a_quarantined_node_is_used_again_after_doubling_
         for _ in range(num_crashes):
             quarantined_at = kill_newest_member(life, "b", after_s=1.0)
         assert quarantined_at
-        while life.core.state.quarantined:
+        while life.core.state.quarantine.until:
             commands = life.wake()
         pauses.append(life.now - quarantined_at)
         assert of(StartWorkers, commands)[-1].quarantined == ()
@@ -350,7 +356,7 @@ def test_a_quarantine_lasts_while_other_capacity_is_there() -> None:
     life.form()
     life.now = quarantined_at + 3000.0
     assert of(NodeReleased, life.tell(Woke())) == []
-    assert "b" in life.core.state.quarantined
+    assert "b" in life.core.state.quarantine.until
 
 
 def test_two_bad_nodes_of_many_are_both_quarantined() -> None:
@@ -360,12 +366,12 @@ def test_two_bad_nodes_of_many_are_both_quarantined() -> None:
             life.now += 5.0
             member = next(
                 w
-                for w in life.core.state.members()
-                if life.core.state.worker_records[w].node == node
+                for w in life.core.state.live.members()
+                if life.core.state.membership.records[w].node == node
             )
             life.tell(WorkerLost(member, "exit code -11", node, is_crash=True))
             survivors = [
-                w for w in life.core.state.members() if w in life.core.state.worker_records
+                w for w in life.core.state.live.members() if w in life.core.state.membership.records
             ]
             generation, step = life.core.state.generation, life.core.state.committed_step
             life.tell(*(Quiesced(w, generation, step) for w in survivors))
@@ -377,4 +383,4 @@ def test_two_bad_nodes_of_many_are_both_quarantined() -> None:
                     life.wake()
                 life.pause()
                 life.form()
-    assert life.core.state.quarantined.keys() == {"d", "e"}
+    assert life.core.state.quarantine.until.keys() == {"d", "e"}

@@ -18,7 +18,7 @@ from actors.storage.storage import DiskStorage
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Order, Stopped
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     NodeDraining,
     RunOpened,
@@ -109,7 +109,7 @@ class Silent:
     def newest_generation(self) -> int:
         return 0
 
-    def attach(self, state: CoreState) -> None:
+    def attach(self, state: ControllerState) -> None:
         pass
 
     def clear_away(self) -> None:

@@ -175,7 +175,7 @@ def test_foreign_lines_change_nothing(tmp_path: Path) -> None:
     run.start(2)
     before = read_history(run.folder).membership
     append(run.folder.journal, {"time": run.now, "event": "Telepathy", "worker": "w1"})
-    append(run.folder.journal, {"time": run.now, "state": "CoreState", "body": {}})
+    append(run.folder.journal, {"time": run.now, "state": "ControllerState", "body": {}})
     assert read_history(run.folder).membership == before
 
 

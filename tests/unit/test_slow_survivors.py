@@ -173,7 +173,7 @@ def test_a_thousand_workers_may_take_a_minute_to_form() -> None:
     driven = committed(Driven(1000), 1, 2)
     lose(driven, "w999")
     form_in(driven, 60.0)
-    assert driven.core.state.num_attempts == 1
+    assert driven.core.state.forming.num_attempts == 1
 
 
 def test_forming_gets_a_multiple_of_what_it_took_in_this_run() -> None:
@@ -204,7 +204,7 @@ def test_a_controller_that_is_away_does_not_lengthen_the_measured_forming_time()
     driven.now += 500.0
     driven.tell(ControllerRestarted(2, stopped_at))
     form_in(driven, 2.0)
-    assert driven.core.state.recent_form_s[-1] == pytest.approx(2.0)
+    assert driven.core.state.forming.recent_form_s[-1] == pytest.approx(2.0)
 
 
 def test_every_deadline_of_failure_detection_is_a_setting() -> None:

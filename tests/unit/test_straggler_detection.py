@@ -12,7 +12,7 @@ from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Form, Pause, Replaced, StopWorker, Warned
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed, NodeDraining
 from elastic.protocol.wire import decode, encode
 
@@ -22,11 +22,11 @@ POLICY = {"straggler_every": 5}
 def training(num_workers: int, num_members: int, **policy: float) -> Life:
     """Under plain replicas; the other workers are spares."""
     life = Life(opened(1, num_workers, **POLICY, **policy))
-    life.core.state.target_layout = TargetLayout.parse(f"dp={num_members}", num_workers)
+    life.core.state.layouts.target = TargetLayout.parse(f"dp={num_members}", num_workers)
     life.core.state.job = Job(12, steps=10_000)
     life.come(*(f"w{i}" for i in range(num_workers)))
     life.form()
-    assert len(life.core.state.members()) == num_members
+    assert len(life.core.state.live.members()) == num_members
     return life
 
 
@@ -36,7 +36,7 @@ def tell(life: Life, times: dict[str, float], num_reports: int = 1) -> list[Comm
     for _ in range(num_reports):
         life.commit(5)
         state = life.core.state
-        compute_s = tuple(times.get(worker, 1.0) for worker in state.members())
+        compute_s = tuple(times.get(worker, 1.0) for worker in state.live.members())
         commands += life.tell(ComputeTimed(state.generation, state.committed_step, compute_s))
     return commands
 
@@ -69,9 +69,9 @@ def test_a_straggler_leaves_at_the_boundary_and_a_spare_takes_its_place() -> Non
     state = life.core.state
     life.pause()
     life.form()
-    assert state.members() == ("w0", "w3", "w2"), "who stays keeps its place"
+    assert state.live.members() == ("w0", "w3", "w2"), "who stays keeps its place"
     assert state.committed_step == 17, "nothing is redone"
-    assert "w1" in state.draining and "w4" in state.worker_records, (
+    assert "w1" in state.membership.draining and "w4" in state.membership.records, (
         "another is started in its place"
     )
 
@@ -88,7 +88,7 @@ def test_without_a_spare_it_is_told_of_once_and_replaced_when_there_is_one() -> 
     [warned] = tell(life, {"w1": 3.0}, 20)
     assert isinstance(warned, Warned) and warned.kind == "straggler"
     assert "w1 on node is a straggler" in warned.text
-    life.core.state.target_layout = TargetLayout.parse("dp=3", 4)
+    life.core.state.layouts.target = TargetLayout.parse("dp=3", 4)
     life.core.state.policy = opened(1, 4, **POLICY).state.policy
     life.commit()
     life.come("w3")
@@ -99,8 +99,8 @@ def test_without_a_spare_it_is_told_of_once_and_replaced_when_there_is_one() -> 
 def test_a_spare_that_is_about_to_leave_is_none() -> None:
     life = training(4, 3)
     life.tell(NodeDraining("other", 1e9))
-    life.core.state.worker_records["w3"].node = "other"
-    life.core.state.draining.add("w3")
+    life.core.state.membership.records["w3"].node = "other"
+    life.core.state.membership.draining.add("w3")
     assert [type(c) for c in tell(life, {"w1": 3.0}, 3)] == [Warned]
 
 
@@ -108,13 +108,13 @@ def test_what_a_replacement_does_not_mend_is_tried_ever_more_rarely() -> None:
     """All spares are as slow as the straggler, as on machines of another kind."""
     life, waits = training(4, 3), []
     for _ in range(3):
-        num_reports, slow = 0, life.core.state.members()[1]
+        num_reports, slow = 0, life.core.state.live.members()[1]
         while not any(isinstance(c, Replaced) for c in tell(life, {slow: 3.0})):
             num_reports += 1
         waits.append(num_reports + 1)
         life.pause()
         life.form()
-        life.come(f"w{life.core.state.next_worker - 1}")
+        life.come(f"w{life.core.state.membership.next_worker - 1}")
     assert waits == [3, 6, 12]
 
 
@@ -131,7 +131,7 @@ def test_a_report_of_another_generation_or_told_again_changes_nothing() -> None:
 def test_what_was_counted_outlives_a_controller() -> None:
     life = training(4, 3)
     tell(life, {"w1": 3.0}, 2)
-    again = Life(Core(decode(CoreState, encode(life.core.state))))
+    again = Life(Core(decode(ControllerState, encode(life.core.state))))
     again.now = life.now
     assert [type(c) for c in tell(again, {"w1": 3.0})] == [Replaced, Pause]
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.protocol.commands import Command, Resume
-from elastic.protocol.controller_state import CoreState
+from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StepCommitted, Woke, WorkerReady
 from elastic.protocol.phases import Ended, Phase
 from elastic.protocol.wire import (
@@ -97,7 +97,7 @@ def test_an_event_line_is_read_back(kind: type) -> None:
     @QUICK
     @given(values_of(kind))
     def check(event: Event) -> None:
-        line = through_json(event_line(12.5, event, CoreState(generation=7)))
+        line = through_json(event_line(12.5, event, ControllerState(generation=7)))
         assert replayed(line) == event
         assert (line["event"], line["time"], line["format"]) == (kind.__name__, 12.5, FORMAT)
         assert line["generation"] == getattr(event, "generation", 7)
@@ -110,7 +110,7 @@ def test_a_command_line_holds_all_of_it_and_tells_a_replay_nothing(kind: type) -
     @QUICK
     @given(values_of(kind))
     def check(command: Command) -> None:
-        line = through_json(command_line(12.5, command, CoreState(generation=7)))
+        line = through_json(command_line(12.5, command, ControllerState(generation=7)))
         assert replayed(line) is None
         assert line["command"] == kind.__name__
         assert decode(kind, line) == command
@@ -120,14 +120,14 @@ def test_a_command_line_holds_all_of_it_and_tells_a_replay_nothing(kind: type) -
 
 @pytest.mark.parametrize("kind", get_args(Phase), ids=lambda kind: kind.__name__)
 def test_the_whole_state_is_read_back_in_every_phase(kind: type) -> None:
-    hints = {name: values_of(hint) for name, hint in get_type_hints(CoreState).items()}
+    hints = {name: values_of(hint) for name, hint in get_type_hints(ControllerState).items()}
 
     @settings(QUICK, max_examples=6)
-    @given(st.builds(CoreState, **{**hints, "phase": values_of(kind)}))
-    def check(state: CoreState) -> None:
+    @given(st.builds(ControllerState, **{**hints, "phase": values_of(kind)}))
+    def check(state: ControllerState) -> None:
         line = through_json(state_line(1.0, state))
         back = replayed(line)
-        assert isinstance(back, CoreState)
+        assert isinstance(back, ControllerState)
         assert back == state
         assert type(back.phase) is kind
         assert encode(back) == encode(state)
@@ -136,7 +136,7 @@ def test_the_whole_state_is_read_back_in_every_phase(kind: type) -> None:
 
 
 def test_a_journal_of_another_format_is_refused() -> None:
-    line = event_line(0.0, Woke(), CoreState())
+    line = event_line(0.0, Woke(), ControllerState())
     with pytest.raises(UnreadableJournal, match="format 1"):
         replayed({**line, "format": 1})
     with pytest.raises(UnreadableJournal, match="WorkerVanished"):
@@ -145,7 +145,7 @@ def test_a_journal_of_another_format_is_refused() -> None:
 
 def test_fields_of_a_newer_writer_are_passed_over() -> None:
     event = WorkerReady("w0", "node", 17)
-    line = event_line(0.0, event, CoreState())
+    line = event_line(0.0, event, ControllerState())
     assert replayed({**line, "colour": "blue"}) == event
 
 
@@ -160,5 +160,5 @@ def test_what_the_contract_promises_stands_in_the_lines() -> None:
     """DESIGN.md, section 9: names that readers rely on."""
     hints = get_type_hints(StepCommitted)
     assert {"generation", "record", "vote"} <= hints.keys()
-    line = event_line(3.0, WorkerReady("w0", "node", 17), CoreState())
+    line = event_line(3.0, WorkerReady("w0", "node", 17), ControllerState())
     assert {"time", "event", "generation", "format", "worker", "node", "pid"} <= line.keys()

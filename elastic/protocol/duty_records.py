@@ -1,0 +1,140 @@
+"""Records that duties of the controller keep: workers, drains, crashes, uploads and others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from elastic.geometry.assignment import Assignment
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.topology import Place
+from elastic.protocol.events import PartFile
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One worker; `MembershipDuty` has the sets of warm and draining workers."""
+
+    since: float
+    """When it was started, or, once it is ready, when it became ready."""
+    node: str = ""
+    rack: str = ""
+    pid: int = 0
+    memory_bytes: int | None = None
+    device: str = "cpu"
+    quarantined: tuple[str, ...] = ()
+    """The nodes that were quarantined when it was started."""
+    is_ready: bool = False
+    has_broken_device: bool = False
+    silent_in: int = 0
+    """The latest generation in which it did not answer."""
+
+    @property
+    def place(self) -> Place:
+        return Place(self.node, self.rack)
+
+
+@dataclass(slots=True)
+class Drain:
+    """A node that will be gone at `deadline`, and the workers that drain only for that reason."""
+
+    deadline: float
+    draining_workers: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Crash:
+    """An unplanned end of a worker's process on a node, at `time`.
+
+    `step` is the step that the worker was computing, 0 if it was not training. It had been started
+    or ready `since`.
+    """
+
+    time: float
+    since: float
+    node: str
+    step: int = 0
+    is_excused: bool = False
+    """Whether it does not count against its node by itself: see `quarantine`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """How often a node has been quarantined recently, and since when."""
+
+    number: int
+    since: float
+
+
+@dataclass(slots=True)
+class HeldState:
+    """The live state: its assignment, and the workers that still hold their part of it."""
+
+    assignment: Assignment
+    holders: set[str]
+
+
+@dataclass(slots=True)
+class SnapshotSet:
+    """The valid snapshots of one assignment, up to a step of the current lineage."""
+
+    assignment: Assignment
+    newest_step: int | None = None
+    """None while steps are still committed under the assignment."""
+    is_used: bool = False
+    """Whether the members have been ordered to take any."""
+
+
+@dataclass(slots=True)
+class CatchUp:
+    """The controller lacks the records of committed steps up to `target` and has requested them
+    from a worker."""
+
+    target: int
+    worker: str = ""
+    deadline: float = 0.0
+    tried: tuple[str, ...] = ()
+    """Workers that did not answer in time, or had none of the records."""
+
+
+@dataclass(slots=True)
+class Upload:
+    """A checkpoint whose parts are still being written."""
+
+    step: int
+    generation: int
+    pending: set[str]
+    assignment: Assignment
+    """The assignment of the state that is written."""
+    since: float = 0.0
+    deadline: float = 0.0
+    """When the missing parts count as late: see `CheckpointDuty.late_writers`."""
+    files: dict[str, PartFile] = field(default_factory=dict)
+    is_published: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FormerTarget:
+    """The target layout before `request`; it is restored if the request proves impossible."""
+
+    target_layout: TargetLayout
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rollback:
+    """An ordered rollback to a step up to `limit`.
+
+    The run then skips the batches of the steps after it up to `through` (0: none).
+    """
+
+    limit: int
+    cause: str
+    through: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VoidedCheckpoints:
+    """Checkpoints of steps after `step` that generations before `generation` wrote are void."""
+
+    step: int
+    generation: int
