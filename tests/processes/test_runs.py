@@ -100,7 +100,7 @@ KILLS = {
         [Fault("kill", "w3", 20, "compute"), Fault("kill", "w1", 20, "forming")],
         {"w0", "w2"},
     ),
-    "re-laying out": (
+    "resharding": (
         "dp=2,fsdp=2",
         [Fault("kill", "w3", 20, "compute"), Fault("kill", "w2", 20, "relaying")],
         {"w0", "w1"},

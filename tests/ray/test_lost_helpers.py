@@ -37,7 +37,7 @@ def test_killed_gcs_ends_the_run_saved(tmp_path: Path) -> None:
     assert code == 1, output
     [line, *others] = [line for line in output.splitlines() if line.startswith("elastic: ")]
     assert "the GCS at" in line and "is gone" in line
-    assert f"saved at step {stopped['step']} in {tmp_path}/run: the same command resumes" in line
+    assert f"saved at step {stopped['step']} in {tmp_path}/run: repeat the command" in line
     assert all("observer did not answer" in other for other in others), "it was still starting"
     assert "rpc_client" not in output, "the text of Ray's own end after a minute"
 
