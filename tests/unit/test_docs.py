@@ -18,8 +18,8 @@ import psutil
 import pytest
 import typer
 import yaml
+from rich.console import Console
 
-from actors.local.in_process import run_in_process
 from actors.ray_backend.driver import exit_code
 from actors.runtime.fault_spec import MOMENTS
 from actors.runtime.machine import sample
@@ -34,7 +34,7 @@ from pipelines.cli import app
 from pipelines.observe.history.history import History
 from pipelines.observe.view.status_report import RunStatus
 from pipelines.run.fault_sentences import parse_faults
-from pipelines.run.in_process import unhurried
+from pipelines.run.in_process import train_in_process
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 from pipelines.run.recipes import RECIPES, load
 from pipelines.settings.overrides import override
@@ -329,12 +329,11 @@ def test_the_custom_model_of_the_readme_trains(tmp_path: Path) -> None:
     """In this process; the number of steps is all that is changed."""
     recipe = tmp_path / "digits.py"
     recipe.write_text(the_recipe_in(README))
-    plan = make_plan(TrainRequest(f"{recipe}:recipe", "run", str(tmp_path), "1", steps=60), 0)
-    store_recipe(plan)
-    ended = run_in_process(unhurried(plan.run), lambda event, post: None)
-    lines = (plan.folder.url + "/metrics.jsonl").removeprefix("file://")
-    losses = [json.loads(line)["loss"] for line in Path(lines).read_text().splitlines()]
-    assert (ended.outcome.outcome, ended.outcome.step, len(losses)) == ("completed", 60, 60)
+    request = TrainRequest(f"{recipe}:recipe", "run", str(tmp_path), "1", steps=60)
+    assert train_in_process(request, Console(quiet=True)) == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in lines]
+    assert len(losses) == 60
     assert losses[-1] < 0.8 * losses[0]
 
 
