@@ -120,10 +120,7 @@ def train(
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
     workers: Annotated[
         str | None,
-        typer.Option(
-            metavar="MIN:MAX",
-            help="Number of workers; MAX alone is 1:MAX. Default: one per GPU, else up to 4.",
-        ),
+        typer.Option(metavar="MIN:MAX", help="Number of workers, e.g. 2:8; 8 alone means 1:8."),
     ] = None,
     layout: Annotated[
         str | None, typer.Option(help="Target layout, for all workers, e.g. dp=2,fsdp=2.")

@@ -217,8 +217,8 @@ def folder(tmp_path: Path) -> Path:
     ("changes", "told"),
     [
         ({"changes": ("eval_every=5",)}, "no held_out data"),
-        ({"changes": ("optimizer.lr=0.1",)}, "brings its own optimizer"),
-        ({"data": "texts"}, "brings its own data"),
+        ({"changes": ("optimizer.lr=0.1",)}, "defines its own optimizer"),
+        ({"data": "texts"}, "defines its own data"),
         ({"layout": "tp=2", "workers": "2"}, "has no plan"),
         ({"layout": "pp=2", "workers": "2"}, "does not list the blocks"),
     ],
@@ -249,7 +249,7 @@ def test_a_parameter_without_dims_is_refused(folder: Path) -> None:
     scaled += "        self.scale = torch.nn.Parameter(torch.tensor(1.0))\n"
     text = file.read_text().replace("torch.nn.Linear(2, size)", "Net(2, size)")
     file.write_text(text.replace("def loss", f"{scaled}def loss"))
-    with pytest.raises(UserError, match="parameter scale has no dims"):
+    with pytest.raises(UserError, match="parameter scale has no dimensions"):
         planned(folder)
 
 
