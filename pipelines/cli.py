@@ -122,16 +122,14 @@ def train(
         str | None,
         typer.Option(metavar="MIN:MAX", help="Number of workers, e.g. 2:8; 8 alone means 1:8."),
     ] = None,
-    layout: Annotated[
-        str | None, typer.Option(help="Target layout, for all workers, e.g. dp=2,fsdp=2.")
-    ] = None,
+    layout: Annotated[str | None, typer.Option(help="Target layout, e.g. dp=2,fsdp=2.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
     data: Data = None,
     set_: Changes = None,
     audit_every: AuditEvery = None,
     inject: FaultOptions = None,
     record_samples: Annotated[
-        bool, typer.Option("--record-samples", help="Log the sample ids that each rank reads.")
+        bool, typer.Option("--record-samples", help="Log the sample ids of each rank.")
     ] = False,
     tracking_uri: TrackingUri = None,
     experiment: Annotated[str, typer.Option(help="MLflow experiment.")] = "elastic",
