@@ -67,7 +67,7 @@ def replay_of(lease: Lease, journal: LineLog) -> Replay:
 def _removed_lease(journal: LineLog, epoch: int, lease: Lease) -> LostLease:
     return LostLease(
         f"{journal.url} has lines of epoch {epoch}, but the lease is of epoch {lease.epoch}: files "
-        "of the lease/ folder were removed"
+        "of lease/ were removed"
     )
 
 

@@ -294,7 +294,7 @@ def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
         audit_every=5,
     )
     [warned] = run.told("Warned")
-    assert "w1" in warned["text"] and "nobody can tell" in warned["text"]
+    assert "w1" in warned["text"] and "no majority" in warned["text"]
     [rolled_back] = run.told("RolledBack")
     assert (rolled_back["step"], rolled_back["from_step"]) == (4, 10)
     assert not run.told("WorkerLost")

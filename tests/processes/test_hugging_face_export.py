@@ -211,7 +211,7 @@ def test_runs_that_cannot_be_exported_are_one_line_errors(tmp_path: Path, capsys
     write_run(tmp_path, settings_for(DENSE), Layout(), random_weights(DENSE))
     storage = ("--storage", str(tmp_path))
     line = refused(capsys, "second", *storage)
-    assert "no run 'second'" in line and "there are: first" in line
+    assert "no run 'second'" in line and "its runs are: first" in line
     assert "no checkpoint of step 4; steps with one: 3" in refused(
         capsys, "first", *storage, "--step", "4"
     )
@@ -233,7 +233,7 @@ def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path: Path, capsys) -> N
     content = bytearray(part.read_bytes())
     content[:8] = (len(content) * 2).to_bytes(8, "little")
     part.write_bytes(content)
-    assert "its header" in refused(capsys, "first", "--storage", str(tmp_path))
+    assert "header does not match" in refused(capsys, "first", "--storage", str(tmp_path))
     assert not (tmp_path / "first-hf").exists()
 
 

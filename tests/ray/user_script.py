@@ -19,6 +19,7 @@ from ray.train import Result, RunConfig, ScalingConfig, TrainingFailedError
 from pipelines.api import ElasticTrainer, UserError
 from pipelines.custom_data.from_ray import from_ray_dataset
 from pipelines.run.recipes import tiny
+from pipelines.settings import TrainSettings
 
 NUM_CPUS = 4
 ENDLESS = 100_000
@@ -118,14 +119,24 @@ def data(storage: str) -> dict[str, Any]:
     return {"squares": [int(row["square"]) for row in rows], "again": len(again)}
 
 
+def remaining_actors() -> list[str]:
+    """The named actors that are left. Tune may end a trial's process before the trial has ended its
+    actors; they then end themselves once their driver has been silent for `driver_timeout_s`."""
+    end = time.monotonic() + TrainSettings().driver_timeout_s + 30.0
+    while True:
+        names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
+        if not names or time.monotonic() > end:
+            return names
+        time.sleep(0.5)
+
+
 def main() -> None:
     storage = sys.argv[1]
     ray.init(num_cpus=NUM_CPUS, include_dashboard=False, namespace="mine")
     before = signal.getsignal(signal.SIGTERM)
     seen = {"fits": fits(storage), "handles": handles(storage), "trials": trials(storage)}
     kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before
-    left = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
-    seen |= {"ray_is_kept": kept, "left": left}
+    seen |= {"ray_is_kept": kept, "left": remaining_actors()}
     seen["data"] = data(storage)  # Ray Data keeps actors of its own
     print(json.dumps(seen, default=str))
 
