@@ -95,7 +95,7 @@ class World:
         self.links: dict[str, Link] = {}
         self.faults = [replace(fault) for fault in scenario.faults]
         self.struck: list[tuple[float, str, str]] = []
-        self.num_flaps = 0
+        self.num_flaps = self.num_killed = 0
         self.read: dict[tuple[int, int], list[int]] = {}
         self._num_slow_starters = scenario.num_slow_starters
         self.nodes = Nodes(scenario.num_nodes, scenario.workers_per_node)
@@ -121,6 +121,8 @@ class World:
         struck = {action for _, action, _ in self.struck}
         is_stalled = "took too long" in outcome.reason and struck & STALLS
         storm = len(self.struck) >= self.scenario.policy.max_attempts
+        max_start_failures = self.scenario.policy.max_start_failures
+        storm |= not state.membership.ever_ready and self.num_killed >= max_start_failures
         if not (storm or is_stalled or struck & HARMFUL):
             assert outcome.outcome == "completed", f"no harmful fault, yet {outcome}"
         return outcome
@@ -180,6 +182,7 @@ class World:
         """A worker's process dies; the controller learns of it a little later."""
         if self.workers.pop(worker.name, None) is None:
             return
+        self.num_killed += 1
         worker.die()
         self.around.meetings.break_connections(worker.name)
         self.links[worker.name].cut = self.random.random() < 0.3
@@ -191,7 +194,6 @@ class World:
             self.suspect_later(worker)
 
     def suspect_later(self, worker: SimWorker) -> None:
-        """A probe goes unanswered."""
         suspected = WorkerSuspected(worker.name, "no answer to a probe")
         self.timeline.after(self.random.uniform(1.0, 1.6), partial(self.shell.post, suspected))
 

@@ -189,7 +189,7 @@ def test_bad_numbers_are_told(tmp_path: Path) -> None:
         "step 1 was skipped: a loss or gradient was not finite",
         f"rolled back from step 10 to 5: {spiked}; the data of 4 steps are skipped",
         "no audit under dp=2: no worker is a replica of another",
-        "w1 holds other bits than 2 replicas: it is replaced",
+        "w1 holds different bits than 2 replicas: it is replaced",
     ]
     skipped = display.history.membership.run_events[-4]
     assert (skipped.kind, skipped.step) == ("skipped", 1)
