@@ -144,6 +144,11 @@ def opening_line(now: float) -> dict[str, Any]:
     return {"time": now, "format": FORMAT}
 
 
+def is_opening(line: Mapping[str, Any]) -> bool:
+    """Whether a line is one of `opening_line`: it reports nothing, and has an older line's time."""
+    return line.keys() <= {"time", "format", "epoch"}
+
+
 def progress_line(line: Mapping[str, Any]) -> dict[str, Any]:
     """What stands for a line of steps, or a full state, where no replay needs it any more."""
     step = line["steps"][-1][2][_STEP] if is_steps(line) else line["step"]

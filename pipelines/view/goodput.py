@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from elastic.wire import is_progress, is_steps, steps_in
+from elastic.wire import is_opening, is_progress, is_steps, steps_in
 
 DOINGS = ("compute", "redone", "paused", "waiting", "undriven", "nothing")
 READ_EVERY_S = 60.0
@@ -135,7 +135,7 @@ class Account:
         """Fold one journal line in; one of an unknown name changes nothing but the time."""
         self.workers.take(line)
         name = line.get("event") or line.get("command") or ""
-        if self._doing == "nothing" and name != "RunOpened":
+        if is_opening(line) or (self._doing == "nothing" and name != "RunOpened"):
             return
         time = max(self._heard, line["time"])
         if self._mark is None:

@@ -33,7 +33,7 @@ def test_the_parts_of_a_run_that_fell_back_are_those_of_its_files(tmp_path: Path
     assert run.stopped.outcome == "completed", run.stopped
     history = read_history(RunFolder.of(tmp_path, "run"))
     split, metrics = history.account.split(), run.metrics
-    begun = run.journal[0]["time"]
+    begun = run.told("RunOpened")[0]["time"]
     assert split.wall_s == pytest.approx(run.told("Stopped")[0]["time"] - begun, abs=1e-3)
     assert split.undriven_s == 0.0
 

@@ -68,6 +68,9 @@ def test_who_waits_for_a_slow_one_is_not_slow_itself(tmp_path: Path, layout: str
     run = run_plainly(tmp_path, settings, workers, layout=layout, faults=(SLOW,), **WATCHED)
     [members] = [line["workers"] for line in run.told("Resume")]
     for told in run.told("ComputeTimed")[3:]:
+        if not told["compute_s"]:  # all times together would be too long: stragglers alone
+            assert [members[world_rank] for world_rank, _ in told["slow"]] == ["w1"], told
+            continue
         times = dict(zip(members, told["compute_s"], strict=True))
         slow_s = times.pop("w1")
         assert max(times.values()) < slow_s / 1.5, told
