@@ -49,8 +49,9 @@ def shall_grow(state: CoreState, now: float) -> bool:
     if needed_s > state.policy.growth_horizon_s:
         state.spare_since = None  # the next joiner asks again
         return False
-    if needed_s > lasting_s:
-        state.no_growth_before = calm_since + needed_s
+    decide_at = calm_since + needed_s
+    if needed_s > lasting_s and now < decide_at:  # by rounding it may be now
+        state.no_growth_before = decide_at
         return False
     state.spare_since, state.no_growth_before = None, 0.0
     return True
