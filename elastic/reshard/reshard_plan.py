@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from elastic.geometry.assignment import Assignment
@@ -56,7 +57,7 @@ class ReshardPlan:
             raise InvalidReshard(
                 f"{', '.join(strangers)}: named as holders, but not members of the old assignment"
             )
-        doubled = sorted({member for member in named if named.count(member) > 1})
+        doubled = sorted(member for member, number in Counter(named).items() if number > 1)
         if doubled:
             raise InvalidReshard(f"{', '.join(doubled)}: the part of this member has two sources")
 
