@@ -168,10 +168,9 @@ class Core:
             ):
                 return snapshots.on_snapshot_server(state, now, event)
             case WorkerReady():
-                commands = membership.add_ready_worker(state, now, event)
-                return commands + quarantine.release_standbys(state)
+                return membership.add_ready_worker(state, now, event)
             case WorkerLost():
-                return self._lose(now, event) + quarantine.release_standbys(state)
+                return self._lose(now, event)
             case WorkerSuspected() | WorkerAnswered() | WorkersStalled():
                 return self._take_watch(now, event)
             case WorkerDraining() | NodeDraining() | NodeAtRisk():

@@ -75,7 +75,8 @@ def quarantine_deadline(state: ControllerState) -> float:
 
 
 def follow_up(state: ControllerState, now: float) -> list[Command]:
-    """Release nodes whose quarantine is over; note since when the run lacks workers."""
+    """Release nodes whose quarantine is over and standby workers on quarantined nodes; note since
+    when the run lacks workers."""
     if not state.quarantine.until or not _is_short(state):
         state.quarantine.short_since = None
     elif state.quarantine.short_since is None:
@@ -94,13 +95,13 @@ def follow_up(state: ControllerState, now: float) -> list[Command]:
     state.quarantine.crashes = [
         crash for crash in state.quarantine.crashes if crash.node not in causes
     ]
-    return _release_nodes(state, causes)
+    return _release_nodes(state, causes) + release_standbys(state)
 
 
 def release_standbys(state: ControllerState) -> list[Command]:
     """Stop standby workers on quarantined nodes, so that others replace them elsewhere.
 
-    Call this when workers come or go, and before a generation forms.
+    A rule of `follow_up`; a handler that forms a generation applies it first.
     """
     if not state.quarantine.until:
         return []
@@ -110,7 +111,7 @@ def release_standbys(state: ControllerState) -> list[Command]:
         is_enough = state.membership.num_staying() > state.policy.min_workers
         if state.membership.records[worker].node in state.quarantine.until and is_enough:
             state.membership.draining.add(worker)
-            commands.append(StopWorker(worker, "its node is avoided"))
+            commands.append(StopWorker(worker, "its node is quarantined"))
     return commands
 
 
