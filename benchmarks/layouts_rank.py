@@ -27,7 +27,7 @@ from actors.runtime.program import Groups
 from actors.snapshots.worker_snapshots import Snapshots
 from actors.storage.storage import open_storage
 from actors.worker.part_writer import PartWriter
-from actors.worker.step_protocol import Stepper
+from actors.worker.step_protocol import KeptRecords, Stepper
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import region_of
@@ -109,7 +109,9 @@ def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
     nobody = FaultInjector("nobody")
     writer = PartWriter("nobody", open_storage("."), program, nobody, lambda event: None)
     untimed = compute_times(0, program.device)
-    stepper = Stepper(groups, replica, 0, interruption, nobody, snapshots, writer, untimed)
+    stepper = Stepper(
+        groups, replica, 0, interruption, nobody, snapshots, writer, untimed, KeptRecords()
+    )
     return lambda step: stepper.step()[0].loss or 0.0
 
 
