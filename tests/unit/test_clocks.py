@@ -25,6 +25,7 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_state import Duty
 from elastic.protocol.events import GroupFormed, StateReady, WorkerReady
 from elastic.protocol.phases import Resharding, Waiting
+from pipelines.observe.history.membership import Membership
 
 TIME = re.compile(
     r"(^|_)(at|since|until|before|deadline|time|began|started|progress|patience|end|when)$"
@@ -154,6 +155,15 @@ def test_a_node_stays_quarantined_for_as_long_as_if_the_controller_had_not_been_
     due = dict(state.quarantine.until)
     assert not of(NodeReleased, away(life))
     assert state.quarantine.until == {node: until + AWAY_S for node, until in due.items()}
+
+
+def test_the_status_shows_the_end_of_a_quarantine_that_an_absence_has_moved() -> None:
+    shown = Membership()
+    quarantined = {"node": "b", "until": 900.0, "cause": "workers have crashed there 3 times"}
+    shown.take({"time": 100.0, "command": "NodeQuarantined", **quarantined})
+    restarted = {"event": "ControllerRestarted", "incarnation": 2, "stopped_at": 150.0}
+    shown.take({"time": 150.0 + AWAY_S, **restarted})
+    assert shown.quarantined == {"b": 900.0 + AWAY_S}
 
 
 def test_a_run_waits_for_other_capacity_as_long_as_if_the_controller_had_not_been_away() -> None:
