@@ -1,9 +1,12 @@
-"""All uses of torch's private names, each with the reason why the public API does not suffice."""
+"""All uses of torch's private names, each with the reason why the public API does not suffice.
+
+The first part is about process groups, the second about tensors and modules.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from importlib import import_module
@@ -11,9 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# `TorchDispatchMode` is documented, but public only under this module: no other hook sees every
+# operation of a constructor.
 
 SHARED_GLOO = "shared_gloo"
 NUM_GLOO_THREADS = 2
@@ -172,3 +180,84 @@ def _clear_sharding_caches() -> None:
     dispatcher: Any = DTensor._op_dispatcher
     dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     clear_fast_path()
+
+
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+def scale_tensors(tensors: Tensors, factor: float) -> None:
+    """Multiply all tensors in place, in a few kernels.
+
+    The public operations run one kernel for each tensor.
+    """
+    torch._foreach_mul_(tensors, factor)
+
+
+def copy_tensors(targets: Tensors, sources: Tensors) -> None:
+    """Copy each source into its target, in a few kernels; see `scale_tensors`."""
+    torch._foreach_copy_(targets, sources)
+
+
+def norms_of(tensors: Tensors) -> Tensors:
+    """The 2-norm of each tensor, in a few kernels.
+
+    The public `torch.nn.utils.get_total_norm` returns only the norm of all.
+    """
+    return torch._foreach_norm(tensors)
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of another, so that autograd does not detach it in place.
+
+    No public function says so.
+    """
+    return tensor._is_view()
+
+
+def storage_key(tensor: Tensor) -> int:
+    """The identity of a tensor's storage.
+
+    `data_ptr()` is 0 for every storage on the meta device.
+    """
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+TO_COPY = torch.ops.aten._to_copy.default
+"""The operation to which `Tensor.to` dispatches; it has no public name."""
+
+
+def replace_truncated_normal(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let `torch.nn.init.trunc_normal_` fill tensors by this function; returns the one before.
+
+    `trunc_normal_` looks it up here. Replacing `trunc_normal_` itself would miss whoever has
+    imported it by name.
+    """
+    before: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_
+    nn.init._no_grad_trunc_normal_ = fill
+    return before
+
+
+def direct_parameters(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's own parameters, to be changed in place.
+
+    The public setters refuse a plain tensor in the place of a parameter.
+    """
+    table: dict[str, Any] = module._parameters
+    return table
+
+
+def direct_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The table of a module's own buffers, to be changed in place.
+
+    `setattr` takes several times as long, for each buffer of each pass.
+    """
+    return module._buffers
+
+
+def transient_buffers(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that are not in its `state_dict`.
+
+    `state_dict()` would copy the names of all modules below, too.
+    """
+    return module._non_persistent_buffers_set

@@ -10,15 +10,15 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 
 from actors.ray_backend.actor_losses import cause_of
 from actors.ray_backend.actor_names import find_actors, newest_by_node
 from actors.ray_backend.cluster.node_labels import head_host, place_here
+from actors.ray_backend.detached_actor import DetachedActor
 from actors.runtime.network import Network, own_address
-from actors.runtime.orphan_guard import OrphanGuard, end_process
 from actors.snapshots.server import SnapshotHost
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
@@ -33,10 +33,8 @@ RESTART_PAUSE_S = 30.0
 """The pause after the death of a standby before its node gets another one."""
 
 
-class RaySnapshotServer:
+class RaySnapshotServer(DetachedActor):
     """A node's snapshot server; it listens from its start and is empty until workers write."""
-
-    GROUPS: ClassVar = {"life": 1}
 
     def __init__(
         self,
@@ -45,7 +43,7 @@ class RaySnapshotServer:
         max_snapshot_bytes: int | None,
         orphan_timeout_s: float,
     ) -> None:
-        self._orphan_guard = OrphanGuard(orphan_timeout_s)
+        super().__init__(orphan_timeout_s)
         place, host = place_here(), own_address(network, head_host())
         self._server = SnapshotHost(
             place.node, place.rack, host, secret, network, max_snapshot_bytes
@@ -59,17 +57,6 @@ class RaySnapshotServer:
 
     def forget(self, generation: int) -> None:
         self._server.forget(generation)
-
-    def hear(self) -> None:
-        self._orphan_guard.hear()
-
-    def end(self) -> None:
-        """End the process as `ray.kill` does, but without Ray's GCS."""
-        end_process()
-
-    @ray.method(concurrency_group="life")
-    def live(self) -> None:
-        threading.Event().wait()
 
 
 class SnapshotServers:

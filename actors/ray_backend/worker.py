@@ -20,6 +20,7 @@ from actors.controller.fleet import process_state
 from actors.notices import SeenNotice, see, watch_this_machine
 from actors.ray_backend.cluster.node_labels import head_host, node_type_here, place_here
 from actors.ray_backend.cluster.sessions import ignore_signals
+from actors.ray_backend.detached_actor import DetachedActor
 from actors.runtime.factory import Factory
 from actors.runtime.network import Network, own_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
@@ -135,13 +136,11 @@ class RayWorker:
             self._controller.report_sample.remote(self._worker.sample(process))
 
 
-class RayStore:
+class RayStore(DetachedActor):
     """The store as a Ray actor; it listens only on the address that it reports."""
 
-    GROUPS: ClassVar = {"life": 1}
-
     def __init__(self, network: Network, orphan_timeout_s: float) -> None:
-        self._orphan_guard = OrphanGuard(orphan_timeout_s)
+        super().__init__(orphan_timeout_s)
         self._host = own_address(network, head_host())
         self._store = self._open(network)
 
@@ -160,17 +159,6 @@ class RayStore:
 
     def address(self) -> tuple[str, int]:
         return self._host, self._store.port
-
-    def hear(self) -> None:
-        self._orphan_guard.hear()
-
-    def end(self) -> None:
-        """End the process as `ray.kill` does, but without Ray's GCS."""
-        end_process()
-
-    @ray.method(concurrency_group="life")
-    def live(self) -> None:
-        threading.Event().wait()
 
 
 class RayAgent:

@@ -95,7 +95,7 @@ class ProductTimes:
     def end(self, step: int) -> None:
         if self._product is None or not _is_due(step + 1, self._every):
             return
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         for _ in range(NUM_PRODUCTS):
             self._product.compute()

@@ -18,6 +18,7 @@ Moment = Literal[
     "writing",
     "written",
 ]
+Action = Literal["kill", "stop", "hang", "raise", "flip", "nan", "slow"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
@@ -36,7 +37,7 @@ class Fault:
       generation would train.
     """
 
-    action: Literal["kill", "stop", "hang", "raise", "flip", "nan", "slow"]
+    action: Action
     worker: str
     step: int
     moment: Moment = "compute"

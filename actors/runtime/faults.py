@@ -94,7 +94,7 @@ class FaultInjector:
 
 def _occupy(device: torch.device) -> None:
     """Keep a GPU busy, for ever."""
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
         product = Product(device)
         while True:

@@ -201,9 +201,7 @@ class SnapshotHost:
             if receive_message(connection) != {"step": step}:
                 raise ConnectionError("the snapshot was overwritten while it was sent")
             version.step = step
-        with self._lock:
-            self._received_bytes += version.num_bytes
-        send_message(connection, is_whole=True)
+        self._acknowledge(connection, version.num_bytes)
 
     def _spread(self, connection: socket.socket, message: dict[str, Any]) -> None:
         """Send a snapshot's chunks to the other members of its set; answers whether all arrived."""
@@ -230,8 +228,12 @@ class SnapshotHost:
                 self._parities[key] = ParityBuffer(others, num_bytes)
             parity = self._parities[key]
         received_bytes = receive_chunk(connection, parity, message)
+        self._acknowledge(connection, received_bytes)
+
+    def _acknowledge(self, connection: socket.socket, num_bytes: int) -> None:
+        """Count received bytes, and tell the sender that all have arrived."""
         with self._lock:
-            self._received_bytes += received_bytes
+            self._received_bytes += num_bytes
         send_message(connection, is_whole=True)
 
     def _get(self, connection: socket.socket, message: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ class SideStream:
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
-        self._stream = torch.cuda.Stream(device) if device else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if device else None
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(device))
 

@@ -1,7 +1,7 @@
 """Abort of a generation: survivors unwind, then reach the same committed step.
 
 If any worker, even one that has since died, saw the vote of a step, that step commits: every
-survivor rolls forward to it (DESIGN section 6). If no worker saw it, the gradients are dropped and
+survivor rolls forward to it (invariant 8). If no worker saw it, the gradients are dropped and
 the step is recomputed.
 """
 

@@ -43,11 +43,9 @@ def _shift_phase(state: ControllerState, by_s: float) -> None:
         case Waiting():
             phase.since += by_s
             phase.until = None if phase.until is None else phase.until + by_s
-        case Forming():
+        case Forming() | Resharding():
             phase.deadline += by_s
             phase.attempt = replace(phase.attempt, started=phase.attempt.started + by_s)
-        case Resharding():
-            phase.deadline += by_s
         case Running():
             phase.since += by_s
             phase.last_progress += by_s

@@ -3,7 +3,7 @@
 Every member has the same records, so the controller requests them from one worker, and from another
 if that one does not answer. If no worker has the record of a step any more, the step gets a line
 without numbers: it has committed, and the step number never goes back while the tensors do not
-(DESIGN section 6).
+(invariant 8).
 """
 
 from __future__ import annotations

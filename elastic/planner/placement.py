@@ -273,12 +273,26 @@ def _fill_new_replicas(partial: PartialPlacement, free_blocks: FreeBlocks) -> No
 def _deal_over_domains(
     partial: PartialPlacement, free_blocks: FreeBlocks, size: int
 ) -> list[RankBlock]:
-    """All free blocks, in the order in which new replicas of `size` blocks take them."""
+    """All free blocks, in the order in which new replicas of `size` blocks take them.
+
+    Each rack gives its blocks round robin over its nodes, up to `size` at a time from each. The
+    racks take turns likewise, but a node that holds fewer replicas goes first in any rack.
+    """
     num_replicas = Counter(_domains_by_replica(partial)) if free_blocks else Counter()
-    racks: dict[str, list[tuple[int, list[RankBlock]]]] = {}
+    racks: dict[str, list[tuple[int, RankBlock]]] = {}
     for domain, node_blocks in free_blocks.items():
-        racks.setdefault(domain[0], []).append((num_replicas[domain], node_blocks))
-    return _deal([(num_replicas[rack], _deal(nodes, size)) for rack, nodes in racks.items()], size)
+        racks.setdefault(domain[0], []).extend(
+            (num_replicas[domain] + number // size, block)
+            for number, block in enumerate(node_blocks)
+        )
+    parts = []
+    for order, (rack, blocks) in enumerate(racks.items()):
+        blocks.sort(key=lambda pair: pair[0])
+        for turn, first in enumerate(range(0, len(blocks), size), num_replicas[rack]):
+            most_replicas = max(number for number, _ in blocks[first : first + size])
+            part = [block for _, block in blocks[first : first + size]]
+            parts.append((most_replicas, turn, order, part))
+    return [block for *_, part in sorted(parts) for block in part]
 
 
 def _domains_by_replica(partial: PartialPlacement) -> Iterable[Domain | str]:
@@ -288,19 +302,6 @@ def _domains_by_replica(partial: PartialPlacement) -> Iterable[Domain | str]:
         dp, domain = partial.split(index)[0], partial.domain_of(block)
         pairs[dp, domain] = pairs[dp, domain[0]] = None
     return (domain for _, domain in pairs)
-
-
-def _deal(piles: Iterable[tuple[int, list[RankBlock]]], size: int) -> list[RankBlock]:
-    """All blocks in one row: round robin over the piles, up to `size` at a time from each.
-
-    The number of a pile is how many rounds it sits out, because it has had its turns already.
-    """
-    parts = [
-        (num_turns + first // size, order, blocks[first : first + size])
-        for order, (num_turns, blocks) in enumerate(piles)
-        for first in range(0, len(blocks), size)
-    ]
-    return [block for _, _, part in sorted(parts) for block in part]
 
 
 # 4. The remaining workers fill the remaining ranks, across nodes.

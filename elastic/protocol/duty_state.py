@@ -7,7 +7,7 @@ a new duty cannot be forgotten.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from elastic.geometry.layout import Layout
@@ -37,7 +37,7 @@ class Duty:
     """State of one duty."""
 
     CLOCKS: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold a time, a list of times, or None."""
+    """The fields that hold a time, times in a list or by name, or None."""
 
     def roll_back(self, step: int) -> None:
         """Forget what happened after `step`."""
@@ -48,6 +48,8 @@ class Duty:
             value = getattr(self, name)
             if isinstance(value, list):
                 setattr(self, name, [time + seconds for time in value])
+            elif isinstance(value, dict):
+                setattr(self, name, {key: time + seconds for key, time in value.items()})
             elif value is not None:
                 setattr(self, name, value + seconds)
 
@@ -75,7 +77,8 @@ class StepDuty(Duty):
     timed_layout: Layout | None = None
     """The layout of the steps in `recent_step_s`."""
     boundary_at: float = 0.0
-    """When the members were last known to be at a step boundary."""
+    """When the members were last known to be at a step boundary. They pass others while the
+    controller is away, so this time does not move."""
     stalled: tuple[str, ...] = ()
     """Workers of this generation whose training threads stalled, the longest stall first."""
 
@@ -166,6 +169,12 @@ class MembershipDuty(Duty):
     """When members were last lost or drained."""
     changed_generation: int = 0
 
+    def shift_clock(self, seconds: float) -> None:
+        """The ends of draining nodes do not move: no machine waits for the controller."""
+        Duty.shift_clock(self, seconds)
+        for record in self.records.values():
+            record.since += seconds
+
     def num_staying(self) -> int:
         """Warm workers that are not draining."""
         return len(self.warm) - len(self.draining & self.warm)
@@ -189,7 +198,7 @@ class MembershipDuty(Duty):
 class QuarantineDuty(Duty):
     """Owner: `quarantine`."""
 
-    CLOCKS = ("short_since",)
+    CLOCKS = ("short_since", "until")
 
     crashes: list[Crash] = field(default_factory=list)
     """The latest, the oldest first."""
@@ -199,6 +208,17 @@ class QuarantineDuty(Duty):
     """By node, also of nodes that have been released."""
     short_since: float | None = None
     """Since when the run lacks workers while a node is quarantined."""
+
+    def shift_clock(self, seconds: float) -> None:
+        Duty.shift_clock(self, seconds)
+        self.crashes = [
+            replace(crash, time=crash.time + seconds, since=crash.since + seconds)
+            for crash in self.crashes
+        ]
+        self.past = {
+            node: replace(quarantine, since=quarantine.since + seconds)
+            for node, quarantine in self.past.items()
+        }
 
 
 @dataclass(slots=True)

@@ -52,13 +52,14 @@ class ReshardPlan:
     def __post_init__(self) -> None:
         known = set(self.old.members) if self.old else set()
         named = [*self.holders, *(part.member for part in self.carried)]
-        strangers = sorted(set(named) - known)
+        members = set(named)
+        strangers = sorted(members - known)
         if strangers:
             raise InvalidReshard(
                 f"{', '.join(strangers)}: named as holders, but not members of the old assignment"
             )
-        doubled = sorted(member for member, number in Counter(named).items() if number > 1)
-        if doubled:
+        if len(members) < len(named):
+            doubled = sorted(member for member, number in Counter(named).items() if number > 1)
             raise InvalidReshard(f"{', '.join(doubled)}: the part of this member has two sources")
 
     @property

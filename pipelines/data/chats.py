@@ -93,11 +93,13 @@ class TemplateRendering:
 
     def _text(self, messages: Sequence[Message], where: str, **options: bool) -> str:
         try:
-            return self.loaded.apply_chat_template(list(messages), tokenize=False, **options)
+            text = self.loaded.apply_chat_template(list(messages), tokenize=False, **options)
         except Exception as error:  # whatever a template raises
             raise UserError(
                 f"{where}: the tokenizer's chat template refuses the conversation ({error})"
             ) from None
+        assert isinstance(text, str)  # `tokenize=False` says so
+        return text
 
 
 def find_rendering(tokenizer: str, separator: str | None) -> Rendering:

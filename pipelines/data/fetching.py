@@ -109,8 +109,8 @@ class Queue:
 
     def take(self, now: float, local: Container[str]) -> str | None:
         """The next file to fetch: not in `local`, and not taken by another thread."""
-        ahead = self.ahead if sum(self.unread.values()) < self.max_ahead_bytes else ()
-        for name in (*self.needed, *ahead):
+        has_room = sum(self.unread.values()) < self.max_ahead_bytes
+        for name in (*self.needed, *(self.ahead if has_room else {})):
             is_free = name not in local and name not in self.under_way
             if is_free and self.not_before.get(name, 0.0) <= now:
                 self.under_way.add(name)
@@ -249,6 +249,10 @@ class FetchedShards:
             self._num_threads += 1
             threading.Thread(target=self._serve, name="fetcher", daemon=True).start()
 
+    def _opened_cache(self) -> ShardCache:
+        assert self._cache is not None, "`_start` opens the cache before it starts a thread"
+        return self._cache
+
     def _serve(self) -> None:
         while True:
             with self._changed:
@@ -285,12 +289,13 @@ class FetchedShards:
     def _take_from_cache(self, name: str) -> bool:
         file, schema = self._files[name]
         key = CacheKey(file.checksum, file.num_bytes)
-        held = self._cache.hold(key)
+        cache = self._opened_cache()
+        held = cache.hold(key)
         if held is None:
             return False
         inode = held.inode()
         if self._verified.get(name) != inode and not held.is_intact(key):
-            self._cache.discard(held)
+            cache.discard(held)
             held.release()
             _report(f"{held.path}: is damaged; fetching it again from {self.place_of(name)}")
             return False
@@ -310,7 +315,7 @@ class FetchedShards:
         """Fetch a file into the cache; returns the seconds to wait before the next look at it."""
         file, _ = self._files[name]
         key = CacheKey(file.checksum, file.num_bytes)
-        filled = self._cache.fill(key, partial(self._download, file))
+        filled = self._opened_cache().fill(key, partial(self._download, file))
         if filled == "filled":
             return 0.0
         if filled == "full":

@@ -168,13 +168,13 @@ def pack(
     shape = (len(rows), seq_len)
     tokens, documents = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
     targets = np.full(shape, IGNORED, np.int32)
-    for number, row in enumerate(rows):
+    for number, conversations_of_row in enumerate(rows):
         end = 0
-        for document, cut in enumerate(row):
+        for document, cut in enumerate(conversations_of_row):
             begin, end = end, end + len(cut.tokens) - 1
             tokens[number, begin:end] = cut.tokens[:-1]
             counted = np.asarray(cut.is_response[1:])
             targets[number, begin:end] = np.where(counted, cut.tokens[1:], IGNORED)
             documents[number, begin:end] = document
-        documents[number, end:] = len(row)
+        documents[number, end:] = len(conversations_of_row)
     return tokens, targets, documents

@@ -218,4 +218,5 @@ def open_shard(path: Path, file: ShardFile, schema: pa.Schema) -> OpenShard:
 def view_of(batch: pa.RecordBatch) -> np.ndarray:
     """The values of a record batch of one column, without a copy."""
     batch.validate()
-    return batch.column(0).to_numpy(zero_copy_only=True)
+    values: np.ndarray = batch.column(0).to_numpy(zero_copy_only=True)
+    return values

@@ -64,4 +64,5 @@ def mixed(bits: np.ndarray) -> np.ndarray:
     """The finaliser of SplitMix64, elementwise (see `elastic.geometry.sample_order.mixed`)."""
     bits = (bits ^ (bits >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> 27)) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> 31)
+    finalised: np.ndarray = bits ^ (bits >> 31)
+    return finalised

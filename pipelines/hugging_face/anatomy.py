@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
 from math import gcd
 from typing import Any
 
 from torch import nn
 
 from elastic.geometry.model_limits import Limits
+from pipelines.hugging_face.building import (
+    input_embedding,
+    output_embedding,
+    pipeline_plan,
+    tensor_plan,
+    text_config,
+)
+from pipelines.hugging_face.transformers_private import undivided_classes
 from pipelines.training.workload.workload import Layer, ModelShape, Style
 
 STYLES: dict[str, Style | None] = {
@@ -44,7 +51,7 @@ class Anatomy:
     is_head_cut: bool
 
 
-class Placeholder(nn.Identity):
+class Placeholder(nn.Module):
     """Takes the place of a module that another pipeline stage holds; returns its first input."""
 
     def forward(self, hidden: Any, *inputs: Any, **options: Any) -> Any:
@@ -63,8 +70,9 @@ def placeholder_for(module: nn.Module) -> nn.Module:
 def anatomy_of(model: nn.Module) -> Anatomy:
     """The anatomy of a model on the meta device."""
     names = {module: name for name, module in model.named_modules()}
-    embedding = names.get(model.get_input_embeddings(), "")
-    head = names.get(model.get_output_embeddings(), "")
+    embedding = names.get(input_embedding(model), "")
+    logits = output_embedding(model)
+    head = names.get(logits, "") if logits is not None else ""
     blocks = _blocks(model)
     styles, no_tp = _styles(model, head)
     layers, no_pp = _layers(model, blocks, embedding, head)
@@ -86,22 +94,18 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 def _blocks(model: nn.Module) -> tuple[str, ...]:
     """The layers in the pipeline plan; without a plan the modules that must not be split."""
-    lists = [name for name in model._pp_plan or () if _is_list(model, name)]
-    if lists:
-        return tuple(f"{lists[0]}.{number}" for number in range(len(model.get_submodule(lists[0]))))
-    whole = model._no_split_modules or ()
-    return tuple(name for name, module in model.named_modules() if type(module).__name__ in whole)
-
-
-def _is_list(model: nn.Module, name: str) -> bool:
-    return name in dict(model.named_modules()) and isinstance(
-        model.get_submodule(name), nn.ModuleList
-    )
+    modules = dict(model.named_modules())
+    for name in pipeline_plan(model):
+        layers = modules.get(name)
+        if isinstance(layers, nn.ModuleList):
+            return tuple(f"{name}.{number}" for number in range(len(layers)))
+    whole = undivided_classes(model)
+    return tuple(name for name, module in modules.items() if type(module).__name__ in whole)
 
 
 def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
     """The style of each module that `tp` shards, or the reason why it cannot."""
-    plan: dict[str, str] = dict(model._tp_plan or {})
+    plan = tensor_plan(model)
     if not plan:
         return {}, f"{type(model).__name__} has no tensor parallel plan"
     experts = [name for name, style in plan.items() if style == EXPERTS]
@@ -127,7 +131,7 @@ def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
     if not {"colwise", "rowwise"} & set(styles.values()):
         return {}, f"the plan of {type(model).__name__} shards none of its layers"
     weights = dict(model.named_parameters(remove_duplicate=False))
-    is_tied = weights.get(f"{head}.weight") is model.get_input_embeddings().weight
+    is_tied = weights.get(f"{head}.weight") is input_embedding(model).weight
     if is_tied and "vocabulary" not in styles.values():
         styles.pop(head, None)
     return styles, ""
@@ -145,15 +149,18 @@ def _kinds(model: nn.Module, plan: dict[str, str]) -> dict[str, set[type]]:
 
 def _divisor(model: nn.Module, styles: dict[str, Style]) -> int:
     """The number that `tp` must divide: common to the numbers of heads and the sharded widths."""
-    text = model.config.get_text_config()
-    heads = [getattr(text, name, 0) for name in ("num_attention_heads", "num_key_value_heads")]
+    text = text_config(model)
+    heads = [
+        int(getattr(text, name, None) or 0)
+        for name in ("num_attention_heads", "num_key_value_heads")
+    ]
     shape = ModelShape((), Limits(), styles)
     widths = [
         module.in_features if shape.style_of(name) == "rowwise" else module.out_features
         for name, module in model.named_modules()
-        if shape.style_of(name) in ("colwise", "rowwise")
+        if shape.style_of(name) in ("colwise", "rowwise") and isinstance(module, nn.Linear)
     ]
-    return reduce(gcd, [number for number in (*heads, *widths) if number])
+    return gcd(*heads, *widths)
 
 
 def _layers(
@@ -161,7 +168,8 @@ def _layers(
 ) -> tuple[tuple[Layer, ...], str]:
     """The layers for pipeline stages; or one layer for all, and the reason against several."""
     whole = (Layer((), 1),)
-    plan = [name for name in model._pp_plan or () if name in dict(model.named_modules())]
+    modules = dict(model.named_modules())
+    plan = [name for name in pipeline_plan(model) if name in modules]
     if not plan or not blocks:
         return whole, f"{type(model).__name__} has no pipeline plan"
     weights = dict(model.named_parameters(remove_duplicate=False))

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from actors.distributed.torch_private import direct_buffers, direct_parameters, transient_buffers
 from pipelines.data.transformers_library import library
+from pipelines.hugging_face.transformers_private import initialise, initialises
 from pipelines.settings.errors import UserError
 from pipelines.settings.home import expanded
 
@@ -61,7 +63,40 @@ def build(fields: dict[str, Any]) -> nn.Module:
         raise UserError(f"model.config: model_type={kind}: {_one_line(error)}") from None
     model.config.use_cache = False
     _fill_buffers(model)
+    assert isinstance(model, nn.Module)
     return model
+
+
+def input_embedding(model: nn.Module) -> nn.Module:
+    """The module that embeds the tokens."""
+    get: Any = model.get_input_embeddings
+    embedding: nn.Module = get()
+    return embedding
+
+
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """The module that computes the logits, if the model has it."""
+    get: Any = model.get_output_embeddings
+    head: nn.Module | None = get()
+    return head
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the language model in a model."""
+    config: Any = model.config
+    return config.get_text_config()
+
+
+def pipeline_plan(model: nn.Module) -> tuple[str, ...]:
+    """The modules of a model in the order in which a pipeline runs them; empty without a plan."""
+    plan: Any = model.pp_plan
+    return tuple(plan or ())
+
+
+def tensor_plan(model: nn.Module) -> dict[str, str]:
+    """The style of each module under tensor parallelism, by name with stars for numbers."""
+    plan: Any = model.tp_plan
+    return dict(plan or {})
 
 
 def draw_tensor(model: nn.Module, name: str, seed: int) -> Tensor:
@@ -72,20 +107,21 @@ def draw_tensor(model: nn.Module, name: str, seed: int) -> Tensor:
     """
     owner, _, key = name.rpartition(".")
     holder = model.get_submodule(owner)
-    is_parameter = key in holder._parameters
-    held = holder._parameters if is_parameter else holder._buffers
-    absent = held[key]
+    is_parameter = key in direct_parameters(holder)
+    own = direct_parameters(holder) if is_parameter else direct_buffers(holder)
+    absent = own[key]
+    assert absent is not None, f"{name} is neither a parameter nor a buffer"
     dtype = torch.float32 if absent.is_floating_point() else absent.dtype
     tensor = torch.empty(absent.shape, dtype=dtype, device=CPU)
     if tensor.is_floating_point():
         tensor.fill_(torch.nan)
-    held[key] = nn.Parameter(tensor) if is_parameter else tensor
+    own[key] = nn.Parameter(tensor) if is_parameter else tensor
     try:
         with torch.random.fork_rng(devices=[]), CPU, torch.no_grad():
             torch.default_generator.manual_seed(seed)
             initialise_upwards(model, owner)
     finally:
-        held[key] = absent
+        own[key] = absent
     if tensor.is_floating_point() and tensor.isnan().any():
         raise UserError(f"model.config: transformers does not initialise {name}")
     return tensor
@@ -93,15 +129,17 @@ def draw_tensor(model: nn.Module, name: str, seed: int) -> Tensor:
 
 def _fill_buffers(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        optional = {key: module._buffers[key] for key in module._non_persistent_buffers_set}
+        own = direct_buffers(module)
+        optional = {key: own[key] for key in transient_buffers(module)}
         transient = {key: buffer for key, buffer in optional.items() if buffer is not None}
         for key, absent in transient.items():
             value = torch.zeros(absent.shape, dtype=absent.dtype, device=CPU)
-            module._buffers[key] = value.fill_(torch.nan) if value.is_floating_point() else value
+            own[key] = value.fill_(torch.nan) if value.is_floating_point() else value
         if transient:
             with CPU, torch.no_grad():
                 _initialise(model, name)
-        unknown = [key for key in transient if module._buffers[key].isnan().any()]
+        filled = {key: own[key] for key in transient}
+        unknown = [key for key, value in filled.items() if value is None or value.isnan().any()]
         if unknown:
             raise UserError(f"model.config: transformers does not initialise {name}.{unknown[0]}")
 
@@ -115,8 +153,8 @@ def initialise_upwards(model: nn.Module, name: str) -> None:
 def _initialise(model: nn.Module, name: str) -> None:
     """Initialise a module without its children, by the innermost model that contains it."""
     models = (model.get_submodule(place) for place in _upwards(name))
-    nearest = next(module for module in models if hasattr(module, "_init_weights"))
-    nearest._init_weights(model.get_submodule(name))
+    nearest = next(module for module in models if initialises(module))
+    initialise(nearest, model.get_submodule(name))
 
 
 def _upwards(name: str) -> list[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
@@ -20,7 +22,7 @@ from pipelines.hugging_face.adapters import (
     with_adapters,
 )
 from pipelines.hugging_face.anatomy import Anatomy, Placeholder, anatomy_of
-from pipelines.hugging_face.building import build, draw_tensor
+from pipelines.hugging_face.building import build, draw_tensor, output_embedding, text_config
 from pipelines.hugging_face.initial_distribution import distribution
 from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.settings.errors import UserError
@@ -65,8 +67,9 @@ class CausalLMWorkload(NextToken):
         if self.lora:
             self.anatomy = with_adapters(self.anatomy)
             add_adapters(build(settings.config), self.lora)  # raises `UserError` early
-        head = self.example.get_output_embeddings()
-        super().__init__(head.weight.shape[0], train, held_out, dtype)
+        head = output_embedding(self.example)
+        assert head is not None, "a causal language model has a head"
+        super().__init__(head.get_parameter("weight").shape[0], train, held_out, dtype)
         self.cuts_head = self.anatomy.is_head_cut
         self._refuse_unfit_data()
 
@@ -105,6 +108,9 @@ class CausalLMWorkload(NextToken):
     def shape(self) -> ModelShape:
         return self.anatomy.shape
 
+    def limits(self) -> Limits:
+        return self.shape().limits
+
     def draw(
         self,
         name: str,
@@ -137,7 +143,7 @@ class CausalLMWorkload(NextToken):
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
         if layer == 0:
             return torch.empty(num_samples, self.seq_len, dtype=torch.int64, device="meta")
-        width = self.example.config.get_text_config().hidden_size
+        width = text_config(self.example).hidden_size
         if layer == len(self.anatomy.shape.layers):
             width = self.vocab_size
             if self.cuts_head:
@@ -157,15 +163,18 @@ def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:
     It maps tokens, or hidden states of the stage before, to logits or hidden states for the next
     stage. `positions` (batch, length) restart with each document.
     """
-    whole = model.forward
+    whole: Callable[..., Any] = model.forward
 
     def forward(hidden: Tensor, positions: Tensor | None = None) -> Tensor:
         inputs = {("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden}
         if positions is not None:
             inputs["position_ids"] = positions.to(hidden.device)
         if isinstance(model.get_submodule(anatomy.head), Placeholder):
-            return model.base_model(**inputs, use_cache=False).last_hidden_state
-        return whole(**inputs, use_cache=False).logits
+            base: Any = model.base_model
+            flowing: Tensor = base(**inputs, use_cache=False).last_hidden_state
+            return flowing
+        logits: Tensor = whole(**inputs, use_cache=False).logits
+        return logits
 
     return forward
 

@@ -157,7 +157,7 @@ def _refuse_unsupported(
         "head_dim": (None, model.dim // model.num_heads),
         "rope_type": ("default",),
     }
-    fields = DEFAULTS | config
+    fields: dict[str, Any] = DEFAULTS | config
     fields["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if model.experts:
         supported |= dict.fromkeys(ONES, (1.0,))

@@ -180,7 +180,8 @@ def _write_tensors(
 ) -> int:
     """Write one file, or several and their index; return the number of bytes of the tensors."""
     shards = deal(tensors, dtype.itemsize, shard_bytes)
-    num_bytes, files = 0, {}
+    num_bytes = 0
+    files: dict[str, str] = {}
     for number, members in enumerate(shards, 1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         name = name if len(shards) > 1 else ONE_FILE

@@ -12,6 +12,7 @@ from math import inf
 import torch
 from torch import nn
 
+from actors.distributed.torch_private import direct_parameters
 from pipelines.hugging_face.building import initialise_upwards
 from pipelines.training.workload.initial_values import Distribution
 from pipelines.training.workload.recorded_init import Recorder
@@ -25,7 +26,7 @@ def distribution(model: nn.Module, name: str) -> Distribution | None:
     """
     owner, _, key = name.rpartition(".")
     holder = model.get_submodule(owner)
-    tensor = holder._parameters.get(key)
+    tensor = direct_parameters(holder).get(key)
     if tensor is None:
         return None
     recorder = Recorder(least_elements=inf)

@@ -26,12 +26,12 @@ TensorShape = tuple[int, ...]
 class TensorPlace(NamedTuple):
     """The place of one of our parameters in a stored tensor.
 
-    The parameter is part `index` of `num_parts` equal parts along dim `dim` of the tensor `name`.
+    The parameter is part `part` of `num_parts` equal parts along dim `dim` of the tensor `name`.
     """
 
     name: str
     dim: int = 0
-    index: int = 0
+    part: int = 0
     num_parts: int = 1
 
     def shape(self, shape: TensorShape) -> TensorShape:
@@ -41,7 +41,7 @@ class TensorPlace(NamedTuple):
     def region(self, shape: TensorShape, region: Region) -> Region:
         """The region of the stored tensor that is this region of our parameter."""
         offsets = list(region.offsets)
-        offsets[self.dim] += self.index * shape[self.dim]
+        offsets[self.dim] += self.part * shape[self.dim]
         return Region(tuple(offsets), region.shape)
 
 

@@ -202,7 +202,8 @@ class StoredModel:
         if report["missing_keys"]:
             missing = min(report["missing_keys"])
             raise UserError(f"init_from={self.folder}: has no tensor {missing}")
-        return model.state_dict()
+        tensors: dict[str, Tensor] = model.state_dict()
+        return tensors
 
     def _refuse_other_shapes(self, shapes: dict[str, tuple[int, ...]]) -> None:
         for name, shape in shapes.items():

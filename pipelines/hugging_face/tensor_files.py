@@ -35,7 +35,8 @@ class TensorFiles:
         """A region of a tensor, on the host."""
         ends = zip(region.offsets, region.shape, strict=True)
         with self.opened(name) as whole:
-            return whole[tuple(slice(first, first + length) for first, length in ends)]
+            part: Tensor = whole[tuple(slice(first, first + length) for first, length in ends)]
+        return part
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Any]:

@@ -48,7 +48,7 @@ def vocabulary_of(data: DataSettings, folder: str | None) -> Vocabulary:
 def write_vocabulary(folder: Path, vocabulary: Vocabulary, seq_len: int) -> None:
     """Write `tokenizer.json` and `tokenizer_config.json`, if the tokenizer is known."""
     tokenizer, separator = vocabulary.tokenizer, vocabulary.separator
-    if tokenizer is None:
+    if tokenizer is None or separator is None:
         return
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {

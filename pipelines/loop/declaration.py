@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
-from torch.utils.data import Dataset
 
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.stepping import ScriptOptimizing
+from pipelines.settings.recipe import Dataset
 
 
 @dataclass(frozen=True)
 class EvaluationSetup:
     """Held-out data and their losses; `losses(model, batch)` is the mean loss over a batch."""
 
-    dataset: Dataset[Any]
+    dataset: Dataset
     losses: Callable[[nn.Module, Any], Any]
     metrics: Mapping[str, Callable[[nn.Module, Any], Any]]
 
@@ -33,7 +33,7 @@ class Declaration:
     model: nn.Module
     """The module with its values of step 0."""
     optimising: ScriptOptimizing
-    dataset: Dataset[Any]
+    dataset: Dataset
     collate: Callable[[list[Any]], Any]
     microbatch: int
     num_microbatches: int
@@ -47,7 +47,6 @@ class Declaration:
 
     @property
     def num_samples(self) -> int:
-        assert isinstance(self.dataset, Sized)
         return len(self.dataset)
 
 

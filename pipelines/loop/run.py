@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from pipelines.loop.declaration import Declaration, EvaluationSetup
 from pipelines.loop.errors import LoopMisused
@@ -21,6 +21,7 @@ from pipelines.loop.prepared import (
 )
 from pipelines.loop.step import Step
 from pipelines.loop.stepping import ScriptOptimizing
+from pipelines.settings.recipe import Dataset
 
 
 class Run:
@@ -48,7 +49,7 @@ class Run:
 
     def evaluation(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset,
         losses: Callable[[nn.Module, Any], Any],
         **metrics: Callable[[nn.Module, Any], Any],
     ) -> None:
@@ -85,11 +86,12 @@ class Run:
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         names = {parameter: name for name, parameter in model.named_parameters()}
-        assert loader.batch_size is not None
+        dataset = loader.dataset
+        assert loader.batch_size is not None and isinstance(dataset, Sized)
         return Declaration(
             model,
             ScriptOptimizing(optimizer, self._scheduler, names, max_grad_norm),
-            loader.dataset,
+            dataset,
             loader.collate_fn,
             loader.batch_size,
             microbatches,
@@ -138,8 +140,13 @@ def _refuse_other_order(loader: DataLoader[Any]) -> None:
             "__getitem__, so that any worker can read any sample"
         )
     sampler = loader.sampler
-    is_plain = isinstance(sampler, RandomSampler) and loader.batch_size is not None
-    if not is_plain or sampler.replacement or sampler.num_samples != len(dataset):
+    is_plain = (
+        isinstance(sampler, RandomSampler)
+        and loader.batch_size is not None
+        and not sampler.replacement
+        and sampler.num_samples == len(dataset)
+    )
+    if not is_plain:
         raise LoopMisused(
             "run.prepare: the loader has its own order, but all workers must know the order: set "
             "shuffle=True without a sampler (for held-out samples use "

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from pipelines.settings import CustomModelSettings, TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_module import seeded
 
-DTYPES = {torch.float64: "float64"}
+DTYPES: dict[torch.dtype, Literal["float64"]] = {torch.float64: "float64"}
 """The run's dtype by that of the model's parameters; float32 for all others."""
 
 

@@ -82,13 +82,17 @@ class LoopThread:
         while True:
             yield step
             step.ensure_finished()
-            step = self._step
+            step = self._latest()
 
     def _finish(self, outcome: Outcome) -> None:
         """Pass on a step's outcome and wait for the next step; an exception ends the function."""
-        finished = self._step
+        finished = self._latest()
         self._outcomes.put(outcome)
         finished.committed = self._next().number > finished.number
+
+    def _latest(self) -> Step:
+        assert self._step is not None, "no step has begun"
+        return self._step
 
     def _next(self) -> Step:
         step = self._turns.get()

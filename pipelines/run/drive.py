@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from rich.console import Console
@@ -56,6 +56,12 @@ REPEAT_S = 1.0
 """`timeout` signals the process and its group: signals this close together are one request."""
 
 
+class Stoppable(Protocol):
+    """A run that can be requested to stop at its next step boundary."""
+
+    def request_stop(self, reason: str) -> object: ...
+
+
 class Interrupts:
     """Signal handling: the first signal requests a stop at the next step boundary, a later one
     ends the process at once."""
@@ -82,7 +88,7 @@ class Interrupts:
         for number, handler in self._before.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
-    def forward(self, drive_: Drive) -> None:
+    def forward(self, drive_: Stoppable) -> None:
         """Request the stop, once."""
         if self.number and not self._has_requested_stop:
             self._has_requested_stop = True
@@ -300,7 +306,11 @@ def _follow(
     plan: RunPlan, drive_: Drive, console: Console | None, each: Callable[[], object]
 ) -> DriverReport:
     if console is None:
-        return drive_.follow(lambda progress: each())
+
+        def ignore(progress: DriverReport) -> None:
+            each()
+
+        return drive_.follow(ignore)
     follower = Follower(plan.folder)
     began, history = drive_.began, follower.history
     with Display(console, plan.folder.name, began, history) as display:

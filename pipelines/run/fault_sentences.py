@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import cast
 
-from actors.runtime.fault_spec import MOMENTS, Fault, Moment
+from actors.runtime.fault_spec import MOMENTS, Action, Fault
 from elastic.protocol.events import WorkerDraining
 from pipelines.settings.errors import UserError
 
@@ -64,6 +64,5 @@ def parse_faults(
                     (step, WorkerDraining(f"w{number}", "requested by --inject"))
                 )
             else:
-                fields = (action, f"w{number}", step, cast(Moment, moment), factor)
-                faults.append(Fault(*fields))  # type: ignore[arg-type]
+                faults.append(Fault(cast(Action, action), f"w{number}", step, moment, factor))
     return tuple(faults), tuple(draining_workers)

@@ -6,23 +6,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from actors.runtime.sources import digest_of_program
-from elastic.geometry.model_limits import Limits
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.geometry.training_job import Job
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.settings.bounds import SEVERAL_STAGES
-from pipelines.training.custom.custom_workload import CustomWorkload
-from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.workload.spread import ALONE
-from pipelines.training.workload.workload import Workload
 
 
 def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
     """The job of this program under these settings."""
     specs, shape = program.specs(), program.workload.shape()
+    num_eval_samples = min(settings.eval_samples, program.workload.num_held_out)
     experts = [spec for spec in specs if spec.ep_dim is not None]
-    limits = limits_of(program.workload)
+    limits = program.workload.limits()
     has_pp = all(axis != "pp" for axis, _ in limits.refused)
     one_stage = None
     if settings.schedule not in SEVERAL_STAGES:
@@ -45,28 +42,11 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
         if has_pp
         else 0,
         digest=digest_of_program(specs),
-        **_samples(settings, program.workload),
+        seed=settings.seed,
+        num_samples=program.workload.num_samples,
+        eval_every=settings.eval_every,
+        num_eval_samples=num_eval_samples if settings.eval_every else 0,
     )
-
-
-def _samples(settings: TrainSettings, workload: Workload) -> dict[str, int]:
-    """The fields from which the controller derives the samples of a microbatch."""
-    num_eval_samples = min(settings.eval_samples, workload.num_held_out)
-    return {
-        "seed": settings.seed,
-        "num_samples": workload.num_samples,
-        "eval_every": settings.eval_every,
-        "num_eval_samples": num_eval_samples if settings.eval_every else 0,
-    }
-
-
-def limits_of(workload: Workload) -> Limits:
-    """The limits of the workload's shape, and for a custom model the result of a trial pipeline."""
-    limits = workload.shape().limits
-    if not isinstance(workload, CustomWorkload) or any(axis == "pp" for axis, _ in limits.refused):
-        return limits
-    why_not = why_no_pipeline(workload)
-    return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
 
 
 def _num_bytes(specs: Iterable[TensorSpec]) -> int:

@@ -220,10 +220,9 @@ def _program(settings: TrainSettings, custom: Recipe | Script | None, data_cache
             "held_out_fraction": data.held_out_fraction,
         }
         if data.format == "chat" and data.source != RANDOM:
-            folder = prepare_chats(data.source, data_cache, data.seq_len, **options)
+            kwargs["data_folder"] = prepare_chats(data.source, data_cache, data.seq_len, **options)
         else:
-            folder = prepared_folder(data.source, data_cache, **options)
-        kwargs["data_folder"] = folder
+            kwargs["data_folder"] = prepared_folder(data.source, data_cache, **options)
     if settings.accelerator == "cpu":
         kwargs["device"] = "cpu"  # also on a machine that has a GPU
     return Factory("pipelines.run.program:TrainingProgram", kwargs)

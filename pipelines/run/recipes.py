@@ -190,7 +190,8 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
         raise UserError(
             f"recipe {name}: {place} has no function '{function}'; {near(function, names)}"
         )
-    return recipe
+    function_of_user: Callable[[], TrainSettings | Recipe] = recipe
+    return function_of_user
 
 
 def _is_defined_in(module: ModuleType, value: object) -> bool:
@@ -201,6 +202,7 @@ def _from_file(name: str, file: Path) -> ModuleType:
     if not file.is_file():
         raise UserError(f"recipe {name}: there is no file {file}")
     spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None, f"{file} does not end in .py"
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look up their module in sys.modules. The entry is removed afterwards: what is
     # registered would be pickled by its module's name, which workers cannot import.

@@ -21,7 +21,7 @@ from elastic.geometry.errors import ElasticError
 from elastic.geometry.layout import Layout
 from pipelines.observe.history.formatting import counted
 from pipelines.observe.history.progress import unit_of
-from pipelines.observe.history.run_folder import Tail, default_tracking_uri
+from pipelines.observe.history.run_folder import RunFolder, Tail, default_tracking_uri
 from pipelines.observe.view.sweep_table import Row, measure, refused, show, write
 from pipelines.run.drive import Interrupts, open_cluster, with_worker_resources
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
@@ -154,31 +154,31 @@ def _train_all(
     interrupts: Interrupts,
 ) -> None:
     """Train under one layout after the other, until the first signal."""
-    planned = [trial for trial in trials if trial.plan is not None]
+    planned = [(trial, trial.plan) for trial in trials if trial.plan is not None]
     if not planned:
         return
-    most = max(trial.layout.num_workers for trial in planned)
-    use_gpus = any(trial.plan.use_gpus for trial in planned if trial.plan)
+    most = max(trial.layout.num_workers for trial, _ in planned)
+    use_gpus = any(plan.use_gpus for _, plan in planned)
     started = open_cluster(min(most, num_gpus) if use_gpus else most, use_gpus)
     interrupts.install()
     try:
-        for trial in planned:
+        for trial, plan in planned:
             if started and use_gpus and num_gpus < trial.layout.num_workers:
                 needed = counted(trial.layout.num_workers, "GPU")
                 reason = f"needs {needed}, but this machine has {num_gpus}"
                 trial.row = refused(trial.layout, reason)
             elif not interrupts.number:
                 console.print(f"{trial.layout}: {trial.workers}", highlight=False)
-                _train(
-                    trial, f"sweep-{stamp}-{trial.plan.folder.name}", start_timeout_s, interrupts
-                )
+                patience = Patience(trial, plan.folder, start_timeout_s)
+                _train(trial, plan, f"sweep-{stamp}-{plan.folder.name}", patience, interrupts)
     finally:
         close_cluster(f"sweep-{stamp}", keep_actors=False)
 
 
-def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrupts) -> None:
+def _train(
+    trial: Trial, plan: RunPlan, name: str, patience: Patience, interrupts: Interrupts
+) -> None:
     """Train under one layout; its checkpoint is removed, and it is tracked after the sweep."""
-    plan, patience = trial.plan, Patience(trial, start_timeout_s)
     try:
         with _ended(name):
             store_recipe(plan)
@@ -196,11 +196,11 @@ def _train(trial: Trial, name: str, start_timeout_s: float, interrupts: Interrup
 class Patience:
     """The start timeout of a trial: time until its first generation forms."""
 
-    def __init__(self, trial: Trial, timeout_s: float) -> None:
+    def __init__(self, trial: Trial, folder: RunFolder, timeout_s: float) -> None:
         self._trial = trial
         self._timeout_s = timeout_s
         self._since = time.monotonic()
-        self._journal = Tail(trial.plan.folder.journal)
+        self._journal = Tail(folder.journal)
         self._num_ready = 0
         self._has_begun = False
         self.refusal = ""

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
+from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.geometry.training_job import Job
@@ -189,6 +190,35 @@ def test_replicas_of_a_shard_lie_on_different_nodes_where_there_are_enough(
         )
         assert isinstance(mended, Assignment)
         assert _num_nodes_per_shard(mended, topology) == [dp] * fsdp
+
+
+@profile(400)
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 3), st.data())
+def test_new_replicas_avoid_nodes_that_hold_the_shard_whatever_the_sizes_of_racks(
+    dp: int, num_new: int, fsdp: int, num_more: int, data: st.DataObject
+) -> None:
+    """Any nodes of racks of any sizes hold the first replicas, and have a worker to spare."""
+    nodes = range(dp + num_new + num_more)
+    racks = data.draw(st.lists(st.integers(0, 3), min_size=len(nodes), max_size=len(nodes)))
+    topology = {
+        f"n{node}-{slot}": Place(f"n{node}", f"r{racks[node]}")
+        for node in nodes
+        for slot in range(fsdp + data.draw(st.integers(0, fsdp)))
+    }
+    holding = data.draw(st.permutations(nodes))[:dp]
+    members = tuple(f"n{node}-{slot}" for node in holding for slot in range(fsdp))
+    previous = Assignment(1, Layout(dp=dp, fsdp=fsdp), members)
+    grown = assign(
+        previous,
+        topology,
+        generation=2,
+        target_layout=TargetLayout(dp=dp + num_new, fsdp=fsdp),
+        topology=topology,
+        job=Job(num_microbatches=64),
+    )
+    assert isinstance(grown, Assignment)
+    assert grown.layout.dp == dp + num_new
+    assert _num_nodes_per_shard(grown, topology) == [dp + num_new] * fsdp
 
 
 def _num_nodes_per_shard(assignment: Assignment, topology: dict[str, Place]) -> list[int]:

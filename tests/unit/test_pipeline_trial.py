@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from elastic.geometry.model_limits import Limits
-from pipelines.run.job import limits_of
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
@@ -82,7 +81,7 @@ def test_a_chain_of_blocks_is_a_pipeline(most: int) -> None:
     ],
 )
 def test_modules_that_are_not_a_chain_are_detected(model, told: str) -> None:
-    limits = limits_of(of(model))
+    limits = of(model).limits()
     [why] = [reason for axis, reason in limits.refused if axis == "pp"]
     with pytest.raises(AssertionError, match=told):
         raise AssertionError(why)
@@ -111,7 +110,7 @@ def test_changing_buffers_are_accepted_and_random_draws_refused(most: int) -> No
     ],
 )
 def test_recipes_that_are_not_a_pipeline_are_refused_only_pp(changes, told: str) -> None:
-    limits = limits_of(of(**changes))
+    limits = of(**changes).limits()
     refused = dict(limits.refused)
     assert told in refused["pp"] and "\n" not in refused["pp"]
 

@@ -288,13 +288,20 @@ class Membership:
             case "LayoutAnswered":
                 self._answer_layout(line)
             case "ControllerRestarted" | "ControllerRaised" | "ControllerRecovered":
-                kind, text = controller_text(name, line)
-                self._note(line, kind, text, cause=line.get("message", ""))
+                self._take_controller(name, line)
             case "StopRequested":
                 text = f"stop requested: {line['cause']}"
                 self._note(line, "stopping", text, cause=line["cause"])
             case "Stopped":
                 self._stop(line)
+
+    def _take_controller(self, name: str, line: dict[str, Any]) -> None:
+        """Note what happened to the controller; quarantines last longer by its absence."""
+        if name == "ControllerRestarted":
+            absence_s = max(0.0, line["time"] - line["stopped_at"])
+            self.quarantined = {n: until + absence_s for n, until in self.quarantined.items()}
+        kind, text = controller_text(name, line)
+        self._note(line, kind, text, cause=line.get("message", ""))
 
     def _evaluate(self, line: dict[str, Any]) -> None:
         metrics = tuple((name, value) for name, value in line.get("metrics", ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -63,7 +64,7 @@ def draw_lanes(axes: Axes, lanes: list[Lane], history: History, time_axis: TimeA
 
 def _name(axes: Axes, lane: Lane, row: int, number: int) -> None:
     where = blended_transform_factory(axes.transAxes, axes.transData)
-    style = {"transform": where, "va": "center_baseline", "fontsize": 9}
+    style: dict[str, Any] = {"transform": where, "va": "center_baseline", "fontsize": 9}
     axes.text(-0.03, row, lane.name, ha="right", color=QUIET, **style)
     axes.text(-0.005, row, f"{number:,}", ha="right", color=INK, fontweight="bold", **style)
 
@@ -75,7 +76,11 @@ def _draw_lane(
     pixels_per_s = axes.get_window_extent().width / np.diff(axes.get_xlim())[0]
     groups = _grouped(run_events, time_axis, MARKER_PIXELS / pixels_per_s)
     places = [time_axis.place(group[0].time) for group in groups]
-    style = {"color": lane.colour, "markersize": lane.marker_size, "markeredgewidth": 0}
+    style: dict[str, Any] = {
+        "color": lane.colour,
+        "markersize": lane.marker_size,
+        "markeredgewidth": 0,
+    }
     axes.plot(places, [row] * len(places), marker=lane.marker, linestyle="none", **style)
     left_end = axes.get_xlim()[0]
     for place, right_end, group in zip(places, [*places[1:], np.inf], groups, strict=True):
@@ -109,10 +114,9 @@ def _label(
 
     Returns the number of pixels used right of the marker.
     """
-    renderer = axes.figure.canvas.get_renderer()
     for wording in wordings:
         text = _annotate(axes, where, wording, "left")
-        width = text.get_window_extent(renderer).width
+        width = text.get_window_extent().width
         if width <= free_pixels[0]:
             return float(width)
         text.remove()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -74,7 +75,12 @@ def _draw_loss(axes: Axes, history: History, time_axis: TimeAxis) -> None:
     points = history.progress.curve.points
     axes.set_ylabel("loss", color=QUIET, fontsize=10, labelpad=10)
     axes.yaxis.grid(color=GRID, linewidth=0.8)
-    redone = {"color": QUIET, "lw": 1.2, "linestyle": (0, (2, 1.5)), "label": "redone"}
+    redone: dict[str, Any] = {
+        "color": QUIET,
+        "lw": 1.2,
+        "linestyle": (0, (2, 1.5)),
+        "label": "redone",
+    }
     for run in _runs(points, time_axis):
         places = [time_axis.place(point.time) for point in run]
         means = [point.mean for point in run]
@@ -115,11 +121,15 @@ def _runs(points: list[Point], time_axis: TimeAxis) -> list[list[Point]]:
 
 def _draw_evaluations(axes: Axes, history: History, time_axis: TimeAxis) -> None:
     run_events = history.membership.run_events
-    evaluations = [h for h in run_events if h.kind == "evaluated" and h.value is not None]
+    evaluations = [
+        (time_axis.place(run_event.time), run_event.value)
+        for run_event in run_events
+        if run_event.kind == "evaluated" and run_event.value is not None
+    ]
     if evaluations:
         axes.plot(
-            [time_axis.place(run_event.time) for run_event in evaluations],
-            [run_event.value for run_event in evaluations],
+            [place for place, _ in evaluations],
+            [value for _, value in evaluations],
             linestyle="none",
             marker="o",
             markersize=5.5,
@@ -162,8 +172,14 @@ def _number_generations(axes: Axes, stretches: list[Stretch], time_axis: TimeAxi
     for stretch in stretches:
         place, text = time_axis.place(stretch.time), f"g{stretch.generation}"
         if stretch.training and place >= free_from:
-            style = {"xytext": (1, 4), "textcoords": "offset points", "fontsize": 8}
-            axes.annotate(text, (place, top), color=QUIET, **style)
+            axes.annotate(
+                text,
+                (place, top),
+                xytext=(1, 4),
+                textcoords="offset points",
+                fontsize=8,
+                color=QUIET,
+            )
             free_from = place + (9 * len(text) + 20) / pixels_per_s
 
 

@@ -159,7 +159,7 @@ class PartFileReader:
         """Release all bytes that were read."""
         self._first = self._last = 0
         self._data_bytes = self._prefetched = memoryview(b"")
-        self._runs: list[tuple[int, int]] = []
+        self._runs = []
 
     def _rows(self, piece: FilePiece, first: int, num_rows: int) -> memoryview:
         begin = piece.begin + first * piece.row_bytes

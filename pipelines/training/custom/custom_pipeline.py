@@ -8,14 +8,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from actors.distributed.torch_private import is_view
 from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import near
 from pipelines.training.workload.workload import Layer, Style, starred
+
+
+class CustomBatch(NamedTuple):
+    """The output of the recipe's `collate` for `num_held` samples.
+
+    `num_samples` of them count in the loss: all, or none in a padding microbatch.
+    """
+
+    value: Any
+    num_samples: int
+    num_held: int
 
 
 class Unfit(UserError):
@@ -38,7 +50,7 @@ class Chain:
         for block in self.blocks:
             hidden = block(hidden)
         refuse_other_tensor(hidden, self.output, "a stage returns")
-        return hidden.clone() if hidden._is_view() else hidden  # schedules detach it in place
+        return hidden.clone() if is_view(hidden) else hidden  # schedules detach it in place
 
 
 def parts_of(module: nn.Module, pipeline: Sequence[str]) -> tuple[str, ...]:

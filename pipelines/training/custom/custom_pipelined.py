@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from pipelines.training.custom.custom_pipeline import (
+    CustomBatch,
     inputs_of,
     module_returning,
     pad_rows,
     refuse_other_tensor,
     unpad_rows,
 )
-from pipelines.training.custom.custom_workload import CustomBatch, CustomWorkload
 from pipelines.training.passes.passes import evaluating
 from pipelines.training.passes.pipeline import Pipelined
 from pipelines.training.passes.stage_buffers import StageBuffers
-from pipelines.training.workload.workload import Sums
+from pipelines.training.workload.workload import OwnLoss, Sums
 
 
 class CustomPipelined(Pipelined):
@@ -33,11 +33,11 @@ class CustomPipelined(Pipelined):
     A smaller microbatch, which an evaluation may have, is padded, and its output is unpadded.
     """
 
-    workload: CustomWorkload
     needs_full_size = False
 
-    def __init__(self, *arguments: Any, moving: StageBuffers) -> None:
+    def __init__(self, *arguments: Any, own_loss: OwnLoss, moving: StageBuffers) -> None:
         super().__init__(*arguments)
+        self.own_loss = own_loss
         self.moving = moving
         for number, module in enumerate(self.sharded.modules):
             module.register_forward_pre_hook(partial(self._before_pass, number))
@@ -53,7 +53,7 @@ class CustomPipelined(Pipelined):
     def _run_all(
         self, feds: Sequence[CustomBatch], num_rounds: int, training: bool
     ) -> list[list[Sums]]:
-        self.workload.values.release()
+        self.own_loss.release()
         self._feds, self._training = feds, training
         self._sums: dict[int, list[Sums]] = {}
         self._num_run = [0] * len(self.stages)
@@ -82,7 +82,7 @@ class CustomPipelined(Pipelined):
             self.moving.end_pass(fed.num_samples, stage)
 
     def _inputs(self, fed: CustomBatch) -> Tensor:
-        loss, first = self.workload.loss_in(self._training), self.workload.flow[0]
+        loss, first = self.own_loss.loss_in(self._training), self.own_loss.flow[0]
         inputs = pad_rows(inputs_of(loss, fed.value, self._training), len(first))
         refuse_other_tensor(inputs, first, "the recipe's loss calls its module with")
         return inputs
@@ -93,7 +93,7 @@ class CustomPipelined(Pipelined):
         unpadded = unpad_rows(output, fed.num_held, self.num_samples)
         kinds = [
             kind(module_returning(unpadded, self._training), fed, self.spread)
-            for kind in self.workload.kinds(self._training)
+            for kind in self.own_loss.kinds(self._training)
         ]
         self._sums[number] = [Sums(loss.detach(), num_tokens) for loss, num_tokens in kinds]
         return kinds[0].loss.clone()  # schedules detach it in place, which a view forbids

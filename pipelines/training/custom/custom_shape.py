@@ -74,5 +74,5 @@ def _style(name: str, cut: str, modules: Mapping[str, Sequence[nn.Module]]) -> S
 
 def _width(part: nn.Module, style: Style) -> int:
     """The width that `tp` must divide."""
-    rows, columns = part.weight.shape
+    rows, columns = part.get_parameter("weight").shape
     return int(columns if style == "rowwise" else rows)

@@ -8,13 +8,14 @@ from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
 from pipelines.settings import MlpSettings
 from pipelines.settings.errors import UserError
@@ -27,26 +28,23 @@ from pipelines.training.custom.custom_module import (
     find_blocks,
     seeded,
 )
-from pipelines.training.custom.custom_pipeline import Chain, inputs_of
+from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of
 from pipelines.training.custom.custom_shape import shape_of
+from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.seeds import keyed_generator
 from pipelines.training.workload.spread import ALONE, Spread
 from pipelines.training.workload.trees import mapped, tensors_in
-from pipelines.training.workload.workload import ModelShape, Sums, at_least_float32, nothing
+from pipelines.training.workload.workload import (
+    Metric,
+    ModelShape,
+    OwnLoss,
+    Sums,
+    at_least_float32,
+    nothing,
+)
 
 NUM_DIGESTED = 3
-
-
-class CustomBatch(NamedTuple):
-    """The output of the recipe's `collate` for `num_held` samples.
-
-    `num_samples` of them count in the loss: all, or none in a padding microbatch.
-    """
-
-    value: Any
-    num_samples: int
-    num_held: int
 
 
 class CustomWorkload:
@@ -75,7 +73,7 @@ class CustomWorkload:
         self.num_held_out = len(self.held_out) if self.held_out is not None else 0
         if not self.num_samples:
             raise UserError("the recipe's data have no sample: their len() is 0")
-        self.metrics = {
+        self.metrics: dict[str, Metric] = {
             name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())
         }
         self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
@@ -128,6 +126,22 @@ class CustomWorkload:
 
     def shape(self) -> ModelShape:
         return self._shape
+
+    def limits(self) -> Limits:
+        """The limits of the shape; `pp` is refused, too, if a trial of the pipeline fails."""
+        limits = self._shape.limits
+        if any(axis == "pp" for axis, _ in limits.refused):
+            return limits
+        why_not = why_no_pipeline(self)
+        return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
+
+    @property
+    def own_loss(self) -> OwnLoss:
+        return self
+
+    def release(self) -> None:
+        if not self.is_miniature:
+            self.values.release()
 
     def draw(
         self,
@@ -194,15 +208,14 @@ class CustomWorkload:
         return batch._replace(value=mapped(fed, batch.value))
 
     def losses(self, module: nn.Module, fed: CustomBatch, spread: Spread) -> Sums:
-        if not self.is_miniature:
-            self.values.release()
+        self.release()
         return _counted(self.loss_in(module.training), module, fed, spread)
 
     def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Losses]:
         """The recipe's loss for training or for evaluation."""
         return self.recipe.loss if training else self.recipe.evaluation or self.recipe.loss
 
-    def kinds(self, training: bool) -> list[Callable[[nn.Module, CustomBatch, Spread], Sums]]:
+    def kinds(self, training: bool) -> Sequence[Metric]:
         """The functions computed on a microbatch: the loss and, in evaluation, the metrics."""
         loss = partial(_counted, self.loss_in(training))
         return [loss, *(() if training else self.metrics.values())]
@@ -238,7 +251,7 @@ class CustomWorkload:
         return self.held_out if held_out and self.held_out is not None else self.train
 
 
-def _map_style(dataset: Any, name: str) -> Any:
+def _map_style(dataset: Dataset, name: str) -> Dataset:
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if missing:
         raise UserError(

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
+from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.block_flow import in_dtypes, run_layers
 from pipelines.training.custom.custom_module import build_on_host, seeded
 from pipelines.training.custom.custom_pipeline import (
+    CustomBatch,
     Unfit,
     inputs_of,
     module_returning,
     pad_rows,
     unpad_rows,
 )
-from pipelines.training.custom.custom_workload import CustomBatch, CustomWorkload
 from pipelines.training.workload.spread import ALONE
 from pipelines.training.workload.state import buffers
 from pipelines.training.workload.trees import mapped
-from pipelines.training.workload.workload import Sums
+from pipelines.training.workload.workload import ModelShape, OwnLoss, Sums
 
 MAX_REAL_PARAMETERS = 20_000_000
 """The trial uses real values up to this number of parameters, and only shapes beyond it."""
@@ -33,8 +35,22 @@ NOISE = 0.05
 """Scale of the noise added to parameters: a parameter of value 0 would hide differences."""
 
 
+class PipelineCandidate(OwnLoss, Protocol):
+    """A custom workload, as the trial sees it."""
+
+    recipe: Recipe
+    settings: TrainSettings
+    num_held_out: int
+
+    def module(self) -> nn.Module: ...
+
+    def shape(self) -> ModelShape: ...
+
+    def example(self, num_samples: int, held_out: bool = False) -> CustomBatch: ...
+
+
 def why_no_pipeline(
-    workload: CustomWorkload, max_parameters: int = MAX_REAL_PARAMETERS
+    workload: PipelineCandidate, max_parameters: int = MAX_REAL_PARAMETERS
 ) -> str | None:
     """The reason why the recipe cannot be trained as a pipeline, or None if it can.
 
@@ -62,7 +78,7 @@ class _PassResult(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def _try_out(workload: CustomWorkload, max_parameters: int) -> None:
+def _try_out(workload: PipelineCandidate, max_parameters: int) -> None:
     flow = workload.flow
     for held_out in (False, True):
         if held_out and not (workload.num_held_out and workload.settings.eval_every):
@@ -88,7 +104,7 @@ def _try_out(workload: CustomWorkload, max_parameters: int) -> None:
             )
 
 
-def _module(workload: CustomWorkload, max_parameters: int) -> nn.Module:
+def _module(workload: PipelineCandidate, max_parameters: int) -> nn.Module:
     recipe, seed = workload.recipe, workload.settings.seed
     shapes = workload.module()
     if sum(parameter.numel() for parameter in shapes.parameters()) > max_parameters:
@@ -106,7 +122,7 @@ def _placed(module: nn.Module, batch: CustomBatch) -> CustomBatch:
     return batch._replace(value=mapped(lambda tensor: tensor.to(device), batch.value))
 
 
-def _run_whole(workload: CustomWorkload, module: nn.Module, batch: CustomBatch) -> _PassResult:
+def _run_whole(workload: PipelineCandidate, module: nn.Module, batch: CustomBatch) -> _PassResult:
     outputs: list[Any] = []
     hook = module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
     with _randomness_refused(module):
@@ -127,7 +143,7 @@ def _run_whole(workload: CustomWorkload, module: nn.Module, batch: CustomBatch) 
     return _PassResult(outputs[0], sums, _gradients(module, sums[0].loss), _buffers(module))
 
 
-def _run_blocks(workload: CustomWorkload, module: nn.Module, batch: CustomBatch) -> _PassResult:
+def _run_blocks(workload: PipelineCandidate, module: nn.Module, batch: CustomBatch) -> _PassResult:
     training, value = module.training, _placed(module, batch).value
     inputs = inputs_of(workload.loss_in(training), value, training)
     for name, metric in () if training else workload.recipe.metrics.items():
@@ -211,7 +227,7 @@ def _alike(first: Tensor | None, second: Tensor | None) -> bool:
     return first.is_meta or torch.allclose(first, second, rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
-def _refuse_padding(workload: CustomWorkload, module: nn.Module) -> None:
+def _refuse_padding(workload: PipelineCandidate, module: nn.Module) -> None:
     """Raise `Unfit` if padding an evaluation's smaller last microbatch would change its output."""
     size = workload.settings.microbatch
     num_samples = min(workload.settings.eval_samples, workload.num_held_out)

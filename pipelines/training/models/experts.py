@@ -27,7 +27,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(dim, hidden_dim, bias=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.w2(functional.silu(self.w1(hidden)) * self.w3(hidden))
+        output: Tensor = self.w2(functional.silu(self.w1(hidden)) * self.w3(hidden))
+        return output
 
 
 class MixtureOfExperts(nn.Module):
@@ -56,7 +57,8 @@ class MixtureOfExperts(nn.Module):
         self._uncompiled = torch.compiler.disable(MixtureOfExperts._mixed)
 
     def forward(self, hidden: Tensor, counted: bool | Tensor = True) -> Tensor:
-        return self._uncompiled(self, hidden, counted)
+        mixed: Tensor = self._uncompiled(self, hidden, counted)
+        return mixed
 
     def _mixed(self, hidden: Tensor, counted: bool | Tensor) -> Tensor:
         tokens = hidden.flatten(0, 1)
@@ -93,14 +95,15 @@ class MixtureOfExperts(nn.Module):
         back = order.argsort()
         copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
         done = self._routed(_Permute.apply(copies, order, back), counts)
-        return _Permute.apply(done, back, order).unflatten(0, chosen.shape)
+        return torch.unflatten(_Permute.apply(done, back, order), 0, chosen.shape)
 
     def _routed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows, sorted by expert with `counts` rows for each expert, through the experts."""
         group = self.spread.ep
         num_ranks = _size(group)
         if num_ranks == 1:
-            return self.experts(rows, counts.tolist())
+            outputs: Tensor = self.experts(rows, counts.tolist())
+            return outputs
         received_counts = torch.empty_like(counts)
         dist.all_to_all_single(received_counts, counts, group=group)
         # One transfer, since the host waits for the device here: by rank, then by local expert.
@@ -114,7 +117,10 @@ class MixtureOfExperts(nn.Module):
         back = order.argsort()
         num_rows = [sum(part) for part in zip(*received, strict=True)]
         done = self.experts(_Permute.apply(arrived, order, back), num_rows)
-        return _Exchange.apply(_Permute.apply(done, back, order), from_each, to_each, group)
+        returned: Tensor = _Exchange.apply(
+            _Permute.apply(done, back, order), from_each, to_each, group
+        )
+        return returned
 
 
 class Experts(nn.Module):

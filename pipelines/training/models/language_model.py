@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
@@ -43,11 +44,14 @@ class LanguageModelWorkload(NextToken):
     def module(self, spread: Spread = ALONE) -> nn.Module:
         return Transformer(self.settings, spread)
 
-    def blocks(self, module: Transformer) -> Sequence[nn.Module]:
-        return list(module.layers.values())
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return list(module.get_submodule("layers").children())
 
     def shape(self) -> ModelShape:
         return transformer_shape(self.settings, self.seq_len)
+
+    def limits(self) -> Limits:
+        return self.shape().limits
 
     def draw(
         self,

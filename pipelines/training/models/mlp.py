@@ -14,12 +14,15 @@ from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
 from pipelines.settings import MlpSettings
 from pipelines.training.workload.initial_values import Constant, draw, kaiming_uniform
+from pipelines.training.workload.optimizer import Optimizing
 from pipelines.training.workload.seeds import keyed_generator
 from pipelines.training.workload.spread import ALONE, Spread
 from pipelines.training.workload.workload import (
     Fed,
     Layer,
+    Metric,
     ModelShape,
+    OwnLoss,
     Sums,
     nothing,
     output_losses,
@@ -45,11 +48,15 @@ class Mlp(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers.values():
             hidden = functional.relu(layer(hidden))
-        return hidden if self.output is None else self.output(hidden)
+        if self.output is not None:
+            hidden = self.output(hidden)
+        return hidden
 
 
 class MlpWorkload:
     """Regression of a fixed nonlinear function of random vectors."""
+
+    own_loss: OwnLoss | None = None
 
     def __init__(
         self, settings: MlpSettings, seed: int, dtype: torch.dtype = torch.float32
@@ -62,15 +69,15 @@ class MlpWorkload:
         self.num_held_out = settings.num_samples
         self.seq_len = 1
         self.is_far = False
-        self.optimising = None
-        self.metrics = {}
+        self.optimising: Optimizing | None = None
+        self.metrics: dict[str, Metric] = {}
         self.keeps_its_size = False
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
         return Mlp(self.settings)
 
-    def blocks(self, module: Mlp) -> Sequence[nn.Module]:
-        return list(module.layers.values())
+    def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
+        return list(module.get_submodule("layers").children())
 
     def shape(self) -> ModelShape:
         """Pipeline layers; the other model axes are not supported."""
@@ -80,6 +87,9 @@ class MlpWorkload:
         return ModelShape(
             layers, Limits(tp_divides=1, num_layers=len(costs), seq_len=1, num_experts=1)
         )
+
+    def limits(self) -> Limits:
+        return self.shape().limits
 
     def draw(
         self,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from pipelines.data.prepared import Prepared
@@ -14,8 +15,16 @@ from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.settings import DataSettings
 from pipelines.settings.errors import UserError
 from pipelines.training.tensor.tensor_parallel import vocab_parallel_logits
+from pipelines.training.workload.optimizer import Optimizing
 from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import Fed, Sums, nothing, output_losses
+from pipelines.training.workload.workload import (
+    Fed,
+    Metric,
+    OwnLoss,
+    Sums,
+    nothing,
+    output_losses,
+)
 
 IGNORED = -100
 """The target of a position that the loss ignores."""
@@ -28,6 +37,7 @@ class NextToken:
     """
 
     cuts_head = True
+    own_loss: OwnLoss | None = None
 
     def __init__(
         self, vocab_size: int, train: Samples, held_out: Samples | None, dtype: torch.dtype
@@ -40,8 +50,8 @@ class NextToken:
         self.num_samples = train.num_samples
         self.seq_len = train.seq_len
         self.is_far = train.is_far
-        self.optimising = None
-        self.metrics = {}
+        self.optimising: Optimizing | None = None
+        self.metrics: dict[str, Metric] = {}
         self.keeps_its_size = False
         self.num_held_out = held_out.num_samples if held_out else 0
 
@@ -63,7 +73,10 @@ class NextToken:
         return split.read(samples)
 
     def _split(self, held_out: bool) -> Samples:
-        return self.held_out if held_out else self.train
+        if not held_out:
+            return self.train
+        assert self.held_out is not None, "evaluation without held-out samples"
+        return self.held_out
 
     def empty(self, num_samples: int = 0, held_out: bool = False) -> Batch:
         shape = (num_samples, self.seq_len) if num_samples else (1, 1)
@@ -86,7 +99,7 @@ class NextToken:
         total = functional.cross_entropy(
             logits, targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )
-        return total.to_local() if tp is not None else total
+        return total.to_local() if isinstance(total, DTensor) else total
 
 
 def open_samples(

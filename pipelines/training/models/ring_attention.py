@@ -41,7 +41,8 @@ def ring_attention(
         raise ValueError(f"query, key, value are {shapes}, but this rank has {held} positions")
     if documents is not None and documents.shape != (query.shape[0], length):
         raise ValueError(f"documents are {tuple(documents.shape)}, not (batch, {length})")
-    return _RingAttention.apply(query, key, value, ring)
+    attended: Tensor = _RingAttention.apply(query, key, value, ring)
+    return attended
 
 
 class _RingAttention(torch.autograd.Function):
@@ -125,7 +126,7 @@ class OnlineSoftmax:
 
 def grouped(heads: Tensor, num_kv_heads: int) -> Tensor:
     """(batch, heads, length, head_dim) as (batch * kv heads, group, length, head_dim)."""
-    return heads.unflatten(1, (num_kv_heads, -1)).flatten(0, 1)
+    return torch.unflatten(heads, 1, (num_kv_heads, -1)).flatten(0, 1)
 
 
 def block_of(key: Tensor, value: Tensor, ring: Ring) -> Tensor:
@@ -157,7 +158,7 @@ def scale(queries: Tensor) -> float:
 
 def per_query(left: Tensor, right: Tensor) -> Tensor:
     """(n, group, queries, k) times (n, k, m), for each query."""
-    return product(left.flatten(1, 2), right).unflatten(1, left.shape[1:3])
+    return torch.unflatten(product(left.flatten(1, 2), right), 1, left.shape[1:3])
 
 
 def over_queries(left: Tensor, right: Tensor) -> Tensor:

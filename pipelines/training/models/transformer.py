@@ -59,7 +59,9 @@ class Transformer(nn.Module):
             hidden = self.embedding(hidden)
         for layer in self.layers.values():
             hidden = layer(hidden, frame)
-        return hidden if self.head is None else self.head(self.norm(hidden))
+        if self.head is not None:
+            hidden = self.head(self.norm(hidden))
+        return hidden
 
     def _frame(
         self, length: int, documents: Tensor | None, seeds: Tensor | None, device: torch.device
@@ -103,7 +105,8 @@ class TransformerBlock(nn.Module):
             output = self.feed_forward(normed, counted=not frame.is_padding)
         else:
             output = self.feed_forward(normed)
-        return hidden + self.feed_forward_dropout(output, frame.seed)
+        total: Tensor = hidden + self.feed_forward_dropout(output, frame.seed)
+        return total
 
 
 class Attention(nn.Module):
@@ -136,7 +139,8 @@ class Attention(nn.Module):
                 is_causal=frame.mask is None,
                 enable_gqa=query.shape[1] != key.shape[1],
             )
-        return self.wo(attended.transpose(1, 2).flatten(2))
+        output: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
+        return output
 
 
 def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from pipelines.settings import TrainSettings
 from pipelines.training.passes.passes import Passes
 from pipelines.training.workload.data_shard import DataShard
 from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import PADDING, Fed, Workload, concatenate, nothing
+from pipelines.training.workload.workload import PADDING, Workload, concatenate, nothing
 
 
 def evaluate(
@@ -35,7 +36,7 @@ def evaluate(
     starts = range(0, num_samples, settings.microbatch)
     rounds = data_shard.rounds(len(starts), passes.num_rounds)
 
-    def feed_microbatch(microbatch: int | None) -> Fed:
+    def feed_microbatch(microbatch: int | None) -> Any:
         first = starts[microbatch] if microbatch is not None else num_samples
         samples = range(first, min(first + settings.microbatch, num_samples))
         batches = [workload.read(samples, held_out=True, interrupt=interrupt)] if samples else []
@@ -43,7 +44,8 @@ def evaluate(
         if passes.needs_full_size and missing:
             batches.append(workload.empty(missing, held_out=True))
         batches = batches or [workload.empty(held_out=True)]
-        return concatenate([workload.feed(b, groups.device, spread, PADDING) for b in batches])
+        feds = [workload.feed(b, groups.device, spread, PADDING) for b in batches]
+        return feds[0] if len(feds) == 1 else concatenate(feds)
 
     summed = passes.evaluate((feed_microbatch(microbatch) for microbatch in rounds), len(rounds))
     size = (1 + len(workload.metrics), 2, len(starts))
@@ -54,11 +56,12 @@ def evaluate(
                 sums[number, 0, microbatch] = total
                 sums[number, 1, microbatch] = count
     dist.all_reduce(sums, group=groups.world)
-    (loss, count), *metrics = [[_total(values) for values in kind] for kind in sums.tolist()]
+    (loss, num_losses), *metrics = [[_total(values) for values in kind] for kind in sums.tolist()]
     # Without a count there is no mean.
     means = zip(workload.metrics, metrics, strict=True)
     return Evaluation(
-        loss / count if count else None, {name: total / n for name, (total, n) in means if n}
+        loss / num_losses if num_losses else None,
+        {name: metric / n for name, (metric, n) in means if n},
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
 
 from actors.distributed.stall import wait_for
+from actors.distributed.torch_private import direct_buffers
 
 
 class BufferGroup:
@@ -68,7 +69,7 @@ class MovingBuffers:
         for name in buffers:
             owner, _, key = name.rpartition(".")
             holders = (module for module in self.modules if _has(module, owner, key))
-            self._owners[name] = (next(holders).get_submodule(owner)._buffers, key)
+            self._owners[name] = (direct_buffers(next(holders).get_submodule(owner)), key)
 
     @torch.no_grad()
     def begin(self) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from actors.distributed.torch_private import norms_of
 from actors.runtime.program import StateBytes
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.sharded import Sharded, storage_bytes
@@ -119,7 +120,7 @@ class LocalState:
 
     def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Squared norms, and the reciprocals of the numbers of ranks that hold each tensor."""
-        squares = torch.stack(torch._foreach_norm(list(tensors.values()))).double().square()
+        squares = torch.stack(norms_of(list(tensors.values()))).double().square()
         weights = [1 / self._num_copies[name] for name in tensors]
         return squares, torch.tensor(weights, dtype=torch.float64, device=squares.device)
 

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from actors.distributed.torch_private import scale_tensors
 from actors.runtime.program import Applied, Evaluation, Groups, Interrupt, StateBytes
 from elastic.geometry.sample_order import microbatch_seed
 from elastic.protocol.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.custom.custom_pipelined import CustomPipelined
-from pipelines.training.custom.custom_workload import CustomWorkload
 from pipelines.training.passes.evaluation import evaluate
 from pipelines.training.passes.moving_buffers import MovingBuffers
 from pipelines.training.passes.passes import OneByOne, Passes
@@ -34,7 +35,7 @@ from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.seeds import seed_device
 from pipelines.training.workload.spread import Spread
 from pipelines.training.workload.state import buffers, build_on_meta, optimising_of
-from pipelines.training.workload.workload import PADDING, Fed, Workload
+from pipelines.training.workload.workload import PADDING, Workload
 
 NORM_EPS = 1e-6
 """Added to the norm in clipping, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -57,25 +58,30 @@ class ShardedReplica:
         self.interrupt_hooks = InterruptHooks(blocks, groups.device)
         optimising = optimising_of(workload, settings)
         self.state = LocalState(self.sharded, settings, optimising, groups.device)
-        self.moving: MovingBuffers | StageBuffers = MovingBuffers(modules, groups.world)
+        self.moving: MovingBuffers | StageBuffers
+        self.passes: Passes
         if groups.layout.pp > 1:
             all_buffers = dict(buffers(build_on_meta(workload, settings)))
-            self.moving = StageBuffers(modules, all_buffers, groups.world, groups.device)
-        self.passes = self._passes(stages)
+            moving = StageBuffers(modules, all_buffers, groups.world, groups.device)
+            self.moving, self.passes = moving, self._pipeline_passes(stages, moving)
+        else:
+            whole = MovingBuffers(modules, groups.world)
+            self.moving, self.passes = whole, self._passes(whole)
         self.samples: Mapping[int, Sequence[int]] = {}
         self.step_statistics = Statistics(workload, settings, groups, self.state)
         self.partial_gradients = partial_gradient_names(
             self.state.shards, workload.shape(), self.spread
         )
 
-    def _passes(self, stages: Sequence[Stage]) -> Passes:
-        groups, settings = self.groups, self.settings
-        if groups.layout.pp > 1:
-            args = (self.workload, stages, self.sharded, groups, self.spread, settings)
-            if isinstance(self.workload, CustomWorkload):
-                return CustomPipelined(*args, moving=self.moving)
-            return Pipelined(*args)
-        return OneByOne(self.workload, self.sharded, self.spread, self.moving)
+    def _passes(self, moving: MovingBuffers) -> Passes:
+        return OneByOne(self.workload, self.sharded, self.spread, moving)
+
+    def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
+        args = (self.workload, stages, self.sharded, self.groups, self.spread, self.settings)
+        own_loss = self.workload.own_loss
+        if own_loss is not None:
+            return CustomPipelined(*args, own_loss=own_loss, moving=moving)
+        return Pipelined(*args)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these the local state; see `LocalState.adopt`."""
@@ -132,7 +138,7 @@ class ShardedReplica:
             max_norm = self.state.optimising.max_grad_norm
             clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_EPS))
             gradients = self.state.gradients()
-            torch._foreach_mul_(list(gradients.values()), clip / vote.num_tokens)
+            scale_tensors(list(gradients.values()), clip / vote.num_tokens)
             self.state.step(gradients, rate)
             self.moving.apply()
         self.step_statistics.after_step(vote.num_tokens)
@@ -165,7 +171,7 @@ class ShardedReplica:
         """The bytes of the state on this rank's device; see `LocalState.state_bytes`."""
         return self.state.state_bytes()
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> Any:
         device, spread = self.groups.device, self.spread
         if microbatch is None:
             full_size = self.settings.microbatch if self.passes.needs_full_size else 0

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from actors.distributed.stall import wait_for
+from actors.distributed.torch_private import copy_tensors
 from elastic.geometry.regions import chunk_interval
 from pipelines.training.sharding.sharded import as_distributed, count_copies, local_tensor
 from pipelines.training.tensor.collectives import all_gather, reduce_scatter
@@ -90,8 +92,13 @@ class BucketParameter:
         summed, self.is_reduced = self.summed, True
         if summed is None:
             return torch.zeros_like(self.full, dtype=self.shard.dtype)
-        if getattr(summed, "placements", None) != getattr(self.parameter, "placements", None):
-            summed = summed.redistribute(placements=self.parameter.placements)
+        parameter = self.parameter
+        if (
+            isinstance(summed, DTensor)
+            and isinstance(parameter, DTensor)
+            and summed.placements != parameter.placements
+        ):
+            summed = summed.redistribute(placements=parameter.placements)
         self.summed = local_tensor(summed).contiguous()
         return self.summed
 
@@ -142,7 +149,7 @@ class Bucket:
                 pairs += [pair for index, pair in copies if index != in_place]
             if pairs:
                 targets, sources = zip(*pairs, strict=True)
-                torch._foreach_copy_(targets, sources)
+                copy_tensors(targets, sources)
 
         return finish
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,8 @@ class FullySharded:
         self.offload = settings.offload
         self.reshards = _reshards_after_forward(groups, settings)
         self.reduces_each = settings.sync_each_microbatch and groups.mesh["fsdp"].size() > 1
-        self.modules = [self._shard(module, workload, groups, settings) for module in modules]
+        self.modules = modules
+        self.roots = [self._shard(module, workload, groups, settings) for module in modules]
         self._read()
 
     def shards(self) -> dict[str, Tensor]:
@@ -81,7 +83,7 @@ class FullySharded:
 
         Without resharding after forward, gathered parameters stay until the last backward.
         """
-        for module in self.modules:
+        for module in self.roots:
             module.set_requires_gradient_sync(last or self.reduces_each)
             module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)
@@ -118,14 +120,16 @@ class FullySharded:
     def _shard(
         self, module: nn.Module, workload: Workload, groups: Groups, settings: TrainSettings
     ) -> FSDPModule:
-        options = {"mp_policy": _precision(settings), "offload_policy": self._offload_policy()}
-        inner = options | {"reshard_after_forward": self.reshards}
+        sharded = partial(
+            fully_shard, mp_policy=_precision(settings), offload_policy=self._offload_policy()
+        )
+        inner = partial(sharded, reshard_after_forward=self.reshards)
         mesh, expert_mesh = _data_mesh(groups.mesh), _data_mesh(groups.experts or groups.mesh)
         for block in workload.blocks(module):
             for experts in (part for part in block.modules() if isinstance(part, Experts)):
-                _sum_gradients(fully_shard(experts, mesh=expert_mesh, **inner))
-            _sum_gradients(fully_shard(block, mesh=mesh, **inner))
-        return _sum_gradients(fully_shard(module, mesh=mesh, **options))
+                _sum_gradients(inner(experts, mesh=expert_mesh))
+            _sum_gradients(inner(block, mesh=mesh))
+        return _sum_gradients(sharded(module, mesh=mesh))
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.offload:

@@ -47,8 +47,9 @@ def parallelize(
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
     fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
-    shards = FullySharded if fully else ZeroSharded
-    return shards(modules, workload, groups, settings)
+    if fully:
+        return FullySharded(modules, workload, groups, settings)
+    return ZeroSharded(modules, workload, groups, settings)
 
 
 def _has_full_parameters(groups: Groups) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -176,7 +176,7 @@ class ZeroSharded:
         """Register hooks, only for backwards that need them: a call costs as much as a small
         operation."""
         # A weak reference: the cycle collector does not see a parameter's hooks.
-        accumulated = WeakMethod(self._accumulated)
+        accumulated: WeakMethod[Callable[[int, int], None]] = WeakMethod(self._accumulated)
         for bucket_index, bucket in enumerate(self.buckets):
             for index, part in enumerate(bucket.parts):
                 if part.parameter.requires_grad:
@@ -275,7 +275,9 @@ class ZeroSharded:
         return (part for bucket in self.buckets for part in bucket.parts)
 
 
-def _call(method: WeakMethod, bucket_index: int, index: int, parameter: Tensor) -> None:
+def _call(
+    method: WeakMethod[Callable[[int, int], None]], bucket_index: int, index: int, parameter: Tensor
+) -> None:
     accumulated = method()
     assert accumulated is not None, "a backward pass after its modules were dropped"
     accumulated(bucket_index, index)

@@ -31,12 +31,14 @@ class SequenceShards:
     def gather(self, part: Tensor) -> Tensor:
         """Gather this rank's shard (batch, local length, dim) to the full sequence; the backward
         is a reduce-scatter."""
-        return _Gather.apply(part, self)
+        gathered: Tensor = _Gather.apply(part, self)
+        return gathered
 
     def scatter(self, summand: Tensor) -> Tensor:
         """Reduce-scatter a summand (batch, length, dim) to this rank's shard of the sum; the
         backward is an all-gather."""
-        return _Scatter.apply(summand, self)
+        scattered: Tensor = _Scatter.apply(summand, self)
+        return scattered
 
     def all_gather(self, part: Tensor) -> Tensor:
         num_ranks, longest = self.group.size(), self._longest
@@ -48,7 +50,7 @@ class SequenceShards:
     def reduce_scatter(self, summand: Tensor) -> Tensor:
         num_ranks, longest = self.group.size(), self._longest
         padded = _padded(summand, num_ranks * longest)
-        parts = padded.unflatten(DIM, (num_ranks, longest)).transpose(0, 1).contiguous()
+        parts = torch.unflatten(padded, DIM, (num_ranks, longest)).transpose(0, 1).contiguous()
         total = parts.new_empty(parts.shape[1:])
         reduce_scatter(total, parts.flatten(0, 1), group=self.group)
         own = chunk_interval(self.length, num_ranks, self.group.rank())[1]

@@ -55,8 +55,9 @@ def parallelize_modules(
         elif style == "gather":
             part.register_forward_pre_hook(partial(_gathered, parts))
         elif style is not None:
-            weight = distribute_tensor(part.weight, mesh, [PLACEMENTS[style]])
-            part.weight = nn.Parameter(weight, requires_grad=part.weight.requires_grad)
+            whole = part.get_parameter("weight")
+            weight = distribute_tensor(whole, mesh, [PLACEMENTS[style]])
+            part.weight = nn.Parameter(weight, requires_grad=whole.requires_grad)
             part.forward = _forward(style, part, parts)
 
 
@@ -104,26 +105,33 @@ def _forward(style: Style, part: nn.Module, parts: SequenceShards) -> Callable[[
     replaces it."""
     match style:
         case "colwise":
-            return lambda hidden: functional.linear(hidden, part.weight.to_local())
+            return lambda hidden: functional.linear(hidden, local_weight(part))
         case "rowwise":
-            return lambda hidden: parts.scatter(functional.linear(hidden, part.weight.to_local()))
+            return lambda hidden: parts.scatter(functional.linear(hidden, local_weight(part)))
         case "logits":
-            return lambda hidden: functional.linear(parts.gather(hidden), part.weight.to_local())
-        case "sequence":
+            return lambda hidden: functional.linear(parts.gather(hidden), local_weight(part))
+        case "sequence" if isinstance(part, nn.RMSNorm):
             return lambda hidden: functional.rms_norm(
-                hidden, part.normalized_shape, part.weight.to_local(), part.eps
+                hidden, part.normalized_shape, local_weight(part), part.eps
             )
-        case "vocabulary":
+        case "vocabulary" if isinstance(part, nn.Embedding):
             return lambda tokens: parts.scatter(_embed(tokens, part, parts))
         case _:
-            raise ValueError(f"{style}: not a style of a module that tp shards")
+            raise ValueError(f"{style}: not a style of a {type(part).__name__} that tp shards")
+
+
+def local_weight(part: nn.Module) -> Tensor:
+    """This rank's shard of a module's weight; its gradient reaches the weight."""
+    weight = part.weight
+    assert isinstance(weight, DTensor), "tp has sharded the weight"
+    return weight.to_local()
 
 
 def _embed(tokens: Tensor, part: nn.Embedding, parts: SequenceShards) -> Tensor:
     """The embeddings of the tokens in this rank's shard of the vocabulary, 0 for other tokens."""
     ranks = parts.group
     first, size = chunk_interval(part.num_embeddings, ranks.size(), ranks.rank())
-    index, weight = tokens - first, part.weight.to_local()
+    index, weight = tokens - first, local_weight(part)
     outside = (index < 0) | (index >= size)
     embedded = functional.embedding(index.masked_fill(outside, 0), weight)
     return embedded.masked_fill(outside[..., None], 0.0)

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
+from actors.distributed.torch_private import direct_parameters
 from elastic.geometry.regions import chunk_interval
 from pipelines.training.workload.state import TP_DIMS
 from pipelines.training.workload.workload import ModelShape, Style
@@ -65,12 +66,15 @@ def _forward(style: Style | None, part: nn.Module, group: ProcessGroup) -> Calla
 
     def row_parallel(hidden: Tensor) -> Tensor:
         with _local_parameters(part):
-            output = _AllReduce.apply(functional.linear(hidden, part.weight), group)
+            assert isinstance(part, nn.Linear)
+            output: Tensor = _AllReduce.apply(functional.linear(hidden, part.weight), group)
             return output if part.bias is None else output + part.bias
 
     def vocab_parallel(tokens: Tensor) -> Tensor:
         with _local_parameters(part):
-            return _AllReduce.apply(_embed(tokens, part, group), group)
+            assert isinstance(part, nn.Embedding)
+            embedded: Tensor = _AllReduce.apply(_embed(tokens, part, group), group)
+            return embedded
 
     match style:
         case "colwise" | "logits":
@@ -86,12 +90,13 @@ def _forward(style: Style | None, part: nn.Module, group: ProcessGroup) -> Calla
 @contextmanager
 def _local_parameters(part: nn.Module) -> Iterator[None]:
     """Replace a module's direct parameters with their local shards."""
-    held = {key: value for key, value in part._parameters.items() if isinstance(value, DTensor)}
-    part._parameters.update({key: value.to_local() for key, value in held.items()})
+    own = direct_parameters(part)
+    held = {key: value for key, value in own.items() if isinstance(value, DTensor)}
+    own.update({key: value.to_local() for key, value in held.items()})
     try:
         yield
     finally:
-        part._parameters.update(held)
+        own.update(held)
 
 
 def _embed(tokens: Tensor, part: nn.Embedding, group: ProcessGroup) -> Tensor:
@@ -99,10 +104,9 @@ def _embed(tokens: Tensor, part: nn.Embedding, group: ProcessGroup) -> Tensor:
     first, size = chunk_interval(part.num_embeddings, group.size(), group.rank())
     index, padding = tokens - first, part.padding_idx
     outside = (index < 0) | (index >= size)
-    held = padding is not None and first <= padding < first + size
-    embedded = functional.embedding(
-        index.masked_fill(outside, 0), part.weight, padding - first if held else None
-    )
+    if padding is not None:
+        padding = padding - first if first <= padding < first + size else None
+    embedded = functional.embedding(index.masked_fill(outside, 0), part.weight, padding)
     return embedded.masked_fill(outside[..., None], 0.0)
 
 

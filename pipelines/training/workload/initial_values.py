@@ -125,7 +125,7 @@ def draw(
             if num_drawn % TILES_PER_CHECK == 0:
                 interrupt()
             num_drawn += 1
-            drawn = stream.tile(distribution, matrix * tiles_per_matrix + tile.index)
+            drawn = stream.tile(distribution, matrix * tiles_per_matrix + tile.number)
             matrices[lead][tile.target] = drawn[tile.source]
     return torch.from_numpy(values)
 
@@ -142,9 +142,9 @@ _ALL = _Span(0, 1)
 
 
 class _Tile(NamedTuple):
-    """A tile's index in its matrix, the slice of it to copy, and the slice to copy it to."""
+    """A tile's number in its matrix, the slice of it to copy, and the slice to copy it to."""
 
-    index: int
+    number: int
     source: tuple[slice, slice]
     target: tuple[slice, slice]
 

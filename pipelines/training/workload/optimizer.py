@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,8 +17,9 @@ from pipelines.settings.errors import UserError
 class Optimizing(Protocol):
     """An optimizer and its learning rate schedule, the same for every shard of every layout."""
 
-    max_grad_norm: float | None
-    """The global norm to which gradients are clipped; None disables clipping."""
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The global norm to which gradients are clipped; None disables clipping."""
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         """Build an optimizer over named shards of parameters.
@@ -40,7 +41,7 @@ class AdamWBySettings:
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         settings = self.settings
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [shard for _, shard in shards if shard.ndim > 1]},
             {"params": [shard for _, shard in shards if shard.ndim <= 1], "weight_decay": 0.0},
         ]

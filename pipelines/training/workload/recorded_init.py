@@ -15,10 +15,14 @@ from threading import get_ident
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
+from actors.distributed.torch_private import (
+    TO_COPY,
+    TorchDispatchMode,
+    replace_truncated_normal,
+    storage_key,
+)
 from pipelines.training.workload.initial_values import (
     Constant,
     Distribution,
@@ -27,6 +31,7 @@ from pipelines.training.workload.initial_values import (
     Uniform,
 )
 from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.trees import tensors_in
 
 LEAST_ELEMENTS = 1 << 16
 """Minimum size of a recorded tensor; smaller tensors get their values at once."""
@@ -71,7 +76,7 @@ VIEWS = {
     aten.split.Tensor,
 }
 """Operations that return a view of a tensor's memory."""
-COPIES = {aten.clone.default, aten._to_copy.default}
+COPIES = {aten.clone.default, TO_COPY}
 VALUE_FREE_OPTIONS = (
     "generator",
     "dtype",
@@ -149,6 +154,8 @@ CHANGED_COPIES: dict[Any, Callable[..., Distribution | None]] = {
 class Record:
     """The content that a tensor's memory would have: uninitialised (None), or a distribution.
 
+    It keeps the storage alive, so no other storage gets its key.
+
     Tensors with the same `draw`, such as copies, have the same values up to later operations.
     """
 
@@ -161,7 +168,7 @@ class Recorder(TorchDispatchMode):
     """While active, records how large tensors on the host are filled instead of filling them."""
 
     def __init__(self, seed: int = 0, least_elements: float = LEAST_ELEMENTS) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
         self._seed = seed
         self._least_elements = least_elements
         self._records: dict[int, Record] = {}
@@ -172,20 +179,20 @@ class Recorder(TorchDispatchMode):
 
     def watch(self, tensor: Tensor) -> None:
         """Record operations on this tensor from now on, whatever its size and device."""
-        self._watched[_key(tensor)] = tensor
+        self._watched[storage_key(tensor)] = tensor
         self._set_record(tensor, None)
 
     def __enter__(self) -> Recorder:
         """Replace `trunc_normal_`, which no dispatched operation reveals: it redraws until all
         values fit."""
-        self._thread, self._draw_truncated = get_ident(), nn.init._no_grad_trunc_normal_
-        nn.init._no_grad_trunc_normal_ = self._record_truncated  # trunc_normal_ looks it up here
-        super().__enter__()
+        self._thread = get_ident()
+        self._draw_truncated = replace_truncated_normal(self._record_truncated)
+        TorchDispatchMode.__enter__(self)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        nn.init._no_grad_trunc_normal_ = self._draw_truncated
+        TorchDispatchMode.__exit__(self, *raised)
+        replace_truncated_normal(self._draw_truncated)
 
     def _record_truncated(
         self, tensor: Tensor, mean: float, std: float, a: float, b: float, generator: Any = None
@@ -197,7 +204,7 @@ class Recorder(TorchDispatchMode):
 
     def record(self, tensor: Tensor) -> Record | None:
         """How a tensor would be filled; None if it has real values."""
-        record = self._records.get(_key(tensor))
+        record = self._records.get(storage_key(tensor))
         if record is None:
             return None
         is_full = tensor.numel() == record.tensor.numel()
@@ -208,7 +215,7 @@ class Recorder(TorchDispatchMode):
 
     def make_real(self, tensor: Tensor) -> None:
         """Fill a tensor if it is only recorded."""
-        record = self._records.get(_key(tensor))
+        record = self._records.get(storage_key(tensor))
         if record is not None:
             self._fill(record)
 
@@ -245,7 +252,7 @@ class Recorder(TorchDispatchMode):
         self, func: Any, args: Sequence[Any], options: dict[str, Any], values: dict[str, Any]
     ) -> Tensor:
         options = {k: v for k, v in options.items() if k in VALUE_FREE_OPTIONS and k != "generator"}
-        tensor = aten.empty.memory_format(args[0], **options)
+        tensor: Tensor = aten.empty.memory_format(args[0], **options)
         self._set_record(tensor, FACTORIES[func](*args[1:], **values))
         return tensor
 
@@ -254,7 +261,7 @@ class Recorder(TorchDispatchMode):
     ) -> Distribution | None:
         """The distribution of a recorded full tensor after an operation; None if unknown."""
         change = CHANGES.get(func) or CHANGED_COPIES.get(func)
-        record = self._records.get(_key(args[0])) if isinstance(args[0], Tensor) else None
+        record = self._records.get(storage_key(args[0])) if isinstance(args[0], Tensor) else None
         numbers = (*args[1:], *values.values())
         if change is None or record is None or record.distribution is None:
             return None
@@ -272,7 +279,7 @@ class Recorder(TorchDispatchMode):
     def _is_full_tensor(self, tensor: Tensor) -> bool:
         """Whether a tensor covers its storage and is recorded or large enough to be."""
         is_full = tensor.numel() * tensor.itemsize == tensor.untyped_storage().nbytes()
-        if _key(tensor) in self._records or _key(tensor) in self._watched:
+        if storage_key(tensor) in self._records or storage_key(tensor) in self._watched:
             return is_full
         options = {"dtype": tensor.dtype, "device": tensor.device}
         return is_full and self._is_large(tensor.shape, options)
@@ -282,16 +289,16 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         self._num_draws += 1
         number = self._num_draws if draw is None else draw
-        self._records[_key(tensor)] = Record(tensor.detach(), distribution, number)
+        self._records[storage_key(tensor)] = Record(tensor.detach(), distribution, number)
 
     def _records_in(self, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[Record]:
-        for value in tree_leaves((tuple(args), dict(options))):
-            if isinstance(value, Tensor) and _key(value) in self._records:
-                yield self._records[_key(value)]
+        for value in tensors_in((tuple(args), dict(options))):
+            if storage_key(value) in self._records:
+                yield self._records[storage_key(value)]
 
     def _fill(self, record: Record) -> None:
         """Run the recorded operation; copies of one draw get the same values."""
-        if self._records.pop(_key(record.tensor), None) is None:
+        if self._records.pop(storage_key(record.tensor), None) is None:
             return
         self._real_draws.add(record.draw)
         generator = keyed_generator("recorded", self._seed, record.draw)
@@ -311,8 +318,3 @@ class Recorder(TorchDispatchMode):
                     tensor.mul_(distribution.scale).add_(distribution.mean).clamp_(
                         distribution.minimum, distribution.maximum
                     )
-
-
-def _key(tensor: Tensor) -> int:
-    """The id of a tensor's storage; a record keeps the storage alive, so no other gets its id."""
-    return tensor.untyped_storage()._cdata

@@ -102,29 +102,80 @@ class Sums(NamedTuple):
     num_tokens: Tensor
 
 
-class Workload(Protocol):
-    """One kind of training job. Its batch type is private: `read` returns it, `feed` takes it."""
+class OutputLoss(Protocol):
+    """A loss that is a function of the module's output and the targets."""
 
-    digest: str
-    """A digest of the data: two runs with equal digests read the same samples."""
-    num_samples: int
-    """The number of samples in an epoch."""
-    num_held_out: int
-    """The number of held-out samples for evaluation."""
-    seq_len: int
-    """Tokens of a sample; 1 where samples are not sequences."""
+    def num_tokens(self, targets: Tensor) -> Tensor:
+        """The number of losses of these targets; the step's gradient is divided by their total."""
 
-    optimising: Optimizing | None
-    """The optimizer and its schedule; None: AdamW from the run's settings."""
+    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+        """The sum (never the mean) of the losses, shape ()."""
 
-    metrics: Mapping[str, Callable[[nn.Module, Any, Spread], Sums]]
-    """Evaluation metrics besides the loss, by name, with the signature of `losses`."""
 
-    keeps_its_size: bool
-    """Whether microbatches always have full size, including those of `miniature` and `empty`."""
+Metric = Callable[[nn.Module, Any, Spread], Sums]
+"""A function of a module and of `Workload.feed`'s result, with the signature of `losses`."""
 
-    is_far: bool
-    """Whether samples must be fetched to this machine before they can be read."""
+
+class OwnLoss(Protocol):
+    """A loss that calls the module itself, so that a pipeline must be put in the module's place."""
+
+    @property
+    def flow(self) -> tuple[Tensor, ...]:
+        """The input of each layer for a microbatch, and the last output, as meta tensors."""
+
+    def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Any]:
+        """The loss of a module and a batch, for training or for evaluation."""
+
+    def kinds(self, training: bool) -> Sequence[Metric]:
+        """What is computed on a microbatch: the loss and, in evaluation, the metrics."""
+
+    def release(self) -> None:
+        """Release the module's initial values: training has begun."""
+
+
+class Workload(OutputLoss, Protocol):
+    """One kind of training job.
+
+    Its batch type is private: `read` returns it, `feed` takes it. So is the type of a microbatch:
+    `feed` returns it (`Fed`, unless `own_loss` is set), `losses` and `metrics` take it.
+    """
+
+    @property
+    def digest(self) -> str:
+        """A digest of the data: two runs with equal digests read the same samples."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples in an epoch."""
+
+    @property
+    def num_held_out(self) -> int:
+        """The number of held-out samples for evaluation."""
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens of a sample; 1 where samples are not sequences."""
+
+    @property
+    def optimising(self) -> Optimizing | None:
+        """The optimizer and its schedule; None: AdamW from the run's settings."""
+
+    @property
+    def metrics(self) -> Mapping[str, Metric]:
+        """Evaluation metrics besides the loss, by name."""
+
+    @property
+    def keeps_its_size(self) -> bool:
+        """Whether microbatches always have full size, including those of `miniature` and
+        `empty`."""
+
+    @property
+    def is_far(self) -> bool:
+        """Whether samples must be fetched to this machine before they can be read."""
+
+    @property
+    def own_loss(self) -> OwnLoss | None:
+        """The loss for a pipeline, if it calls the module itself; None if it is `loss`."""
 
     def module(self, spread: Spread = ALONE) -> nn.Module:
         """Build a module. It is called under the meta device, so values set here are lost.
@@ -137,6 +188,10 @@ class Workload(Protocol):
 
     def shape(self) -> ModelShape:
         """How the model can be sharded over pp, cp, tp and ep."""
+
+    def limits(self) -> Limits:
+        """The limits of `shape`, and what only a trial of the module finds out; it may take
+        seconds."""
 
     def draw(
         self,
@@ -171,20 +226,14 @@ class Workload(Protocol):
         """A batch with loss 0 and gradient 0: `num_samples` samples of full size, or, for 0, a
         batch of the smallest size."""
 
-    def feed(self, batch: Any, device: torch.device, spread: Spread, seed: int) -> Fed:
+    def feed(self, batch: Any, device: torch.device, spread: Spread, seed: int) -> Any:
         """This rank's part of a batch. `seed` is the microbatch's, negative for padding."""
 
     def losses(self, module: nn.Module, fed: Any, spread: Spread) -> Sums:
         """Run `feed`'s result through a full module; return the sum and the number of losses.
 
-        `output_losses` implements it with `loss` and `num_tokens`, which only a pipeline needs.
+        `output_losses` implements it with those of `OutputLoss`, which only a pipeline needs.
         """
-
-    def num_tokens(self, targets: Tensor) -> Tensor:
-        """The number of losses of these targets; the step's gradient is divided by their total."""
-
-    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
-        """The sum (never the mean) of the losses, shape ()."""
 
     def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
         """A meta tensor like the input of a layer, or like the output of the last layer."""
@@ -193,12 +242,14 @@ class Workload(Protocol):
         """A workload of the same kind with tiny dimensions and no data to open, for warm-up."""
 
 
-def forward_loss(workload: Workload, module: nn.Module, fed: Fed, spread: Spread = ALONE) -> Tensor:
+def forward_loss(
+    workload: OutputLoss, module: nn.Module, fed: Fed, spread: Spread = ALONE
+) -> Tensor:
     """The loss sum of one microbatch through a full module."""
     return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, spread)
 
 
-def output_losses(workload: Workload, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+def output_losses(workload: OutputLoss, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
     """`Workload.losses` for a loss that is a function of the module's output and the targets."""
     return Sums(forward_loss(workload, module, fed, spread), workload.num_tokens(fed.targets))
 
