@@ -100,9 +100,11 @@ class Checks:
     def note_fault(self, now: float) -> None:
         self._well_at = max(self._well_at, now)
 
-    def note_restart(self, committed_step: int) -> None:
-        """The journal knows the steps up to this one; later ones are reported again, or lost."""
-        self._recorded_step = min(self._recorded_step, committed_step)
+    def note_restart(self, committed_step: int, generation: int) -> None:
+        """The journal knows the steps up to this one; later ones are reported again, or lost. It
+        and the workers know no newer generation: a `Form` that never left may come again."""
+        self._recorded_step = committed_step
+        self._generation = min(self._generation, generation)
 
     def after(self, now: float, event: Event, commands: list[Command], core: Core) -> None:
         """Check the outcome of one event."""
@@ -162,9 +164,10 @@ class Checks:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
             return
         assert outcome.outcome != "completed" or newest.step == num_steps
-        lines = [(line.record.generation, line.record.step) for line in records.metrics]
+        metrics = records.metrics
+        lines = [(line.generation, line.step) for line in metrics]
         assert len(set(lines)) == len(lines), "invariant 8: a line is doubled"
-        last = {line.record.step: line.record.generation for line in records.metrics}
+        last = {line.step: line.generation for line in metrics}
         saved = storage.visible[newest.path].lineage.generations
         recorded = tuple(last[step + 1] for step in range(newest.step))
         assert recorded == saved, f"invariant 8: metrics say {recorded}, the state {saved}"

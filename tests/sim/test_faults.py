@@ -222,7 +222,7 @@ def test_long_controller_absences_lose_no_record(first: int, fresh_seeds: FreshS
         sent = [command for _, _, commands, _ in world.records.trace for command in commands]
         is_live = all(c.source in ("live", "initial") for c in sent if isinstance(c, Reshard))
         if is_live and scenario.num_kept_records == NUM_KEPT_RECORDS:
-            missing = [line.record.step for line in world.records.metrics if line.record.missing]
+            missing = [line.step for line in world.records.metrics if line.missing]
             assert not missing, f"seed {seed}: {missing}"
 
 
