@@ -25,8 +25,6 @@ from elastic.protocol.controller_events import ControllerRaised, ControllerResta
 from elastic.protocol.events import Event, RunOpened, Woke, WorkerReady
 from elastic.protocol.wire import FORMAT, command_line
 
-LOOK_EVERY_S = 2.0
-
 
 class Shell(ControllerSession):
     """Drives one run to its end; `post` may be called from any thread."""
@@ -80,14 +78,15 @@ class Shell(ControllerSession):
         return with_shortfall(self.outcome, unwritten)
 
     def _next_event(self) -> Event:
+        look_every_s = self._parts.look_every_s
         while True:
             deadline = self._core.next_deadline()
             now = self._clock.now()
             if deadline is not None and deadline <= now and self._inbox.empty():
                 return Woke()
-            patience_s = LOOK_EVERY_S if deadline is None else deadline - now
+            patience_s = look_every_s if deadline is None else deadline - now
             try:
-                return self._inbox.get(timeout=min(max(patience_s, 0.0), LOOK_EVERY_S))
+                return self._inbox.get(timeout=min(max(patience_s, 0.0), look_every_s))
             except queue.Empty:
                 self._look_after()
                 if self._guarded.is_failing:
@@ -98,6 +97,7 @@ class Shell(ControllerSession):
         attempt, missing_lines = self._start_guard.attempt, deque[dict[str, Any]]()
         attempt("journal", lambda: missing_lines.extend(self._missing_lines()))
         attempt("journal", partial(self._write_all, missing_lines))
+        attempt("journal", self._journal.make_durable)  # before commands are repeated
         attempt("metrics", self._complete_metrics)
         if survivors and self._can_take_over(survivors):
             self._take_over(survivors)

@@ -117,6 +117,8 @@ class ShellParts:
     wall: Clock = time.time
     monotonic: Clock = time.monotonic
     sleep: Callable[[float], None] = time.sleep
+    look_every_s: float = 2.0
+    """How often the shell looks after lease and logs while no events arrive."""
     make_core: Callable[[ControllerState], Core] = Core
     make_inbox: Callable[[], Inbox] = queue.Queue
     open_journal: Callable[[LineLog, Lease], Lines] = open_journal

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 
 from sim.fleet import SimFleet, SimPublisher
 from sim.shell import CheckFailed, ControllerDied, ControllerProcess, Death
+from sim.storage import find_checkpoints
 from sim.world import World
 
+from actors.storage.errors import LeaseLost
 from elastic.protocol.commands import Stopped
+
+LOOK_EVERY_S = 2.0
+"""As in a real run; less often if a step takes longer, so that the simulation does not."""
 
 
 def run_controllers(world: World) -> Stopped:
@@ -25,6 +31,9 @@ def run_controllers(world: World) -> Stopped:
             return process.run(fleet, publisher, world.opening, None if is_job else fleet)
         except ControllerDied:
             _await_successor(world)
+        except LeaseLost:
+            world.end_workers()  # its fleet is closed
+            world.successor = "job"
 
 
 def _start_controller(world: World) -> ControllerProcess:
@@ -33,8 +42,9 @@ def _start_controller(world: World) -> ControllerProcess:
         world.timeline,
         world.records,
         world.checks.after,
-        world.storage.whole,
+        partial(find_checkpoints, world.storage),
         world.scenario.horizon_s,
+        max(LOOK_EVERY_S, world.scenario.step_s[1]),
         world.incarnation,
         world.since,
     )

@@ -51,6 +51,8 @@ class SimLog:
         """Unless `is_kept`, nothing will ever read it."""
         self.lines: list[Line] = []
         self.newest_epoch = 0
+        """The newest claim of the run's lease."""
+        self._writer_epoch = 0
         self.refuses_until = 0.0
         """Until this time, storage accepts no line."""
         self._log = LineLog(storage, name)
@@ -61,7 +63,7 @@ class SimLog:
         """The decided commands whose lines `make_durable` has not covered."""
         self._covered: list[CommandKey] = []
         """The commands whose lines the next `make_durable` covers."""
-        self._num_readable = 0
+        self._num_covered = self._num_readable = 0
 
     def append(self, line: Line, epoch: int, now: float) -> None:
         assert epoch == self.newest_epoch, "invariant 11: a line is written after the lease is lost"
@@ -88,20 +90,29 @@ class SimLog:
         self._written_at.clear()
         self._unsafe.difference_update(self._covered)
         self._covered.clear()
+        self._num_covered = len(self.lines)
 
     def end_writer(self, random: Random, now: float) -> None:
         """The writer is gone, and with it some of the newest lines that are not durable."""
         num_lost = random.randint(0, self.num_in_flight(now))
         del self.lines[len(self.lines) - num_lost :]
         self._written_at.clear()
+        self._covered.clear()
+        rest = self.lines[self._num_covered :]  # another controller reads these
+        self._unsafe.difference_update(_key_in(line) for line in rest if "command" in line)
 
-    def make_readable(self, epoch: int) -> None:
-        """Write the newest lines, all of one epoch, where `LineLog` reads them."""
-        writer = SegmentWriter(self._log, epoch)
+    def begin_writer(self, epoch: int) -> None:
+        """Another controller begins: `LineLog` reads the lines of the one before it."""
+        writer = SegmentWriter(self._log, self._writer_epoch)
         for line in self.lines[self._num_readable :]:
             writer.append(line)
         writer.ship()
         self._num_readable = len(self.lines)
+        self._writer_epoch = self.newest_epoch = epoch
+
+    def refuses(self, now: float) -> bool:
+        """Whether storage accepts no line now."""
+        return now < self.refuses_until
 
     def texts(self) -> list[str]:
         """The lines as JSON."""
@@ -143,7 +154,7 @@ class SimLines:
         try:
             while self._pending:
                 self._lease.check()
-                if now < self._log.refuses_until:
+                if self._log.refuses(now):
                     self.trouble = "no space left on device"
                     return
                 self._log.append(self._pending.popleft(), self._lease.epoch, now)
@@ -154,7 +165,7 @@ class SimLines:
 
     def make_durable(self) -> None:
         self._hooks.before_durable()
-        if self._hooks.clock() >= self._log.refuses_until:
+        if not self._log.refuses(self._hooks.clock()):
             self._log.make_durable()
 
     def close(self, patience_s: float = CLOSE_PATIENCE_S) -> str:

@@ -28,7 +28,7 @@ from elastic.controller.core import Core
 from elastic.protocol.commands import Command, RecordStep, Stopped
 from elastic.protocol.controller_events import ControllerRaised
 from elastic.protocol.controller_state import ControllerState
-from elastic.protocol.events import Event, RunOpened, Saved, Woke
+from elastic.protocol.events import Event, RunOpened, Woke
 from elastic.protocol.votes import StepRecord
 from elastic.replay.journal_lines import SILENT
 from elastic.replay.replay import Replay
@@ -155,27 +155,28 @@ class ControllerProcess:
         timeline: Timeline,
         records: Records,
         check: Check,
-        find_saved: Callable[[], tuple[Saved, ...]],
+        find_checkpoints: Callable[[], FoundCheckpoints],
         horizon_s: float,
+        look_every_s: float,
         epoch: int,
         since: int,
     ) -> None:
         """`since` is the epoch of the first controller of the same actor. Reads what earlier
         controllers have written. The run must end by `horizon_s`."""
+        self._look_every_s = look_every_s
         self.is_dead = False
         self.raises_in_core = self.raises_in_command = False
         """Whether the next event or command raises, once."""
         self._timeline = timeline
         self._records = records
         self._check = check
-        self._find_saved = find_saved
+        self._find_checkpoints = find_checkpoints
         self._horizon_s = horizon_s
         self._death: Death | None = None
         self._wakes: deque[float] = deque(maxlen=MAX_WAKES_AT_ONCE)
         self._decided: list[Command] = []
         for log in records.logs:
-            log.make_readable(log.newest_epoch)
-            log.newest_epoch = epoch
+            log.begin_writer(epoch)
         lease = SimLease(epoch, since, lambda: records.journal_log.newest_epoch)
         self.shell = Shell(records.storage, lease, parts=self._parts())
 
@@ -191,11 +192,12 @@ class ControllerProcess:
             wall=now,
             monotonic=now,
             sleep=self.wait,
+            look_every_s=self._look_every_s,
             make_core=lambda state: CheckedCore(state, self),
             make_inbox=lambda: SimInbox(self),
             open_journal=lambda _, lease: SimLines(journal, lease, journal_hooks),
             open_metrics=lambda _, lease: SimLines(metrics, lease, metrics_hooks),
-            find_checkpoints=lambda _: FoundCheckpoints(self._find_saved(), (), ()),
+            find_checkpoints=lambda _: self._find_checkpoints(),
             open_detector=lambda *_: Undetected(),
             open_publisher=lambda *_: self._publisher,
             open_compactor=lambda *_: None,
@@ -260,9 +262,7 @@ class ControllerProcess:
     def execute(self, key: CommandKey) -> None:
         """A command reaches a part of the shell."""
         self._pass_command()
-        journal = self._records.journal_log
-        if self._timeline.now >= journal.refuses_until:  # else training goes on without a journal
-            journal.check_durable(key)
+        self._records.journal_log.check_durable(key)
         if self.raises_in_command:
             self.raises_in_command = False
             raise InjectedError(f"in {key[0]}")
@@ -295,7 +295,9 @@ class ControllerProcess:
                     self._records.note(command)
         except Exception as error:
             raise CheckFailed(str(error)) from error
-        self._records.journal_log.expect(key_of(c) for c in commands if not isinstance(c, SILENT))
+        journal = self._records.journal_log
+        if not journal.refuses(self._timeline.now):  # else training goes on without the journal
+            journal.expect(key_of(c) for c in commands if not isinstance(c, SILENT))
 
     def end_event(self) -> None:
         """The shell has handled an event to its end."""

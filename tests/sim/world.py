@@ -9,7 +9,7 @@ from random import Random
 
 from sim.checks import Checks
 from sim.control import Surroundings
-from sim.faults import HARMFUL, STALLS
+from sim.faults import HARMFUL, RESTARTS, STALLS
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.nodes import Nodes
@@ -78,7 +78,7 @@ class World:
         self.published = Channel(self.timeline)
         self.undelivered: list[Callable[[], None]] = []
         """Reports that arrived without a controller: Ray delivers them to the next one."""
-        restarts = any("restart" in fault.action for fault in self.faults)
+        restarts = any(fault.action in RESTARTS for fault in self.faults)
         self.records = Records(keep_journal or restarts, Random(f"lost lines/{scenario.seed}"))
         self.checks = Checks(
             self.random, bound_s(scenario.policy), self._parts_of, self._snapshots_of
@@ -138,16 +138,17 @@ class World:
     def restart(self, policy: Policy) -> None:
         """Everything but the storage dies, and the run is resumed from its journal."""
         self.shell.die()
-        self._end_workers()
+        self.end_workers()
         self.policy = policy
         self.successor = "job"
 
     def clear_away(self) -> None:
         """End all processes but the controller."""
-        self._end_workers()
+        self.end_workers()
         self.begin_job()
 
-    def _end_workers(self) -> None:
+    def end_workers(self) -> None:
+        """Every worker's process is gone, and no report of it arrives any more."""
         for worker in self.workers.values():
             self.links[worker.name].cut = True
             worker.die()
