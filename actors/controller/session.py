@@ -134,12 +134,16 @@ class ControllerSession:
             self.post(Woke())  # the core goes on without the event
             return
         self._write_event(place, event, commands)
+        succeeded: list[str] = []
         for command in commands:
-            is_done = guarded.attempt(type(command).__name__, partial(self._execute, command))
-            if isinstance(command, Stopped) and not is_done:
+            kind = type(command).__name__
+            if guarded.attempt(kind, partial(self._execute, command)):
+                succeeded.append(kind)
+            elif isinstance(command, Stopped):
                 self.outcome = command
             self._publish(command)
-        guarded.note_success(place)
+        for name in (*succeeded, place):
+            guarded.note_success(name)
         self._write_due(self._now)
 
     def _write_event(self, place: str, event: Event, commands: list[Command]) -> None:

@@ -42,6 +42,8 @@ class Shell(ControllerSession):
         patience_s = STORAGE_PATIENCE_S if self._is_heir() else FIRST_PATIENCE_S
         counted = self._core.state.errors.counts.keys()
         sleep, monotonic = self._parts.sleep, self._parts.monotonic
+        self._survivor_generation = 0
+        """The newest generation of survivors that were not taken over."""
         self._start_guard = StartGuard(run.url, patience_s, counted, sleep, monotonic)
         self.opened = threading.Event()
         """Set once posted events belong to this session of the run."""
@@ -137,6 +139,7 @@ class Shell(ControllerSession):
         checkpoints = self._parts.find_checkpoints(self._run)
         newest = LineLog(self._run, METRICS).last_rows(1)
         generations = [row["generation"] for row in newest if is_step_line(row)]
+        generations += [checkpoints.newest_generation, self._survivor_generation]
         for complaint in checkpoints.complaints:
             self._journal.write({"time": self._clock.now(), "warning": complaint, "format": FORMAT})
         self.post(
@@ -144,7 +147,7 @@ class Shell(ControllerSession):
                 opening,
                 incarnation=self._lease.epoch,
                 saved=checkpoints.whole,
-                newest_generation=max([checkpoints.newest_generation, *generations]),
+                newest_generation=max(generations),
             )
         )
         # The publisher's answer belongs to this session, so it must not come before `RunOpened`.
@@ -166,7 +169,8 @@ class Shell(ControllerSession):
 
         if not self._start_guard.attempt("survivors", query):
             return True  # the failure ends the run, and the survivors' state must be saved
-        return generations[0] <= self._core.state.generation
+        [self._survivor_generation] = generations
+        return self._survivor_generation <= self._core.state.generation
 
     def _take_over(self, survivors: Survivors) -> None:
         """Take over the survivors, and repeat the commands that may not have been executed."""

@@ -102,7 +102,7 @@ class Checks:
 
     def note_restart(self, committed_step: int, generation: int) -> None:
         """The journal knows the steps up to this one; later ones are reported again, or lost. It
-        and the workers know no newer generation: a `Form` that never left may come again."""
+        knows each `Form` that left; one that did not may come again."""
         self._recorded_step = committed_step
         self._generation = min(self._generation, generation)
 

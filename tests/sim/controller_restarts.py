@@ -48,9 +48,8 @@ def _start_controller(world: World) -> ControllerProcess:
         world.incarnation,
         world.since,
     )
-    generations = [worker.newest_generation for worker in world.workers.values()]
     state = world.shell.core.state
-    world.checks.note_restart(state.committed_step, max([state.generation, *generations]))
+    world.checks.note_restart(state.committed_step, state.generation)
     return world.shell
 
 

@@ -39,32 +39,32 @@ class SimFleet:
         self._process = process
 
     def start_store(self) -> None:
-        self._process.execute(("StartStore", None, ""))
+        self._process.execute(("StartStore", None, None, ""))
         self._start_store()
 
     def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        self._process.execute(("StartWorkers", None, ""))
+        self._process.execute(("StartWorkers", None, None, ""))
         for name in workers:
             self._world.start_worker(name, tuple(quarantined))
 
     def start_snapshot_server(self, node: str) -> None:
-        self._process.execute(("StartSnapshotServer", None, node))
+        self._process.execute(("StartSnapshotServer", None, None, node))
         self._start_snapshot_server(node)
 
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
-        self._process.execute(("QuerySnapshotServers", generation, ""))
+        self._process.execute(("QuerySnapshotServers", generation, None, ""))
         self._reach(nodes, Query(generation, tuple(nodes)))
 
     def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        self._process.execute(("ForgetSnapshots", generation, ""))
+        self._process.execute(("ForgetSnapshots", generation, None, ""))
         self._reach(nodes, ForgetSnapshots(generation, tuple(nodes)))
 
     def stop_worker(self, worker: str) -> None:
-        self._process.execute(("StopWorker", None, worker))
+        self._process.execute(("StopWorker", None, None, worker))
         self._world.stop_worker(worker)
 
     def stop_snapshot_server(self, node: str) -> None:
-        self._process.execute(("StopSnapshotServer", None, node))
+        self._process.execute(("StopSnapshotServer", None, None, node))
         world = self._world
         world.timeline.after(world.latency_s(), partial(world.lose_snapshot_server, node))
 

@@ -20,28 +20,27 @@ from memory_storage import MemoryStorage
 from actors.storage.errors import LeaseLost
 from actors.storage.lease import Lease
 from actors.storage.line_logs import LineLog
-from actors.storage.line_writers import CLOSE_PATIENCE_S, SegmentWriter
+from actors.storage.line_writers import CLOSE_PATIENCE_S, RETRY_EVERY_S, SegmentWriter
 from elastic.protocol.commands import Command
 
 LAG_S = 1.0
 Line = dict[str, Any]
-CommandKey = tuple[str, int | None, str]
-"""Class, generation, and worker or node of a command, as far as it has them."""
-WITH_GENERATION = {
-    kind.__name__
-    for kind in get_args(Command)
-    if "generation" in (field.name for field in fields(kind))
-}
+CommandKey = tuple[str, int | None, int | None, str]
+"""Class, generation, step, and worker or node of a command, as far as it has them."""
+NUMBERS = ("generation", "step")
+FIELDS = {kind.__name__: {field.name for field in fields(kind)} for kind in get_args(Command)}
 
 
 def key_of(command: Command) -> CommandKey:
     subject = getattr(command, "worker", "") or getattr(command, "node", "")
-    return type(command).__name__, getattr(command, "generation", None), subject
+    generation, step = (getattr(command, name, None) for name in NUMBERS)
+    return type(command).__name__, generation, step, subject
 
 
 def _key_in(line: Line) -> CommandKey:
-    generation = line["generation"] if line["command"] in WITH_GENERATION else None
-    return line["command"], generation, line.get("worker") or line.get("node") or ""
+    name = line["command"]
+    generation, step = (line[n] if n in FIELDS[name] else None for n in NUMBERS)
+    return name, generation, step, line.get("worker") or line.get("node") or ""
 
 
 class SimLog:
@@ -171,11 +170,12 @@ class SimLines:
     def close(self, patience_s: float = CLOSE_PATIENCE_S) -> str:
         if self._hooks.is_dead():
             return ""
+        deadline = self._hooks.clock() + patience_s
         try:
-            outage_s = self._log.refuses_until - self._hooks.clock()
-            if self._pending and outage_s > 0:
-                self._hooks.sleep(min(patience_s, outage_s))
             self.flush()
+            while self._pending and self._hooks.clock() < deadline:
+                self._hooks.sleep(RETRY_EVERY_S)
+                self.flush()
         except LeaseLost:
             pass  # `flush` has dropped the waiting lines: readers would ignore them
         return f"{len(self._pending)} lines not written" if self._pending else ""
