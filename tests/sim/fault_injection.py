@@ -165,7 +165,8 @@ def _suspect_snapshot_server_later(world: World, snapshot_server: SimSnapshotSer
     def suspect() -> None:
         if snapshot_server.is_frozen and world.around.snapshot_servers.get(node) is snapshot_server:
             world.shell.post(SnapshotServerSuspected(node, "no answer to a probe"))
-            _suspect_snapshot_server_later(world, snapshot_server)
+            again = partial(_suspect_snapshot_server_later, world, snapshot_server)
+            world.timeline.after(0.0, again)  # once the controller has handled this
 
     world.timeline.after(world.random.uniform(1.0, 1.6), suspect)
 

@@ -99,11 +99,18 @@ class Records:
 
 
 class SimInbox:
-    """Time passes while the shell waits for an event."""
+    """Time passes while the shell waits for an event.
+
+    A timer wakes the core at times without need: a moment before a deadline, or at one that does
+    not count any more. The core must bear that, and the order of random draws depends on it.
+    """
 
     def __init__(self, process: ControllerProcess) -> None:
         self._process = process
         self._events: deque[Event] = deque()
+        self._deadline: float | None = None
+        """The newest deadline of the core for which the timer has not gone off."""
+        self._timer_at = inf
 
     def put(self, event: Event) -> None:
         self._events.append(event)
@@ -112,12 +119,21 @@ class SimInbox:
         return not self._events
 
     def get(self, *, timeout: float) -> Event:
-        self._process.end_event()
-        if not self._events:
-            self._process.wait(timeout, lambda: bool(self._events))
-        if not self._events:
-            raise queue.Empty
-        return self._events.popleft()
+        process, events = self._process, self._events
+        process.end_event()
+        if events:
+            return events.popleft()
+        deadline, now = process.core.next_deadline(), process.now
+        if deadline is not None and deadline != self._deadline:
+            self._deadline, self._timer_at = deadline, now + max(0.0, deadline - now)
+        process.wait(min(timeout, self._timer_at - now), lambda: bool(events))
+        if events:
+            return events.popleft()
+        if process.now >= self._timer_at:
+            self._deadline, self._timer_at = None, inf
+            if deadline is None or deadline > process.now:
+                return Woke()
+        raise queue.Empty
 
 
 class CheckedCore(Core):
@@ -202,6 +218,10 @@ class ControllerProcess:
             open_publisher=lambda *_: self._publisher,
             open_compactor=lambda *_: None,
         )
+
+    @property
+    def now(self) -> float:
+        return self._timeline.now
 
     @property
     def core(self) -> Core:
