@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -96,6 +97,12 @@ class Checks:
         self._has_rolled_back = False
         self._target_layout = TargetLayout()
         self._old_reports: list[Event] = []
+        self._drawn_ahead: deque[float] = deque()
+
+    def draw_ahead(self) -> None:
+        """Draw now for a later event: the order of draws is older than that of a take-over, and
+        kept seeds depend on it."""
+        self._drawn_ahead.append(self._random.random())
 
     def note_fault(self, now: float) -> None:
         self._well_at = max(self._well_at, now)
@@ -321,7 +328,8 @@ class Checks:
         """Invariant 6: a report of an older generation changes nothing."""
         if isinstance(event, GENERATION_BOUND):
             self._old_reports.append(event)
-        if self._random.random() > 0.005 or not self._old_reports:
+        drawn = self._drawn_ahead.popleft() if self._drawn_ahead else self._random.random()
+        if drawn > 0.005 or not self._old_reports:
             return
         stale = self._random.choice(self._old_reports)
         if stale.generation >= core.state.generation or getattr(stale, "kind", "") == "device":

@@ -19,6 +19,7 @@ from elastic.protocol.controller_events import CheckpointsRemoved
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     Checkpointed,
+    Event,
     PartFailed,
     SnapshotServerLost,
     SnapshotServerReady,
@@ -96,6 +97,7 @@ class SimFleet:
         return max((worker.newest_generation for worker in workers), default=0)
 
     def attach(self, state: ControllerState) -> None:
+        self._world.checks.draw_ahead()
         self._deliver_late()
         self._find_store(state)
         self._find_snapshot_servers(state)
@@ -155,9 +157,9 @@ class SimFleet:
 
     def _find_store(self, state: ControllerState) -> None:
         if self._world.around.store_port:
-            self._process.post(StoreReady("host", self._world.around.store_port))
+            self._post_at_once(StoreReady("host", self._world.around.store_port))
         elif state.store.port:
-            self._process.post(StoreLost(GONE))
+            self._post_at_once(StoreLost(GONE))
         else:
             self._start_store()
 
@@ -165,11 +167,15 @@ class SimFleet:
         found = self._world.around.snapshot_servers
         for node in sorted(state.snapshots.servers.keys() | state.snapshots.starting):
             if node in found:
-                self._process.post(SnapshotServerReady(found[node].snapshot_server))
+                self._post_at_once(SnapshotServerReady(found[node].snapshot_server))
             elif node in state.snapshots.servers:
-                self._process.post(SnapshotServerLost(node, GONE))
+                self._post_at_once(SnapshotServerLost(node, GONE))
             else:
                 self._start_snapshot_server(node)
+
+    def _post_at_once(self, event: Event) -> None:
+        self._world.checks.draw_ahead()
+        self._process.post(event)
 
     def _find_workers(self, state: ControllerState) -> None:
         world, known = self._world, state.membership.records
