@@ -42,9 +42,15 @@ class GuardedCore:
     It does not guard against `LeaseLost`: then another controller drives the run.
     """
 
-    def __init__(self, core: Core, serve: Callable[[Event], None]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        serve: Callable[[Event], None],
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
         """`serve` processes an event on the shell's thread."""
         self._core = core
+        self._sleep = sleep
         self._undoable = UndoableCore(core)
         self._serve = serve
         self._is_reporting = False
@@ -115,12 +121,12 @@ class GuardedCore:
             except Exception as error:
                 if was_given_up:
                     if place in OWN_PLACES:
-                        time.sleep(GIVEN_UP_PAUSE_S)
+                        self._sleep(GIVEN_UP_PAUSE_S)
                     return False
                 self._report(describe(place, error))
                 if is_given_up(self._core.state, place):
                     return False
-                time.sleep(PAUSE_S * number)
+                self._sleep(PAUSE_S * number)
             else:
                 return True
         return False

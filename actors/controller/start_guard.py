@@ -25,8 +25,16 @@ RETRY_EVERY_S = 1.0
 
 
 class StartGuard:
-    def __init__(self, url: str, patience_s: float, counted: Set[str]) -> None:
+    def __init__(
+        self,
+        url: str,
+        patience_s: float,
+        counted: Set[str],
+        sleep: Callable[[float], None] = time.sleep,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`counted` are the places that have a count of exceptions already."""
+        self._sleep, self._monotonic = sleep, monotonic
         self._url = url
         self._patience_s = patience_s
         self._counted = counted
@@ -38,23 +46,23 @@ class StartGuard:
     def attempt(self, place: str, step: Callable[[], object]) -> bool:
         """Run a step, with retries; return False if it was given up. Raises `LeaseLost`, and
         `RunRefused` if storage does not answer for too long."""
-        num_errors, deadline = 0, time.monotonic() + self._patience_s
+        num_errors, deadline = 0, self._monotonic() + self._patience_s
         while num_errors < MAX_IN_A_ROW:
             try:
                 step()
             except LeaseLost:
                 raise
             except OSError as error:
-                if time.monotonic() >= deadline:
+                if self._monotonic() >= deadline:
                     raise RunRefused(
                         f"{self._url}: the run cannot be opened, storage does not answer ({error})"
                     ) from error
                 self.trouble = f"the start of the controller ({error})"
-                time.sleep(RETRY_EVERY_S)
+                self._sleep(RETRY_EVERY_S)
             except Exception as error:
                 num_errors += 1
                 self.events.append(describe(place, error))
-                time.sleep(PAUSE_S * num_errors)
+                self._sleep(PAUSE_S * num_errors)
             else:
                 self.trouble = ""
                 if num_errors or place in self._counted:

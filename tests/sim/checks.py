@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import replace
@@ -96,13 +97,21 @@ class Checks:
         self._has_rolled_back = False
         self._target_layout = TargetLayout()
         self._old_reports: list[Event] = []
+        self._drawn_ahead: deque[float] = deque()
+
+    def draw_ahead(self) -> None:
+        """Draw now for a later event: the order of draws is older than that of a take-over, and
+        kept seeds depend on it."""
+        self._drawn_ahead.append(self._random.random())
 
     def note_fault(self, now: float) -> None:
         self._well_at = max(self._well_at, now)
 
-    def note_restart(self, committed_step: int) -> None:
-        """The journal knows the steps up to this one; later ones are reported again, or lost."""
-        self._recorded_step = min(self._recorded_step, committed_step)
+    def note_restart(self, committed_step: int, generation: int) -> None:
+        """The journal knows the steps up to this one; later ones are reported again, or lost. It
+        knows each `Form` that left; one that did not may come again."""
+        self._recorded_step = committed_step
+        self._generation = min(self._generation, generation)
 
     def after(self, now: float, event: Event, commands: list[Command], core: Core) -> None:
         """Check the outcome of one event."""
@@ -162,9 +171,10 @@ class Checks:
             assert outcome.outcome != "completed", "invariant 11: completed, but not saved"
             return
         assert outcome.outcome != "completed" or newest.step == num_steps
-        lines = [(line.record.generation, line.record.step) for line in records.metrics]
+        metrics = records.metrics
+        lines = [(line.generation, line.step) for line in metrics]
         assert len(set(lines)) == len(lines), "invariant 8: a line is doubled"
-        last = {line.record.step: line.record.generation for line in records.metrics}
+        last = {line.step: line.generation for line in metrics}
         saved = storage.visible[newest.path].lineage.generations
         recorded = tuple(last[step + 1] for step in range(newest.step))
         assert recorded == saved, f"invariant 8: metrics say {recorded}, the state {saved}"
@@ -318,7 +328,8 @@ class Checks:
         """Invariant 6: a report of an older generation changes nothing."""
         if isinstance(event, GENERATION_BOUND):
             self._old_reports.append(event)
-        if self._random.random() > 0.005 or not self._old_reports:
+        drawn = self._drawn_ahead.popleft() if self._drawn_ahead else self._random.random()
+        if drawn > 0.005 or not self._old_reports:
             return
         stale = self._random.choice(self._old_reports)
         if stale.generation >= core.state.generation or getattr(stale, "kind", "") == "device":

@@ -26,13 +26,15 @@ from elastic.protocol.events import (
 def inflict(world: World, action: str, worker: SimWorker) -> None:
     """Carry out a fault; `action` is one of `sim.faults.ACTIONS`, an exception, or a layout
     request."""
-    if action.startswith("raise "):
+    if act := _ACTIONS.get(action):
+        act(world, worker)
+    elif action.startswith("raise "):
         worker.control.next_error = action.removeprefix("raise ")
     elif action.startswith("request layout "):
         target_layout = TargetLayout.parse(action.removeprefix("request layout "))
         world.post_soon(LayoutRequested(f"request {len(world.struck)}", target_layout))
     else:
-        _ACTIONS[action](world, worker)
+        raise KeyError(action)
 
 
 def _kill(world: World, worker: SimWorker) -> None:
@@ -163,7 +165,8 @@ def _suspect_snapshot_server_later(world: World, snapshot_server: SimSnapshotSer
     def suspect() -> None:
         if snapshot_server.is_frozen and world.around.snapshot_servers.get(node) is snapshot_server:
             world.shell.post(SnapshotServerSuspected(node, "no answer to a probe"))
-            _suspect_snapshot_server_later(world, snapshot_server)
+            again = partial(_suspect_snapshot_server_later, world, snapshot_server)
+            world.timeline.after(0.0, again)  # once the controller has handled this
 
     world.timeline.after(world.random.uniform(1.0, 1.6), suspect)
 
@@ -243,6 +246,29 @@ def _restart_controller(world: World, worker: SimWorker) -> None:
     world.timeline.after(0.0, partial(kill_controller, world))
 
 
+def _raise_in_core(world: World, worker: SimWorker) -> None:
+    """The next event raises once, half-way through."""
+    world.shell.raises_in_core = True
+
+
+def _raise_in_command(world: World, worker: SimWorker) -> None:
+    """The next command raises once, before it has an effect."""
+    world.shell.raises_in_command = True
+
+
+def _refuse_logs(world: World, worker: SimWorker) -> None:
+    """The disk of journal and metrics is full for a while."""
+    until = world.timeline.now + world.random.uniform(0.1, 10.0)
+    for log in world.records.logs:
+        log.refuses_until = max(log.refuses_until, until)
+
+
+def _take_lease(world: World, worker: SimWorker) -> None:
+    """Another process claims the run, and begins once this one has noticed."""
+    for log in world.records.logs:
+        log.newest_epoch = world.incarnation + 1
+
+
 _ACTIONS: dict[str, Callable[[World, SimWorker], None]] = {
     "kill": _kill,
     "kill two": _kill_two,
@@ -276,6 +302,10 @@ _ACTIONS: dict[str, Callable[[World, SimWorker], None]] = {
     "falsify a checksum": _falsify_checksum,
     "slow": _slow,
     "break the node": _break_the_node,
+    "raise in the core": _raise_in_core,
+    "raise in a command": _raise_in_command,
+    "refuse the logs": _refuse_logs,
+    "take the lease": _take_lease,
     "restart": _restart,
     "restart the controller": _restart_controller,
 }

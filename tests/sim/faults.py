@@ -97,6 +97,9 @@ HARMFUL = {
 STALLS = {"freeze", "hang", "hang the write"}
 """If a stalled worker alone holds its part of the state, the last checkpoint cannot be written."""
 
+RESTARTS = {"restart", "restart the controller", "take the lease"}
+"""After these another controller reads what the one before it has written."""
+
 STORM = 12
 
 
@@ -187,6 +190,15 @@ def draw_controller_restarts(random: Random) -> list[Fault]:
     """The controller dies one to four times."""
     number = random.randint(1, 4)
     return [_draw_fault(random, "restart the controller") for _ in range(number)]
+
+
+def draw_shell_faults(random: Random) -> list[Fault]:
+    """One to three exceptions in the controller, outages of its logs, or losses of its lease."""
+    actions = ("raise in the core", "raise in a command", "refuse the logs", "take the lease")
+    weights = (3, 3, 2, 1)
+    return [
+        _draw_fault(random, a) for a in random.choices(actions, weights, k=random.randint(1, 3))
+    ]
 
 
 def draw_long_absence(random: Random, num_steps: int) -> list[Fault]:

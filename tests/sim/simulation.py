@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from sim.controller_restarts import run_controllers
 from sim.fault_injection import inflict
 from sim.reporting import command_in_words, event_in_words
 from sim.scenario import Scenario
+from sim.shell import CheckFailed
 from sim.world import World
 
 NUM_TRACED_EVENTS = 60
@@ -14,8 +16,8 @@ def simulate(scenario: Scenario, keep_journal: bool = False) -> World:
     """Simulate a run to its end. Raises AssertionError with the seed and a readable trace."""
     world = World(scenario, inflict, keep_journal)
     try:
-        world.run()
-    except Exception as error:
+        world.check_end(run_controllers(world))
+    except (Exception, CheckFailed) as error:
         raise AssertionError(f"{error}\n{trace(world)}") from error
     return world
 

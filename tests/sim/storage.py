@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from sim.lineage import SPECS, Lineage, cut, places
 
+from actors.storage.checkpoint_files import FoundCheckpoints
 from elastic.geometry.regions import Region
 from elastic.protocol.commands import DropCheckpoints, PublishCheckpoint, SetAside
 from elastic.protocol.events import PartFile, Saved
@@ -83,6 +84,12 @@ class Storage:
     def whole(self) -> tuple[Saved, ...]:
         """The checkpoints that a new controller finds, the oldest first."""
         return tuple(sorted(self._saved, key=lambda saved: (saved.step, saved.generation)))
+
+
+def find_checkpoints(storage: Storage) -> FoundCheckpoints:
+    """What a new controller finds, as `actors.storage.checkpoint_files` does."""
+    newest_generation = max((generation for _, generation in storage.parts), default=0)
+    return FoundCheckpoints(storage.whole(), (), (), newest_generation=newest_generation)
 
 
 def _whole(step: int, parts: list[Written]) -> Checkpoint:

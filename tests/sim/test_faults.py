@@ -1,4 +1,4 @@
-"""The real core under crashes, hangs, losses and restarts; invariants are checked after each event.
+"""The real shell and core under crashes, hangs, losses and restarts; invariants are checked after each event.
 
 Seeds are new with each commit. A failing run reports its seed, how to replay it, its faults and the
 last events; continuous integration keeps the seed in `kept_seeds.txt`.
@@ -29,6 +29,7 @@ from sim.scenario import (
     drawn_with_watching_and_restarts,
 )
 from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WITH_BAD_NUMBERS
+from sim.shell_faults import drawn_with_shell_faults
 from sim.simulation import simulate
 
 from elastic.protocol.commands import Abort, Reshard, RolledBack, StopWorker
@@ -53,6 +54,7 @@ NUM_SEEDS_STRAGGLERS = 100
 NUM_SEEDS_BROKEN_NODES = 100
 NUM_SEEDS_HUNG = 100
 NUM_SEEDS_ONE_HUNG = 40
+NUM_SEEDS_SHELL = 150
 NUM_SEEDS_SOAK = 12_000
 
 
@@ -212,6 +214,13 @@ def test_a_controller_death_alone_costs_no_step(first: int, fresh_seeds: FreshSe
         assert world.shell.outcome and world.shell.outcome.outcome == "completed"
 
 
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS_SHELL, 50))
+def test_runs_survive_faults_of_the_shell(first: int, fresh_seeds: FreshSeeds) -> None:
+    """Exceptions in the controller, full disks of its logs, and another process with its lease."""
+    for seed in fresh_seeds(first, 50):
+        simulate(drawn_with_shell_faults(seed))
+
+
 @pytest.mark.parametrize("first", range(0, NUM_SEEDS_ABSENCES, 20))
 def test_long_controller_absences_lose_no_record(first: int, fresh_seeds: FreshSeeds) -> None:
     """No tensors are relabelled (invariant 8). If any worker has the record of a step, the metrics
@@ -222,7 +231,7 @@ def test_long_controller_absences_lose_no_record(first: int, fresh_seeds: FreshS
         sent = [command for _, _, commands, _ in world.records.trace for command in commands]
         is_live = all(c.source in ("live", "initial") for c in sent if isinstance(c, Reshard))
         if is_live and scenario.num_kept_records == NUM_KEPT_RECORDS:
-            missing = [line.record.step for line in world.records.metrics if line.record.missing]
+            missing = [line.step for line in world.records.metrics if line.missing]
             assert not missing, f"seed {seed}: {missing}"
 
 
@@ -298,3 +307,10 @@ def test_many_more_with_controller_restarts(first: int, fresh_seeds: FreshSeeds)
 def test_many_more_with_long_controller_absences(first: int, fresh_seeds: FreshSeeds) -> None:
     for seed in fresh_seeds(first, 200):
         simulate(drawn_with_long_absences(seed))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", range(SOAK, SOAK + NUM_SEEDS_SOAK // 4, 1000))
+def test_many_more_with_faults_of_the_shell(first: int, fresh_seeds: FreshSeeds) -> None:
+    for seed in fresh_seeds(first, 1000):
+        simulate(drawn_with_shell_faults(seed))

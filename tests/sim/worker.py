@@ -43,6 +43,11 @@ class SimWorker:
         self._unread: list[Callable[[], None]] = []
         self.control.training = Thread(around.timeline, self._serve(ready, warm_up_s))
 
+    @property
+    def newest_generation(self) -> int:
+        """The newest generation of any accepted order."""
+        return self._intake.generation
+
     def meet(self, incarnation: int, committed_step: int) -> None:
         """Another controller has the run, and requests the reports that it may have missed."""
         if self.control.frozen:

@@ -1,67 +1,39 @@
-"""A seeded discrete-event world around the real core: workers, messages, storage, restarts."""
+"""A seeded discrete-event world around the real controller: workers, messages, storage, restarts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
 
 from sim.checks import Checks
 from sim.control import Surroundings
-from sim.faults import HARMFUL, STALLS
+from sim.faults import HARMFUL, RESTARTS, STALLS
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.nodes import Nodes
 from sim.scenario import Scenario, bound_s
-from sim.shell import Records, SimShell, replay_whole
+from sim.shell import ControllerProcess, Records
 from sim.snapshot_server import SimSnapshotServer
 from sim.storage import Storage
 from sim.timeline import Channel, Timeline
 from sim.worker import SimWorker
 
-from elastic.controller.core import Core
 from elastic.protocol.commands import (
-    Abort,
-    Command,
-    DropCheckpoints,
-    ForgetSnapshots,
-    Form,
     Order,
-    Pause,
-    PublishCheckpoint,
-    QuerySnapshotServers,
-    RequestCheckpoint,
-    Reshard,
-    Resume,
-    RollForward,
-    SaveCheckpoint,
-    SendRecords,
-    SetAside,
-    StartSnapshots,
-    StartSnapshotServer,
-    StartStore,
-    StartWorkers,
     Stopped,
-    StopSnapshotServer,
-    StopWorker,
 )
-from elastic.protocol.controller_events import CheckpointsRemoved
 from elastic.protocol.events import (
-    Checkpointed,
     Event,
-    PartFailed,
     RunOpened,
     SnapshotServerLost,
-    SnapshotServerReady,
     SnapshotServerReported,
-    StoreReady,
     WorkerLost,
     WorkerReady,
     WorkerSuspected,
 )
 from elastic.protocol.policy import Policy
-from elastic.replay.replay import Replay
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 Inflict = Callable[["World", str, SimWorker], None]
@@ -85,6 +57,9 @@ class Link:
 class World:
     """One run from its first controller to the end of its last."""
 
+    shell: ControllerProcess
+    around: Surroundings
+
     def __init__(self, scenario: Scenario, inflict: Inflict, keep_journal: bool = False) -> None:
         self.scenario = scenario
         self._inflict = inflict
@@ -100,22 +75,22 @@ class World:
         self._num_slow_starters = scenario.num_slow_starters
         self.nodes = Nodes(scenario.num_nodes, scenario.workers_per_node)
         self._num_stores = self._num_snapshot_servers = 0
-        self._published = Channel(self.timeline)
+        self.published = Channel(self.timeline)
         self.undelivered: list[Callable[[], None]] = []
         """Reports that arrived without a controller: Ray delivers them to the next one."""
-        restarts = any("restart" in fault.action for fault in self.faults)
-        self.records = Records([] if keep_journal or restarts else None)
+        restarts = any(fault.action in RESTARTS for fault in self.faults)
+        self.records = Records(keep_journal or restarts, Random(f"lost lines/{scenario.seed}"))
         self.checks = Checks(
             self.random, bound_s(scenario.policy), self._parts_of, self._snapshots_of
         )
-        self.incarnation = 0
-        self.open(Core(), scenario.policy)
+        self.incarnation = self.since = 0
+        self.policy = scenario.policy
+        self.successor = "job"
+        """What the next controller begins: another `job`, or it takes over from the dead
+        `controller`; empty while none is due."""
 
-    def run(self) -> Stopped:
-        """Run to the end, or to the first failed check."""
-        self.timeline.run(self.scenario.horizon_s, lambda: self.shell.outcome is not None)
-        outcome = self.shell.outcome
-        assert outcome, f"invariant 9: the run does not end: {self.shell.core.state.phase}"
+    def check_end(self, outcome: Stopped) -> None:
+        """Check the end of the run."""
         state = self.shell.core.state
         self.checks.after_end(outcome, state, self.records, self.storage, self.read)
         struck = {action for _, action, _ in self.struck}
@@ -125,12 +100,17 @@ class World:
         storm |= not state.membership.ever_ready and self.num_killed >= max_start_failures
         if not (storm or is_stalled or struck & HARMFUL):
             assert outcome.outcome == "completed", f"no harmful fault, yet {outcome}"
-        return outcome
 
-    def open(self, core: Core, policy: Policy) -> None:
-        """A controller opens the run."""
-        scenario = self.scenario
-        self.incarnation += 1
+    @property
+    def opening(self) -> RunOpened:
+        """What the current job's controllers are to run."""
+        policy = self.policy
+        target_layout = replace(self.scenario.target_layout, max_workers=policy.max_workers)
+        return RunOpened(0, policy, target_layout, self.scenario.job)
+
+    def begin_job(self) -> None:
+        """Nothing but the storage is left of an earlier job."""
+        scenario, policy = self.scenario, self.policy
         self.undelivered.clear()
         self.around = Surroundings(
             self.timeline,
@@ -154,25 +134,26 @@ class World:
             num_sent_records=scenario.num_sent_records,
             read=self.read,
         )
-        self.checks.note_restart(core.state.committed_step)
-        self.shell = self.shell_of(core)
-        saved = self.storage.whole()
-        target_layout = replace(scenario.target_layout, max_workers=policy.max_workers)
-        self.shell.post(RunOpened(self.incarnation, policy, target_layout, scenario.job, saved))
 
     def restart(self, policy: Policy) -> None:
         """Everything but the storage dies, and the run is resumed from its journal."""
-        self.shell.close()
+        self.shell.die()
+        self.end_workers()
+        self.policy = policy
+        self.successor = "job"
+
+    def clear_away(self) -> None:
+        """End all processes but the controller."""
+        self.end_workers()
+        self.begin_job()
+
+    def end_workers(self) -> None:
+        """Every worker's process is gone, and no report of it arrives any more."""
         for worker in self.workers.values():
             self.links[worker.name].cut = True
             worker.die()
         self.workers.clear()
         self.nodes.waiting.clear()
-        self.open(replay_whole(self.records).core, policy)
-
-    def shell_of(self, core: Core, before: Replay | None = None) -> SimShell:
-        check = self.checks.after
-        return SimShell(self.timeline, core, self.records, self.carry_out, check, before)
 
     def post_soon(self, event: Event, within_s: float = 0.02) -> None:
         """Post an event to the controller, if it is still the same by then."""
@@ -233,7 +214,7 @@ class World:
         extra_s, link.next_delay_s = link.next_delay_s, 0.0
 
         def arrive() -> None:
-            if self.shell.is_closed and self.shell.outcome is None:
+            if self.shell.is_dead:
                 self.undelivered.append(arrive)
                 return
             if extra_s:
@@ -243,113 +224,24 @@ class World:
 
         link.up.send(self.latency_s() + extra_s, arrive)
 
-    def carry_out(self, command: Command) -> None:
-        match command:
-            case StartStore():
-                listens = partial(self._store_listens, self.shell)
-                self.timeline.after(self.random.uniform(0.02, 0.2), listens)
-            case StartWorkers():
-                self._start(command.workers, command.quarantined)
-            case StopWorker():
-                self._stop_worker(command.worker)
-            case Form():
-                self._send(command.plan.participants, command)
-            case Resume():
-                self._send((*command.workers, *command.released), command)
-            case (
-                Abort()
-                | RollForward()
-                | Reshard()
-                | Pause()
-                | StartSnapshots()
-                | RequestCheckpoint()
-                | SaveCheckpoint()
-                | SendRecords()
-            ):
-                self._send(command.workers, command)
-            case StartSnapshotServer():
-                start = partial(self._keep, self.shell, command.node)
-                self.timeline.after(self.random.uniform(0.02, 0.5), start)
-            case StopSnapshotServer():
-                self.timeline.after(
-                    self.latency_s(), partial(self.lose_snapshot_server, command.node)
-                )
-            case QuerySnapshotServers() | ForgetSnapshots():
-                for node in command.nodes:
-                    reach = partial(self._reach_snapshot_server, node, command)
-                    self.timeline.after(self.latency_s(), reach)
-            case PublishCheckpoint() | DropCheckpoints() | SetAside():
-                self._store(command)
-
-    def _send(self, names: tuple[str, ...], order: Order) -> None:
-        for name in names:
-            worker, link = self.workers.get(name), self.links.get(name)
-            if worker and link:
-                extra_s, link.next_order_delay_s = link.next_order_delay_s, 0.0
-                hand = partial(self._hand, worker, self.incarnation, order)
-                link.down.send(self.latency_s() + extra_s, hand)
-
-    def _hand(self, worker: SimWorker, incarnation: int, order: Order) -> None:
-        is_lost = self.shell.is_closed or incarnation < self.incarnation
+    def hand(self, worker: SimWorker, incarnation: int, order: Order) -> None:
+        """An order arrives; those of a dead controller may be lost."""
+        is_lost = self.shell.is_dead or incarnation < self.incarnation
         if worker.name in self.workers and not (is_lost and self.links[worker.name].loses_older):
             worker.take(incarnation, order)
 
-    def _store(self, command: PublishCheckpoint | DropCheckpoints | SetAside) -> None:
-        if isinstance(command, DropCheckpoints):
-            self.storage.drop(command)
-            self._confirm(command.dropped)
-        elif isinstance(command, SetAside):
-            self.storage.set_aside(command)
-            self._confirm(((command.step, command.generation),))
-        else:
-            self._publish(command)
-
-    def _confirm(self, removed: tuple[tuple[int, int], ...]) -> None:
-        self._published.send(0.01, partial(self.shell.post, CheckpointsRemoved(removed)))
-
-    def _publish(self, command: PublishCheckpoint) -> None:
-        try:
-            saved = self.storage.publish(command)
-        except OSError as error:
-            self.shell.post(PartFailed("", command.generation, command.step, str(error)))
-        else:
-            # It is visible at once, but the report to the controller may be late.
-            report = Checkpointed(saved.step, saved.generation, saved.path)
-            delay_s = self.random.uniform(0.0, self.random.choice((0.001, 0.03, 0.3)))
-            self._published.send(delay_s, partial(self.shell.post, report))
-
-    def _store_listens(self, starter: SimShell) -> None:
-        if starter is not self.shell:
-            return
+    def open_store(self) -> int:
+        """A new store listens at the returned port."""
         self._num_stores += 1
         self.around.store_port = self._num_stores
-        self.shell.post(StoreReady("host", self._num_stores))
+        return self._num_stores
 
-    def _keep(self, starter: SimShell, node: str) -> None:
-        if starter is not self.shell:
-            return
-        if all(worker.node != node for worker in self.workers.values()):
-            self.shell.post(SnapshotServerLost(node, "its node is gone"))
-            return
+    def open_snapshot_server(self, node: str) -> SnapshotServer:
         self._num_snapshot_servers += 1
-        snapshot_server = SnapshotServer(
-            node, "", f"server-{self._num_snapshot_servers}", "host", 1
-        )
+        name = f"server-{self._num_snapshot_servers}"
+        snapshot_server = SnapshotServer(node, "", name, "host", 1)
         self.around.snapshot_servers[node] = SimSnapshotServer(snapshot_server)
-        self.shell.post(SnapshotServerReady(snapshot_server))
-
-    def _reach_snapshot_server(
-        self, node: str, command: QuerySnapshotServers | ForgetSnapshots
-    ) -> None:
-        snapshot_server = self.around.snapshot_servers.get(node)
-        if snapshot_server is None or snapshot_server.is_frozen:
-            return
-        if isinstance(command, ForgetSnapshots):
-            snapshot_server.forget(command.generation)
-        else:
-            slots, parities = snapshot_server.slots(), snapshot_server.parity_slots()
-            report = SnapshotServerReported(node, command.generation, slots, parities=parities)
-            self.post_soon(report, within_s=0.005)
+        return snapshot_server
 
     def lose_snapshot_server(self, node: str) -> None:
         """Its process is gone, with all snapshots."""
@@ -375,11 +267,7 @@ class World:
         elif node in self.nodes.broken:
             self._die_at_start(worker, warm_up_s * self.random.choice((0.5, 1.5, 3.0)))
 
-    def _start(self, names: Iterable[str], quarantined: tuple[str, ...]) -> None:
-        for name in names:
-            self.start_worker(name, quarantined)
-
-    def _stop_worker(self, name: str) -> None:
+    def stop_worker(self, name: str) -> None:
         worker = self.workers.get(name)
         if worker:
             self.timeline.after(self.latency_s(), partial(self.kill, worker, "stopped"))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.controller.shell import Shell
+from actors.controller.shell_parts import ShellParts
 from actors.storage.checkpoint_files import find_checkpoints, folder_of
 from actors.storage.lease import claim
 from actors.storage.storage import DiskStorage
@@ -338,10 +339,9 @@ def drive(
     crew = Crew(folder, samples, steps)
     run = DiskStorage(folder)
     lease = claim(run, actor=actor)
-    shell = BrokenShell(run, lease)
-    core = BrokenCore(shell._core.state)
-    shell._core = core
-    shell._guarded = type(shell._guarded)(core, shell._serve)
+    shell = BrokenShell(run, lease, parts=ShellParts(make_core=BrokenCore))
+    core = shell._core
+    assert isinstance(core, BrokenCore)
     crew.shell = shell
     break_it(shell, core)
     given = list(extra)

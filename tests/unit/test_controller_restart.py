@@ -301,3 +301,5 @@ def test_what_the_journal_does_not_know_is_cleared_away(
     drive(tmp_path, crew, actor)
     assert crew.was_cleared and not crew.attached
     assert events(tmp_path).count("RunOpened") == 2
+    first = next(order for order in crew.sent if isinstance(order, Form))
+    assert first.generation > generation, "a generation is never used again"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.controller.run_clock import RunClock
+from actors.controller.shell_parts import RunClock
 from actors.notices import Notice, SeenNotice, see
 from actors.ray_backend.cluster.node_drains import NO_DEADLINE_S, Drains
 from elastic.protocol.events import Event, NodeAtRisk, NodeDraining

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from actors.controller.run_clock import RunClock
 from actors.controller.shell import Shell
+from actors.controller.shell_parts import RunClock, ShellParts
 from actors.storage.lease import claim
 from actors.storage.storage import DiskStorage
 from elastic.geometry.target_layout import TargetLayout
@@ -121,7 +121,7 @@ class Silent:
 
 def drive(folder: Path, wall: Callable[[], float]) -> Stopped:
     run, fleet = DiskStorage(folder), Silent()
-    fleet.shell = Shell(run, claim(run, actor="actor"), wall=wall)
+    fleet.shell = Shell(run, claim(run, actor="actor"), parts=ShellParts(wall=wall))
     return fleet.shell.run(fleet, OPENING, fleet)
 
 

@@ -15,6 +15,7 @@ import pytest
 from broken_shell import (
     NUM_STEPS,
     SAMPLES,
+    Broken,
     BrokenCore,
     BrokenShell,
     drive,
@@ -26,6 +27,7 @@ from broken_shell import (
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.commands import Command, Stopped
 from elastic.protocol.events import Event, LayoutRequested, Paused, WorkerRaised
+from elastic.protocol.votes import StepRecord
 
 KINDS = sorted({kind.__name__ for kind in get_args(Event)} - {"ControllerRaised"})
 COMMANDS = sorted(kind.__name__ for kind in get_args(Command))
@@ -84,6 +86,28 @@ def test_an_exception_in_the_shell_itself_ends_no_run(kind: str, tmp_path: Path)
     stopped = drive(tmp_path, breaks_shell(kind, 1))
     place = "RunOpened" if kind == "journal" else kind
     assert_saved_and_recovered(tmp_path, stopped, place)
+
+
+def test_exceptions_of_a_command_that_are_not_in_a_row_end_no_run(tmp_path: Path) -> None:
+    """Each is retried with success, which resets the count."""
+    steps = {10, 20, 30, 40}
+
+    def break_it(shell: BrokenShell, core: BrokenCore) -> None:
+        record = shell._record
+
+        def raise_sometimes(line: StepRecord) -> None:
+            if line.step in steps:
+                steps.discard(line.step)
+                raise Broken(f"at step {line.step}")
+            record(line)
+
+        shell._record = raise_sometimes  # type: ignore[method-assign]
+
+    stopped = drive(tmp_path, break_it)
+    assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
+    assert not steps
+    for name in ("ControllerRaised", "ControllerRecovered"):
+        assert [line["place"] for line in journal(tmp_path, name)] == ["RecordStep"] * 4
 
 
 UNSAVABLE = {
