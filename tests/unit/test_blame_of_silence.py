@@ -1,4 +1,4 @@
-"""A worker that is lost after it was silent says nothing against the samples that it ran."""
+"""Poison-batch detection ignores the loss of a worker that was silent before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from elastic.protocol.votes import StepRecord, Vote
 WORKERS = ("w0", "w1", "w2")
 
 
-def running() -> Core:
+def make_running_core() -> Core:
     """Three replicas that have committed a step."""
     core = Core()
     record = StepRecord(0.0, 1, 1, 3, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
@@ -45,8 +45,8 @@ def running() -> Core:
 
 
 @pytest.mark.parametrize("is_silent", [True, False])
-def test_only_a_death_without_silence_is_held_against_its_samples(is_silent: bool) -> None:
-    core = running()
+def test_only_a_death_without_silence_makes_its_batch_suspect(is_silent: bool) -> None:
+    core = make_running_core()
     if is_silent:
         core.step(9.0, WorkerSuspected("w2", "no answer to a probe for 6.0 s"))
         for worker in ("w0", "w1"):
@@ -55,8 +55,8 @@ def test_only_a_death_without_silence_is_held_against_its_samples(is_silent: boo
     assert (core.state.poison.fatal_step == 2 and bool(core.state.poison.fatal)) != is_silent
 
 
-def test_silence_in_an_earlier_generation_is_forgotten() -> None:
-    core = running()
+def test_silence_in_an_earlier_generation_does_not_count() -> None:
+    core = make_running_core()
     core.step(9.0, WorkerSuspected("w2", "no answer to a probe for 6.0 s"))
     for worker in WORKERS:
         core.step(9.1, Quiesced(worker, 1, 1))

@@ -1,4 +1,4 @@
-"""Compute time: a worker's work counts, its waits do not."""
+"""Compute time counts the work of a worker and not its waits."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NUM_RANKS = 3
 
 
 def work(seconds: float) -> None:
-    begun_s = time.thread_time()
-    while time.thread_time() < begun_s + seconds:
+    started_s = time.thread_time()
+    while time.thread_time() < started_s + seconds:
         pass
 
 
@@ -48,7 +48,7 @@ def test_processor_time_is_used_without_schedstat(tmp_path: Path) -> None:
     assert clock.now() == pytest.approx(time.thread_time(), abs=0.05)
 
 
-def test_mean_over_steps_is_reported_at_the_ranks_index() -> None:
+def test_mean_compute_time_is_reported_at_the_index_of_the_rank() -> None:
     """The first step is excluded, since it does one-time work."""
     times, clock = ThreadTimes(every=3), ThreadClock()
     ballots, spent = [], []
@@ -80,10 +80,10 @@ def test_slowed_worker_computes_longer_by_the_factor() -> None:
     )
     spent = []
     for step in range(1, 8):
-        begun_s = time.thread_time()
+        started_s = time.thread_time()
         work(0.05)
         faults.slow_down(step, torch.device("cpu"), lambda: None)
-        spent.append(time.thread_time() - begun_s)
-    # In the third step it measures how long a step takes.
+        spent.append(time.thread_time() - started_s)
+    # In the third step the injector measures how long a step takes.
     assert max(spent[:3]) < 0.1 and min(spent[3:]) > 0.19
     assert all(later < 3 * earlier for earlier, later in pairwise(spent[3:]))

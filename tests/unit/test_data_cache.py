@@ -1,4 +1,4 @@
-"""The machine's cache: bounded, shared and intact, even if processes die or files are damaged."""
+"""The cache of a node: bounded, shared and intact, even if processes die or files are damaged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def put(cache: ShardCache, number: int) -> None:
     assert cache.fill(key(number), write(number)) == "filled"
 
 
-def kept(cache: ShardCache) -> set[int]:
+def cached_numbers(cache: ShardCache) -> set[int]:
     """The numbers of the cached contents; fails on any other file."""
     files = {file.name for file in cache.folder.iterdir()} - {ROOM}
     known = {key(number).checksum: number for number in range(100)}
@@ -58,13 +58,13 @@ def test_lru_files_are_evicted_and_files_in_use_stay(tmp_path: Path) -> None:
     in_use = use(cache, 1)
     use(cache, 0).release()
     put(cache, 3)
-    assert kept(cache) == {0, 1, 3}, "2 has not been used for longest"
+    assert cached_numbers(cache) == {0, 1, 3}, "2 was used least recently"
     others = [use(cache, 0), use(cache, 3)]
     assert cache.fill(key(4), write(4)) == "full"
-    assert kept(cache) == {0, 1, 3}
+    assert cached_numbers(cache) == {0, 1, 3}
     in_use.release()
     put(cache, 4)
-    assert kept(cache) == {0, 3, 4}
+    assert cached_numbers(cache) == {0, 3, 4}
     for held in others:
         held.release()
 
@@ -72,35 +72,37 @@ def test_lru_files_are_evicted_and_files_in_use_stay(tmp_path: Path) -> None:
 def test_only_one_of_several_processes_writes_the_same_file(tmp_path: Path) -> None:
     num_written, others = [0], threading.Semaphore(0)
 
-    def slowly(out: BinaryIO) -> None:
+    def write_slowly(out: BinaryIO) -> None:
         num_written[0] += 1
         for _ in range(5):
             assert others.acquire(timeout=30.0)
         out.write(content(7))
 
-    def want(cache: ShardCache) -> str:
-        filled = cache.fill(key(7), slowly)
+    def fill_cache(cache: ShardCache) -> str:
+        filled = cache.fill(key(7), write_slowly)
         others.release()
         return filled
 
     caches = [ShardCache(tmp_path / "cache", 3 * SIZE) for _ in range(6)]
     with ThreadPoolExecutor(6) as pool:
-        told = list(pool.map(want, caches))
-    assert sorted(told) == ["busy"] * 5 + ["filled"] and num_written == [1]
-    assert caches[0].fill(key(7), slowly) == "filled" and num_written == [1], "it is there"
-    assert kept(caches[0]) == {7}
+        results = list(pool.map(fill_cache, caches))
+    assert sorted(results) == ["busy"] * 5 + ["filled"] and num_written == [1]
+    assert caches[0].fill(key(7), write_slowly) == "filled" and num_written == [1], (
+        "the file is cached"
+    )
+    assert cached_numbers(caches[0]) == {7}
 
 
 def test_an_interrupted_fetch_leaves_nothing(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 3 * SIZE)
 
-    def breaks(out: BinaryIO) -> None:
+    def write_half_and_fail(out: BinaryIO) -> None:
         out.write(b"half")
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError):
-        cache.fill(key(1), breaks)
-    assert kept(cache) == set() and cache.hold(key(1)) is None
+        cache.fill(key(1), write_half_and_fail)
+    assert cached_numbers(cache) == set() and cache.hold(key(1)) is None
 
 
 KILLED = """
@@ -127,15 +129,15 @@ def test_a_killed_process_leaves_no_partial_file_and_no_lock(tmp_path: Path) -> 
     victim = subprocess.Popen([*command, key(1).checksum, key(2).checksum], stdout=subprocess.PIPE)
     assert victim.stdout is not None and victim.stdout.readline() == b"writing\n"
     assert cache.fill(key(2), write(2)) == "busy"
-    assert cache.fill(key(3), write(3)) == "full", "a draft counts as what it will be"
+    assert cache.fill(key(3), write(3)) == "full", "a draft counts with its final size"
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    assert cache.hold(key(2)) is None, "half a file is none"
+    assert cache.hold(key(2)) is None, "a partial file is not used"
     assert [file.name for file in cache.folder.iterdir() if file.suffix == DRAFT]
     put(cache, 3)
-    assert kept(cache) == {1, 3}, "the draft went, before what is whole"
+    assert cached_numbers(cache) == {1, 3}, "the draft is evicted before complete files"
     put(cache, 2)
-    assert kept(cache) == {3, 2}
+    assert cached_numbers(cache) == {3, 2}
 
 
 def test_a_damaged_file_is_detected_and_replaced(tmp_path: Path) -> None:
@@ -146,9 +148,9 @@ def test_a_damaged_file_is_detected_and_replaced(tmp_path: Path) -> None:
     held = cache.hold(key(1))
     assert held is not None and not held.is_intact(key(1))
     cache.discard(held)
-    assert kept(cache) == set()
+    assert cached_numbers(cache) == set()
     put(cache, 1)
-    cache.discard(held)  # by another, who saw the damaged one: this is not it any more
+    cache.discard(held)  # by another process, which saw the damaged file: the new one stays
     held.release()
     assert use(cache, 1).is_intact(key(1))
     path.write_bytes(b"short")
@@ -169,28 +171,28 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_concurrent_use_keeps_the_size_bound(tmp_path: Path) -> None:
     """Threads fill, use and release shared files while another thread measures the folder."""
-    folder, most = tmp_path / "cache", 5 * SIZE
-    ShardCache(folder, most)
+    folder, max_bytes = tmp_path / "cache", 5 * SIZE
+    ShardCache(folder, max_bytes)
     sizes, is_over = [], threading.Event()
 
     def work(number: int) -> None:
-        cache = ShardCache(folder, most)
+        cache = ShardCache(folder, max_bytes)
         for turn in range(40):
-            one = (number * 3 + turn * 7) % 12
-            cache.fill(key(one), write(one))
-            held = cache.hold(key(one))
+            number_in_use = (number * 3 + turn * 7) % 12
+            cache.fill(key(number_in_use), write(number_in_use))
+            held = cache.hold(key(number_in_use))
             if held is not None:
-                assert held.is_intact(key(one))
+                assert held.is_intact(key(number_in_use))
                 held.release()
 
-    def look() -> None:
+    def measure_sizes() -> None:
         while not is_over.wait(0.001):
             with (folder / ROOM).open("ab") as room:
                 fcntl.flock(room, fcntl.LOCK_EX)
-                there = list(folder.iterdir())
-                sizes.append(sum(file.stat().st_size for file in there if file.exists()))
+                files = list(folder.iterdir())
+                sizes.append(sum(file.stat().st_size for file in files if file.exists()))
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=measure_sizes)
     watcher.start()
     try:
         with ThreadPoolExecutor(4) as pool:
@@ -198,4 +200,4 @@ def test_concurrent_use_keeps_the_size_bound(tmp_path: Path) -> None:
     finally:
         is_over.set()
         watcher.join()
-    assert sizes and max(sizes) <= most
+    assert sizes and max(sizes) <= max_bytes

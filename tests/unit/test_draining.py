@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from test_core import told
+from test_core import deliver
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -51,15 +51,15 @@ def commit(core: Core, step: int, now: float) -> list[Command]:
     generation, num_members = core.state.generation, len(core.state.live.members())
     record = StepRecord(now, step, generation, num_members, 1.0, 1, 0.1, 1.0, STEP_S, False)
     vote = Vote(step, 1.0, 1, 1.0, num_members, num_snapshots=num_members)
-    return told(core, StepCommitted(generation, record, vote), now=now)
+    return deliver(core, StepCommitted(generation, record, vote), now=now)
 
 
 def form(core: Core, now: float) -> None:
     """All that take part form, move and train."""
     assert isinstance(core.state.phase, Forming)
     people, generation = core.state.phase.attempt.plan.participants, core.state.generation
-    told(core, *(GroupFormed(worker, generation) for worker in people), now=now)
-    told(core, *(StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in people), now=now)
+    deliver(core, *(GroupFormed(worker, generation) for worker in people), now=now)
+    deliver(core, *(StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in people), now=now)
 
 
 def training(nodes: str, layout: str = "", least: int = 1, **policy: int) -> Core:
@@ -67,13 +67,13 @@ def training(nodes: str, layout: str = "", least: int = 1, **policy: int) -> Cor
     core, num_workers = Core(), len(nodes)
     rules = Policy(least, num_workers, **policy)  # type: ignore[arg-type]
     job = Job(12, steps=1000)
-    told(
+    deliver(
         core,
         RunOpened(1, rules, TargetLayout.parse(layout, num_workers), job),
         StoreReady("host", 1),
     )
     workers = (WorkerReady(f"w{i}", node, 1) for i, node in enumerate(nodes))
-    told(core, *workers, now=START - STEP_S - 1.0)
+    deliver(core, *workers, now=START - STEP_S - 1.0)
     form(core, START - STEP_S)
     commit(core, 1, START)
     assert isinstance(core.state.phase, Running)
@@ -81,13 +81,13 @@ def training(nodes: str, layout: str = "", least: int = 1, **policy: int) -> Cor
 
 
 def drain(core: Core, node: str, in_s: float, now: float = START) -> list[Command]:
-    return told(core, NodeDraining(node, now + in_s, "a notice"), now=now)
+    return deliver(core, NodeDraining(node, now + in_s, "a notice"), now=now)
 
 
 def quiesce(core: Core, *workers: str, step: int = 1, now: float = START) -> list[Command]:
     generation, vote = core.state.generation, core.state.steps.last_vote
     events: list[Event] = [Quiesced(w, generation, step, vote) for w in workers]
-    return told(core, *events, now=now)
+    return deliver(core, *events, now=now)
 
 
 def of(kind: type, commands: list[Command]) -> list[Any]:
@@ -106,7 +106,7 @@ def test_a_node_is_left_at_the_next_boundary_if_one_comes_in_time() -> None:
     core = training("aabb")
     assert drain(core, "b", 30.0) == [Pause(1, ("w0", "w1", "w2", "w3"), "members drain")]
     commit(core, 2, START + STEP_S)
-    commands = told(core, *(Paused(f"w{i}", 1, 2) for i in range(4)), now=START + STEP_S)
+    commands = deliver(core, *(Paused(f"w{i}", 1, 2) for i in range(4)), now=START + STEP_S)
     [form_order] = of(Form, commands)
     assert form_order.assignment.members == ("w0", "w1")
     assert core.state.committed_step == 2
@@ -160,7 +160,7 @@ def test_a_boundary_that_does_not_come_is_not_waited_for() -> None:
     drain(core, "b", 10.0)
     assert isinstance(core.state.phase, Pausing)
     assert core.next_deadline() == START + 10.0
-    commands = told(core, Woke(), now=START + 10.0)
+    commands = deliver(core, Woke(), now=START + 10.0)
     assert isinstance(core.state.phase, Aborting)
     assert [c.workers for c in of(Abort, commands)] == [("w0", "w1")]
 
@@ -172,8 +172,8 @@ def test_nodes_that_go_together_do_not_cover_for_one_another() -> None:
     assert [c.worker for c in of(StopWorker, drain(core, "a", 3.0))] == ["w0"]
     core = training("abc", layout="dp=2")
     drain(core, "b", 30.0)
-    told(core, NodeDraining("a", START + 30.0), now=START)
-    commands = told(core, Woke(), now=START + 30.0)
+    deliver(core, NodeDraining("a", START + 30.0), now=START)
+    commands = deliver(core, Woke(), now=START + 30.0)
     assert of(Abort, commands) and not of(StopWorker, commands)
 
 
@@ -183,30 +183,30 @@ def test_where_too_few_would_stay_the_run_trains_on_and_saves() -> None:
     assert of(RequestCheckpoint, commands) and not of(Pause, commands)
     assert isinstance(core.state.phase, Running)
     commit(core, 2, START + 119.0)
-    told(core, Woke(), now=START + 121.0)
+    deliver(core, Woke(), now=START + 121.0)
     assert isinstance(core.state.phase, Running), "it may not end, after all"
 
 
 def test_it_is_left_once_another_worker_has_come() -> None:
     core = training("ab", least=2)
     drain(core, "b", 120.0)
-    assert of(Pause, told(core, WorkerReady("w2", "c", 1), now=START + 20.0))
+    assert of(Pause, deliver(core, WorkerReady("w2", "c", 1), now=START + 20.0))
 
 
 def test_one_that_is_asked_to_go_by_name_goes_all_the_same() -> None:
     core = training("ab", least=2)
     drain(core, "b", 120.0)
-    assert of(Pause, told(core, WorkerDraining("w1", "asked to"), now=START))
+    assert of(Pause, deliver(core, WorkerDraining("w1", "asked to"), now=START))
 
 
 def test_a_joiner_on_such_a_node_is_not_kept() -> None:
     core = training("aab")
-    told(core, WorkerLost("w2", "killed"), now=START)
+    deliver(core, WorkerLost("w2", "killed"), now=START)
     quiesce(core, "w0", "w1")
     form(core, START)
     commit(core, 2, START)
     drain(core, "b", 120.0)
-    assert told(core, WorkerReady("w3", "b", 1), now=START) == [
+    assert deliver(core, WorkerReady("w3", "b", 1), now=START) == [
         StopWorker("w3", "its node is draining"),
         StartWorkers(("w4",)),
     ]
@@ -215,13 +215,13 @@ def test_a_joiner_on_such_a_node_is_not_kept() -> None:
 def test_a_node_that_does_not_end_is_used_again() -> None:
     core = training("ab", least=2)
     drain(core, "b", 30.0)
-    told(core, WorkerLost("w0", "killed"), now=START)
+    deliver(core, WorkerLost("w0", "killed"), now=START)
     quiesce(core, "w1")
     assert isinstance(core.state.phase, Waiting)
     assert core.state.membership.draining == {"w1"}
-    told(core, WorkerReady("w2", "c", 1), now=START)
+    deliver(core, WorkerReady("w2", "c", 1), now=START)
     assert isinstance(core.state.phase, Waiting)
-    told(core, Woke(), now=START + 30.0 + core.state.policy.drain_grace_s)
+    deliver(core, Woke(), now=START + 30.0 + core.state.policy.drain_grace_s)
     assert core.state.membership.node_drains == {}
     assert core.state.membership.draining == set()
     assert isinstance(core.state.phase, Forming)
@@ -230,20 +230,20 @@ def test_a_node_that_does_not_end_is_used_again() -> None:
 def test_who_was_asked_to_go_does_not_come_back() -> None:
     core = training("aabb")
     drain(core, "b", 30.0)
-    told(core, WorkerDraining("w3", "asked to"), now=START)
-    told(core, Woke(), now=START + 90.0)
+    deliver(core, WorkerDraining("w3", "asked to"), now=START)
+    deliver(core, Woke(), now=START + 90.0)
     assert core.state.membership.draining == {"w3"}
 
 
 def test_a_notice_of_long_ago_means_nothing() -> None:
     core = training("aabb")
-    assert told(core, NodeDraining("b", START - 60.0), now=START) == []
+    assert deliver(core, NodeDraining("b", START - 60.0), now=START) == []
     assert core.state.membership.draining == set()
 
 
 def test_a_node_that_may_be_taken_is_told_of_and_kept() -> None:
     core = training("aabb")
-    [warned] = told(core, NodeAtRisk("b", "AWS rebalance recommendation"), now=START)
+    [warned] = deliver(core, NodeAtRisk("b", "AWS rebalance recommendation"), now=START)
     assert isinstance(warned, Warned)
     assert warned.text == "node b may be reclaimed soon: AWS rebalance recommendation"
     assert core.state.membership.draining == set()
@@ -253,7 +253,7 @@ def test_snapshots_go_to_no_keeper_that_will_be_gone() -> None:
     """Too few would stay, so its worker trains on; but nothing is kept there any more."""
     core = training("abc", layout="fsdp=3", least=3, snapshot_every=1)
     snapshot_servers = [SnapshotServerReady(SnapshotServer(n, "", n, "host", 1)) for n in "abc"]
-    [before] = of(StartSnapshots, told(core, *snapshot_servers, now=START))
+    [before] = of(StartSnapshots, deliver(core, *snapshot_servers, now=START))
     assert nodes_of(before) == [["a", "b"], ["b", "c"], ["c", "a"]]
     [after] = of(StartSnapshots, drain(core, "c", 120.0))
     assert nodes_of(after) == [["a", "b"], ["b", "a"], ["a"]]

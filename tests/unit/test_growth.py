@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-from test_core import opened, ready
+from test_core import open_run, ready_event
 
 from elastic.controller.core import Core
 from elastic.duties.gang_backoff import return_deadline
@@ -37,7 +37,7 @@ class Life:
         return [command for event in events for command in self.core.step(self.now, event)]
 
     def come(self, *workers: str) -> list[Command]:
-        return self.tell(*(ready(worker) for worker in workers))
+        return self.tell(*(ready_event(worker) for worker in workers))
 
     def wake(self) -> list[Command]:
         """Let the time go by until the core wants to be woken."""
@@ -86,7 +86,7 @@ class Life:
 
 def training(pause_s: float = 0.0, **policy: float) -> Life:
     """Two workers of up to four, which have once grown from one, with a pause."""
-    life = Life(opened(1, 2, start_timeout_s=0.0, **policy))
+    life = Life(open_run(1, 2, start_timeout_s=0.0, **policy))
     life.come("w0")
     life.form()
     life.come("w1")
@@ -140,7 +140,7 @@ def test_what_does_not_pay_within_the_horizon_is_left_alone() -> None:
 
 
 def test_spares_that_are_of_no_use_are_given_back_until_a_member_is_lost() -> None:
-    life = Life(opened(1, 3, standby_timeout_s=60.0, growth_horizon_s=1e9))
+    life = Life(open_run(1, 3, standby_timeout_s=60.0, growth_horizon_s=1e9))
     life.core.state.job = Job(2, steps=10_000)  # a third worker would have nothing to do
     life.come("w0", "w1", "w2")
     life.form()
@@ -159,7 +159,7 @@ def test_spares_that_are_of_no_use_are_given_back_until_a_member_is_lost() -> No
 
 
 def test_who_has_too_few_for_long_gives_them_back_and_asks_again() -> None:
-    life = Life(opened(3, 3, gang_timeout_s=100.0, gang_jitter=0.5))
+    life = Life(open_run(3, 3, gang_timeout_s=100.0, gang_jitter=0.5))
     life.come("w0", "w1")
     life.now += 140.0
     assert life.tell(Woke()) == []

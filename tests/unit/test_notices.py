@@ -36,14 +36,14 @@ def test_aws_tells_of_an_interruption() -> None:
     with metadata_server(Metadata(token="secret")) as aws:
         source = Aws(aws.address)
         assert source.look() is None
-        aws.has[ACTION] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
-        aws.has[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
+        aws.answers[ACTION] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
+        aws.answers[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
         assert source.look() == Notice("AWS spot interruption: terminate", MOMENT)
 
 
 def test_aws_recommends_to_rebalance_without_naming_an_end() -> None:
     with metadata_server(Metadata(token="secret")) as aws:
-        aws.has[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
+        aws.answers[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
         assert Aws(aws.address).look() == Notice("AWS rebalance recommendation")
 
 
@@ -52,16 +52,16 @@ def test_a_token_of_aws_that_has_run_out_is_had_anew() -> None:
         source = Aws(aws.address)
         source.look()
         aws.token = "second"
-        aws.has[REBALANCE] = "{}"
+        aws.answers[REBALANCE] = "{}"
         assert source.look() == Notice("AWS rebalance recommendation")
 
 
 def test_gcp_tells_that_it_preempts() -> None:
-    has, now = {PREEMPTED: "FALSE"}, [100.0]
-    with metadata_server(Metadata(has, wants={"Metadata-Flavor": "Google"})) as gcp:
+    answers, now = {PREEMPTED: "FALSE"}, [100.0]
+    with metadata_server(Metadata(answers, required_headers={"Metadata-Flavor": "Google"})) as gcp:
         source = Gcp(gcp.address, lambda: now[0])
         assert source.look() is None
-        gcp.has[PREEMPTED] = "TRUE"
+        gcp.answers[PREEMPTED] = "TRUE"
         assert source.look() == Notice("GCP preemption", 130.0)
         now[0] = 110.0
         assert source.look() == Notice("GCP preemption", 130.0), "the end does not move"
@@ -86,20 +86,20 @@ def azure_events(*events: dict[str, object]) -> str:
 
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
 def test_azure_tells_of_what_ends_this_machine(kind: str) -> None:
-    has = {NAME: "trainer_3", EVENTS: azure_events()}
-    with metadata_server(Metadata(has, wants={"Metadata": "true"})) as azure:
+    answers = {NAME: "trainer_3", EVENTS: azure_events()}
+    with metadata_server(Metadata(answers, required_headers={"Metadata": "true"})) as azure:
         source = Azure(azure.address, lambda: 7.0)
         assert source.look() is None
-        azure.has[EVENTS] = azure_events(
+        azure.answers[EVENTS] = azure_events(
             azure_event(kind, "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_4"),
             azure_event("Freeze", "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_3"),
         )
         assert source.look() is None, "another machine, and a mere standstill"
-        azure.has[EVENTS] = azure_events(
+        azure.answers[EVENTS] = azure_events(
             azure_event(kind, "Mon, 18 Sep 2017 08:22:00 GMT", "trainer_2", "trainer_3")
         )
         assert source.look() == Notice(f"Azure {kind}", MOMENT)
-        azure.has[EVENTS] = azure_events(azure_event(kind, "", "trainer_3"))
+        azure.answers[EVENTS] = azure_events(azure_event(kind, "", "trainer_3"))
         assert source.look() == Notice(f"Azure {kind}", 7.0), "it has begun"
 
 
@@ -141,10 +141,10 @@ def test_whoever_never_answers_is_soon_not_asked_any_more(tmp_path: Path) -> Non
         watcher = NodeWatcher([Pod(tmp_path / "none", lambda: 0.0)], guesses, every_s=0.01)
         assert time.monotonic() - began < 0.5, "the start does not wait for them"
         wait_until(lambda: watcher.num_queried == 1)
-        num_asked = len(nobody.asked)
+        num_asked = len(nobody.requested_paths)
         (tmp_path / "none").write_text("5")
         wait_until(lambda: watcher.notice)
-        assert len(nobody.asked) == num_asked
+        assert len(nobody.requested_paths) == num_asked
         assert watcher.notice == Notice("the pod is terminated", 5.0)
         watcher.close()
 
@@ -152,11 +152,11 @@ def test_whoever_never_answers_is_soon_not_asked_any_more(tmp_path: Path) -> Non
 def test_whoever_has_answered_once_is_asked_for_ever() -> None:
     with metadata_server(Metadata({PREEMPTED: "FALSE"})) as gcp:
         watcher = NodeWatcher([], [Gcp(gcp.address, lambda: 0.0)], every_s=0.01)
-        wait_until(lambda: len(gcp.asked) > 3)
-        del gcp.has[PREEMPTED]
-        num_asked = len(gcp.asked)
-        wait_until(lambda: len(gcp.asked) > num_asked + 9)
-        gcp.has[PREEMPTED] = "TRUE"
+        wait_until(lambda: len(gcp.requested_paths) > 3)
+        del gcp.answers[PREEMPTED]
+        num_asked = len(gcp.requested_paths)
+        wait_until(lambda: len(gcp.requested_paths) > num_asked + 9)
+        gcp.answers[PREEMPTED] = "TRUE"
         wait_until(lambda: watcher.notice)
         assert watcher.notice == Notice("GCP preemption", 30.0)
         watcher.close()

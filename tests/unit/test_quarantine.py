@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from test_core import opened
+from test_core import open_run
 from test_growth import Life
 
 from elastic.geometry.target_layout import TargetLayout
@@ -35,7 +35,7 @@ def come(life: Life, worker: str, node: str) -> list[Command]:
 
 def training(nodes: str, least: int = 1, spare: int = 0, **policy: float) -> Life:
     """A worker a letter, on the node of that name; the last ones are spares."""
-    life = Life(opened(least, len(nodes), hang_timeout_s=1e9, **policy))
+    life = Life(open_run(least, len(nodes), hang_timeout_s=1e9, **policy))
     life.core.state.layouts.target = TargetLayout.parse(f"dp={len(nodes) - spare}", len(nodes))
     life.core.state.job = Job(12, steps=10_000)
     for number, node in enumerate(nodes):

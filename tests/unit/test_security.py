@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_bad_input import refused
+from test_bad_input import expect_refusal
 from torch.distributed import TCPStore
 
 from actors.distributed.store import open_store
@@ -156,5 +156,5 @@ def test_credentials_in_options_are_refused_and_not_repeated(
 @pytest.mark.parametrize("command", ["status", "logs", "export", "reshard"])
 def test_no_command_leaves_the_storage(command: str, tmp_path: Path, capsys) -> None:
     more = {"logs": ["--worker", "w0"], "reshard": ["--layout", "dp=1"]}.get(command, [])
-    told = refused(capsys, command, "../elsewhere", *more, "--storage", str(tmp_path))
+    told = expect_refusal(capsys, command, "../elsewhere", *more, "--storage", str(tmp_path))
     assert "'../elsewhere'" in told and "letters, digits" in told

@@ -17,9 +17,9 @@ from broken_shell import (
     SAMPLES,
     BrokenCore,
     BrokenShell,
-    drive,
     extra_commands,
-    journal,
+    read_journal,
+    run_shell,
     saved_steps,
 )
 
@@ -56,7 +56,7 @@ def samples_of(kind: str) -> list[Event]:
 def assert_saved_and_recovered(folder: Path, stopped: Stopped, place: str) -> None:
     assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
     assert saved_steps(folder)[-1] == NUM_STEPS
-    raised = journal(folder, "ControllerRaised")
+    raised = read_journal(folder, "ControllerRaised")
     assert [line["place"] for line in raised] == [place]
     assert "Broken: at" in raised[0]["message"] and "Traceback" in raised[0]["traceback"]
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
@@ -65,7 +65,7 @@ def assert_saved_and_recovered(folder: Path, stopped: Stopped, place: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exception_in_an_event_handler_ends_no_run(kind: str, tmp_path: Path) -> None:
-    stopped = drive(tmp_path, breaks_core(kind, 1), samples_of(kind))
+    stopped = run_shell(tmp_path, breaks_core(kind, 1), samples_of(kind))
     if kind == "StopRequested":
         assert stopped.outcome == "interrupted" and saved_steps(tmp_path)[-1] == stopped.step
         return
@@ -75,13 +75,13 @@ def test_an_exception_in_an_event_handler_ends_no_run(kind: str, tmp_path: Path)
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_an_exception_in_a_command_handler_ends_no_run(kind: str, tmp_path: Path) -> None:
     samples = samples_of(kind) if kind in ("Abort", "Pause") else ()
-    stopped = drive(tmp_path, breaks_shell(kind, 1), samples, extra_commands())
+    stopped = run_shell(tmp_path, breaks_shell(kind, 1), samples, extra_commands())
     assert_saved_and_recovered(tmp_path, stopped, kind)
 
 
-@pytest.mark.parametrize("kind", ["next event", "journal"])
+@pytest.mark.parametrize("kind", ["next event", "read_journal"])
 def test_an_exception_in_the_shell_itself_ends_no_run(kind: str, tmp_path: Path) -> None:
-    stopped = drive(tmp_path, breaks_shell(kind, 1))
+    stopped = run_shell(tmp_path, breaks_shell(kind, 1))
     place = "RunOpened" if kind == "journal" else kind
     assert_saved_and_recovered(tmp_path, stopped, place)
 
@@ -113,14 +113,14 @@ def assert_ended_with_traceback(folder: Path, stopped: Stopped, place: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_event_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path: Path) -> None:
-    stopped = drive(tmp_path, breaks_core(kind, 10**9), samples_of(kind))
+    stopped = run_shell(tmp_path, breaks_core(kind, 10**9), samples_of(kind))
     assert_ended_with_traceback(tmp_path, stopped, kind)
 
 
-@pytest.mark.parametrize("kind", [*COMMANDS, "next event", "journal"])
+@pytest.mark.parametrize("kind", [*COMMANDS, "next event", "read_journal"])
 def test_a_command_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path: Path) -> None:
     samples = samples_of(kind) if kind in ("Abort", "Pause") else ()
-    stopped = drive(tmp_path, breaks_shell(kind, 10**9), samples, extra_commands())
+    stopped = run_shell(tmp_path, breaks_shell(kind, 10**9), samples, extra_commands())
     if kind == "Stopped":
         assert stopped.outcome == "completed" and saved_steps(tmp_path)[-1] == NUM_STEPS
         return
@@ -147,13 +147,13 @@ def breaks_twice_and_dies(shell: BrokenShell, core: BrokenCore) -> None:
 
 def test_the_count_survives_a_restart_of_the_controller_and_a_resume(tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        drive(tmp_path, breaks_twice_and_dies)
-    assert len(journal(tmp_path, "ControllerRaised")) == 2
-    stopped = drive(tmp_path, breaks_core("Paused", 10**9))
+        run_shell(tmp_path, breaks_twice_and_dies)
+    assert len(read_journal(tmp_path, "ControllerRaised")) == 2
+    stopped = run_shell(tmp_path, breaks_core("Paused", 10**9))
     assert "failed 3 times in a row at Paused" in stopped.reason
-    assert len(journal(tmp_path, "ControllerRaised")) == 3
+    assert len(read_journal(tmp_path, "ControllerRaised")) == 3
     assert stopped.outcome == "failed" and saved_steps(tmp_path)[-1] == stopped.step
     # Resumed with the same fault, it does not begin to count again; without it, it recovers.
-    stopped = drive(tmp_path, breaks_core("Paused", 0), steps=NUM_STEPS + 10, actor="next")
+    stopped = run_shell(tmp_path, breaks_core("Paused", 0), steps=NUM_STEPS + 10, actor="next")
     assert stopped.outcome == "completed", stopped
-    assert len(journal(tmp_path, "ControllerRecovered")) == 1
+    assert len(read_journal(tmp_path, "ControllerRecovered")) == 1

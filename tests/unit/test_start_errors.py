@@ -15,8 +15,8 @@ from broken_shell import (
     NUM_STEPS,
     BrokenCore,
     BrokenShell,
-    drive,
     journal,
+    run_shell,
     saved_steps,
 )
 
@@ -61,10 +61,10 @@ def breaks(step: str, num: int, error: type[Exception] | None = None) -> Break:
 def begin(folder: Path, kind: str, break_it: Break) -> Stopped:
     if kind == "heir":
         with pytest.raises(Killed):
-            drive(folder, dies, may_survive=True)
+            run_shell(folder, dies, may_survive=True)
         [held] = (folder / "lease").iterdir()  # a killed process releases nothing
         held.write_text(held.read_text().replace('"released": true', '"released": false'))
-    return drive(folder, break_it, may_survive=True)
+    return run_shell(folder, break_it, may_survive=True)
 
 
 @pytest.mark.parametrize(("kind", "step"), CASES)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_bad_input import refused
+from test_bad_input import expect_refusal
 
 from actors.controller.run import RunSpec
 from actors.storage.errors import RunTaken
@@ -58,7 +58,7 @@ def stored_steps(run: Path) -> int:
 
 def test_in_process_run_driven_by_another_process_keeps_its_recipe(driven: Path, capsys) -> None:
     arguments = ["tiny", "--in-process", "--run-name", "run", "--storage", str(driven.parent)]
-    line = refused(capsys, "train", *arguments, "--data", "random", "--steps", "9")
+    line = expect_refusal(capsys, "train", *arguments, "--data", "random", "--steps", "9")
     assert "drives this run" in line
     assert stored_steps(driven) == 5
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_core import opened
+from test_core import open_run
 from test_growth import Life
 
 from elastic.controller.core import Core
@@ -21,7 +21,7 @@ POLICY = {"straggler_every": 5}
 
 def training(num_workers: int, num_members: int, **policy: float) -> Life:
     """Under plain replicas; the other workers are spares."""
-    life = Life(opened(1, num_workers, **POLICY, **policy))
+    life = Life(open_run(1, num_workers, **POLICY, **policy))
     life.core.state.layouts.target = TargetLayout.parse(f"dp={num_members}", num_workers)
     life.core.state.job = Job(12, steps=10_000)
     life.come(*(f"w{i}" for i in range(num_workers)))
@@ -89,7 +89,7 @@ def test_without_a_spare_it_is_told_of_once_and_replaced_when_there_is_one() -> 
     assert isinstance(warned, Warned) and warned.kind == "straggler"
     assert "w1 on node is a straggler" in warned.text
     life.core.state.layouts.target = TargetLayout.parse("dp=3", 4)
-    life.core.state.policy = opened(1, 4, **POLICY).state.policy
+    life.core.state.policy = open_run(1, 4, **POLICY).state.policy
     life.commit()
     life.come("w3")
     commands = tell(life, {"w1": 3.0})
@@ -139,7 +139,7 @@ def test_what_was_counted_outlives_a_controller() -> None:
 @pytest.mark.parametrize("least", [3, 4])
 def test_the_minimum_is_kept(least: int) -> None:
     life = training(4, 3)
-    life.core.state.policy = opened(least, 4, **POLICY).state.policy
+    life.core.state.policy = open_run(least, 4, **POLICY).state.policy
     commands = tell(life, {"w1": 3.0}, 3)
     assert any(isinstance(c, Replaced) for c in commands) == (least == 3)
     assert not any(isinstance(c, Form | StopWorker) for c in commands)
