@@ -78,7 +78,7 @@ def waiting(path: Path) -> WrittenRun:
     run = WrittenRun(path / "run")
     run.start(2, steps=10)
     run.commit()
-    run.tell(Waited("0 of at least 1 workers are ready"))
+    run.append_command(Waited("0 of at least 1 workers are ready"))
     return run
 
 
@@ -106,7 +106,7 @@ def test_a_long_wait_is_told_once(webhook: Webhook, tmp_path: Path) -> None:
     run.commit()
     assert look(9999.0) == 1
     run.now += 1.0
-    run.tell(Waited("0 of at least 1 workers are ready"))
+    run.append_command(Waited("0 of at least 1 workers are ready"))
     assert [look(0.0), look(601.0)] == [1, 2], "another wait is told anew"
 
 

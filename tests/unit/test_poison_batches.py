@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from test_hangs import Driven
+from test_hangs import SteppedCore
 
 from elastic.geometry.sample_order import batch_ids, sample_of
 from elastic.geometry.training_job import Job
@@ -34,7 +34,7 @@ JOB = Job(
 )
 
 
-class Fleet(Driven):
+class Fleet(SteppedCore):
     """Workers that obey, and are lost to one microbatch."""
 
     def __init__(self, num_workers: int) -> None:
@@ -69,7 +69,7 @@ class Fleet(Driven):
                     self.wake()
 
     def hear(self, *events: object) -> None:
-        commands: list[Command] = self.tell(*events)  # type: ignore[arg-type]
+        commands: list[Command] = self.deliver(*events)  # type: ignore[arg-type]
         self.resumes += [command for command in commands if isinstance(command, Resume)]
 
     def write(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from test_core import open_run
-from test_growth import Life
+from test_growth import SteppedRun
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
@@ -29,36 +29,36 @@ from elastic.protocol.phases import Forming, Running, Waiting
 from elastic.protocol.wire import decode, encode
 
 
-def come(life: Life, worker: str, node: str) -> list[Command]:
-    return life.tell(WorkerReady(worker, node, 1, digest="same"))
+def join(life: SteppedRun, worker: str, node: str) -> list[Command]:
+    return life.deliver(WorkerReady(worker, node, 1, digest="same"))
 
 
-def training(nodes: str, least: int = 1, spare: int = 0, **policy: float) -> Life:
+def training(nodes: str, least: int = 1, spare: int = 0, **policy: float) -> SteppedRun:
     """A worker a letter, on the node of that name; the last ones are spares."""
-    life = Life(open_run(least, len(nodes), hang_timeout_s=1e9, **policy))
+    life = SteppedRun(open_run(least, len(nodes), hang_timeout_s=1e9, **policy))
     life.core.state.layouts.target = TargetLayout.parse(f"dp={len(nodes) - spare}", len(nodes))
     life.core.state.job = Job(12, steps=10_000)
     for number, node in enumerate(nodes):
-        come(life, f"w{number}", node)
+        join(life, f"w{number}", node)
     if isinstance(life.core.state.phase, Waiting):
         life.wake()
     life.form()
     return life
 
 
-def newest(life: Life) -> str:
+def newest(life: SteppedRun) -> str:
     return f"w{life.core.state.membership.next_worker - 1}"
 
 
 def crash_as_they_start(
-    life: Life, node: str, times: int = 1, after_s: float = 5.0
+    life: SteppedRun, node: str, times: int = 1, after_s: float = 5.0
 ) -> list[Command]:
     """The newest worker dies while it warms up there; another is started in its place."""
     commands: list[Command] = []
     for _ in range(times):
         life.now += after_s
         dead = newest(life)
-        commands += life.tell(WorkerLost(dead, "exit code -11", node))
+        commands += life.deliver(WorkerLost(dead, "exit code -11", node))
         while newest(life) == dead:
             commands += life.wake()
     return commands
@@ -68,7 +68,7 @@ def of(kind: type, commands: list[Command]) -> list[Command]:
     return [command for command in commands if isinstance(command, kind)]
 
 
-def with_one_missing(nodes: str = "aab", **policy: float) -> Life:
+def with_one_missing(nodes: str = "aab", **policy: float) -> SteppedRun:
     """The last has crashed once, as a member, and its replacement is starting."""
     life = training(nodes, **policy)
     lost = f"w{len(nodes) - 1}"
@@ -119,24 +119,24 @@ def test_zero_is_never() -> None:
 
 def test_a_node_that_is_lost_with_all_its_workers_has_crashed_once() -> None:
     life = training("aabbbb", quarantine_after=2)
-    commands = life.tell(*(WorkerLost(f"w{i}", "killed", "b") for i in range(2, 6)))
+    commands = life.deliver(*(WorkerLost(f"w{i}", "killed", "b") for i in range(2, 6)))
     assert of(NodeQuarantined, commands) == []
 
 
 def test_a_loss_that_strikes_several_nodes_is_none_of_a_node() -> None:
     life = training("aabc", quarantine_after=1)
-    commands = life.tell(WorkerLost("w1", "killed", "a"), WorkerLost("w2", "killed", "b"))
+    commands = life.deliver(WorkerLost("w1", "killed", "a"), WorkerLost("w2", "killed", "b"))
     assert [c.node for c in of(NodeQuarantined, commands)] == ["a"], "the first alone was one"
     assert life.core.state.quarantine.until == {}, "until others were struck at that moment"
 
 
 def test_leaving_by_plan_is_no_crash() -> None:
     life = training("aab", quarantine_after=1)
-    life.tell(WorkerDraining("w2", "asked to"))
-    assert of(NodeQuarantined, life.tell(WorkerLost("w2", "killed", "b"))) == []
+    life.deliver(WorkerDraining("w2", "asked to"))
+    assert of(NodeQuarantined, life.deliver(WorkerLost("w2", "killed", "b"))) == []
     life = training("aab", quarantine_after=1)
-    life.tell(NodeDraining("b", life.now + 1e6))
-    assert of(NodeQuarantined, life.tell(WorkerLost("w2", "its node is gone", "b"))) == []
+    life.deliver(NodeDraining("b", life.now + 1e6))
+    assert of(NodeQuarantined, life.deliver(WorkerLost("w2", "its node is gone", "b"))) == []
 
 
 def test_what_follows_the_batch_is_not_the_nodes_fault() -> None:
@@ -147,10 +147,10 @@ def test_what_follows_the_batch_is_not_the_nodes_fault() -> None:
     participants = life.core.state.phase.attempt.plan.participants  # type: ignore[union-attr]
     assert "w2" not in participants
     life.now += 10.0
-    commands = life.tell(WorkerLost("w3", "exit code -11", "b", is_crash=True))
+    commands = life.deliver(WorkerLost("w3", "exit code -11", "b", is_crash=True))
     assert of(NodeQuarantined, commands), "of two on one node both count"
     life.now += 10.0
-    commands = life.tell(WorkerLost("w1", "killed", "a"))
+    commands = life.deliver(WorkerLost("w1", "killed", "a"))
     [cleared] = of(NodeReleased, commands)
     assert (cleared.node, life.core.state.quarantine.until) == ("b", {})
 
@@ -167,7 +167,7 @@ def test_members_there_train_on() -> None:
     life = training("aabb", quarantine_after=2)
     life.lose("w3")
     life.form()
-    come(life, "w4", "b")
+    join(life, "w4", "b")
     life.pause()
     life.form()
     life.now += 5.0
@@ -181,13 +181,13 @@ def test_members_there_train_on() -> None:
 
 def test_spares_there_are_let_go() -> None:
     life = training("aabb", spare=1, quarantine_after=1)
-    commands = life.tell(WorkerLost("w2", "killed", "b"))
+    commands = life.deliver(WorkerLost("w2", "killed", "b"))
     assert of(StopWorker, commands) == [StopWorker("w3", "its node is avoided")]
 
 
 def test_a_spare_there_stays_if_there_are_too_few_others() -> None:
     life = training("aabb", least=3, spare=1, quarantine_after=1)
-    commands = life.tell(WorkerLost("w2", "killed", "b"))
+    commands = life.deliver(WorkerLost("w2", "killed", "b"))
     assert of(NodeQuarantined, commands) and not of(StopWorker, commands)
 
 
@@ -195,12 +195,12 @@ def test_who_comes_up_on_an_avoided_node_is_sent_away() -> None:
     life = with_one_missing()
     crash_as_they_start(life, "b", 2)
     late = newest(life)
-    commands = come(life, late, "b")
+    commands = join(life, late, "b")
     assert of(StopWorker, commands) == [StopWorker(late, "its node is avoided")]
     [start] = of(StartWorkers, commands)
     assert start.quarantined == ("b",)
-    life.tell(WorkerLost(late, "stopped", "b"))
-    assert come(life, newest(life), "a") and life.core.state.membership.warm >= {newest(life)}
+    life.deliver(WorkerLost(late, "stopped", "b"))
+    assert join(life, newest(life), "a") and life.core.state.membership.warm >= {newest(life)}
 
 
 def test_after_a_while_it_is_used_again() -> None:
@@ -231,7 +231,7 @@ def test_it_is_used_again_where_there_are_too_few_without_it() -> None:
     assert life.now <= avoided_at + 60.0
     released = NodeReleased("b", "too few workers arrived on other nodes")
     assert of(NodeReleased, commands) == [released]
-    come(life, newest(life), "b")
+    join(life, newest(life), "b")
     assert isinstance(life.core.state.phase, Forming)
 
 
@@ -252,31 +252,33 @@ def test_the_state_survives_the_journal() -> None:
 
 def test_what_strikes_others_at_that_moment_as_they_start_was_not_the_node() -> None:
     life = training("aabc", quarantine_after=1)
-    life.tell(WorkerLost("w3", "killed", "c"))
-    life.tell(WorkerLost("w2", "killed", "b"))
+    life.deliver(WorkerLost("w3", "killed", "c"))
+    life.deliver(WorkerLost("w2", "killed", "b"))
     assert life.core.state.quarantine.until == {}
     life.now += 5.0
-    commands = life.tell(WorkerLost("w1", "killed", "a"))
+    commands = life.deliver(WorkerLost("w1", "killed", "a"))
     assert of(NodeQuarantined, commands) == [], "all of one step"
 
 
-def kill_newest_member(life: Life, node: str, after_s: float, is_crash: bool = False) -> float:
+def kill_newest_member(
+    life: SteppedRun, node: str, after_s: float, is_crash: bool = False
+) -> float:
     """The replacement of the last loss joins on this node, trains for some time and is killed.
 
     Returns when the node is quarantined by that, or 0.
     """
-    come(life, newest(life), node)
+    join(life, newest(life), node)
     while isinstance(life.core.state.phase, Running):
         life.wake()  # a run whose members change often grows later
     life.pause()
     life.form()
     life.now += after_s
-    commands = life.tell(WorkerLost(newest(life), "exit code -9", node, is_crash))
+    commands = life.deliver(WorkerLost(newest(life), "exit code -9", node, is_crash))
     survivors = [
         w for w in life.core.state.live.members() if w in life.core.state.membership.records
     ]
     generation, step = life.core.state.generation, life.core.state.committed_step
-    life.tell(*(Quiesced(w, generation, step) for w in survivors))
+    life.deliver(*(Quiesced(w, generation, step) for w in survivors))
     life.form()
     return life.now if of(NodeQuarantined, commands) else 0.0
 
@@ -289,10 +291,10 @@ def test_kills_after_useful_work_do_not_quarantine_a_node_but_crashes_do() -> No
     assert crashes[-1]
 
 
-def break_device_of_newest_member(life: Life, node: str, after_s: float) -> list[Command]:
+def break_device_of_newest_member(life: SteppedRun, node: str, after_s: float) -> list[Command]:
     """The replacement joins on this node, trains for some time, and its device breaks."""
     worker = newest(life)
-    come(life, worker, node)
+    join(life, worker, node)
     while isinstance(life.core.state.phase, Running):
         life.wake()
     life.pause()
@@ -300,12 +302,12 @@ def break_device_of_newest_member(life: Life, node: str, after_s: float) -> list
     life.now += after_s
     generation, step = life.core.state.generation, life.core.state.committed_step
     raised = WorkerRaised(worker, generation, "device", "CUDA error: uncorrectable ECC error", "")
-    assert of(StopWorker, life.tell(raised))
-    commands = life.tell(WorkerLost(worker, "exit code -9", node))
+    assert of(StopWorker, life.deliver(raised))
+    commands = life.deliver(WorkerLost(worker, "exit code -9", node))
     survivors = [
         w for w in life.core.state.live.members() if w in life.core.state.membership.records
     ]
-    commands += life.tell(*(Quiesced(w, generation, step) for w in survivors))
+    commands += life.deliver(*(Quiesced(w, generation, step) for w in survivors))
     life.form()
     return commands
 
@@ -322,10 +324,10 @@ def test_broken_devices_quarantine_a_node_also_after_long_useful_work() -> None:
 
 def test_a_device_that_breaks_under_a_worker_that_leaves_counts() -> None:
     life = training("aab", quarantine_after=1)
-    life.tell(WorkerDraining("w2", "asked to"))
+    life.deliver(WorkerDraining("w2", "asked to"))
     generation = life.core.state.generation
-    life.tell(WorkerRaised("w2", generation, "device", "CUDA error", ""))
-    assert of(NodeQuarantined, life.tell(WorkerLost("w2", "exit code -9", "b")))
+    life.deliver(WorkerRaised("w2", generation, "device", "CUDA error", ""))
+    assert of(NodeQuarantined, life.deliver(WorkerLost("w2", "exit code -9", "b")))
 
 
 def test_kills_before_any_useful_work_quarantine_a_node() -> None:
@@ -351,11 +353,11 @@ def test_a_quarantine_lasts_while_other_capacity_is_there() -> None:
     life = with_one_missing(quarantine_patience_s=30.0, standby_timeout_s=1e9)
     kill_newest_member(life, "b", after_s=1.0)
     quarantined_at = kill_newest_member(life, "b", after_s=1.0)
-    come(life, newest(life), "a")
+    join(life, newest(life), "a")
     life.pause()
     life.form()
     life.now = quarantined_at + 3000.0
-    assert of(NodeReleased, life.tell(Woke())) == []
+    assert of(NodeReleased, life.deliver(Woke())) == []
     assert "b" in life.core.state.quarantine.until
 
 
@@ -369,16 +371,16 @@ def test_two_bad_nodes_of_many_are_both_quarantined() -> None:
                 for w in life.core.state.live.members()
                 if life.core.state.membership.records[w].node == node
             )
-            life.tell(WorkerLost(member, "exit code -11", node, is_crash=True))
+            life.deliver(WorkerLost(member, "exit code -11", node, is_crash=True))
             survivors = [
                 w for w in life.core.state.live.members() if w in life.core.state.membership.records
             ]
             generation, step = life.core.state.generation, life.core.state.committed_step
-            life.tell(*(Quiesced(w, generation, step) for w in survivors))
+            life.deliver(*(Quiesced(w, generation, step) for w in survivors))
             life.form()
             joiner = newest(life)
             if crash < 2:
-                come(life, joiner, node)
+                join(life, joiner, node)
                 while isinstance(life.core.state.phase, Running):
                     life.wake()
                 life.pause()

@@ -51,8 +51,8 @@ def test_they_say_how_the_run_stands(run: WrittenRun) -> None:
     assert [(f.place, f.value) for f in figures(run) if f.name == "elastic_worker_s"] == [
         ("node-0", 5.0)
     ]
-    run.hear(Checkpointed(4, 1, "x"))
-    run.tell(Waited("0 of at least 1 workers are ready"))
+    run.append_event(Checkpointed(4, 1, "x"))
+    run.append_command(Waited("0 of at least 1 workers are ready"))
     told = values(run, later_s=10.0)
     assert told["elastic_waits_for_s"] == told["elastic_since_checkpoint_s"] == 10.0
 

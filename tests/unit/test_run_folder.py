@@ -107,13 +107,13 @@ def test_a_planned_departure_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -
     run = WrittenRun(tmp_path / "run")
     run.start(4)
     run.ready("w4", "node-9")
-    run.hear(NodeDraining("node-9", run.now + 120))
-    run.hear(WorkerDraining("w3", "asked to"))
+    run.append_event(NodeDraining("node-9", run.now + 120))
+    run.append_event(WorkerDraining("w3", "asked to"))
     run.resume("w0", "w1", "w2")
     for worker in ("w3", "w4"):
-        run.tell(StopWorker(worker, "it was drained"))
+        run.append_command(StopWorker(worker, "it was drained"))
         run.lose(worker, "exited")
-    run.tell(StopWorker("w2", "it did not unwind in time"))
+    run.append_command(StopWorker("w2", "it did not unwind in time"))
     run.lose("w2", "killed by signal 9")
     membership = read_history(run.folder).membership
     left = [(h.worker, h.cause) for h in membership.run_events if h.kind == "left"]
@@ -128,13 +128,13 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     run.start(2)
     run.ready("w2", "node-1")
     run.ready("w3", "node-1")
-    run.hear(ComputeTimed(1, 20, (0.1, 0.3)))
-    run.hear(ComputeTimed(1, 40, (), ((1, 3.0),)))
-    run.tell(Replaced("w1", "it is slow"))
+    run.append_event(ComputeTimed(1, 20, (0.1, 0.3)))
+    run.append_event(ComputeTimed(1, 40, (), ((1, 3.0),)))
+    run.append_command(Replaced("w1", "it is slow"))
     run.resume("w0", "w2")
-    run.tell(StopWorker("w1", "it was drained"))
-    run.tell(NodeQuarantined("node-1", run.now + 60, "3 crashes"))
-    run.tell(StopWorker("w3", "its node is avoided"))
+    run.append_command(StopWorker("w1", "it was drained"))
+    run.append_command(NodeQuarantined("node-1", run.now + 60, "3 crashes"))
+    run.append_command(StopWorker("w3", "its node is avoided"))
     membership = read_history(run.folder).membership
     assert membership.compute_s == {"w0": 0.1, "w1": 0.3}
     assert membership.quarantined == {"node-1": run.now + 60}
@@ -147,7 +147,7 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     ]
     assert (membership.num_lost, membership.members) == (0, ("w0", "w2"))
     run.lose("w2")
-    run.tell(NodeReleased("node-1", "its quarantine is over"))
+    run.append_command(NodeReleased("node-1", "its quarantine is over"))
     membership = read_history(run.folder).membership
     assert (membership.num_lost, membership.quarantined) == (1, {}), (
         "a member there that dies is lost"
@@ -184,8 +184,8 @@ def test_checkpoints_and_evaluations_stand_at_their_own_step(tmp_path: Path) -> 
     run.start(2)
     for _ in range(5):
         run.commit()
-    run.hear(Checkpointed(3, 1, "checkpoints/3"))
-    run.hear(Evaluated(1, 4, 1.25))
+    run.append_event(Checkpointed(3, 1, "checkpoints/3"))
+    run.append_event(Evaluated(1, 4, 1.25))
     *_, checkpoint, evaluation = read_history(run.folder).membership.run_events
     assert (checkpoint.kind, checkpoint.step) == ("checkpoint", 3)
     assert (evaluation.step, evaluation.value) == (4, 1.25)

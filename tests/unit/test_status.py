@@ -135,8 +135,8 @@ def test_json_tells_the_same(run: WrittenRun, capsys) -> None:
 
 def test_slow_workers_and_avoided_nodes_are_shown(run: WrittenRun, capsys) -> None:
     drive(run)
-    run.hear(ComputeTimed(2, 61, (0.25, 0.75)))
-    run.tell(NodeQuarantined("node-1", time.time() + 3600, "workers have crashed there 3 times"))
+    run.append_event(ComputeTimed(2, 61, (0.25, 0.75)))
+    run.append_command(NodeQuarantined("node-1", time.time() + 3600, "workers have crashed there 3 times"))
     told = object_of(capsys, run)
     assert [w["compute_s"] for w in told["workers"]] == [0.25, 0.75, None, None]
     assert [row["node"] for row in told["quarantined_nodes"]] == ["node-1"]
@@ -147,7 +147,7 @@ def test_slow_workers_and_avoided_nodes_are_shown(run: WrittenRun, capsys) -> No
 
 def test_a_run_that_waits_says_what_for(run: WrittenRun, capsys) -> None:
     drive(run)
-    run.tell(Waited("1 of at least 2 workers are ready"))
+    run.append_command(Waited("1 of at least 2 workers are ready"))
     told = object_of(capsys, run)
     assert told["phase"] == "waiting: 1 of at least 2 workers are ready"
     assert told["reason"] == "1 of at least 2 workers are ready"
@@ -228,7 +228,7 @@ def test_many_workers_are_cut_short_and_lines_are_not_overlong(tmp_path: Path, c
 
 def test_logs_tell_of_one_worker(run: WrittenRun, capsys) -> None:
     boom = 'Traceback:\n  File "x.py", line 1\nValueError: boom'
-    run.hear(WorkerRaised("w1", 2, "program", "ValueError: boom", boom))
+    run.append_event(WorkerRaised("w1", 2, "program", "ValueError: boom", boom))
     kept = DiskStorage(run.folder.path)
     kept.write("logs/w1.out", b":job_id:01000000\n:actor_name:RayWorker\nhello from w1\n")
     kept.write("logs/w1.err", b"")

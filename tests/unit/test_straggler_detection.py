@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from test_core import open_run
-from test_growth import Life
+from test_growth import SteppedRun
 
 from elastic.controller.core import Core
 from elastic.controller.stragglers import slowness
@@ -19,25 +19,25 @@ from elastic.protocol.wire import decode, encode
 POLICY = {"straggler_every": 5}
 
 
-def training(num_workers: int, num_members: int, **policy: float) -> Life:
+def training(num_workers: int, num_members: int, **policy: float) -> SteppedRun:
     """Under plain replicas; the other workers are spares."""
-    life = Life(open_run(1, num_workers, **POLICY, **policy))
+    life = SteppedRun(open_run(1, num_workers, **POLICY, **policy))
     life.core.state.layouts.target = TargetLayout.parse(f"dp={num_members}", num_workers)
     life.core.state.job = Job(12, steps=10_000)
-    life.come(*(f"w{i}" for i in range(num_workers)))
+    life.join(*(f"w{i}" for i in range(num_workers)))
     life.form()
     assert len(life.core.state.live.members()) == num_members
     return life
 
 
-def tell(life: Life, times: dict[str, float], num_reports: int = 1) -> list[Command]:
+def deliver(life: SteppedRun, times: dict[str, float], num_reports: int = 1) -> list[Command]:
     """So many reports of how long each member computed; 1 s if nothing is said."""
     commands: list[Command] = []
     for _ in range(num_reports):
         life.commit(5)
         state = life.core.state
         compute_s = tuple(times.get(worker, 1.0) for worker in state.live.members())
-        commands += life.tell(ComputeTimed(state.generation, state.committed_step, compute_s))
+        commands += life.deliver(ComputeTimed(state.generation, state.committed_step, compute_s))
     return commands
 
 
@@ -61,8 +61,8 @@ def test_the_slowest_comes_first() -> None:
 
 def test_a_straggler_leaves_at_the_boundary_and_a_spare_takes_its_place() -> None:
     life = training(4, 3)
-    assert tell(life, {"w1": 3.0}, 2) == []
-    replaced, pause = tell(life, {"w1": 3.0})
+    assert deliver(life, {"w1": 3.0}, 2) == []
+    replaced, pause = deliver(life, {"w1": 3.0})
     told = "it computes 3.0 times as long as the others that do the same work"
     assert replaced == Replaced("w1", told)
     assert pause == Pause(1, ("w0", "w1", "w2"), "members drain")
@@ -79,29 +79,29 @@ def test_a_straggler_leaves_at_the_boundary_and_a_spare_takes_its_place() -> Non
 def test_reports_must_follow_one_another() -> None:
     life = training(4, 3)
     for _ in range(5):
-        assert tell(life, {"w1": 3.0}, 2) == []
-        assert tell(life, {}) == []
+        assert deliver(life, {"w1": 3.0}, 2) == []
+        assert deliver(life, {}) == []
 
 
 def test_without_a_spare_it_is_told_of_once_and_replaced_when_there_is_one() -> None:
     life = training(3, 3)
-    [warned] = tell(life, {"w1": 3.0}, 20)
+    [warned] = deliver(life, {"w1": 3.0}, 20)
     assert isinstance(warned, Warned) and warned.kind == "straggler"
     assert "w1 on node is a straggler" in warned.text
     life.core.state.layouts.target = TargetLayout.parse("dp=3", 4)
     life.core.state.policy = open_run(1, 4, **POLICY).state.policy
     life.commit()
-    life.come("w3")
-    commands = tell(life, {"w1": 3.0})
+    life.join("w3")
+    commands = deliver(life, {"w1": 3.0})
     assert [c.worker for c in commands if isinstance(c, Replaced)] == ["w1"]
 
 
 def test_a_spare_that_is_about_to_leave_is_none() -> None:
     life = training(4, 3)
-    life.tell(NodeDraining("other", 1e9))
+    life.deliver(NodeDraining("other", 1e9))
     life.core.state.membership.records["w3"].node = "other"
     life.core.state.membership.draining.add("w3")
-    assert [type(c) for c in tell(life, {"w1": 3.0}, 3)] == [Warned]
+    assert [type(c) for c in deliver(life, {"w1": 3.0}, 3)] == [Warned]
 
 
 def test_what_a_replacement_does_not_mend_is_tried_ever_more_rarely() -> None:
@@ -109,37 +109,37 @@ def test_what_a_replacement_does_not_mend_is_tried_ever_more_rarely() -> None:
     life, waits = training(4, 3), []
     for _ in range(3):
         num_reports, slow = 0, life.core.state.live.members()[1]
-        while not any(isinstance(c, Replaced) for c in tell(life, {slow: 3.0})):
+        while not any(isinstance(c, Replaced) for c in deliver(life, {slow: 3.0})):
             num_reports += 1
         waits.append(num_reports + 1)
         life.pause()
         life.form()
-        life.come(f"w{life.core.state.membership.next_worker - 1}")
+        life.join(f"w{life.core.state.membership.next_worker - 1}")
     assert waits == [3, 6, 12]
 
 
 def test_a_report_of_another_generation_or_told_again_changes_nothing() -> None:
     life = training(4, 3)
-    tell(life, {"w1": 3.0})
+    deliver(life, {"w1": 3.0})
     before = encode(life.core.state)
     state = life.core.state
     for generation, step in ((state.generation - 1, 99), (state.generation, state.committed_step)):
-        assert life.tell(ComputeTimed(generation, step, (1.0, 3.0, 1.0))) == []
+        assert life.deliver(ComputeTimed(generation, step, (1.0, 3.0, 1.0))) == []
     assert encode(life.core.state) == before
 
 
 def test_what_was_counted_outlives_a_controller() -> None:
     life = training(4, 3)
-    tell(life, {"w1": 3.0}, 2)
-    again = Life(Core(decode(ControllerState, encode(life.core.state))))
+    deliver(life, {"w1": 3.0}, 2)
+    again = SteppedRun(Core(decode(ControllerState, encode(life.core.state))))
     again.now = life.now
-    assert [type(c) for c in tell(again, {"w1": 3.0})] == [Replaced, Pause]
+    assert [type(c) for c in deliver(again, {"w1": 3.0})] == [Replaced, Pause]
 
 
 @pytest.mark.parametrize("least", [3, 4])
 def test_the_minimum_is_kept(least: int) -> None:
     life = training(4, 3)
     life.core.state.policy = open_run(least, 4, **POLICY).state.policy
-    commands = tell(life, {"w1": 3.0}, 3)
+    commands = deliver(life, {"w1": 3.0}, 3)
     assert any(isinstance(c, Replaced) for c in commands) == (least == 3)
     assert not any(isinstance(c, Form | StopWorker) for c in commands)

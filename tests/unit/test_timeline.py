@@ -39,7 +39,7 @@ def weeks_with_many_events(path: Path) -> RunFolder:
             run.ready(workers[-1])
             run.resume(*workers)
         if number % 100 == 0:
-            run.hear(Checkpointed(run.step, run.generation, "x"))
+            run.append_event(Checkpointed(run.step, run.generation, "x"))
         if number == 1000:
             run.roll_back(950)
             run.stop("interrupted", "SIGTERM")
