@@ -71,8 +71,9 @@ class SteppedCore:
         return self.deliver(Woke())
 
     def play(self, reports: list[tuple[float, Event]]) -> dict[str, float]:
-        """Deliver reports at their times and wake the core at its deadlines before them. Returns the
-        time at which each worker was ended."""
+        """Deliver reports at their times and wake the core at its deadlines before them.
+
+        Returns the time at which each worker was ended."""
         ended_at: dict[str, float] = {}
         for time, event in [*sorted(reports, key=lambda report: report[0]), (inf, Woke())]:
             while (deadline := self.core.next_deadline()) is not None and deadline < time:

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from test_loop import MODULE, a_step, declare
+from test_loop import MODULE, declare, make_step
 
 from actors.runtime.compute_time import ThreadClock
 from actors.runtime.interruption import Interruption
@@ -66,7 +66,7 @@ def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
     def train() -> None:
         with pytest.raises(Interrupted, match="abandoned"), interruption.leavable():
             try:
-                loop.take(a_step(), MODULE)
+                loop.take(make_step(), MODULE)
             except Interrupted as error:
                 errors.append(str(error))
                 raise
