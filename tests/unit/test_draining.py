@@ -178,7 +178,7 @@ def test_nodes_that_drain_together_do_not_count_as_replicas_of_each_other() -> N
 
 
 def test_run_that_would_fall_below_its_minimum_saves_and_trains_on() -> None:
-    core = make_training_core("ab", least=2)
+    core = make_training_core("ab", min_workers=2)
     commands = drain_node(core, "b", 120.0)
     assert only(RequestCheckpoint, commands) and not only(Pause, commands)
     assert isinstance(core.state.phase, Running)
@@ -188,13 +188,13 @@ def test_run_that_would_fall_below_its_minimum_saves_and_trains_on() -> None:
 
 
 def test_node_drains_once_a_replacement_is_ready() -> None:
-    core = make_training_core("ab", least=2)
+    core = make_training_core("ab", min_workers=2)
     drain_node(core, "b", 120.0)
     assert only(Pause, deliver(core, WorkerReady("w2", "c", 1), now=START + 20.0))
 
 
 def test_worker_drained_by_name_drains_even_below_the_minimum() -> None:
-    core = make_training_core("ab", least=2)
+    core = make_training_core("ab", min_workers=2)
     drain_node(core, "b", 120.0)
     assert only(Pause, deliver(core, WorkerDraining("w1", "requested"), now=START))
 
@@ -213,7 +213,7 @@ def test_worker_that_joins_on_a_draining_node_is_stopped() -> None:
 
 
 def test_node_that_does_not_end_is_used_again() -> None:
-    core = make_training_core("ab", least=2)
+    core = make_training_core("ab", min_workers=2)
     drain_node(core, "b", 30.0)
     deliver(core, WorkerLost("w0", "killed"), now=START)
     quiesce(core, "w1")
@@ -251,7 +251,7 @@ def test_node_at_risk_is_reported_and_used_further() -> None:
 
 def test_snapshot_placement_avoids_a_draining_node() -> None:
     """Its worker trains on, since too few would stay; but no snapshots go there any more."""
-    core = make_training_core("abc", layout="fsdp=3", least=3, snapshot_every=1)
+    core = make_training_core("abc", layout="fsdp=3", min_workers=3, snapshot_every=1)
     snapshot_servers = [SnapshotServerReady(SnapshotServer(n, "", n, "host", 1)) for n in "abc"]
     [before] = only(StartSnapshots, deliver(core, *snapshot_servers, now=START))
     assert snapshot_nodes(before) == [["a", "b"], ["b", "c"], ["c", "a"]]

@@ -185,13 +185,13 @@ def test_members_on_a_quarantined_node_train_on() -> None:
 
 
 def test_standby_workers_on_a_quarantined_node_are_stopped() -> None:
-    run = make_training_run("aabb", spare=1, quarantine_after=1)
+    run = make_training_run("aabb", num_standby=1, quarantine_after=1)
     commands = run.deliver(WorkerLost("w2", "killed", "b"))
     assert only(StopWorker, commands) == [StopWorker("w3", "its node is avoided")]
 
 
 def test_standby_worker_on_a_quarantined_node_stays_if_the_run_needs_it() -> None:
-    run = make_training_run("aabb", least=3, spare=1, quarantine_after=1)
+    run = make_training_run("aabb", min_workers=3, num_standby=1, quarantine_after=1)
     commands = run.deliver(WorkerLost("w2", "killed", "b"))
     assert only(NodeQuarantined, commands) and not only(StopWorker, commands)
 
@@ -229,7 +229,7 @@ def test_quarantined_node_is_used_again_after_its_time() -> None:
 
 
 def test_quarantined_node_is_released_early_if_other_nodes_have_too_few_workers() -> None:
-    run = make_training_run("aab", least=3, start_timeout_s=60.0, quarantine_patience_s=100.0)
+    run = make_training_run("aab", min_workers=3, start_timeout_s=60.0, quarantine_patience_s=100.0)
     run.lose("w2")
     assert isinstance(run.core.state.phase, Waiting)
     commands = crash_starting_workers(run, "b", 2)
@@ -245,7 +245,7 @@ def test_quarantined_node_is_released_early_if_other_nodes_have_too_few_workers(
 
 
 def test_wait_for_workers_is_reported_during_a_quarantine() -> None:
-    run = make_training_run("ab", least=2)
+    run = make_training_run("ab", min_workers=2)
     run.lose("w1")
     assert not only(Stopped, crash_starting_workers(run, "b", 2))
     assert isinstance(run.core.state.phase, Waiting)

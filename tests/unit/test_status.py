@@ -12,11 +12,11 @@ from typing import Any
 
 import psutil
 import pytest
-from run_elastic.protocol.commands import NodeQuarantined, StartWorkers, Waited
-from run_elastic.protocol.events import Checkpointed, ComputeTimed, WorkerRaised
 from written_runs import MIDNIGHT, WrittenRun
 
 from actors.storage.storage import DiskStorage
+from elastic.protocol.commands import NodeQuarantined, StartWorkers, Waited
+from elastic.protocol.events import Checkpointed, ComputeTimed, WorkerRaised
 from pipelines.cli import main
 from pipelines.observe.history.history import read_history
 from pipelines.observe.history.history_file import load_history
@@ -78,7 +78,7 @@ def status_json(capsys: pytest.CaptureFixture[str], run: WrittenRun) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "unit"), [("custom", "samples"), ("mlp", "samples"), ("transformer", "tokens")]
+    ("kind", "unit"), [("own", "samples"), ("mlp", "samples"), ("transformer", "tokens")]
 )
 def test_speed_counts_samples_or_tokens_by_model(
     run: WrittenRun, capsys, kind: str, unit: str
