@@ -64,9 +64,9 @@ def cases(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 3)) -> Case:
     layout = target_layout.layout(dp, fsdp)
     num_members = layout.num_workers
     previous = Assignment(1, layout, tuple(names[:num_members]))
-    dead = set(draw(st.lists(st.sampled_from(NAMES), max_size=8)))
+    dead_workers = set(draw(st.lists(st.sampled_from(NAMES), max_size=8)))
     num_joiners = draw(st.integers(0, len(NAMES) - num_members))
-    available = [name for name in names[: num_members + num_joiners] if name not in dead]
+    available = [name for name in names[: num_members + num_joiners] if name not in dead_workers]
     return Case(
         draw(st.sampled_from([previous, previous, None])),
         tuple(available),
@@ -180,8 +180,8 @@ def test_replicas_of_a_shard_are_on_different_nodes_if_there_are_enough(
     assert isinstance(first, Assignment)
     assert _num_nodes_per_shard(first, topology) == [dp] * fsdp
     if num_extra_nodes:
-        lost = data.draw(st.sampled_from(first.members))
-        survivors = [worker for worker in topology if worker != lost]
+        lost_worker = data.draw(st.sampled_from(first.members))
+        survivors = [worker for worker in topology if worker != lost_worker]
         second = assign(
             first, survivors, generation=2, target_layout=target_layout, topology=topology, job=job
         )
@@ -262,7 +262,7 @@ for target in (TargetLayout(tp=2), TargetLayout(tp=2, dp=4, fsdp=4), TargetLayou
 
 
 def test_assignments_do_not_depend_on_the_hash_seed() -> None:
-    printed = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", SAME_UNDER_ANY_SEED],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -272,5 +272,5 @@ def test_assignments_do_not_depend_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert printed[0] == printed[1]
-    assert printed[0].count("Assignment") == 6
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("Assignment") == 6

@@ -18,8 +18,8 @@ def test_coverage_equals_that_of_the_elements(
     specs: list[TensorSpec], layout: Layout, data: st.DataObject
 ) -> None:
     ranks = range(layout.num_workers)
-    dead = set(data.draw(st.lists(st.sampled_from(ranks), max_size=4)))
-    live_ranks = [rank for rank in ranks if rank not in dead]
+    dead_ranks = set(data.draw(st.lists(st.sampled_from(ranks), max_size=4)))
+    live_ranks = [rank for rank in ranks if rank not in dead_ranks]
     missing = uncovered(specs, layout, live_ranks)
     assert (missing is None) == is_covered(specs, layout, live_ranks)
     if missing is not None:
@@ -32,7 +32,7 @@ def test_coverage_equals_that_of_the_elements(
 @st.composite
 def holdings(draw: st.DrawFn) -> list[Holding]:
     """Holdings of a few steps: live workers, snapshots and complete checkpoints."""
-    drawn: list[Holding] = []
+    drawn_holdings: list[Holding] = []
     for generation in range(1, draw(st.integers(1, 3)) + 1):
         layout, step = draw(layouts(6)), draw(st.integers(1, 3))
         ranks = st.sampled_from(range(layout.num_workers))
@@ -40,10 +40,10 @@ def holdings(draw: st.DrawFn) -> list[Holding]:
             for rank in sorted(set(draw(st.lists(ranks, max_size=8)))):
                 place = layout.coordinates(rank)
                 name = f"{tier.name}{rank}"
-                drawn.append(Holding(name, tier, 0, step, generation, layout, place))
+                drawn_holdings.append(Holding(name, tier, 0, step, generation, layout, place))
     if draw(st.booleans()):
-        drawn.append(Holding("storage", Tier.CHECKPOINT, 0, draw(st.integers(1, 3)), 1))
-    return drawn
+        drawn_holdings.append(Holding("storage", Tier.CHECKPOINT, 0, draw(st.integers(1, 3)), 1))
+    return drawn_holdings
 
 
 @profile(150)

@@ -52,16 +52,16 @@ def test_any_single_part_is_recovered_from_the_others(
     parts: list[bytes], data: st.DataObject
 ) -> None:
     sizes = [len(part) for part in parts]
-    lost = data.draw(st.sampled_from(range(len(parts))))
-    recovered = bytearray(sizes[lost])
-    for read in reads_for(sizes, lost):
-        assert read.member != lost
+    lost_member = data.draw(st.sampled_from(range(len(parts))))
+    recovered = bytearray(sizes[lost_member])
+    for read in reads_for(sizes, lost_member):
+        assert read.member != lost_member
         source = parity_at(parts, read.member) if read.is_parity else parts[read.member]
         chunk = source[read.begin : read.begin + read.num_bytes]
         assert len(chunk) == read.num_bytes
         for offset, byte in enumerate(chunk):
             recovered[read.into + offset] ^= byte
-    assert bytes(recovered) == parts[lost]
+    assert bytes(recovered) == parts[lost_member]
 
 
 @profile(100)
@@ -110,18 +110,22 @@ def make_even_assignment(num_nodes: int, num_per_node: int) -> tuple[Assignment,
 
 
 def reports_after_loss(
-    assignment: Assignment, placement: Placement, places: dict[str, Place], step: int, dead: str
+    assignment: Assignment,
+    placement: Placement,
+    places: dict[str, Place],
+    step: int,
+    dead_node: str,
 ) -> tuple[dict[str, tuple[Slot, ...]], dict[str, tuple[ParitySlot, ...]]]:
     """The reports of the snapshot servers after the loss of the node `dead`."""
     slots: dict[str, tuple[Slot, ...]] = {}
     parities: dict[str, tuple[ParitySlot, ...]] = {}
     for worker, nodes in placement.copies.items():
-        for node in set(nodes) - {dead}:
+        for node in set(nodes) - {dead_node}:
             slots[node] = (*slots.get(node, ()), Slot(worker, assignment.generation, step))
     for members in placement.sets:
         for member in members:
             node = places[member].node
-            if node != dead:
+            if node != dead_node:
                 slot = ParitySlot(members, member, assignment.generation, step)
                 parities[node] = (*parities.get(node, ()), slot)
     return slots, parities
@@ -144,21 +148,23 @@ def test_loss_of_any_node_leaves_the_state_covered(
     placement = place_snapshots(assignment, places, snapshot_servers, num_chunks)
     if len(snapshot_servers) < 2 or not placement.copies:
         return
-    dead = data.draw(st.sampled_from(snapshot_servers)).node
-    slots, parities = reports_after_loss(assignment, placement, places, 7, dead)
+    dead_node = data.draw(st.sampled_from(snapshot_servers)).node
+    slots, parities = reports_after_loss(assignment, placement, places, 7, dead_node)
     recovered = bring_back(slots, parities)
     available = {slot.worker for reported in slots.values() for slot in reported}
     available |= {slot.worker for slot in recovered}
     ranks = [rank for rank, worker in enumerate(members) if worker in available]
     assert uncovered(any_state(layout), layout, ranks) is None
-    alive = {worker: place for worker, place in places.items() if place.node != dead}
-    if alive:
-        survivors = tuple(sorted(alive))
+    surviving_places = {
+        worker: place for worker, place in places.items() if place.node != dead_node
+    }
+    if surviving_places:
+        survivors = tuple(sorted(surviving_places))
         new = Assignment(4, Layout(dp=len(survivors)), survivors)
-        sources_of_recovered = {slot.worker: others for slot, others in recovered.items()}
-        for part in carry(assignment, {}, new, alive, sources_of_recovered):
-            assert part.carrier in alive
-            assert dead not in part.nodes
+        sources_of_recovered = {slot.worker: sources for slot, sources in recovered.items()}
+        for part in carry(assignment, {}, new, surviving_places, sources_of_recovered):
+            assert part.carrier in surviving_places
+            assert dead_node not in part.nodes
 
 
 def test_set_has_one_worker_of_each_node_and_no_second_copies() -> None:

@@ -23,16 +23,16 @@ counts = st.integers(1, 40)
 @given(seeds, st.integers(0, 10**6), st.integers(1, 400))
 def test_epoch_contains_every_sample_once(seed: int, epoch: int, num_samples: int):
     first = epoch * num_samples
-    drawn = [sample_of(seed, first + i, num_samples) for i in range(num_samples)]
-    assert sorted(drawn) == list(range(num_samples))
+    samples = [sample_of(seed, first + i, num_samples) for i in range(num_samples)]
+    assert sorted(samples) == list(range(num_samples))
 
 
 @given(seeds, st.integers(2, 10**15), st.data())
 def test_no_two_ids_of_a_huge_epoch_share_a_sample(seed: int, num_samples: int, data):
     ids = data.draw(st.lists(st.integers(0, num_samples - 1), min_size=2, unique=True))
-    drawn = {sample_of(seed, i, num_samples) for i in ids}
-    assert len(drawn) == len(ids)
-    assert all(0 <= sample < num_samples for sample in drawn)
+    samples = {sample_of(seed, i, num_samples) for i in ids}
+    assert len(samples) == len(ids)
+    assert all(0 <= sample < num_samples for sample in samples)
 
 
 @given(seeds, st.integers(1, 30), counts, st.integers(1, 4))

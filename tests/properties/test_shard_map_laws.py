@@ -18,12 +18,12 @@ from elastic.geometry.tensor_specs import TensorSpec
 @given(specs(), layouts())
 def test_each_rank_holds_the_elements_of_the_reference(spec: TensorSpec, layout: Layout) -> None:
     for rank, expected in enumerate(held_by_rank(spec, layout)):
-        held = np.zeros(spec.shape, dtype=np.bool_)
+        mask = np.zeros(spec.shape, dtype=np.bool_)
         region = region_of(spec, layout, layout.coordinates(rank))
         if region is not None:
-            held[_box(region)] = True
-            assert region.num_elements == held.sum()
-        assert np.array_equal(held, expected)
+            mask[_box(region)] = True
+            assert region.num_elements == mask.sum()
+        assert np.array_equal(mask, expected)
 
 
 @profile(150)

@@ -40,8 +40,8 @@ def moves(draw: st.DrawFn) -> Move:
     random = Random(draw(st.integers(0, 999)))
     names = random.sample(NAMES, len(NAMES))
     old = Assignment(1, old_layout, tuple(names[: old_layout.num_workers]))
-    dead = set(draw(st.lists(st.sampled_from(old.members), max_size=3)))
-    holders = tuple(w for w in names if w in old.members and w not in dead)
+    dead_workers = set(draw(st.lists(st.sampled_from(old.members), max_size=3)))
+    holders = tuple(w for w in names if w in old.members and w not in dead_workers)
     pool = random.sample(holders, len(holders)) if draw(st.booleans()) else list(holders)
     joiners = names[old_layout.num_workers :]
     num_kept = draw(st.integers(0, min(len(pool), new_layout.num_workers)))
@@ -85,9 +85,9 @@ def test_every_element_arrives_once_from_a_live_holder_and_nothing_else_moves(
     assume(is_covered(specs, reshard.old.layout, live_ranks))
     transfers = {worker: derive(specs, reshard, worker) for worker in reshard.participants}
     bound = lower_bound_bytes(specs, reshard)
-    moved = "something moves" if bound else "nothing moves"
+    movement = "something moves" if bound else "nothing moves"
     sizes = "some size does not divide" if any(uneven_splits(*move)) else "all sizes divide"
-    event(f"{moved}, {sizes}")
+    event(f"{movement}, {sizes}")
     assert check_transfers(specs, reshard, transfers) == bound
     assert sum(transfer.bytes_moved for transfer in transfers.values()) == bound
     assert sum(transfer.bytes_needed for transfer in transfers.values()) == bound
@@ -178,7 +178,7 @@ for worker in plan.participants:
 
 
 def test_transfers_do_not_depend_on_the_hash_seed() -> None:
-    printed = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", SAME_UNDER_ANY_SEED],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -188,5 +188,5 @@ def test_transfers_do_not_depend_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert printed[0] == printed[1]
-    assert "Piece" in printed[0]
+    assert outputs[0] == outputs[1]
+    assert "Piece" in outputs[0]

@@ -133,7 +133,7 @@ def test_stale_or_shifted_vote_is_refused(ballots: list[Ballot], data: st.DataOb
 def test_vote_with_a_range_that_lacks_a_rank_is_refused(
     ballots: list[Ballot], data: st.DataObject
 ) -> None:
-    """Accepted is only a vote whose values differ by no more than rounding."""
+    """Such a vote is accepted only if its values differ by no more than rounding."""
     packed = [pack_vote(b) for b in ballots]
     whole = all_reduce(packed)
     begin = data.draw(st.integers(0, len(whole) - 1))

@@ -158,11 +158,11 @@ class BrokenShell(Shell):
     extra: list[Command]
 
     def _missing_lines(self) -> list[dict[str, Any]]:
-        self.break_at("lacking lines")
+        self.break_at("missing lines")
         return super()._missing_lines()
 
     def _complete_metrics(self) -> None:
-        self.break_at("lacking metrics")
+        self.break_at("missing metrics")
         super()._complete_metrics()
 
     def _open(self, opening: RunOpened) -> None:
@@ -195,7 +195,7 @@ def make_record(step: int, generation: int) -> StepRecord:
     return StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 0.001, skipped=False)
 
 
-class Crew:
+class TrainingFleet:
     """Two workers that train on a thread, vote, save their parts and unwind, as real ones do."""
 
     def __init__(self, folder: Path, samples: Sequence[Event], num_steps: int) -> None:
@@ -337,14 +337,14 @@ def run_shell(
     may_survive: bool = False,
 ) -> Stopped:
     """Run it to its end; with `may_survive`, the workers of a dead controller train on."""
-    crew = Crew(folder, samples, steps)
+    fleet = TrainingFleet(folder, samples, steps)
     run = DiskStorage(folder)
     lease = claim(run, actor=actor)
     shell = BrokenShell(run, lease)
     core = BrokenCore(shell._core.state)
     shell._core = core
     shell._guarded = type(shell._guarded)(core, shell._serve)
-    crew.shell = shell
+    fleet.shell = shell
     install_fault(shell, core)
     pending_commands = list(extra)
     write_event = shell._write_event
@@ -365,7 +365,7 @@ def run_shell(
     guard.start()
     try:
         opening = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), job)
-        return shell.run(crew, opening, crew if may_survive else None)
+        return shell.run(fleet, opening, fleet if may_survive else None)
     finally:
         guard.cancel()
         lease.release()

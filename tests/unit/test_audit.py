@@ -28,27 +28,29 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8
 def test_each_flipped_bit_changes_the_checksum(dtype: torch.dtype, num_elements: int) -> None:
     random = Random(f"{dtype}/{num_elements}")
     torch.manual_seed(0)
-    held = {"a": (50 * torch.randn(num_elements)).to(dtype), "b": torch.zeros((), dtype=dtype)}
-    before = checksum(held)
-    raw = held["a"].view(torch.uint8)
+    tensors = {"a": (50 * torch.randn(num_elements)).to(dtype), "b": torch.zeros((), dtype=dtype)}
+    before = checksum(tensors)
+    raw = tensors["a"].view(torch.uint8)
     for _ in range(200):
         place, bit = random.randrange(len(raw)), 1 << random.randrange(8)
         raw[place] ^= bit
-        assert checksum(held) != before
+        assert checksum(tensors) != before
         raw[place] ^= bit
-    assert checksum(held) == before
+    assert checksum(tensors) == before
 
 
 def test_checksum_depends_on_names_and_positions_not_on_memory_order() -> None:
     torch.manual_seed(0)
-    held = {"a": torch.randn(2, 2 * ROW), "b": torch.randn(2, 2 * ROW)}
-    assert checksum({"a": held["b"], "b": held["a"]}) != checksum(held)
-    assert checksum({"a": held["a"].flip(0), "b": held["b"]}) != checksum(held)
-    assert checksum({"b": held["b"], "a": held["a"]}) == checksum(held)
-    strided = held["a"].T.contiguous().T
+    tensors = {"a": torch.randn(2, 2 * ROW), "b": torch.randn(2, 2 * ROW)}
+    assert checksum({"a": tensors["b"], "b": tensors["a"]}) != checksum(tensors)
+    assert checksum({"a": tensors["a"].flip(0), "b": tensors["b"]}) != checksum(tensors)
+    assert checksum({"b": tensors["b"], "a": tensors["a"]}) == checksum(tensors)
+    strided = tensors["a"].T.contiguous().T
     assert not strided.is_contiguous()
-    assert checksum(held | {"a": strided}) == checksum(held), "strides do not matter"
-    assert checksum(held | {"c": torch.empty(0)}) == checksum(held), "empty tensors do not matter"
+    assert checksum(tensors | {"a": strided}) == checksum(tensors), "strides do not matter"
+    assert checksum(tensors | {"c": torch.empty(0)}) == checksum(tensors), (
+        "empty tensors do not matter"
+    )
 
 
 def test_checksum_distinguishes_signed_zeros_and_accepts_nans() -> None:

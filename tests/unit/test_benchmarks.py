@@ -57,7 +57,7 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 def run_benchmark(
     tmp_path: Path, source: str, timeout_s: float = 60.0
 ) -> tuple[str, dict[str, Any]]:
-    """Run a benchmark that had met its must before; its outcome and its new result."""
+    """The outcome and the new result of a benchmark that met its must before."""
     program, result = tmp_path / "benchmarks" / "core.py", tmp_path / "core.json"
     program.parent.mkdir()
     program.write_text(source)

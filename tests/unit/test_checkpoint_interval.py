@@ -113,7 +113,7 @@ def test_losses_of_one_generation_are_one_failure() -> None:
     assert costs.num_failures == 2
 
 
-def step(core: Core, now: float, *events: Event) -> list[Command]:
+def deliver(core: Core, now: float, *events: Event) -> list[Command]:
     return [command for event in events for command in core.step(now, event)]
 
 
@@ -129,16 +129,18 @@ def make_training_core(policy: Policy = AUTO, core: Core | None = None) -> Core:
     core = core or Core()
     job = Job(8, steps=10**6)
     generation = core.state.generation + 1
-    step(core, 0.0, RunOpened(1, policy, TargetLayout.parse("dp=2", 2), job), StoreReady("host", 1))
+    deliver(
+        core, 0.0, RunOpened(1, policy, TargetLayout.parse("dp=2", 2), job), StoreReady("host", 1)
+    )
     names = sorted(core.state.membership.records)
-    step(core, 0.0, *(WorkerReady(name, f"node-{name}", 1) for name in names))
-    step(core, 0.0, *(GroupFormed(name, generation) for name in names))
-    step(core, 0.0, *(StateReady(n, generation, 0, 0, 0.0, 1, 1, 2) for n in names))
-    step(core, 1.0, commit_event(1, generation))
+    deliver(core, 0.0, *(WorkerReady(name, f"node-{name}", 1) for name in names))
+    deliver(core, 0.0, *(GroupFormed(name, generation) for name in names))
+    deliver(core, 0.0, *(StateReady(n, generation, 0, 0, 0.0, 1, 1, 2) for n in names))
+    deliver(core, 1.0, commit_event(1, generation))
     return core
 
 
-def save_requests(commands: list[Command]) -> list[RequestCheckpoint]:
+def save_requests_in(commands: list[Command]) -> list[RequestCheckpoint]:
     return [command for command in commands if isinstance(command, RequestCheckpoint)]
 
 
@@ -146,11 +148,11 @@ def test_run_requests_a_checkpoint_after_the_first_interval() -> None:
     core = make_training_core()
     first = core.state.checkpoints.save_at
     assert first is not None and 400.0 < first < 420.0
-    assert not save_requests(step(core, first - 1.0, commit_event(2)))
-    assert save_requests(step(core, first, Woke()))
-    step(core, first + 1.0, commit_event(3, num_save_requests=2))
+    assert not save_requests_in(deliver(core, first - 1.0, commit_event(2)))
+    assert save_requests_in(deliver(core, first, Woke()))
+    deliver(core, first + 1.0, commit_event(3, num_save_requests=2))
     file = PartFile("part", 1, 0)
-    step(core, first + 2.0, *(PartWritten(w, 1, 3, file) for w in WORKERS))
+    deliver(core, first + 2.0, *(PartWritten(w, 1, 3, file) for w in WORKERS))
     assert core.state.checkpoints.save_at == pytest.approx(2 * first + 1.0, abs=2.0)
 
 
@@ -163,7 +165,7 @@ def test_notice_requests_a_checkpoint_at_once_unless_they_are_off(
     notice: Event, policy: Policy, is_saving: bool
 ) -> None:
     core = make_training_core(policy)
-    step(core, 5.0, notice)
+    deliver(core, 5.0, notice)
     assert (core.state.checkpoints.save_at == 5.0) == is_saving
 
 
@@ -172,10 +174,10 @@ def test_checkpoint_that_fails_with_a_worker_is_requested_again_at_once() -> Non
     core = make_training_core()
     first = core.state.checkpoints.save_at
     assert first is not None
-    step(core, first - 1.0, commit_event(2))
-    assert save_requests(step(core, first, Woke()))
-    step(core, first + 1.0, commit_event(3, num_save_requests=2))
-    step(core, first + 2.0, WorkerLost("w1", "killed"))
+    deliver(core, first - 1.0, commit_event(2))
+    assert save_requests_in(deliver(core, first, Woke()))
+    deliver(core, first + 1.0, commit_event(3, num_save_requests=2))
+    deliver(core, first + 2.0, WorkerLost("w1", "killed"))
     assert core.state.checkpoints.save_at == first + 2.0
 
 
@@ -183,12 +185,12 @@ def test_lost_session_counts_as_a_failure_and_keeps_its_measurements() -> None:
     core = make_training_core()
     core.state.checkpoints.costs.costs_s = [0.5]
     assert core.state.checkpoints.costs.num_failures == 0
-    again = make_training_core(core=core)
-    assert again.state.checkpoints.costs.num_failures == 1
-    assert again.state.checkpoints.costs.costs_s == [0.5]
+    resumed = make_training_core(core=core)
+    assert resumed.state.checkpoints.costs.num_failures == 1
+    assert resumed.state.checkpoints.costs.costs_s == [0.5]
 
 
-def warnings(commands: list[Command]) -> list[Warned]:
+def warnings_in(commands: list[Command]) -> list[Warned]:
     return [command for command in commands if isinstance(command, Warned)]
 
 
@@ -198,61 +200,61 @@ def commit_with_writers(
     """Commit a step whose vote says that `num_writing` members still write."""
     event = commit_event(step_number, core.state.generation)
     vote = replace(event.vote, num_writing=num_writing)
-    return step(core, now, replace(event, vote=vote), Woke())
+    return deliver(core, now, replace(event, vote=vote), Woke())
 
 
 def make_core_with_a_missing_part(policy: Policy = AUTO) -> tuple[Core, float]:
     """The checkpoint lacks the part of w1; returned with the time at which it began."""
     core = make_training_core(policy)
     core.state.checkpoints.save_at = 10.0
-    assert save_requests(step(core, 10.0, Woke()))
-    step(core, 20.0, commit_event(2, num_save_requests=2))
-    step(core, 22.0, PartWritten("w0", 1, 2, PartFile("part-w0", 1, 0)))
+    assert save_requests_in(deliver(core, 10.0, Woke()))
+    deliver(core, 20.0, commit_event(2, num_save_requests=2))
+    deliver(core, 22.0, PartWritten("w0", 1, 2, PartFile("part-w0", 1, 0)))
     return core, 20.0
 
 
 def test_lost_report_of_a_part_makes_the_checkpoint_again() -> None:
     """The votes say that no worker writes any more, so the controller requests it again."""
-    core, began = make_core_with_a_missing_part()
-    deadline = began + core.state.policy.save_timeout_s
-    assert not save_requests(commit_with_writers(core, deadline - 0.1, 3, num_writing=0))
+    core, upload_began_at = make_core_with_a_missing_part()
+    deadline = upload_began_at + core.state.policy.save_timeout_s
+    assert not save_requests_in(commit_with_writers(core, deadline - 0.1, 3, num_writing=0))
     assert core.next_deadline() is not None and core.next_deadline() <= deadline
-    commands = step(core, deadline, Woke())
-    [warned] = warnings(commands)
+    commands = deliver(core, deadline, Woke())
+    [warned] = warnings_in(commands)
     assert warned.kind == "checkpoint" and "w1 on node-w1" in warned.text
-    assert save_requests(commands) and not core.state.checkpoints.uploads
+    assert save_requests_in(commands) and not core.state.checkpoints.uploads
     assert core.state.membership.draining == set(), "the worker is healthy"
 
 
 def test_worker_whose_write_hangs_is_drained() -> None:
-    core, began = make_core_with_a_missing_part()
-    deadline = began + core.state.policy.save_timeout_s
+    core, upload_began_at = make_core_with_a_missing_part()
+    deadline = upload_began_at + core.state.policy.save_timeout_s
     commit_with_writers(core, deadline - 0.1, 3, num_writing=1)
-    commands = step(core, deadline, Woke())
+    commands = deliver(core, deadline, Woke())
     assert [type(command) for command in commands] == [Warned, Pause]
     assert core.state.membership.draining == {"w1"}
 
 
 def test_needed_worker_whose_write_hangs_stays_until_its_replacement_is_ready() -> None:
-    core, began = make_core_with_a_missing_part(replace(AUTO, min_workers=2))
-    deadline = began + core.state.policy.save_timeout_s
+    core, upload_began_at = make_core_with_a_missing_part(replace(AUTO, min_workers=2))
+    deadline = upload_began_at + core.state.policy.save_timeout_s
     commit_with_writers(core, deadline - 0.1, 3, num_writing=1)
-    commands = step(core, deadline, Woke())
+    commands = deliver(core, deadline, Woke())
     assert [type(command) for command in commands] == [Warned, StartWorkers]
-    assert warnings(commit_with_writers(core, deadline + 400.0, 4, num_writing=1)), (
+    assert warnings_in(commit_with_writers(core, deadline + 400.0, 4, num_writing=1)), (
         "the write still hangs"
     )
-    commands = step(core, deadline + 401.0, WorkerReady("w2", "node-w2", 1))
+    commands = deliver(core, deadline + 401.0, WorkerReady("w2", "node-w2", 1))
     assert any(isinstance(command, Pause) for command in commands)
 
 
 def test_write_that_ends_late_cancels_the_drain() -> None:
-    core, began = make_core_with_a_missing_part(replace(AUTO, min_workers=2))
-    deadline = began + core.state.policy.save_timeout_s
+    core, upload_began_at = make_core_with_a_missing_part(replace(AUTO, min_workers=2))
+    deadline = upload_began_at + core.state.policy.save_timeout_s
     commit_with_writers(core, deadline, 3, num_writing=1)
     assert core.state.membership.draining == {"w1"}
-    written = PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0))
-    commands = step(core, deadline + 1.0, written)
+    late_part = PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0))
+    commands = deliver(core, deadline + 1.0, late_part)
     assert core.state.membership.draining == set() and core.state.checkpoints.late_writers == set()
     assert any(isinstance(command, PublishCheckpoint) for command in commands)
 
@@ -260,29 +262,29 @@ def test_write_that_ends_late_cancels_the_drain() -> None:
 def test_storage_that_does_not_answer_drains_no_worker() -> None:
     core = make_training_core()
     core.state.checkpoints.save_at = 10.0
-    step(core, 10.0, Woke())
-    step(core, 20.0, commit_event(2, num_save_requests=2))
+    deliver(core, 10.0, Woke())
+    deliver(core, 20.0, commit_event(2, num_save_requests=2))
     for number in range(3):
         now = 330.0 + 310.0 * number
-        [warned] = warnings(commit_with_writers(core, now, 3 + number, num_writing=2))
+        [warned] = warnings_in(commit_with_writers(core, now, 3 + number, num_writing=2))
         assert "storage does not answer" in warned.text
     assert core.state.membership.draining == set()
 
 
 def test_parts_are_late_after_four_times_the_longest_recent_write() -> None:
-    core, began = make_core_with_a_missing_part()
-    step(core, began + 199.0, commit_event(3))
-    step(core, began + 200.0, PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0)))
-    step(core, began + 201.0, Checkpointed(2, 1, "path"))
-    core.state.checkpoints.want_save(began + 202.0)
-    step(core, began + 202.0, Woke())
-    step(core, began + 203.0, commit_event(4, num_save_requests=2))
+    core, upload_began_at = make_core_with_a_missing_part()
+    deliver(core, upload_began_at + 199.0, commit_event(3))
+    deliver(core, upload_began_at + 200.0, PartWritten("w1", 1, 2, PartFile("part-w1", 1, 0)))
+    deliver(core, upload_began_at + 201.0, Checkpointed(2, 1, "path"))
+    core.state.checkpoints.want_save(upload_began_at + 202.0)
+    deliver(core, upload_began_at + 202.0, Woke())
+    deliver(core, upload_began_at + 203.0, commit_event(4, num_save_requests=2))
     [upload] = core.state.checkpoints.uploads.values()
     assert upload.deadline - upload.since == 4 * 200.0
 
 
 def test_deadlines_of_parts_move_by_the_time_without_a_controller() -> None:
-    core, began = make_core_with_a_missing_part()
-    step(core, 1022.0, ControllerRestarted(2, 22.0))
+    core, upload_began_at = make_core_with_a_missing_part()
+    deliver(core, 1022.0, ControllerRestarted(2, 22.0))
     [upload] = core.state.checkpoints.uploads.values()
-    assert upload.since == began + 1000.0 and upload.deadline == upload.since + 300.0
+    assert upload.since == upload_began_at + 1000.0 and upload.deadline == upload.since + 300.0

@@ -38,7 +38,7 @@ def check_lease() -> None:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     LongRun(folder, 9_000, every=Every(loss=2_000, evaluation=100, checkpoint=200)).write()
     return folder
@@ -61,9 +61,9 @@ def compact(log: LineLog, is_journal: bool) -> int:
     return num_compactions
 
 
-def test_compacted_metrics_are_the_same_bytes_at_the_same_offsets(written: Path) -> None:
-    log = make_segmented_log(written, "metrics.jsonl")
-    content = (written / "metrics.jsonl").read_bytes()
+def test_compacted_metrics_are_the_same_bytes_at_the_same_offsets(run_folder: Path) -> None:
+    log = make_segmented_log(run_folder, "metrics.jsonl")
+    content = (run_folder / "metrics.jsonl").read_bytes()
     before = len(log.all_segments())
     offsets = [segment.begin for segment in log.segments()]
     assert compact(log, is_journal=False) == (before - NUM_LEFT) // NUM_JOINED >= 2
@@ -74,8 +74,8 @@ def test_compacted_metrics_are_the_same_bytes_at_the_same_offsets(written: Path)
         assert b"".join(log.blocks(offset)) == content[offset:], "offsets stay valid"
 
 
-def test_compacted_journal_gives_the_same_history_and_replay(written: Path) -> None:
-    log = make_segmented_log(written, "journal.jsonl")
+def test_compacted_journal_gives_the_same_history_and_replay(run_folder: Path) -> None:
+    log = make_segmented_log(run_folder, "journal.jsonl")
     whole, before, num_bytes = History(), replay(log), sum(log.storage.files().values())
     whole.take(log.lines(), ())
     assert compact(log, is_journal=True) >= 1
@@ -95,13 +95,13 @@ def test_compacted_journal_gives_the_same_history_and_replay(written: Path) -> N
     }}  # fmt: skip
 
 
-def test_compacted_journal_drops_the_lines_that_only_a_replay_needs(written: Path) -> None:
-    whole = (written / "journal.jsonl").read_bytes()
+def test_compacted_journal_drops_the_lines_that_only_a_replay_needs(run_folder: Path) -> None:
+    whole = (run_folder / "journal.jsonl").read_bytes()
     before, after = count_names(whole), count_names(shrink_journal(whole))
     dropped = {"ComputeTimed", "Woke", "PartWritten", "PublishCheckpoint"}
     assert dropped <= before.keys()
-    others = before.keys() - dropped
-    assert {name: before[name] for name in others} == after
+    kept_names = before.keys() - dropped
+    assert {name: before[name] for name in kept_names} == after
 
 
 def count_names(lines: bytes) -> Counter[str]:
@@ -146,9 +146,9 @@ def test_journal_without_a_newer_full_state_is_not_compacted() -> None:
     assert storage.files() == before
 
 
-def test_next_compaction_removes_the_rest_of_an_interrupted_one(written: Path) -> None:
-    log = make_segmented_log(written, "metrics.jsonl")
-    content = (written / "metrics.jsonl").read_bytes()
+def test_next_compaction_removes_the_rest_of_an_interrupted_one(run_folder: Path) -> None:
+    log = make_segmented_log(run_folder, "metrics.jsonl")
+    content = (run_folder / "metrics.jsonl").read_bytes()
     checks = iter([None, LeaseLost("taken")])
 
     def check_then_lose() -> None:

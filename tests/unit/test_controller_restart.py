@@ -58,7 +58,7 @@ class Died(BaseException):
     """Ends the controller, as SIGKILL would."""
 
 
-class Crew:
+class ObedientFleet:
     """Workers that obey at once; their controller may die when it sends a chosen order."""
 
     def __init__(
@@ -144,10 +144,10 @@ def read_event_names(folder: Path) -> list[str]:
     return [line["event"] for line in read_lines(folder, "journal.jsonl") if "event" in line]
 
 
-def run_controller(folder: Path, crew: Crew, actor: str = "actor") -> Stopped:
+def run_controller(folder: Path, fleet: ObedientFleet, actor: str = "actor") -> Stopped:
     run = DiskStorage(folder)
-    crew.shell = Shell(run, claim(run, actor=actor))
-    return crew.shell.run(crew, OPENING, crew)
+    fleet.shell = Shell(run, claim(run, actor=actor))
+    return fleet.shell.run(fleet, OPENING, fleet)
 
 
 def test_only_the_same_actor_claims_a_held_lease(tmp_path: Path) -> None:
@@ -163,8 +163,8 @@ def test_only_the_same_actor_claims_a_held_lease(tmp_path: Path) -> None:
     assert claim(run, actor="a").since == first.epoch
     last: Lease = claim(run, actor="a")
     last.release()
-    other = claim(run, actor="b")
-    assert other.since == other.epoch
+    other_lease = claim(run, actor="b")
+    assert other_lease.since == other_lease.epoch
 
 
 def test_lease_of_a_dead_controller_is_kept_while_its_cluster_may_restart_it(
@@ -195,12 +195,12 @@ def test_lease_of_a_dead_controller_is_kept_while_its_cluster_may_restart_it(
 
 def test_restart_sends_the_order_that_was_not_sent(tmp_path: Path) -> None:
     with pytest.raises(Died):
-        run_controller(tmp_path, Crew(dies_at=Reshard))
-    crew = Crew()
-    stopped = run_controller(tmp_path, crew)
+        run_controller(tmp_path, ObedientFleet(dies_at=Reshard))
+    fleet = ObedientFleet()
+    stopped = run_controller(tmp_path, fleet)
     assert stopped.step == 3
-    assert [type(order).__name__ for order in crew.sent[:3]] == ["Form", "Reshard", "Resume"]
-    assert {order.generation for order in crew.sent[:3]} == {1}
+    assert [type(order).__name__ for order in fleet.sent[:3]] == ["Form", "Reshard", "Resume"]
+    assert {order.generation for order in fleet.sent[:3]} == {1}
     assert (
         read_event_names(tmp_path).count("RunOpened")
         == read_event_names(tmp_path).count("ControllerRestarted")
@@ -212,34 +212,34 @@ def test_restart_sends_the_order_that_was_not_sent(tmp_path: Path) -> None:
 def test_restart_writes_the_missing_lines_of_commands_and_steps(tmp_path: Path) -> None:
     """The line of a command or a step may be missing although that of its event is there."""
     with pytest.raises(Died):
-        run_controller(tmp_path, Crew(dies_at=Resume))
+        run_controller(tmp_path, ObedientFleet(dies_at=Resume))
     journal = tmp_path / "journal.jsonl"
     whole = journal.read_text().splitlines(keepends=True)
     cut = next(i for i, line in enumerate(whole) if '"command": "Resume"' in line)
     journal.write_text("".join(whole[:cut]) + whole[cut][:20])
-    run_controller(tmp_path, Crew())
+    run_controller(tmp_path, ObedientFleet())
     commands = [line.get("command") for line in read_lines(tmp_path, "journal.jsonl")]
     assert commands.count("Resume") == 1
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
-    run_controller(tmp_path, Crew())
+    run_controller(tmp_path, ObedientFleet())
     assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_step_that_only_the_metrics_contain_is_not_written_twice(tmp_path: Path) -> None:
     """An object store may have received the metrics but not yet the journal."""
     with pytest.raises(Died):
-        run_controller(tmp_path, Crew(dies_at=Resume))
+        run_controller(tmp_path, ObedientFleet(dies_at=Resume))
     record = dataclasses.asdict(commit_event(1, generation=1).record)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    run_controller(tmp_path, Crew())
+    run_controller(tmp_path, ObedientFleet())
     assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
 
 
 def test_restart_reads_only_the_ends_of_the_files(tmp_path: Path) -> None:
     num_steps = 9000  # more than the journal holds back and more than the workers keep
     with pytest.raises(Died):
-        run_controller(tmp_path, Crew(dies_at=Pause, num_steps=num_steps))
+        run_controller(tmp_path, ObedientFleet(dies_at=Pause, num_steps=num_steps))
     for name, marker in (
         ("journal.jsonl", b'"ControllerState"'),
         ("metrics.jsonl", b'"step": 8990,'),
@@ -247,22 +247,22 @@ def test_restart_reads_only_the_ends_of_the_files(tmp_path: Path) -> None:
         content = (tmp_path / name).read_bytes()
         begin = content.rindex(b"\n", 0, content.rindex(marker))
         (tmp_path / name).write_bytes(b"!" * begin + content[begin:])
-    crew = Crew(num_steps=num_steps)
-    assert run_controller(tmp_path, crew).step == num_steps
-    assert isinstance(crew.sent[0], Resume), "all members have formed"
-    rest = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")[1:-1]
-    assert [json.loads(row)["step"] for row in rest] == list(range(8990, num_steps + 1))
+    fleet = ObedientFleet(num_steps=num_steps)
+    assert run_controller(tmp_path, fleet).step == num_steps
+    assert isinstance(fleet.sent[0], Resume), "all members have formed"
+    remaining_lines = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")[1:-1]
+    assert [json.loads(row)["step"] for row in remaining_lines] == list(range(8990, num_steps + 1))
 
 
 def test_steps_that_the_journal_held_back_are_written_once(tmp_path: Path) -> None:
     """The workers report them again; the metrics have them already."""
     run = DiskStorage(tmp_path)
-    crew = Crew(num_steps=200)
-    crew.shell = Shell(run, claim(run, actor="actor"))
-    send_order, new_leases = crew.send, []
+    fleet = ObedientFleet(num_steps=200)
+    fleet.shell = Shell(run, claim(run, actor="actor"))
+    send_order, new_leases = fleet.send, []
 
     def take_over() -> None:
-        with crew.shell.listening() as commands:
+        with fleet.shell.listening() as commands:
             while not new_leases:
                 command = commands.get(timeout=60.0)
                 if isinstance(command, RecordStep) and command.record.step == 200:
@@ -272,28 +272,28 @@ def test_steps_that_the_journal_held_back_are_written_once(tmp_path: Path) -> No
         if isinstance(order, Resume):
             threading.Thread(target=take_over).start()
             for step in range(1, 201):
-                crew.shell.post(commit_event(step, order.generation))
+                fleet.shell.post(commit_event(step, order.generation))
             return
         send_order(workers, order)
 
-    crew.send = send  # type: ignore[method-assign]
+    fleet.send = send  # type: ignore[method-assign]
     with pytest.raises(LeaseLost):
-        crew.shell.run(crew, OPENING, crew)
+        fleet.shell.run(fleet, OPENING, fleet)
     event_lines = [line for line in read_lines(tmp_path, "journal.jsonl") if line.get("event")]
     assert [line["event"] for line in event_lines].count("StepCommitted") == 1, (
         "the rest was held back"
     )
     assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
-    second_crew = Crew(num_steps=200)
-    assert run_controller(tmp_path, second_crew).step == 200
+    second_fleet = ObedientFleet(num_steps=200)
+    assert run_controller(tmp_path, second_fleet).step == 200
     assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
 
 
 def test_ended_run_is_not_started_again(tmp_path: Path) -> None:
-    stopped = run_controller(tmp_path, Crew())
-    crew = Crew()
-    assert run_controller(tmp_path, crew) == stopped
-    assert crew.was_cleared and not crew.sent and not crew.attached
+    stopped = run_controller(tmp_path, ObedientFleet())
+    fleet = ObedientFleet()
+    assert run_controller(tmp_path, fleet) == stopped
+    assert fleet.was_cleared and not fleet.sent and not fleet.attached
     assert read_event_names(tmp_path).count("RunOpened") == 1
 
 
@@ -303,11 +303,11 @@ def test_workers_unknown_to_the_journal_are_removed(
 ) -> None:
     """Workers of another actor, or of a generation that the journal of an object store lacks."""
     with pytest.raises(Died):
-        run_controller(tmp_path, Crew(dies_at=Reshard))
+        run_controller(tmp_path, ObedientFleet(dies_at=Reshard))
     [lease_file] = (tmp_path / "lease").iterdir()
     content = json.loads(lease_file.read_text())
     lease_file.write_text(json.dumps({**content, "released": True}))
-    crew = Crew(generation=generation)
-    run_controller(tmp_path, crew, actor)
-    assert crew.was_cleared and not crew.attached
+    fleet = ObedientFleet(generation=generation)
+    run_controller(tmp_path, fleet, actor)
+    assert fleet.was_cleared and not fleet.attached
     assert read_event_names(tmp_path).count("RunOpened") == 2

@@ -101,8 +101,8 @@ def test_values_of_step_0_are_the_constructors_and_keep_the_global_generator() -
     torch.manual_seed(1)
     before = torch.get_rng_state()
     workload = CustomWorkload(make_recipe(settings=TrainSettings(seed=5)))
-    drawn = workload.draw("weight", (1, 2), Region((0, 1), (1, 1)), seed=5)
-    assert torch.equal(drawn, expected.weight[:, 1:])
+    values = workload.draw("weight", (1, 2), Region((0, 1), (1, 1)), seed=5)
+    assert torch.equal(values, expected.weight[:, 1:])
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -257,7 +257,7 @@ def test_parameter_without_dims_is_refused(folder: Path) -> None:
         make_run_plan(folder)
 
 
-def test_the_number_of_evaluated_samples_is_reported(folder: Path) -> None:
+def test_number_of_evaluated_samples_is_reported(folder: Path) -> None:
     file = folder / "mine.py"
     text = file.read_text().replace(
         "lambda: Data(6),", "lambda: Data(6), held_out=lambda: Data(9),"

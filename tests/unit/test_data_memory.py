@@ -1,4 +1,4 @@
-"""Memory of preparation: bounded, whatever the size of the corpus."""
+"""The memory of preparation is bounded for a corpus of any size."""
 
 import json
 import subprocess

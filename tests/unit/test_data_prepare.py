@@ -51,11 +51,11 @@ def prepare_corpus(
 def read_split(folder: Path, split: str) -> list[str]:
     """The documents of a split, read back from its columns."""
     index = read_index(folder)
-    held = index.splits[split]
-    tokens = np.empty(held.num_tokens, np.int64)
-    Column(FolderShards(folder), "token", index.dtype, held.tokens).read_into(0, tokens)
-    starts = np.empty(held.num_documents, np.int64)
-    Column(FolderShards(folder), "start", "int64", held.starts).read_into(0, starts)
+    split_index = index.splits[split]
+    tokens = np.empty(split_index.num_tokens, np.int64)
+    Column(FolderShards(folder), "token", index.dtype, split_index.tokens).read_into(0, tokens)
+    starts = np.empty(split_index.num_documents, np.int64)
+    Column(FolderShards(folder), "start", "int64", split_index.starts).read_into(0, starts)
     assert (tokens[starts] == index.separator).all()
     pieces = np.split(tokens, starts[1:])
     return [bytes(piece[1:].tolist()).decode() for piece in pieces]

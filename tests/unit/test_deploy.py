@@ -124,7 +124,7 @@ def test_versions_agree_with_the_pinned_ones(cluster: dict[str, Any]) -> None:
 
 def test_image_contains_all_needed_files_and_does_not_run_as_root() -> None:
     assert re.findall(r"^USER (\w+)$", DOCKERFILE, re.M) == ["ray"]
-    copied = {
+    copied_files = {
         name
         for line in re.findall(r"^COPY --chown=ray:users (.+)$", DOCKERFILE, re.M)
         for name in line.split()[:-1]
@@ -134,10 +134,10 @@ def test_image_contains_all_needed_files_and_does_not_run_as_root() -> None:
         name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]
     }
     needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"]}
-    assert copied == packages | needed | set(project["project"]["license-files"])
-    assert all((ROOT / name).exists() for name in copied)
+    assert copied_files == packages | needed | set(project["project"]["license-files"])
+    assert all((ROOT / name).exists() for name in copied_files)
     ignore_lines = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
-    assert {line[1:] for line in ignore_lines if line.startswith("!")} == copied
+    assert {line[1:] for line in ignore_lines if line.startswith("!")} == copied_files
     assert "*" in ignore_lines
 
 

@@ -76,9 +76,9 @@ def read_section(page: Path, title: str) -> str:
     text = page.read_text()
     heading = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
     assert heading, f"{page.name} has no section '{title}'"
-    rest = text[heading.end() :]
-    following = re.search(rf"^#{{1,{len(heading[1])}}} ", rest, re.MULTILINE)
-    return rest[: following.start()] if following else rest
+    following_text = text[heading.end() :]
+    following = re.search(rf"^#{{1,{len(heading[1])}}} ", following_text, re.MULTILINE)
+    return following_text[: following.start()] if following else following_text
 
 
 def read_table(page: Path, name: str) -> list[list[str]]:
@@ -121,8 +121,8 @@ def test_generated_parts_of_phases_md_are_up_to_date() -> None:
 def test_phase_diagram_shows_every_transition() -> None:
     """The test parses the page itself, without the script that wrote it."""
     text = (DOCS / "phases.md").read_text()
-    drawn = set(re.findall(r"^    (\w+) --> (\w+): (.+)$", text, re.MULTILINE))
-    assert drawn == {
+    drawn_transitions = set(re.findall(r"^    (\w+) --> (\w+): (.+)$", text, re.MULTILINE))
+    assert drawn_transitions == {
         (phase.__name__, successor.__name__, cause)
         for phase, successors in TRANSITIONS.items()
         for successor, cause in successors
@@ -131,17 +131,19 @@ def test_phase_diagram_shows_every_transition() -> None:
 
 def test_tree_describes_every_python_file() -> None:
     """The test reads the folders back from the indentation of the printed tree."""
-    printed, folders = set(), []
+    described_files, folders = set(), []
     for line in run_script("make_tree.py").stdout.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         name = line.split()[0]
         folders[depth:] = [name.rstrip("/")]
         if name.endswith(".py"):
-            printed.add("/".join(folders))
+            described_files.add("/".join(folders))
             assert len(line.split()) > 2, f"{name} has no description"
     packages = ("elastic", "actors", "pipelines", "benchmarks")
-    existing = {f.relative_to(ROOT).as_posix() for p in packages for f in (ROOT / p).rglob("*.py")}
-    assert printed == {name for name in existing if not name.endswith("__init__.py")}
+    existing_files = {
+        f.relative_to(ROOT).as_posix() for p in packages for f in (ROOT / p).rglob("*.py")
+    }
+    assert described_files == {name for name in existing_files if not name.endswith("__init__.py")}
 
 
 def test_readme_has_at_most_150_lines() -> None:
@@ -152,18 +154,18 @@ def test_recovery_times_of_the_readme_are_those_of_the_benchmark() -> None:
     measured = read_section(BENCHMARKS, "recovery")
     medians = re.findall(r"^\| [^|]+ \| ([\d.]+) \| [\d.]+ [\d. ]+ \|", measured, re.MULTILINE)
     table_of_peers = read_section(README, "How it compares").partition("\n\n**")[0]
-    shown = re.findall(r"(\d+\.\d+) s", table_of_peers)
-    assert sorted(map(float, shown)) == sorted(float(f"{float(m):.3g}") for m in medians)
+    shown_times = re.findall(r"(\d+\.\d+) s", table_of_peers)
+    assert sorted(map(float, shown_times)) == sorted(float(f"{float(m):.3g}") for m in medians)
     first_sentence = README.read_text().split("**")[1]
-    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) < set(shown)
+    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) < set(shown_times)
 
 
 def test_documentation_index_lists_each_page_once() -> None:
     """These links are the navigation of the site."""
     links = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.MULTILINE)
-    listed = [(DOCS / link).resolve() for link in links]
-    assert len(listed) == len(set(listed))
-    assert set(listed) == {*PAGES, BENCHMARKS} - {DOCS / "README.md"}
+    listed_pages = [(DOCS / link).resolve() for link in links]
+    assert len(listed_pages) == len(set(listed_pages))
+    assert set(listed_pages) == {*PAGES, BENCHMARKS} - {DOCS / "README.md"}
 
 
 def test_glossary_has_each_term_once() -> None:
@@ -201,15 +203,15 @@ def test_lines_of_prose_have_at_most_110_characters(page: Path) -> None:
 
 def test_documented_options_are_those_of_the_command_line() -> None:
     text, _, _ = COMMAND_LINE.read_text().partition("## Where files go")
-    listed = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
-    assert listed == set().union(*map(options_of, NUM_OPTIONS))
+    listed_options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    assert listed_options == set().union(*map(options_of, NUM_OPTIONS))
 
 
 def test_each_option_is_listed_with_its_command() -> None:
     """Options of commands other than `train` follow in rows below the command's name."""
-    listed: dict[str, set[str]] = {name: {"--storage"} for name in NUM_OPTIONS}
+    listed_options: dict[str, set[str]] = {name: {"--storage"} for name in NUM_OPTIONS}
     rows = read_section(COMMAND_LINE, "Options of `train`")
-    listed["train"] |= set(
+    listed_options["train"] |= set(
         re.findall(r"--[a-z][a-z-]+", "".join(re.findall(r"^\| `.+?\|", rows, re.M)))
     )
     command = ""
@@ -219,17 +221,19 @@ def test_each_option_is_listed_with_its_command() -> None:
         cells = [cell.strip() for cell in row.strip("|").split("|")]
         command = code_spans(cells[0])[0] if code_spans(cells[0]) else command
         if command:
-            listed[command] |= set(re.findall(r"--[a-z][a-z-]+", cells[1]))
+            listed_options[command] |= set(re.findall(r"--[a-z][a-z-]+", cells[1]))
     without_storage = {name: options_of(name) | {"--storage"} for name in NUM_OPTIONS}
-    assert listed == without_storage
+    assert listed_options == without_storage
 
 
 def test_all_commands_are_listed() -> None:
-    listed = re.findall(r"^\| `(\w+)", read_section(COMMAND_LINE, "Commands"), re.MULTILINE)
+    listed_commands = re.findall(
+        r"^\| `(\w+)", read_section(COMMAND_LINE, "Commands"), re.MULTILINE
+    )
     on_first_screen = re.findall(
         r"^    elastic (\w+) .+#", read_section(README, "Command line"), re.MULTILINE
     )
-    assert sorted(listed) == sorted(on_first_screen) == sorted(NUM_OPTIONS)
+    assert sorted(listed_commands) == sorted(on_first_screen) == sorted(NUM_OPTIONS)
 
 
 @pytest.mark.parametrize("command", NUM_OPTIONS)
@@ -243,21 +247,21 @@ def test_all_recipes_are_named() -> None:
 
 def command_lines(page: Path) -> list[str]:
     """The command lines in the code blocks of a page, without the name of the program."""
-    shown = re.sub(r"\\\n\s+", "", page.read_text())
-    lines = [line for line in SHOWN_COMMAND.findall(shown) if "OPTIONS" not in line]
-    code = [line for line in shown.splitlines() if line.startswith("    ")]
+    text = re.sub(r"\\\n\s+", "", page.read_text())
+    lines = [line for line in SHOWN_COMMAND.findall(text) if "OPTIONS" not in line]
+    code = [line for line in text.splitlines() if line.startswith("    ")]
     return [*lines, *(line.partition(" -- ")[2] for line in code if " -- " in line)]
 
 
 def test_documented_command_lines_are_valid() -> None:
     """The parser accepts each line; no command runs."""
     command = typer.main.get_command(app)
-    shown = {page: command_lines(page) for page in PAGES}
+    lines_by_page = {page: command_lines(page) for page in PAGES}
     assert all(
-        shown[ROOT / name]
+        lines_by_page[ROOT / name]
         for name in ("README.md", "docs/cluster.md", "docs/status.md", "docs/command-line.md")
     )
-    for line in (line for lines in shown.values() for line in lines):
+    for line in (line for lines in lines_by_page.values() for line in lines):
         words = shlex.split(re.sub(r"^(elastic|python -m pipelines) ", "", line), comments=True)
         name, *arguments = words
         command.commands[name].make_context(name, arguments)
@@ -267,8 +271,8 @@ def test_commands_within_sentences_have_known_options() -> None:
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
     inline = (code for page in pages for code in code_spans(page.read_text()))
     for words in (code.split() for code in inline if code.startswith("elastic ")):
-        known = options_of(words[1])
-        assert {word for word in words if word.startswith("--")} <= known, words
+        known_options = options_of(words[1])
+        assert {word for word in words if word.startswith("--")} <= known_options, words
 
 
 def test_python_examples_compile_and_their_imports_exist() -> None:
@@ -296,8 +300,8 @@ def test_documented_faults_are_parsed() -> None:
 def test_all_moments_of_faults_are_listed() -> None:
     _, _, moments = read_section(COMMAND_LINE, "Faults").partition("| moment |")
     rows = [line for line in moments.splitlines() if line.startswith("| `")]
-    listed = [moment for row in rows for moment in code_spans(row.split("|")[1])]
-    faults, _ = parse_faults(f"kill worker 1 in {moment} at step 3" for moment in listed)
+    listed_moments = [moment for row in rows for moment in code_spans(row.split("|")[1])]
+    faults, _ = parse_faults(f"kill worker 1 in {moment} at step 3" for moment in listed_moments)
     assert sorted(fault.moment for fault in faults) == sorted(MOMENTS)
 
 
@@ -339,8 +343,10 @@ def test_custom_model_of_the_readme_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "union"), [("events", Event), ("commands", Command)])
 def test_journal_lines_have_the_listed_fields(name: str, union: object) -> None:
-    listed = {code_spans(row[0])[0]: code_spans(row[1]) for row in read_table(FILES, name)}
-    assert listed == {kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)}
+    listed_fields = {code_spans(row[0])[0]: code_spans(row[1]) for row in read_table(FILES, name)}
+    assert listed_fields == {
+        kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)
+    }
 
 
 class ReplicaStatistics:

@@ -119,9 +119,9 @@ def test_notice_seen_again_later_is_not_reported_again() -> None:
     exchange = Exchange()
     exchange.see(SPOT)
     exchange.now += 2.0
-    late = see(SPOT, lambda: exchange.now)
+    late_notice = see(SPOT, lambda: exchange.now)
     exchange.now += 1.5
-    exchange.drains.take("a", late)
+    exchange.drains.take("a", late_notice)
     exchange.drains.exchange({"a"})
     assert exchange.events == [NodeDraining("a", 500.0, SPOT.cause)]
 

@@ -41,9 +41,9 @@ def test_tables_show_formula_and_sizes() -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     for formula, table in footprint_tables(7e9, [1, 8]):
         console.print(formula, table)
-    shown = console.export_text()
-    assert "2 parameters + 2 gradients + 12 optimizer = 16 bytes per parameter" in shown
-    assert "112 GB" in shown and "14 GB" in shown
+    text = console.export_text()
+    assert "2 parameters + 2 gradients + 12 optimizer = 16 bytes per parameter" in text
+    assert "112 GB" in text and "14 GB" in text
 
 
 @pytest.mark.parametrize("text", ["", "0", "8,x", "1,,2", "-1"])

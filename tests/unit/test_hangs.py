@@ -98,129 +98,129 @@ class SteppedCore:
         raise AssertionError(f"no {kind}")
 
 
-def commit_steps(driven: SteppedCore, *steps: int) -> SteppedCore:
+def commit_steps(stepped: SteppedCore, *steps: int) -> SteppedCore:
     for step in steps:
-        driven.commit(step)
-    return driven
+        stepped.commit(step)
+    return stepped
 
 
 def test_hanging_only_holder_is_replaced_from_the_checkpoint() -> None:
-    driven = commit_steps(SteppedCore(1, (Saved(5, 1, "checkpoint"),)), 6, 7, 8)
-    started = driven.now
-    abort = driven.wake_until(Abort)
+    stepped = commit_steps(SteppedCore(1, (Saved(5, 1, "checkpoint"),)), 6, 7, 8)
+    started = stepped.now
+    abort = stepped.wake_until(Abort)
     assert isinstance(abort, Abort) and abort.is_hang
-    assert driven.now - started == pytest.approx(driven.core.state.policy.hang_timeout_s)
-    driven.wake_until(StopWorker)
-    assert driven.now - started < 70.0, "without waiting 300 s for a collective"
-    driven.deliver(WorkerLost("w0", "killed"), WorkerReady("w1", "node", 1))
-    driven.wake_until(Form) if not isinstance(driven.core.state.phase, Forming) else None
-    driven.deliver(GroupFormed("w1", driven.core.state.generation))
-    assert driven.core.state.committed_step == 5
+    assert stepped.now - started == pytest.approx(stepped.core.state.policy.hang_timeout_s)
+    stepped.wake_until(StopWorker)
+    assert stepped.now - started < 70.0, "without waiting 300 s for a collective"
+    stepped.deliver(WorkerLost("w0", "killed"), WorkerReady("w1", "node", 1))
+    stepped.wake_until(Form) if not isinstance(stepped.core.state.phase, Forming) else None
+    stepped.deliver(GroupFormed("w1", stepped.core.state.generation))
+    assert stepped.core.state.committed_step == 5
 
 
 def test_only_the_hanging_worker_is_ended() -> None:
     """One of eight workers hangs; the healthy ones take up to half a minute to unwind."""
-    driven = commit_steps(SteppedCore(8), 1, 2, 3)
-    driven.wake_until(Abort)
-    started = driven.now
+    stepped = commit_steps(SteppedCore(8), 1, 2, 3)
+    stepped.wake_until(Abort)
+    started = stepped.now
     unwound_s = (0.2, 29.0, 16.0, 30.0, 29.5, 17.0, 28.0)
-    ended_at = driven.play([driven.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
-    policy = driven.core.state.policy
+    ended_at = stepped.play([stepped.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
+    policy = stepped.core.state.policy
     extra_s = max(policy.hang_share * policy.hang_timeout_s, 4.0 * max(unwound_s))
     assert ended_at == {"w7": pytest.approx(started + 30.0 + extra_s)}
-    assert isinstance(driven.core.state.phase, Forming)
+    assert isinstance(stepped.core.state.phase, Forming)
 
 
 def test_late_forming_ends_no_healthy_worker() -> None:
     """One of eight dies; one of the other seven forms in time, and the others unwind later."""
-    driven = commit_steps(SteppedCore(8), 1, 2, 3)
-    driven.deliver(WorkerLost("w7", "killed"))
-    driven.play([driven.unwind(f"w{i}", 0.1) for i in range(7)])
-    driven.deliver(GroupFormed("w0", driven.core.state.generation))
-    abort = driven.wake_until(Abort)
+    stepped = commit_steps(SteppedCore(8), 1, 2, 3)
+    stepped.deliver(WorkerLost("w7", "killed"))
+    stepped.play([stepped.unwind(f"w{i}", 0.1) for i in range(7)])
+    stepped.deliver(GroupFormed("w0", stepped.core.state.generation))
+    abort = stepped.wake_until(Abort)
     assert isinstance(abort, Abort) and "Forming timed out" in abort.cause and not abort.is_hang
     unwound_s = (0.2, 20.0, 70.0, 100.0, 101.0, 150.0, 250.0)
-    ended_at = driven.play([driven.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
+    ended_at = stepped.play([stepped.unwind(f"w{i}", s) for i, s in enumerate(unwound_s)])
     assert not ended_at
-    assert isinstance(driven.core.state.phase, Forming)
+    assert isinstance(stepped.core.state.phase, Forming)
 
 
 def test_hanging_only_holder_without_a_checkpoint_gets_the_collective_timeout() -> None:
-    driven = commit_steps(SteppedCore(1), 1, 2, 3)
-    driven.wake_until(Abort)
-    started = driven.now
-    driven.wake_until(StopWorker)
-    assert driven.now - started == pytest.approx(driven.core.state.policy.collective_timeout_s)
+    stepped = commit_steps(SteppedCore(1), 1, 2, 3)
+    stepped.wake_until(Abort)
+    started = stepped.now
+    stepped.wake_until(StopWorker)
+    assert stepped.now - started == pytest.approx(stepped.core.state.policy.collective_timeout_s)
 
 
 @pytest.mark.parametrize("moment", ["running", "aborting", "waiting"])
 def test_signal_ends_the_run_although_the_only_holder_hangs(moment: str) -> None:
-    driven = commit_steps(SteppedCore(1), 1, 2, 3)
+    stepped = commit_steps(SteppedCore(1), 1, 2, 3)
     if moment != "running":
-        driven.wake_until(Abort)
+        stepped.wake_until(Abort)
     if moment == "waiting":
-        driven.now += 100.0
-        driven.deliver(Woke())
-        assert isinstance(driven.core.state.phase, Aborting)
-    started = driven.now
-    driven.deliver(StopRequested("SIGINT"))
-    while not isinstance(driven.core.state.phase, Ended):
-        driven.wake()
+        stepped.now += 100.0
+        stepped.deliver(Woke())
+        assert isinstance(stepped.core.state.phase, Aborting)
+    started = stepped.now
+    stepped.deliver(StopRequested("SIGINT"))
+    while not isinstance(stepped.core.state.phase, Ended):
+        stepped.wake()
     limit_s = 70.0 if moment == "running" else 5.0
-    assert driven.now - started < limit_s
-    assert driven.core.state.phase.outcome == "interrupted"
+    assert stepped.now - started < limit_s
+    assert stepped.core.state.phase.outcome == "interrupted"
 
 
 def test_signal_ends_the_run_while_the_first_step_hangs() -> None:
-    driven = SteppedCore(1)
-    driven.deliver(StopRequested("SIGINT"))
-    while not isinstance(driven.core.state.phase, Ended):
-        driven.wake()
-    assert driven.now < 70.0, "without waiting 600 s for a compilation"
+    stepped = SteppedCore(1)
+    stepped.deliver(StopRequested("SIGINT"))
+    while not isinstance(stepped.core.state.phase, Ended):
+        stepped.wake()
+    assert stepped.now < 70.0, "without waiting 600 s for a compilation"
 
 
 def test_signal_does_not_wait_for_a_hanging_transfer() -> None:
-    driven = commit_steps(SteppedCore(2), 1, 2)
-    driven.deliver(WorkerLost("w1", "killed"))
-    generation = driven.core.state.generation
-    driven.deliver(Quiesced("w0", generation, 2))
-    assert isinstance(driven.core.state.phase, Forming)
-    commands = driven.deliver(GroupFormed("w0", driven.core.state.generation))
+    stepped = commit_steps(SteppedCore(2), 1, 2)
+    stepped.deliver(WorkerLost("w1", "killed"))
+    generation = stepped.core.state.generation
+    stepped.deliver(Quiesced("w0", generation, 2))
+    assert isinstance(stepped.core.state.phase, Forming)
+    commands = stepped.deliver(GroupFormed("w0", stepped.core.state.generation))
     assert any(isinstance(command, Reshard) for command in commands)
-    [abort] = driven.deliver(StopRequested("SIGINT"))
+    [abort] = stepped.deliver(StopRequested("SIGINT"))
     assert isinstance(abort, Abort)
-    driven.deliver(Quiesced("w0", driven.core.state.generation, 2))
-    assert isinstance(driven.core.state.phase, Saving)
+    stepped.deliver(Quiesced("w0", stepped.core.state.generation, 2))
+    assert isinstance(stepped.core.state.phase, Saving)
 
 
 @pytest.mark.parametrize("fate", ["slow", "killed"])
 def test_exception_before_losses_ends_the_run(fate: str) -> None:
-    driven = commit_steps(SteppedCore(3), 1, 2)
-    generation = driven.core.state.generation
-    driven.deliver(WorkerRaised("w1", generation, "program", "ValueError: wrong", "Traceback"))
-    driven.deliver(WorkerRaised("w2", generation, "peer", "a broken connection"))
-    driven.deliver(Quiesced("w1", generation, 2), Quiesced("w2", generation, 2))
+    stepped = commit_steps(SteppedCore(3), 1, 2)
+    generation = stepped.core.state.generation
+    stepped.deliver(WorkerRaised("w1", generation, "program", "ValueError: wrong", "Traceback"))
+    stepped.deliver(WorkerRaised("w2", generation, "peer", "a broken connection"))
+    stepped.deliver(Quiesced("w1", generation, 2), Quiesced("w2", generation, 2))
     if fate == "slow":
-        driven.wake_until(StopWorker)
-    driven.deliver(WorkerLost("w0", "killed"))
-    assert isinstance(driven.core.state.phase, Saving)
-    ending = driven.core.state.ending
+        stepped.wake_until(StopWorker)
+    stepped.deliver(WorkerLost("w0", "killed"))
+    assert isinstance(stepped.core.state.phase, Saving)
+    ending = stepped.core.state.ending
     assert ending and (ending.outcome, ending.traceback) == ("failed", "Traceback")
 
 
 def test_exception_reported_after_its_consequences_is_the_cause() -> None:
-    driven = commit_steps(SteppedCore(2), 1, 2)
-    generation = driven.core.state.generation
-    driven.deliver(WorkerRaised("w1", generation, "peer", "a broken connection"))
-    driven.deliver(WorkerRaised("w0", generation, "program", "ValueError: wrong", "Traceback"))
-    driven.deliver(Quiesced("w0", generation, 2), Quiesced("w1", generation, 2))
-    assert driven.core.state.ending and "ValueError" in driven.core.state.ending.reason
+    stepped = commit_steps(SteppedCore(2), 1, 2)
+    generation = stepped.core.state.generation
+    stepped.deliver(WorkerRaised("w1", generation, "peer", "a broken connection"))
+    stepped.deliver(WorkerRaised("w0", generation, "program", "ValueError: wrong", "Traceback"))
+    stepped.deliver(Quiesced("w0", generation, 2), Quiesced("w1", generation, 2))
+    assert stepped.core.state.ending and "ValueError" in stepped.core.state.ending.reason
 
 
 def test_exception_after_a_loss_does_not_end_the_run() -> None:
-    driven = commit_steps(SteppedCore(2), 1, 2)
-    generation = driven.core.state.generation
-    driven.deliver(WorkerLost("w1", "killed"))
-    driven.deliver(WorkerRaised("w0", generation, "program", "ValueError: wrong", "Traceback"))
-    driven.deliver(Quiesced("w0", generation, 2))
-    assert driven.core.state.ending is None
+    stepped = commit_steps(SteppedCore(2), 1, 2)
+    generation = stepped.core.state.generation
+    stepped.deliver(WorkerLost("w1", "killed"))
+    stepped.deliver(WorkerRaised("w0", generation, "program", "ValueError: wrong", "Traceback"))
+    stepped.deliver(Quiesced("w0", generation, 2))
+    assert stepped.core.state.ending is None

@@ -120,8 +120,8 @@ def test_history_is_bounded() -> None:
     history.take([command_line(0.0, Resume(1, 0, "dp=4", ("w0",), (), 0), state)], ())
     for step in range(1, 6_001):
         now = 60.0 * step
-        committed, evaluated = step_of(step, 1, now), Evaluated(1, step, 1.0)
-        history.take([event_line(now, event, state) for event in (committed, evaluated)], ())
+        commit_event, evaluation = step_of(step, 1, now), Evaluated(1, step, 1.0)
+        history.take([event_line(now, event, state) for event in (commit_event, evaluation)], ())
     membership, account = history.membership, history.account
     assert len(membership.run_events) == MAX_KEPT
     assert membership.num_run_events == 6_001, "including the start of training"

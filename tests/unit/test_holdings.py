@@ -60,8 +60,11 @@ def test_holdings_of_two_lineages_or_generations_do_not_combine() -> None:
     refusal = choose(SPECS, [*parts[0], *parts[1]])
     assert isinstance(refusal, Infeasible)
     assert "'weight'" in refusal.reason and "step 7" in refusal.reason
-    other = [*make_holdings(Tier.LIVE, 7, 0), *make_holdings(Tier.LIVE, 7, 1, generation=2)]
-    assert isinstance(choose(SPECS, other), Infeasible)
+    two_generations = [
+        *make_holdings(Tier.LIVE, 7, 0),
+        *make_holdings(Tier.LIVE, 7, 1, generation=2),
+    ]
+    assert isinstance(choose(SPECS, two_generations), Infeasible)
 
 
 def test_no_holdings_are_infeasible() -> None:

@@ -136,8 +136,8 @@ def test_each_folder_has_one_level_and_at_most_15_files(package: str) -> None:
         path.relative_to(ROOT / package) for path in FILES if path.is_relative_to(ROOT / package)
     ]
     counts = Counter(file.parent.as_posix() for file in files)
-    listed = [folder for level in LEVELS[package] for folder in level]
-    assert sorted(listed) == sorted(counts)
+    listed_folders = [folder for level in LEVELS[package] for folder in level]
+    assert sorted(listed_folders) == sorted(counts)
     assert {folder for folder, number in counts.items() if number > MAX_FOLDER_FILES} == set()
 
 

@@ -124,8 +124,8 @@ def test_short_reports_of_compute_times_replay_to_the_same_state(
     policy = replace(users_policy(32), straggler_reports=10**6)
     run = LongRun(tmp_path / "run", 910, 20.0, policy, slow_rank=1)
     run.write()
-    held = run.writer.before(Woke(), run.core.state)
-    texts = [*lines_of(tmp_path / "run"), *map(json.dumps, held)]
+    held_lines = run.writer.before(Woke(), run.core.state)
+    texts = [*lines_of(tmp_path / "run"), *map(json.dumps, held_lines)]
     reports = [json.loads(text) for text in texts if '"event": "ComputeTimed"' in text]
     num_whole = sum(bool(report["compute_s"]) for report in reports)
     assert 1 < num_whole < len(reports) - 1
@@ -194,7 +194,7 @@ def test_first_step_with_whole_snapshots_is_written_at_once() -> None:
     state.snapshots.placement = Placement(copies=dict.fromkeys(state.live.members(), ("n0",)))
     step = step_of(state.committed_step + 1, state.generation, journaled.now)
     whole = replace(step.vote, num_snapshots=len(state.live.members()))
-    journaled.append_event(replace(step, vote=whole))
+    journaled.deliver(replace(step, vote=whole))
     assert journaled.lines[-1]["vote"]["num_snapshots"] == len(state.live.members())
     journaled.commit(5)
     assert journaled.names().count("StepCommitted") == 2

@@ -60,8 +60,8 @@ def test_model_axes_change_only_if_they_no_longer_fit(
 
 def test_model_axes_use_workers_that_microbatches_cannot_feed() -> None:
     """Eight workers would be dp=8, but two microbatches feed only two data ranks."""
-    few = Job(num_microbatches=2)
-    assert layout_of("pp=4,tp=4,dp=1", 8, job=few) == "dp=2,tp=4"
+    small_job = Job(num_microbatches=2)
+    assert layout_of("pp=4,tp=4,dp=1", 8, job=small_job) == "dp=2,tp=4"
 
 
 def test_replacement_model_axes_respect_the_limits_of_the_model() -> None:

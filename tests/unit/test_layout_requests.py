@@ -48,7 +48,7 @@ class EmptyFleet:
         pass
 
 
-def shell_of(folder: Path) -> tuple[Shell, threading.Thread]:
+def make_shell(folder: Path) -> tuple[Shell, threading.Thread]:
     """A shell, and the thread that will run it."""
     run = DiskStorage(folder)
     lease = claim(run)
@@ -60,7 +60,7 @@ def shell_of(folder: Path) -> tuple[Shell, threading.Thread]:
 
 @contextmanager
 def running_shell(folder: Path) -> Iterator[Shell]:
-    shell, thread = shell_of(folder)
+    shell, thread = make_shell(folder)
     thread.start()
     shell.opened.wait(PATIENCE_S)
     try:
@@ -75,7 +75,7 @@ def test_request_before_the_run_opens_is_answered_by_its_session(tmp_path: Path)
         pass  # the journal now contains a stopped session
     [file] = (tmp_path / "lease").iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "released": True}))
-    shell, thread = shell_of(tmp_path)
+    shell, thread = make_shell(tmp_path)
     replies: list[LayoutReply] = []
     request_thread = threading.Thread(
         target=lambda: replies.append(

@@ -114,10 +114,13 @@ def test_gap_and_truncated_segment_are_detected() -> None:
     begins = [sum(map(len, content[:i])) for i in range(3)]
     hole = make_segmented_log((1, 0, content[0]), (1, begins[2], content[2]))
     cut = make_segmented_log((1, 0, content[0][:-5]), (1, begins[1], content[1]))
-    for log, rest in ((hole, [*range(10), *range(20, 30)]), (cut, [*range(9), *range(10, 20)])):
+    for log, readable_numbers in (
+        (hole, [*range(10), *range(20, 30)]),
+        (cut, [*range(9), *range(10, 20)]),
+    ):
         with pytest.raises(DamagedLog, match="is followed by a gap of"):
             read_numbers(log)
-        assert [row["number"] for row in log.rows()] == rest
+        assert [row["number"] for row in log.rows()] == readable_numbers
 
 
 def test_log_begins_after_its_dropped_segments() -> None:
@@ -158,8 +161,8 @@ def test_compacted_segment_replaces_its_segments() -> None:
 
 def test_compaction_by_an_older_epoch_is_ignored() -> None:
     names = {segment_name("log", 1, 0): 100, segment_name("log", 2, 60): 10}
-    late = {segment_name("log", 1, 0, 100): 5}
-    in_force = segments_in_force(parse_segments({**names, **late}))
+    late_segment = {segment_name("log", 1, 0, 100): 5}
+    in_force = segments_in_force(parse_segments({**names, **late_segment}))
     assert [(s.epoch, s.begin, s.end) for s in in_force] == [(1, 0, 60), (2, 60, 70)]
 
 
@@ -202,13 +205,13 @@ def test_failed_write_that_takes_effect_later_loses_no_line(appends_between: boo
     writer.append({"number": 0})
     writer.ship()
     writer.append({"number": 1})
-    late = dict(storage.objects)
+    late_objects = dict(storage.objects)
     storage.refusal = OSError(110, "Connection timed out")
     with pytest.raises(OSError):
         writer.ship()
     storage.refusal = None
-    [name] = late
-    late[name] += b'{"number": 1}\n'
+    [name] = late_objects
+    late_objects[name] += b'{"number": 1}\n'
     if appends_between:
         writer.append({"number": 2})
     for number in (3, 4):
@@ -216,5 +219,5 @@ def test_failed_write_that_takes_effect_later_loses_no_line(appends_between: boo
         writer.append({"number": number})
     writer.ship()
     before = read_numbers(log)
-    storage.objects.update(late)
+    storage.objects.update(late_objects)
     assert read_numbers(log) == before == [0, 1, *([2] if appends_between else []), 3, 4]

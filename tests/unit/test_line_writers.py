@@ -58,9 +58,9 @@ def test_close_retries_for_its_patience_and_reports_lost_lines(tmp_path: Path) -
             lines.write({"number": number, **LINE})
         num_waiting = lines.num_waiting
         started = time.monotonic()
-        lost = lines.close(patience_s=1.0)
+        problem = lines.close(patience_s=1.0)
         assert 1.0 <= time.monotonic() - started < 5.0
-    assert lost == f"{num_waiting} lines of log not written: [Errno 27] File too large"
+    assert problem == f"{num_waiting} lines of log not written: [Errno 27] File too large"
     open_lines(LineLog(DiskStorage(tmp_path), "log")).close()
     assert len(read_rows(tmp_path / "log")) == 100 - num_waiting
 
@@ -107,9 +107,9 @@ def test_lines_reach_an_object_store_once_it_accepts_writes() -> None:
         "10 lines of log not written: [Errno 28] No space left on device"
     )
     storage.refusal = None
-    again = open_lines(log)
-    again.write({"number": 10})
-    assert again.close() == ""
+    reopened = open_lines(log)
+    reopened.write({"number": 10})
+    assert reopened.close() == ""
     assert [row["number"] for row in log.lines()] == [10]
 
 

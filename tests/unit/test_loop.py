@@ -81,7 +81,7 @@ def test_step_returns_the_loss_sums_of_its_body() -> None:
 
 
 def test_code_after_the_block_sees_whether_the_step_committed() -> None:
-    seen = []
+    observed_commits = []
 
     def script(run: Run) -> None:
         declare(run)
@@ -89,12 +89,12 @@ def test_code_after_the_block_sees_whether_the_step_committed() -> None:
             with step:
                 for points in step.batches():
                     step.backward(points.sum() * torch.ones((), requires_grad=True))
-            seen.append((step.number, step.committed))
+            observed_commits.append((step.number, step.committed))
 
     loop = Loop(script, 0)
     for number in (1, 2, 2, 3):
         loop.take(make_step(number), MODULE)
-    assert seen == [(1, True), (2, False), (2, True)]
+    assert observed_commits == [(1, True), (2, False), (2, True)]
 
 
 def leave_microbatches_unread(step: Step) -> None:

@@ -34,7 +34,7 @@ JOB = Job(
 )
 
 
-class Fleet(SteppedCore):
+class PoisonedRun(SteppedCore):
     """Workers that obey and may be lost to one microbatch."""
 
     def __init__(self, num_workers: int) -> None:
@@ -95,22 +95,22 @@ class Fleet(SteppedCore):
         self.deliver_all(WorkerLost(self.core.state.live.members()[data_rank], "killed"))
 
 
-def lose_to_microbatch(fleet: Fleet, microbatch: int, times: int) -> None:
+def lose_to_microbatch(run: PoisonedRun, microbatch: int, times: int) -> None:
     """Lose the worker that runs the microbatch, `times` times, after the requested checkpoints."""
     for _ in range(times):
-        fleet.run_until_training()
-        num = len(fleet.core.state.live.members())
-        if fleet.resumes and fleet.resumes[-1].guarded_step == fleet.core.state.committed_step + 1:
-            fleet.write_parts()
-        fleet.lose(microbatch * num // JOB.num_microbatches)
-    fleet.run_until_training()
+        run.run_until_training()
+        num = len(run.core.state.live.members())
+        if run.resumes and run.resumes[-1].guarded_step == run.core.state.committed_step + 1:
+            run.write_parts()
+        run.lose(microbatch * num // JOB.num_microbatches)
+    run.run_until_training()
 
 
 def test_poison_samples_are_named_by_their_index_in_the_data() -> None:
-    fleet = Fleet(4)
-    fleet.train_to(6)
-    lose_to_microbatch(fleet, 0, 4)
-    ending = fleet.core.state.ending
+    run = PoisonedRun(4)
+    run.train_to(6)
+    lose_to_microbatch(run, 0, 4)
+    ending = run.core.state.ending
     ids = batch_ids(7, 8)
     indices = sorted(sample_of(JOB.seed, ids[i], JOB.num_samples) for i in (0, 1))
     assert ending and ending.reason.endswith(f"training samples {indices[0]}, {indices[1]}")
@@ -119,36 +119,36 @@ def test_poison_samples_are_named_by_their_index_in_the_data() -> None:
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
 def test_poison_sample_costs_no_committed_step(num_workers: int) -> None:
     """This holds even if the last worker that holds the state reads the sample."""
-    fleet = Fleet(num_workers)
-    fleet.train_to(6)
-    lose_to_microbatch(fleet, 0, 4)
-    assert fleet.core.state.ending
-    assert fleet.core.state.committed_step == fleet.core.state.checkpoints.saved_step == 6
-    assert min(resume.step for resume in fleet.resumes) == 6
+    run = PoisonedRun(num_workers)
+    run.train_to(6)
+    lose_to_microbatch(run, 0, 4)
+    assert run.core.state.ending
+    assert run.core.state.committed_step == run.core.state.checkpoints.saved_step == 6
+    assert min(resume.step for resume in run.resumes) == 6
 
 
 def test_step_that_ended_one_of_many_workers_is_not_guarded() -> None:
     """A single loss must not slow the recovery."""
-    fleet = Fleet(4)
-    fleet.train_to(6)
-    fleet.lose(1)
-    fleet.run_until_training()
-    assert [resume.guarded_step for resume in fleet.resumes] == [0]
+    run = PoisonedRun(4)
+    run.train_to(6)
+    run.lose(1)
+    run.run_until_training()
+    assert [resume.guarded_step for resume in run.resumes] == [0]
 
 
 def test_loss_during_an_evaluation_makes_held_out_samples_suspect() -> None:
-    fleet = Fleet(4)
-    fleet.train_to(5)
-    lose_to_microbatch(fleet, 0, 4)
-    ending = fleet.core.state.ending
+    run = PoisonedRun(4)
+    run.train_to(5)
+    lose_to_microbatch(run, 0, 4)
+    ending = run.core.state.ending
     assert ending and "the evaluation after step 5 has ended every worker" in ending.reason
     assert ending.reason.endswith("look at held-out samples 0 to 1")
 
 
 def test_loss_after_a_reported_evaluation_makes_training_samples_suspect() -> None:
-    fleet = Fleet(4)
-    fleet.train_to(5)
-    fleet.deliver_all(Evaluated(fleet.core.state.generation, 5, 1.0))
-    lose_to_microbatch(fleet, 0, 4)
-    ending = fleet.core.state.ending
+    run = PoisonedRun(4)
+    run.train_to(5)
+    run.deliver_all(Evaluated(run.core.state.generation, 5, 1.0))
+    lose_to_microbatch(run, 0, 4)
+    ending = run.core.state.ending
     assert ending and "step 6 has ended every worker" in ending.reason

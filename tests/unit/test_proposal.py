@@ -117,11 +117,11 @@ def test_single_replica_is_chosen_only_if_snapshots_cover_it() -> None:
 
 
 def test_layout_has_no_more_data_ranks_than_microbatches() -> None:
-    few = Job(num_microbatches=3)
-    assert propose(WORKERS, TargetLayout(), job=few) == Assignment(
+    job = Job(num_microbatches=3)
+    assert propose(WORKERS, TargetLayout(), job=job) == Assignment(
         5, Layout(dp=3), WORKERS[:3], ("w3",)
     )
-    assert "3 microbatches" in reason_of(WORKERS, TargetLayout(dp=4), job=few)
+    assert "3 microbatches" in reason_of(WORKERS, TargetLayout(dp=4), job=job)
 
 
 def test_too_few_workers_for_the_model_axes_are_refused() -> None:

@@ -59,9 +59,9 @@ def crash_starting_workers(
     commands: list[Command] = []
     for _ in range(times):
         run.now += after_s
-        dead = newest_worker(run)
-        commands += run.deliver(WorkerLost(dead, "exit code -11", node))
-        while newest_worker(run) == dead:
+        dead_worker = newest_worker(run)
+        commands += run.deliver(WorkerLost(dead_worker, "exit code -11", node))
+        while newest_worker(run) == dead_worker:
             commands += run.wake()
     return commands
 
@@ -199,12 +199,12 @@ def test_standby_worker_on_a_quarantined_node_stays_if_the_run_needs_it() -> Non
 def test_worker_that_joins_on_a_quarantined_node_is_stopped() -> None:
     run = make_run_with_a_starting_worker()
     crash_starting_workers(run, "b", 2)
-    late = newest_worker(run)
-    commands = join(run, late, "b")
-    assert only(StopWorker, commands) == [StopWorker(late, "its node is avoided")]
+    late_worker = newest_worker(run)
+    commands = join(run, late_worker, "b")
+    assert only(StopWorker, commands) == [StopWorker(late_worker, "its node is avoided")]
     [start] = only(StartWorkers, commands)
     assert start.quarantined == ("b",)
-    run.deliver(WorkerLost(late, "stopped", "b"))
+    run.deliver(WorkerLost(late_worker, "stopped", "b"))
     assert join(run, newest_worker(run), "a") and run.core.state.membership.warm >= {
         newest_worker(run)
     }

@@ -75,9 +75,9 @@ def test_run_that_has_not_started_has_no_metrics(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", [ALERTS, BOARD], ids=lambda file: file.name)
 def test_every_metric_in_alerts_and_dashboard_is_exported(file: Path, run: WrittenRun) -> None:
-    named = set(EXPORTED.findall(file.read_text()))
-    assert named
-    assert named <= set(read_values(run))
+    named_metrics = set(EXPORTED.findall(file.read_text()))
+    assert named_metrics
+    assert named_metrics <= set(read_values(run))
 
 
 def test_every_metric_is_documented(run: WrittenRun) -> None:

@@ -76,8 +76,8 @@ def write_checkpoint(run: Path, layout: Layout, writers: set[str] | None = None)
                 full_tensor(SPECS[index])[slices_of(region)].clone(),
             )
         folder = DiskStorage(run).at(folder_of(7, 1))
-        written = write_part(folder, part_name(worker), parts)
-        files.append(PartFile(part_name(worker), *astuple(written)))
+        part_info = write_part(folder, part_name(worker), parts)
+        files.append(PartFile(part_name(worker), *astuple(part_info)))
     return CountingStorage(Path(publish(DiskStorage(run), 7, 1, files, layout, members)))
 
 
@@ -167,8 +167,8 @@ def test_adjacent_pieces_are_read_in_few_requests(
     region = Region.whole((256,))
     tensors = {f"w{i:02}": torch.randn(256) for i in range(64)}
     storage = CountingStorage(tmp_path)
-    written = write_part(storage, "part", {name: (region, t) for name, t in tensors.items()})
-    reader = part_file.PartFileReader(storage, PartFile("part", *astuple(written)))
+    part_info = write_part(storage, "part", {name: (region, t) for name, t in tensors.items()})
+    reader = part_file.PartFileReader(storage, PartFile("part", *astuple(part_info)))
     for names, num_requests in ((sorted(tensors), 4), (["w00", "w01", "w63"], 2)):
         storage.reads.clear()
         tensors_read = {name: torch.empty(256) for name in names}

@@ -91,8 +91,8 @@ def test_losses_joins_and_redone_steps_are_counted(tmp_path: Path) -> None:
     assert membership.total_steps == 20
     assert history.account.split().compute_s == pytest.approx(15 * 0.1)
     assert history.goodput() == pytest.approx(1.5 / (0.5 + 1.9 + 0.2))
-    lost = next(h for h in membership.run_events if h.kind == "lost")
-    assert (lost.worker, lost.node, lost.cause, lost.step) == (
+    loss_event = next(h for h in membership.run_events if h.kind == "lost")
+    assert (loss_event.worker, loss_event.node, loss_event.cause, loss_event.step) == (
         "w3",
         "node-0",
         "connection reset",

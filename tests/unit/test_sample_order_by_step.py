@@ -25,14 +25,14 @@ def test_sample_order_is_frozen():
     assert microbatch_seed(1, 2, 3) == 953_579_239_717_497_660
 
 
-def epochs(num_samples: int, num_epochs: int) -> list[tuple[int, ...]]:
+def samples_by_epoch(num_samples: int, num_epochs: int) -> list[tuple[int, ...]]:
     ids = [range(epoch * num_samples, (epoch + 1) * num_samples) for epoch in range(num_epochs)]
     return [tuple(sample_of(11, i, num_samples) for i in epoch) for epoch in ids]
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 4, 5, 6])
 def test_all_orders_of_a_few_samples_are_equally_likely(num_samples: int):
-    counts = Counter(epochs(num_samples, 20 * factorial(num_samples)))
+    counts = Counter(samples_by_epoch(num_samples, 20 * factorial(num_samples)))
     chi_squared = sum((counts[order] - 20) ** 2 / 20 for order in permutations(range(num_samples)))
     degrees = factorial(num_samples) - 1
     assert chi_squared < degrees + 5 * (2 * degrees) ** 0.5
@@ -41,16 +41,17 @@ def test_all_orders_of_a_few_samples_are_equally_likely(num_samples: int):
 @pytest.mark.parametrize("num_samples", [7, 9, 25])
 def test_odd_and_even_permutations_are_equally_likely(num_samples: int):
     num_odd = sum(
-        sum(a > b for a, b in combinations(order, 2)) % 2 for order in epochs(num_samples, 400)
+        sum(a > b for a, b in combinations(order, 2)) % 2
+        for order in samples_by_epoch(num_samples, 400)
     )
     assert 150 < num_odd < 250
 
 
 def test_neighbours_in_a_large_epoch_are_uncorrelated():
     num_samples = 10**6
-    drawn = [sample_of(3, i, num_samples) / num_samples - 0.5 for i in range(20_000)]
+    samples = [sample_of(3, i, num_samples) / num_samples - 0.5 for i in range(20_000)]
     for lag in (1, 2, 1000, 1001):
-        pairs = list(zip(drawn, drawn[lag:], strict=False))
+        pairs = list(zip(samples, samples[lag:], strict=False))
         correlation = 12 * sum(a * b for a, b in pairs) / len(pairs)
         assert abs(correlation) < 5 / len(pairs) ** 0.5
 

@@ -1,6 +1,6 @@
-"""An exception in each event handler and each command handler in turn, in the real shell.
+"""Exceptions in each event handler and each command handler of the real shell.
 
-If the handler raises once, the run completes. If it raises always, the run ends with the traceback,
+If the handler raises once, the run completes. If it raises always, the run ends with the traceback
 and saved unless that handler is needed for saving.
 """
 

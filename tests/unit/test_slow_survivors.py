@@ -145,7 +145,7 @@ def test_deadlines_of_an_abort_move_by_the_time_that_the_controller_was_down() -
     assert stepped.core.next_deadline() == pytest.approx(deadline + 1000.0)
 
 
-def form_in(stepped: SteppedCore, took_s: float) -> None:
+def form_after(stepped: SteppedCore, took_s: float) -> None:
     """Let all workers connect at the same moment, after `took_s`."""
     assert isinstance(stepped.core.state.phase, Forming)
     started = stepped.now
@@ -159,7 +159,7 @@ def form_in(stepped: SteppedCore, took_s: float) -> None:
     stepped.deliver(*(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in members))
 
 
-def lose(stepped: SteppedCore, worker: str) -> None:
+def lose_worker(stepped: SteppedCore, worker: str) -> None:
     """Lose a worker; the others unwind at once."""
     stepped.deliver(WorkerLost(worker, "killed"))
     stepped.workers.remove(worker)
@@ -169,39 +169,39 @@ def lose(stepped: SteppedCore, worker: str) -> None:
 
 def test_1000_workers_may_take_a_minute_to_form() -> None:
     stepped = commit_steps(SteppedCore(1000), 1, 2)
-    lose(stepped, "w999")
-    form_in(stepped, 60.0)
+    lose_worker(stepped, "w999")
+    form_after(stepped, 60.0)
     assert stepped.core.state.forming.num_attempts == 1
 
 
 def test_forming_timeout_is_a_multiple_of_recent_forming_times() -> None:
     stepped = commit_steps(SteppedCore(8), 1, 2)
-    lose(stepped, "w7")
-    form_in(stepped, 29.0)
-    lose(stepped, "w6")
-    form_in(stepped, 80.0)
+    lose_worker(stepped, "w7")
+    form_after(stepped, 29.0)
+    lose_worker(stepped, "w6")
+    form_after(stepped, 80.0)
 
 
 def test_forming_timeout_grows_after_a_late_forming() -> None:
     """Twenty workers on a busy cluster need 100 s for each forming, and the run does not fail."""
     stepped = commit_steps(SteppedCore(20), 1, 2)
-    lose(stepped, "w19")
+    lose_worker(stepped, "w19")
     abort = stepped.wake_until(Abort)
     assert isinstance(abort, Abort) and "Forming timed out" in abort.cause
     stepped.deliver(*(stepped.unwind(worker, 0.0)[1] for worker in stepped.workers))
     abort = stepped.wake_until(Abort)
     assert isinstance(abort, Abort)
     stepped.deliver(*(stepped.unwind(worker, 0.0)[1] for worker in stepped.workers))
-    form_in(stepped, 100.0)
+    form_after(stepped, 100.0)
 
 
 def test_time_without_a_controller_does_not_count_as_forming_time() -> None:
     stepped = commit_steps(SteppedCore(8), 1, 2)
-    lose(stepped, "w7")
+    lose_worker(stepped, "w7")
     stopped_at = stepped.now
     stepped.now += 500.0
     stepped.deliver(ControllerRestarted(2, stopped_at))
-    form_in(stepped, 2.0)
+    form_after(stepped, 2.0)
     assert stepped.core.state.forming.recent_form_s[-1] == pytest.approx(2.0)
 
 

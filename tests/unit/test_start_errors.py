@@ -28,8 +28,8 @@ from elastic.protocol.events import Event, StepCommitted
 
 Break = Callable[[BrokenShell, BrokenCore], None]
 STEPS = {
-    "fresh": ("lacking lines", "lacking metrics", "clearing away", "opening"),
-    "heir": ("lacking lines", "lacking metrics", "newest generation", "attaching"),
+    "fresh": ("missing lines", "missing metrics", "clearing away", "opening"),
+    "takeover": ("missing lines", "missing metrics", "newest generation", "attaching"),
 }
 CASES = [(kind, step) for kind, steps in STEPS.items() for step in steps]
 
@@ -59,7 +59,7 @@ def break_step(step: str, num: int, error: type[Exception] | None = None) -> Bre
 
 
 def open_run(folder: Path, kind: str, install: Break) -> Stopped:
-    if kind == "heir":
+    if kind == "takeover":
         with pytest.raises(Killed):
             run_shell(folder, die_while_training, may_survive=True)
         [lease_file] = (folder / "lease").iterdir()  # a killed process releases nothing
@@ -78,7 +78,7 @@ def test_single_exception_at_the_start_ends_no_run(tmp_path: Path, kind: str, st
     assert f"Broken: at {step}" in raised["message"] and "Traceback" in raised["traceback"]
     assert len(read_journal(tmp_path, "ControllerRecovered")) == 1
     assert len(read_journal(tmp_path, "RunOpened")) == 1
-    assert len(read_journal(tmp_path, "ControllerRestarted")) == (kind == "heir")
+    assert len(read_journal(tmp_path, "ControllerRestarted")) == (kind == "takeover")
 
 
 @pytest.mark.parametrize(("kind", "step"), CASES)
@@ -98,7 +98,7 @@ def test_start_that_always_raises_ends_the_run_with_the_traceback(
     assert stopped.outcome == "failed", stopped
     assert "failed 3 times in a row" in stopped.reason and f"at {step}" in stopped.reason
     assert "Traceback" in stopped.traceback and "Broken" in stopped.traceback
-    if kind == "heir" and step != "attaching":
+    if kind == "takeover" and step != "attaching":
         assert stopped.step > 0
         assert saved_steps(tmp_path)[-1:] == [stopped.step], "the workers hold the state"
 

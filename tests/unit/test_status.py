@@ -181,10 +181,10 @@ def test_status_of_a_run_whose_driver_died(run: WrittenRun, capsys, owner: dict[
 
 
 def test_status_of_a_run_that_has_only_a_recipe(tmp_path: Path, capsys) -> None:
-    written = WrittenRun(tmp_path / "first")
+    new_run = WrittenRun(tmp_path / "first")
     (tmp_path / "first" / "recipe.json").write_text("{}")
-    assert "first · not begun" in status_page(capsys, written)
-    assert status_json(capsys, written)["goodput"]["goodput"] is None
+    assert "first · not begun" in status_page(capsys, new_run)
+    assert status_json(capsys, new_run)["goodput"]["goodput"] is None
 
 
 def test_status_writes_no_files(run: WrittenRun, capsys) -> None:
@@ -225,11 +225,11 @@ def test_worker_hours_are_priced(run: WrittenRun, capsys) -> None:
 def test_status_page_lists_at_most_40_of_many_workers_in_short_lines(
     tmp_path: Path, capsys
 ) -> None:
-    written = WrittenRun(tmp_path / "first", now=time.time() - 60)
+    large_run = WrittenRun(tmp_path / "first", now=time.time() - 60)
     (tmp_path / "first" / "recipe.json").write_text("{}")
-    written.start(500)
-    write_lease(written)
-    page = status_page(capsys, written)
+    large_run.start(500)
+    write_lease(large_run)
+    page = status_page(capsys, large_run)
     assert "and 460 more: --json lists all" in page
     assert max(len(line) for line in page.splitlines()) <= 110
 
@@ -254,10 +254,10 @@ def test_logs_show_one_worker(run: WrittenRun, capsys) -> None:
 
 def test_run_status_depends_only_on_the_given_time(run: WrittenRun) -> None:
     """A status of the past stays the same."""
-    written = WrittenRun(run.folder.path.parent / "second")
-    written.start(2)
+    second_run = WrittenRun(run.folder.path.parent / "second")
+    second_run.start(2)
     past_status = RunStatus(
-        "second", "x", MIDNIGHT + 10, read_history(written.folder), {"pid": 1, "host": "a"}
+        "second", "x", MIDNIGHT + 10, read_history(second_run.folder), {"pid": 1, "host": "a"}
     )
     assert past_status.split.wall_s == pytest.approx(10.0)
     assert past_status.phase == "training"

@@ -68,10 +68,10 @@ def test_in_process_run_driven_by_another_process_keeps_its_recipe(
 class Controller:
     """A substitute for `Drive` that claims the run or is refused."""
 
-    seen: int
+    stored_steps_at_start: int
 
     def __init__(self, run: RunSpec) -> None:
-        self.seen = stored_steps(Path(run.folder))
+        self.stored_steps_at_start = stored_steps(Path(run.folder))
         claim(open_storage(run.folder)).release()
 
 
@@ -91,7 +91,7 @@ def test_run_on_ray_driven_by_another_process_keeps_its_recipe(
 
 def test_controller_that_starts_finds_the_new_recipe(run: Path, without_ray) -> None:
     plan = make_plan(make_request(run.parent, 9), num_gpus=0)
-    assert drive._begin(plan, plan.run).seen == 9
+    assert drive._begin(plan, plan.run).stored_steps_at_start == 9
 
 
 def test_recipe_is_stored_once_the_controller_has_the_run(
@@ -107,5 +107,5 @@ def test_recipe_is_stored_once_the_controller_has_the_run(
 
     monkeypatch.setattr(drive, "Drive", Patient)
     plan = make_plan(make_request(driven_run.parent, 9), num_gpus=0)
-    assert drive._begin(plan, plan.run).seen == 5
+    assert drive._begin(plan, plan.run).stored_steps_at_start == 5
     assert stored_steps(driven_run) == 9

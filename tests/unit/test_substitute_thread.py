@@ -24,28 +24,28 @@ from pipelines.loop.loop import Loop
 SPENT_S = 0.05
 
 
-def spend(spent: threading.Event, over: threading.Event) -> None:
+def compute_then_wait(has_computed: threading.Event, may_end: threading.Event) -> None:
     start_s = time.thread_time()
     while time.thread_time() - start_s < SPENT_S:
         torch.ones(64, 64).mm(torch.ones(64, 64))
-    spent.set()
-    over.wait()
+    has_computed.set()
+    may_end.wait()
 
 
 def test_compute_time_includes_the_substitute() -> None:
     forget_substitute(threading.get_ident())  # may remain from other tests
-    spent, over = threading.Event(), threading.Event()
-    thread = threading.Thread(target=spend, args=[spent, over])
+    has_computed, may_end = threading.Event(), threading.Event()
+    thread = threading.Thread(target=compute_then_wait, args=[has_computed, may_end])
     clock, computed_before_s = ThreadClock(), computed_s()
     clock_before_s = clock.now()
     thread.start()
     with stood_in_for(thread):
         assert working_thread(threading.get_ident()) == thread.ident
-        spent.wait()
+        has_computed.wait()
         assert computed_s() - computed_before_s >= SPENT_S
         assert clock.now() - clock_before_s >= 0.9 * SPENT_S
     assert working_thread(threading.get_ident()) == threading.get_ident()
-    over.set()
+    may_end.set()
     thread.join()
 
 
