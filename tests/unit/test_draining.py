@@ -90,7 +90,7 @@ def quiesce(core: Core, *workers: str, step: int = 1, now: float = START) -> lis
     return deliver(core, *events, now=now)
 
 
-def only(kind: type, commands: list[Command]) -> list[Any]:
+def select(kind: type, commands: list[Command]) -> list[Any]:
     return [command for command in commands if isinstance(command, kind)]
 
 
@@ -107,7 +107,7 @@ def test_node_drains_at_the_next_step_boundary_if_it_comes_in_time() -> None:
     assert drain_node(core, "b", 30.0) == [Pause(1, ("w0", "w1", "w2", "w3"), "members drain")]
     commit(core, 2, START + STEP_S)
     commands = deliver(core, *(Paused(f"w{i}", 1, 2) for i in range(4)), now=START + STEP_S)
-    [form_order] = only(Form, commands)
+    [form_order] = select(Form, commands)
     assert form_order.assignment.members == ("w0", "w1")
     assert core.state.committed_step == 2
 
@@ -115,30 +115,30 @@ def test_node_drains_at_the_next_step_boundary_if_it_comes_in_time() -> None:
 def test_node_that_ends_before_a_step_boundary_drains_at_once() -> None:
     core = make_training_core("aabb")
     commands = drain_node(core, "b", 3.0)
-    assert [c.worker for c in only(StopWorker, commands)] == ["w2", "w3"]
-    assert [c.workers for c in only(Abort, commands)] == [("w0", "w1")]
-    [form_order] = only(Form, quiesce(core, "w0", "w1"))
+    assert [c.worker for c in select(StopWorker, commands)] == ["w2", "w3"]
+    assert [c.workers for c in select(Abort, commands)] == [("w0", "w1")]
+    [form_order] = select(Form, quiesce(core, "w0", "w1"))
     assert form_order.plan.step == 1, "no committed step is redone"
     assert form_order.plan.participants == ("w0", "w1")
 
 
 def test_drain_waits_for_a_step_boundary_that_is_near() -> None:
     core = make_training_core("aabb")
-    assert only(Pause, drain_node(core, "b", 3.0, now=START + 3.5))
+    assert select(Pause, drain_node(core, "b", 3.0, now=START + 3.5))
 
 
 def test_drain_waits_for_a_step_boundary_if_no_step_was_timed() -> None:
     core = make_training_core("aabb")
     core.state.steps.recent_step_s.clear()
-    assert only(Pause, drain_node(core, "b", 3.0))
+    assert select(Pause, drain_node(core, "b", 3.0))
 
 
 def test_draining_worker_with_the_only_copy_of_a_shard_sends_it() -> None:
     core = make_training_core("ab", layout="fsdp=2")
     commands = drain_node(core, "b", 3.0)
-    assert not only(StopWorker, commands)
-    assert [c.workers for c in only(Abort, commands)] == [("w0", "w1")]
-    [form_order] = only(Form, quiesce(core, "w0", "w1"))
+    assert not select(StopWorker, commands)
+    assert [c.workers for c in select(Abort, commands)] == [("w0", "w1")]
+    [form_order] = select(Form, quiesce(core, "w0", "w1"))
     assert form_order.assignment.members == ("w0",)
     assert form_order.plan.participants == ("w0", "w1")
     assert form_order.plan.step == 1
@@ -150,9 +150,9 @@ def test_draining_worker_with_the_only_copy_of_a_shard_sends_it() -> None:
 def test_drain_leaves_time_to_send_the_only_copy_of_a_shard() -> None:
     core = make_training_core("ab", layout="fsdp=2")
     core.state.forming.reshard_s = 5.0
-    assert only(Abort, drain_node(core, "b", 8.0)), "only 4 s would remain at the step boundary"
+    assert select(Abort, drain_node(core, "b", 8.0)), "only 4 s would remain at the step boundary"
     core = make_training_core("ab", layout="fsdp=2")
-    assert only(Pause, drain_node(core, "b", 8.0))
+    assert select(Pause, drain_node(core, "b", 8.0))
 
 
 def test_drain_aborts_if_the_step_boundary_does_not_come_in_time() -> None:
@@ -162,25 +162,25 @@ def test_drain_aborts_if_the_step_boundary_does_not_come_in_time() -> None:
     assert core.next_deadline() == START + 10.0
     commands = deliver(core, Woke(), now=START + 10.0)
     assert isinstance(core.state.phase, Aborting)
-    assert [c.workers for c in only(Abort, commands)] == [("w0", "w1")]
+    assert [c.workers for c in select(Abort, commands)] == [("w0", "w1")]
 
 
 def test_nodes_that_drain_together_do_not_count_as_replicas_of_each_other() -> None:
     """One of two replicas is released if the other stays; neither is if both nodes end."""
     core = make_training_core("abc", layout="dp=2")
     assert core.state.live.members() == ("w0", "w1")
-    assert [c.worker for c in only(StopWorker, drain_node(core, "a", 3.0))] == ["w0"]
+    assert [c.worker for c in select(StopWorker, drain_node(core, "a", 3.0))] == ["w0"]
     core = make_training_core("abc", layout="dp=2")
     drain_node(core, "b", 30.0)
     deliver(core, NodeDraining("a", START + 30.0), now=START)
     commands = deliver(core, Woke(), now=START + 30.0)
-    assert only(Abort, commands) and not only(StopWorker, commands)
+    assert select(Abort, commands) and not select(StopWorker, commands)
 
 
 def test_run_that_would_fall_below_its_minimum_saves_and_trains_on() -> None:
     core = make_training_core("ab", min_workers=2)
     commands = drain_node(core, "b", 120.0)
-    assert only(RequestCheckpoint, commands) and not only(Pause, commands)
+    assert select(RequestCheckpoint, commands) and not select(Pause, commands)
     assert isinstance(core.state.phase, Running)
     commit(core, 2, START + 119.0)
     deliver(core, Woke(), now=START + 121.0)
@@ -190,13 +190,13 @@ def test_run_that_would_fall_below_its_minimum_saves_and_trains_on() -> None:
 def test_node_drains_once_a_replacement_is_ready() -> None:
     core = make_training_core("ab", min_workers=2)
     drain_node(core, "b", 120.0)
-    assert only(Pause, deliver(core, WorkerReady("w2", "c", 1), now=START + 20.0))
+    assert select(Pause, deliver(core, WorkerReady("w2", "c", 1), now=START + 20.0))
 
 
 def test_worker_drained_by_name_drains_even_below_the_minimum() -> None:
     core = make_training_core("ab", min_workers=2)
     drain_node(core, "b", 120.0)
-    assert only(Pause, deliver(core, WorkerDraining("w1", "requested"), now=START))
+    assert select(Pause, deliver(core, WorkerDraining("w1", "requested"), now=START))
 
 
 def test_worker_that_joins_on_a_draining_node_is_stopped() -> None:
@@ -253,9 +253,9 @@ def test_snapshot_placement_avoids_a_draining_node() -> None:
     """Its worker trains on, since too few would stay; but no snapshots go there any more."""
     core = make_training_core("abc", layout="fsdp=3", min_workers=3, snapshot_every=1)
     snapshot_servers = [SnapshotServerReady(SnapshotServer(n, "", n, "host", 1)) for n in "abc"]
-    [before] = only(StartSnapshots, deliver(core, *snapshot_servers, now=START))
+    [before] = select(StartSnapshots, deliver(core, *snapshot_servers, now=START))
     assert snapshot_nodes(before) == [["a", "b"], ["b", "c"], ["c", "a"]]
-    [after] = only(StartSnapshots, drain_node(core, "c", 120.0))
+    [after] = select(StartSnapshots, drain_node(core, "c", 120.0))
     assert snapshot_nodes(after) == [["a", "b"], ["b", "a"], ["a"]]
 
 

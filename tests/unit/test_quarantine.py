@@ -66,7 +66,7 @@ def crash_starting_workers(
     return commands
 
 
-def only(kind: type, commands: list[Command]) -> list[Command]:
+def select(kind: type, commands: list[Command]) -> list[Command]:
     return [command for command in commands if isinstance(command, kind)]
 
 
@@ -85,51 +85,51 @@ def make_run_with_a_starting_worker(nodes: str = "aab", **policy: float) -> Step
 
 def test_node_with_repeated_crashes_is_quarantined() -> None:
     run = make_run_with_a_starting_worker()
-    assert only(NodeQuarantined, crash_starting_workers(run, "b")) == []
+    assert select(NodeQuarantined, crash_starting_workers(run, "b")) == []
     commands = crash_starting_workers(run, "b")
-    [quarantined] = only(NodeQuarantined, commands)
+    [quarantined] = select(NodeQuarantined, commands)
     assert quarantined == NodeQuarantined(
         "b", quarantined.until, "workers have crashed there 3 times"
     )
-    assert only(StartWorkers, commands) == [StartWorkers((newest_worker(run),), ("b",))]
+    assert select(StartWorkers, commands) == [StartWorkers((newest_worker(run),), ("b",))]
     assert isinstance(run.core.state.phase, Running), "the others train on"
 
 
 def test_node_with_crashes_in_quick_succession_is_quarantined() -> None:
     run = make_run_with_a_starting_worker(restart_backoff_s=0.1)
     commands = crash_starting_workers(run, "b", 2, after_s=0.3)
-    assert [quarantined.node for quarantined in only(NodeQuarantined, commands)] == ["b"]
+    assert [quarantined.node for quarantined in select(NodeQuarantined, commands)] == ["b"]
 
 
 def test_crashes_outside_the_window_do_not_count() -> None:
     run = make_run_with_a_starting_worker(crash_window_s=300.0)
     crash_starting_workers(run, "b")
     run.commit(600)
-    assert only(NodeQuarantined, crash_starting_workers(run, "b", 2)) == []
-    assert only(NodeQuarantined, crash_starting_workers(run, "b"))
+    assert select(NodeQuarantined, crash_starting_workers(run, "b", 2)) == []
+    assert select(NodeQuarantined, crash_starting_workers(run, "b"))
 
 
 def test_only_node_is_not_quarantined() -> None:
     run = make_run_with_a_starting_worker("aa")
-    assert only(NodeQuarantined, crash_starting_workers(run, "a", 10)) == []
+    assert select(NodeQuarantined, crash_starting_workers(run, "a", 10)) == []
     assert run.core.state.ending is None
 
 
 def test_quarantine_after_0_disables_quarantine() -> None:
     run = make_run_with_a_starting_worker(quarantine_after=0)
-    assert only(NodeQuarantined, crash_starting_workers(run, "b", 10)) == []
+    assert select(NodeQuarantined, crash_starting_workers(run, "b", 10)) == []
 
 
 def test_loss_of_a_whole_node_counts_as_one_crash() -> None:
     run = make_training_run("aabbbb", quarantine_after=2)
     commands = run.deliver(*(WorkerLost(f"w{i}", "killed", "b") for i in range(2, 6)))
-    assert only(NodeQuarantined, commands) == []
+    assert select(NodeQuarantined, commands) == []
 
 
 def test_losses_on_several_nodes_at_once_count_for_no_node() -> None:
     run = make_training_run("aabc", quarantine_after=1)
     commands = run.deliver(WorkerLost("w1", "killed", "a"), WorkerLost("w2", "killed", "b"))
-    assert [c.node for c in only(NodeQuarantined, commands)] == ["a"], (
+    assert [c.node for c in select(NodeQuarantined, commands)] == ["a"], (
         "the first loss counts while it is the only one"
     )
     assert run.core.state.quarantine.until == {}, "the second loss at that moment clears the node"
@@ -138,10 +138,10 @@ def test_losses_on_several_nodes_at_once_count_for_no_node() -> None:
 def test_planned_drain_is_no_crash() -> None:
     run = make_training_run("aab", quarantine_after=1)
     run.deliver(WorkerDraining("w2", "requested"))
-    assert only(NodeQuarantined, run.deliver(WorkerLost("w2", "killed", "b"))) == []
+    assert select(NodeQuarantined, run.deliver(WorkerLost("w2", "killed", "b"))) == []
     run = make_training_run("aab", quarantine_after=1)
     run.deliver(NodeDraining("b", run.now + 1e6))
-    assert only(NodeQuarantined, run.deliver(WorkerLost("w2", "its node is gone", "b"))) == []
+    assert select(NodeQuarantined, run.deliver(WorkerLost("w2", "its node is gone", "b"))) == []
 
 
 def test_crashes_that_follow_a_batch_do_not_count_for_the_node() -> None:
@@ -153,10 +153,10 @@ def test_crashes_that_follow_a_batch_do_not_count_for_the_node() -> None:
     assert "w2" not in participants
     run.now += 10.0
     commands = run.deliver(WorkerLost("w3", "exit code -11", "b", is_crash=True))
-    assert only(NodeQuarantined, commands), "both crashes on one node count"
+    assert select(NodeQuarantined, commands), "both crashes on one node count"
     run.now += 10.0
     commands = run.deliver(WorkerLost("w1", "killed", "a"))
-    [released] = only(NodeReleased, commands)
+    [released] = select(NodeReleased, commands)
     assert (released.node, run.core.state.quarantine.until) == ("b", {})
 
 
@@ -164,7 +164,7 @@ def test_node_is_not_quarantined_if_workers_on_others_crash_as_often() -> None:
     run = make_run_with_a_starting_worker("abc")
     crash_starting_workers(run, "a")
     crash_starting_workers(run, "b")
-    assert only(NodeQuarantined, crash_starting_workers(run, "b", 1)) == []
+    assert select(NodeQuarantined, crash_starting_workers(run, "b", 1)) == []
     assert run.core.state.quarantine.until == {}
 
 
@@ -187,13 +187,13 @@ def test_members_on_a_quarantined_node_train_on() -> None:
 def test_standby_workers_on_a_quarantined_node_are_stopped() -> None:
     run = make_training_run("aabb", num_standby=1, quarantine_after=1)
     commands = run.deliver(WorkerLost("w2", "killed", "b"))
-    assert only(StopWorker, commands) == [StopWorker("w3", "its node is avoided")]
+    assert select(StopWorker, commands) == [StopWorker("w3", "its node is avoided")]
 
 
 def test_standby_worker_on_a_quarantined_node_stays_if_the_run_needs_it() -> None:
     run = make_training_run("aabb", min_workers=3, num_standby=1, quarantine_after=1)
     commands = run.deliver(WorkerLost("w2", "killed", "b"))
-    assert only(NodeQuarantined, commands) and not only(StopWorker, commands)
+    assert select(NodeQuarantined, commands) and not select(StopWorker, commands)
 
 
 def test_worker_that_joins_on_a_quarantined_node_is_stopped() -> None:
@@ -201,8 +201,8 @@ def test_worker_that_joins_on_a_quarantined_node_is_stopped() -> None:
     crash_starting_workers(run, "b", 2)
     late_worker = newest_worker(run)
     commands = join(run, late_worker, "b")
-    assert only(StopWorker, commands) == [StopWorker(late_worker, "its node is avoided")]
-    [start] = only(StartWorkers, commands)
+    assert select(StopWorker, commands) == [StopWorker(late_worker, "its node is avoided")]
+    [start] = select(StartWorkers, commands)
     assert start.quarantined == ("b",)
     run.deliver(WorkerLost(late_worker, "stopped", "b"))
     assert join(run, newest_worker(run), "a") and run.core.state.membership.warm >= {
@@ -222,10 +222,10 @@ def test_quarantined_node_is_used_again_after_its_time() -> None:
         StopWorker(waiting_worker, "it can now start on more nodes"),
         StartWorkers((newest_worker(run),), ()),
     ]
-    assert only(NodeQuarantined, crash_starting_workers(run, "b", 2)) == [], (
+    assert select(NodeQuarantined, crash_starting_workers(run, "b", 2)) == [], (
         "earlier crashes do not count any more"
     )
-    assert only(NodeQuarantined, crash_starting_workers(run, "b"))
+    assert select(NodeQuarantined, crash_starting_workers(run, "b"))
 
 
 def test_quarantined_node_is_released_early_if_other_nodes_have_too_few_workers() -> None:
@@ -233,13 +233,13 @@ def test_quarantined_node_is_released_early_if_other_nodes_have_too_few_workers(
     run.lose("w2")
     assert isinstance(run.core.state.phase, Waiting)
     commands = crash_starting_workers(run, "b", 2)
-    assert only(NodeQuarantined, commands)
+    assert select(NodeQuarantined, commands)
     quarantined_at = run.now
     while run.core.state.quarantine.until:
         commands = run.wake()
     assert run.now <= quarantined_at + 60.0
     released = NodeReleased("b", "too few workers arrived on other nodes")
-    assert only(NodeReleased, commands) == [released]
+    assert select(NodeReleased, commands) == [released]
     join(run, newest_worker(run), "b")
     assert isinstance(run.core.state.phase, Forming)
 
@@ -247,10 +247,10 @@ def test_quarantined_node_is_released_early_if_other_nodes_have_too_few_workers(
 def test_wait_for_workers_is_reported_during_a_quarantine() -> None:
     run = make_training_run("ab", min_workers=2)
     run.lose("w1")
-    assert not only(Stopped, crash_starting_workers(run, "b", 2))
+    assert not select(Stopped, crash_starting_workers(run, "b", 2))
     assert isinstance(run.core.state.phase, Waiting)
     assert "1 of at least 2 workers" in run.core.state.phase.reason
-    assert only(Waited, run.wake()) == []
+    assert select(Waited, run.wake()) == []
 
 
 def test_quarantine_state_survives_the_journal() -> None:
@@ -266,7 +266,7 @@ def test_losses_at_the_same_moment_count_for_no_node_even_among_starting_workers
     assert run.core.state.quarantine.until == {}
     run.now += 5.0
     commands = run.deliver(WorkerLost("w1", "killed", "a"))
-    assert only(NodeQuarantined, commands) == [], "all losses belong to one step"
+    assert select(NodeQuarantined, commands) == [], "all losses belong to one step"
 
 
 def kill_newest_member(run: SteppedRun, node: str, after_s: float, is_crash: bool = False) -> float:
@@ -285,7 +285,7 @@ def kill_newest_member(run: SteppedRun, node: str, after_s: float, is_crash: boo
     generation, step = run.core.state.generation, run.core.state.committed_step
     run.deliver(*(Quiesced(w, generation, step) for w in survivors))
     run.form()
-    return run.now if only(NodeQuarantined, commands) else 0.0
+    return run.now if select(NodeQuarantined, commands) else 0.0
 
 
 def test_kills_after_useful_work_do_not_quarantine_a_node_but_crashes_do() -> None:
@@ -307,7 +307,7 @@ def break_device_of_newest_member(run: SteppedRun, node: str, after_s: float) ->
     run.now += after_s
     generation, step = run.core.state.generation, run.core.state.committed_step
     raised = WorkerRaised(worker, generation, "device", "CUDA error: uncorrectable ECC error", "")
-    assert only(StopWorker, run.deliver(raised))
+    assert select(StopWorker, run.deliver(raised))
     commands = run.deliver(WorkerLost(worker, "exit code -9", node))
     survivors = [w for w in run.core.state.live.members() if w in run.core.state.membership.records]
     commands += run.deliver(*(Quiesced(w, generation, step) for w in survivors))
@@ -321,7 +321,7 @@ def test_broken_devices_quarantine_a_node_also_after_long_useful_work() -> None:
     run.form()
     run.core.state.quarantine.crashes = []
     commands_of_quarantine = [
-        only(NodeQuarantined, break_device_of_newest_member(run, "b", 60.0)) for _ in range(3)
+        select(NodeQuarantined, break_device_of_newest_member(run, "b", 60.0)) for _ in range(3)
     ]
     assert [bool(quarantined) for quarantined in commands_of_quarantine] == [False, False, True]
     assert "b" in run.core.state.quarantine.until
@@ -332,7 +332,7 @@ def test_broken_device_of_a_draining_worker_counts() -> None:
     run.deliver(WorkerDraining("w2", "requested"))
     generation = run.core.state.generation
     run.deliver(WorkerRaised("w2", generation, "device", "CUDA error", ""))
-    assert only(NodeQuarantined, run.deliver(WorkerLost("w2", "exit code -9", "b")))
+    assert select(NodeQuarantined, run.deliver(WorkerLost("w2", "exit code -9", "b")))
 
 
 def test_kills_before_any_useful_work_quarantine_a_node() -> None:
@@ -350,7 +350,7 @@ def test_quarantined_node_without_alternative_is_reused_after_doubling_pauses() 
         while run.core.state.quarantine.until:
             commands = run.wake()
         pauses.append(run.now - quarantined_at)
-        assert only(StartWorkers, commands)[-1].quarantined == ()
+        assert select(StartWorkers, commands)[-1].quarantined == ()
     assert [round(pause) for pause in pauses] == [30, 60, 120]
 
 
@@ -362,7 +362,7 @@ def test_quarantine_lasts_while_other_capacity_is_there() -> None:
     run.pause()
     run.form()
     run.now = quarantined_at + 3000.0
-    assert only(NodeReleased, run.deliver(Woke())) == []
+    assert select(NodeReleased, run.deliver(Woke())) == []
     assert "b" in run.core.state.quarantine.until
 
 
