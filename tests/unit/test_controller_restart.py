@@ -176,9 +176,8 @@ def test_lease_of_a_dead_controller_is_kept_while_its_cluster_may_restart_it(
         claim(run, address, "a")
         [lease_file] = (tmp_path / "lease").iterdir()
         content = json.loads(lease_file.read_text())
-        lease_file.write_text(
-            json.dumps({**content, "started": 0.0})
-        )  # another process has that pid
+        # Another process has that pid.
+        lease_file.write_text(json.dumps({**content, "started": 0.0}))
         with pytest.raises(RunTaken):
             claim(run, "127.0.0.1:1", "b")
         assert owner_of(run)

@@ -112,7 +112,7 @@ def is_pausing(run: SteppedRun) -> bool:
 
 
 def test_growth_that_pays_pauses_the_run_at_once() -> None:
-    """The growth halves the step time; no member was ever lost, so it is expected to last."""
+    """The growth halves the step time, and earlier losses do not shorten its expected use."""
     run = make_training_run(pause_s=3.0)
     replace_member(run, "w1")
     assert is_pausing(run)

@@ -149,9 +149,8 @@ def test_compacted_segment_replaces_its_segments() -> None:
     assert read_numbers(log) == [3, *range(20, 30)]  # before the replaced segments are removed
     log.remove_segments(closed)
     assert read_numbers(log) == [3, *range(20, 30)]
-    assert read_numbers(log, begins[1]) == list(
-        range(20, 30)
-    )  # the compacted segment has been read
+    # The compacted segment has been read.
+    assert read_numbers(log, begins[1]) == list(range(20, 30))
     assert log.find_newest(b'"number": 3,') == 0
     writer = open_lines(log)
     writer.write({"number": 30})
