@@ -191,7 +191,7 @@ class BrokenShell(Shell):
             raise self.error(f"at {kind}")
 
 
-def make_record(step: int, generation: int) -> StepRecord:
+def record_of(step: int, generation: int) -> StepRecord:
     return StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 0.001, skipped=False)
 
 
@@ -250,9 +250,7 @@ class TrainingFleet:
             case Abort():
                 self._halt()
                 vote = Vote(self._step, 1.0, 1, 1.0, 2) if self._step else None
-                records = tuple(
-                    make_record(step + 1, self._generation) for step in range(self._step)
-                )
+                records = tuple(record_of(step + 1, self._generation) for step in range(self._step))
                 report = (order.generation, self._step, vote, False, False, records)
                 self._post(Quiesced(worker, *report) for worker in workers)
             case RollForward():
@@ -277,7 +275,7 @@ class TrainingFleet:
             step, generation = self._step, self._generation
             saves, self._is_save_requested = self._is_save_requested, False
             pauses = self._is_pause_requested
-            record = make_record(step, generation)
+            record = record_of(step, generation)
             vote = Vote(step, 1.0, 1, 1.0, 2, num_pause_requests=pauses, num_save_requests=saves)
             self.shell.post(StepCommitted(generation, record, vote))
             if saves:
@@ -336,7 +334,7 @@ def run_shell(
     actor: str = "actor",
     may_survive: bool = False,
 ) -> Stopped:
-    """Run it to its end; with `may_survive`, the workers of a dead controller train on."""
+    """Run a shell to its end; with `may_survive`, the workers of a dead controller train on."""
     fleet = TrainingFleet(folder, samples, steps)
     run = DiskStorage(folder)
     lease = claim(run, actor=actor)
@@ -346,17 +344,13 @@ def run_shell(
     shell._guarded = type(shell._guarded)(core, shell._serve)
     fleet.shell = shell
     install_fault(shell, core)
-    pending_commands = list(extra)
+    pending = list(extra)
     write_event = shell._write_event
 
     def write_with_pending(place: str, event: Event, commands: list[Command]) -> None:
-        if (
-            isinstance(event, StepCommitted)
-            and event.record.step == EVENTFUL_STEP
-            and pending_commands
-        ):
-            commands += pending_commands
-            pending_commands.clear()
+        if isinstance(event, StepCommitted) and event.record.step == EVENTFUL_STEP and pending:
+            commands += pending
+            pending.clear()
         write_event(place, event, commands)
 
     shell._write_event = write_with_pending  # type: ignore[method-assign]

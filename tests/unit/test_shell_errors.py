@@ -1,7 +1,7 @@
 """Exceptions in each event handler and each command handler of the real shell.
 
-If the handler raises once, the run completes. If it raises always, the run ends with the traceback
-and saved unless that handler is needed for saving.
+If the handler raises once, the run completes. If it always raises, the run ends with the
+traceback, and its state is saved unless that handler is needed for saving.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """An exception in each step of opening a run, or of taking it over from a dead controller.
 
-If the step raises once, the run completes. If it raises always, the run ends with the traceback,
-and saved if there is state to save. The controller waits for storage that does not answer.
+If the step raises once, the run completes. If it always raises, the run ends with the traceback,
+and its state is saved if there is any. The controller waits for storage that does not answer.
 """
 
 from __future__ import annotations

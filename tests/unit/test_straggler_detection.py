@@ -30,7 +30,7 @@ def make_training_run(num_workers: int, num_members: int, **policy: float) -> St
     return run
 
 
-def deliver(run: SteppedRun, times: dict[str, float], num_reports: int = 1) -> list[Command]:
+def report_times(run: SteppedRun, times: dict[str, float], num_reports: int = 1) -> list[Command]:
     """Deliver reports of the compute time of each member: 1 s unless `times` has another."""
     commands: list[Command] = []
     for _ in range(num_reports):
@@ -63,8 +63,8 @@ def test_slowest_worker_comes_first() -> None:
 
 def test_standby_worker_replaces_a_straggler_at_the_step_boundary() -> None:
     run = make_training_run(4, 3)
-    assert deliver(run, {"w1": 3.0}, 2) == []
-    replaced, pause = deliver(run, {"w1": 3.0})
+    assert report_times(run, {"w1": 3.0}, 2) == []
+    replaced, pause = report_times(run, {"w1": 3.0})
     cause = "it computes 3.0 times as long as the others that do the same work"
     assert replaced == Replaced("w1", cause)
     assert pause == Pause(1, ("w0", "w1", "w2"), "members drain")
@@ -81,20 +81,20 @@ def test_standby_worker_replaces_a_straggler_at_the_step_boundary() -> None:
 def test_only_consecutive_slow_reports_count() -> None:
     run = make_training_run(4, 3)
     for _ in range(5):
-        assert deliver(run, {"w1": 3.0}, 2) == []
-        assert deliver(run, {}) == []
+        assert report_times(run, {"w1": 3.0}, 2) == []
+        assert report_times(run, {}) == []
 
 
 def test_straggler_without_standby_worker_is_reported_once_and_replaced_later() -> None:
     run = make_training_run(3, 3)
-    [warned] = deliver(run, {"w1": 3.0}, 20)
+    [warned] = report_times(run, {"w1": 3.0}, 20)
     assert isinstance(warned, Warned) and warned.kind == "straggler"
     assert "w1 on node is a straggler" in warned.text
     run.core.state.layouts.target = TargetLayout.parse("dp=3", 4)
     run.core.state.policy = open_run(1, 4, **POLICY).state.policy
     run.commit()
     run.join("w3")
-    commands = deliver(run, {"w1": 3.0})
+    commands = report_times(run, {"w1": 3.0})
     assert [c.worker for c in commands if isinstance(c, Replaced)] == ["w1"]
 
 
@@ -103,7 +103,7 @@ def test_draining_standby_worker_does_not_replace_a_straggler() -> None:
     run.deliver(NodeDraining("other", 1e9))
     run.core.state.membership.records["w3"].node = "other"
     run.core.state.membership.draining.add("w3")
-    assert [type(c) for c in deliver(run, {"w1": 3.0}, 3)] == [Warned]
+    assert [type(c) for c in report_times(run, {"w1": 3.0}, 3)] == [Warned]
 
 
 def test_replacements_that_do_not_help_are_made_ever_more_rarely() -> None:
@@ -111,7 +111,7 @@ def test_replacements_that_do_not_help_are_made_ever_more_rarely() -> None:
     run, waits = make_training_run(4, 3), []
     for _ in range(3):
         num_reports, slow = 0, run.core.state.live.members()[1]
-        while not any(isinstance(c, Replaced) for c in deliver(run, {slow: 3.0})):
+        while not any(isinstance(c, Replaced) for c in report_times(run, {slow: 3.0})):
             num_reports += 1
         waits.append(num_reports + 1)
         run.pause()
@@ -122,7 +122,7 @@ def test_replacements_that_do_not_help_are_made_ever_more_rarely() -> None:
 
 def test_report_of_another_generation_or_repeated_report_changes_nothing() -> None:
     run = make_training_run(4, 3)
-    deliver(run, {"w1": 3.0})
+    report_times(run, {"w1": 3.0})
     before = encode(run.core.state)
     state = run.core.state
     for generation, step in ((state.generation - 1, 99), (state.generation, state.committed_step)):
@@ -132,16 +132,16 @@ def test_report_of_another_generation_or_repeated_report_changes_nothing() -> No
 
 def test_straggler_counts_survive_a_restart_of_the_controller() -> None:
     run = make_training_run(4, 3)
-    deliver(run, {"w1": 3.0}, 2)
+    report_times(run, {"w1": 3.0}, 2)
     restarted = SteppedRun(Core(decode(ControllerState, encode(run.core.state))))
     restarted.now = run.now
-    assert [type(c) for c in deliver(restarted, {"w1": 3.0})] == [Replaced, Pause]
+    assert [type(c) for c in report_times(restarted, {"w1": 3.0})] == [Replaced, Pause]
 
 
 @pytest.mark.parametrize("min_workers", [3, 4])
 def test_straggler_is_replaced_only_above_the_minimum_of_workers(min_workers: int) -> None:
     run = make_training_run(4, 3)
     run.core.state.policy = open_run(min_workers, 4, **POLICY).state.policy
-    commands = deliver(run, {"w1": 3.0}, 3)
+    commands = report_times(run, {"w1": 3.0}, 3)
     assert any(isinstance(c, Replaced) for c in commands) == (min_workers == 3)
     assert not any(isinstance(c, Form | StopWorker) for c in commands)
