@@ -105,7 +105,7 @@ def draw_splits(
 def draw_any_event(random: Random, core: Core) -> Event:
     """Any event, mostly about present workers and steps, sometimes about unknown or old ones."""
     state = core.state
-    worker = random.choice([*sorted(state.membership.records), "stranger"])
+    worker = random.choice([*sorted(state.membership.records), "unknown"])
     generation = state.generation - (random.random() < 0.2)
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
     record, vote = make_step(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))

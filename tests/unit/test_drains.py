@@ -62,7 +62,7 @@ def test_notice_reaches_ray_later_if_ray_is_unreachable() -> None:
 
 def test_drains_of_ray_count_only_for_nodes_of_the_run() -> None:
     exchange = Exchange()
-    exchange.ray_drains = {"a": 700.0, "stranger": 700.0}
+    exchange.ray_drains = {"a": 700.0, "unknown": 700.0}
     exchange.drains.exchange({"a", "b"})
     exchange.drains.exchange({"a", "b"})
     assert exchange.events == [NodeDraining("a", 700.0, "Ray drains it")]
