@@ -92,13 +92,13 @@ def test_operation_that_cannot_be_recorded_is_executed(
 def test_truncated_normal_values_are_those_of_torch() -> None:
     values = InitialValues(Large, 1, most_bytes=0)
     with pytest.warns(UserWarning):
-        values_drawn = values.draw(
+        drawn_values = values.draw(
             "embed.weight", (1024, 256), Region.whole((1024, 256)), never_interrupt
         )
     expected = init.trunc_normal_(torch.empty(1024, 256), 0.0, 0.5, -0.5, 1.0)
-    assert -0.5 <= values_drawn.min() < -0.499 and 0.999 < values_drawn.max() <= 1.0
-    assert values_drawn.mean().item() == pytest.approx(expected.mean().item(), abs=0.01)
-    assert values_drawn.std().item() == pytest.approx(expected.std().item(), rel=0.02)
+    assert -0.5 <= drawn_values.min() < -0.499 and 0.999 < drawn_values.max() <= 1.0
+    assert drawn_values.mean().item() == pytest.approx(expected.mean().item(), abs=0.01)
+    assert drawn_values.std().item() == pytest.approx(expected.std().item(), rel=0.02)
 
 
 def never_interrupt() -> None:
@@ -127,20 +127,20 @@ class Large(nn.Module):
 
 def test_large_module_is_drawn_by_region_and_keeps_its_buffers() -> None:
     values, real = InitialValues(Large, 1, most_bytes=0), build_on_host(Large, 1).state_dict()
-    values_drawn = {}
+    drawn_values = {}
     with pytest.warns(UserWarning, match=r"the largest for words\.weight"):
         for name, tensor in real.items():
             shape = tuple(tensor.shape)
-            values_drawn[name] = values.draw(name, shape, Region.whole(shape), never_interrupt).to(
+            drawn_values[name] = values.draw(name, shape, Region.whole(shape), never_interrupt).to(
                 tensor.dtype
             )
     for name in ("norm.weight", "norm.running_var", "norm.num_batches_tracked", "table"):
-        assert torch.equal(values_drawn[name], real[name]), name
-    assert torch.equal(values_drawn["first.weight"], values_drawn["twin.weight"]), (
+        assert torch.equal(drawn_values[name], real[name]), name
+    assert torch.equal(drawn_values["first.weight"], drawn_values["twin.weight"]), (
         "copies have the same values"
     )
-    assert torch.equal(values_drawn["first.weight"], values_drawn["tied.weight"])
-    assert not values_drawn["words.weight"][3].any() and values_drawn["words.weight"][2].any()
+    assert torch.equal(drawn_values["first.weight"], drawn_values["tied.weight"])
+    assert not drawn_values["words.weight"][3].any() and drawn_values["words.weight"][2].any()
     region = Region((100, 30), (300, 200))
     part = InitialValues(Large, 1, most_bytes=0)
     with pytest.warns(UserWarning):
@@ -148,7 +148,7 @@ def test_large_module_is_drawn_by_region_and_keeps_its_buffers() -> None:
             shape = tuple(real[name].shape)
             assert torch.equal(
                 part.draw(name, shape, region, never_interrupt),
-                values_drawn[name][slices_of(region)],
+                drawn_values[name][slices_of(region)],
             )
 
 
