@@ -93,7 +93,7 @@ def test_only_one_of_several_processes_writes_the_same_file(tmp_path: Path) -> N
     assert cached_numbers(caches[0]) == {7}
 
 
-def test_an_interrupted_fetch_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_fetch_leaves_no_file(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 3 * SIZE)
 
     def write_half_and_fail(out: BinaryIO) -> None:

@@ -131,7 +131,7 @@ GONE = missing("its agent has died")
 
 
 @pytest.mark.parametrize("step_s", [None, 60.0])
-def test_lost_agent_does_not_make_its_workers_suspect(
+def test_worker_whose_agent_is_lost_gets_the_silence_timeout(
     posted: queue.Queue[Event], step_s: float | None
 ) -> None:
     """Only the agent may have died; the worker may be in a call that holds the interpreter."""
