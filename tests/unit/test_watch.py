@@ -274,7 +274,7 @@ def test_stalled_workers_are_reported_once_in_order_of_their_stall(
         started = time.monotonic()
 
         def probe(self, worker: str) -> Future[int]:
-            elapsed_s = min(1.3, time.monotonic() - self.began)
+            elapsed_s = min(1.3, time.monotonic() - self.started)
             return answered(1 if worker == "w1" else 1 + int(1000 * elapsed_s))
 
     watching = Watch(HangingFleet(answered("runs")), posted.put, generation=7)  # type: ignore[arg-type]
