@@ -1,7 +1,7 @@
-"""What all tests share: Hypothesis settings, and how pytest-xdist distributes tests.
+"""Shared by all tests: the Hypothesis settings and the distribution over pytest-xdist workers.
 
-Hypothesis has no deadlines, which a busy machine would miss, the same examples at each run, and no
-files of its own.
+Hypothesis uses no deadlines, which a busy machine would miss, the same examples in each run, and
+no database.
 """
 
 from __future__ import annotations

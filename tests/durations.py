@@ -1,4 +1,4 @@
-"""Writes the table of the slowest tests in CONTRIBUTING.md from what continuous integration noted.
+"""Writes the table of the slowest tests in CONTRIBUTING.md from the JUnit file of `make ci`.
 
 .venv/bin/python tests/durations.py build/tests/ci.xml
 """
@@ -18,8 +18,8 @@ PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 BEGIN, END = "<!-- durations: begin -->\n", "<!-- durations: end -->\n"
 
 
-def read(file: Path) -> tuple[str, float, Counter[str], Counter[str]]:
-    """The date, the wall time in seconds, and by test file the seconds and the number of tests."""
+def read_junit(file: Path) -> tuple[str, float, Counter[str], Counter[str]]:
+    """The date, the wall time in seconds, and the seconds and number of tests of each file."""
     [suite] = ElementTree.parse(file).getroot().iter("testsuite")
     seconds: Counter[str] = Counter()
     number: Counter[str] = Counter()
@@ -32,9 +32,9 @@ def read(file: Path) -> tuple[str, float, Counter[str], Counter[str]]:
     return str(date), float(suite.get("time", "0")), seconds, number
 
 
-def table(file: Path) -> str:
-    """By folder, then the slowest files; seconds are those of the tests, which overlap."""
-    date, wall_s, seconds, number = read(file)
+def make_table(file: Path) -> str:
+    """Folders first, then the slowest files; the seconds of tests that overlap are added."""
+    date, wall_s, seconds, number = read_junit(file)
     folders: Counter[str] = Counter()
     tests: Counter[str] = Counter()
     for path, took_s in seconds.items():
@@ -55,14 +55,14 @@ def table(file: Path) -> str:
 
 def main() -> int:
     text = PAGE.read_text()
-    whole = re.compile(re.escape(BEGIN) + ".*" + re.escape(END), re.DOTALL)
-    if len(sys.argv) != 2 or not whole.search(text):
+    marked_part = re.compile(re.escape(BEGIN) + ".*" + re.escape(END), re.DOTALL)
+    if len(sys.argv) != 2 or not marked_part.search(text):
         print(
             f"usage: durations.py JUNIT_FILE; {PAGE.name} needs the lines {BEGIN.strip()} and end"
         )
         return 2
-    made = table(Path(sys.argv[1]))
-    PAGE.write_text(whole.sub(lambda _: BEGIN + made + END, text))
+    new_table = make_table(Path(sys.argv[1]))
+    PAGE.write_text(marked_part.sub(lambda _: BEGIN + new_table + END, text))
     return 0
 
 

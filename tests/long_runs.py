@@ -1,8 +1,8 @@
-"""A synthetic run of months: the real core and the real journal writer, and a crew that obeys.
+"""A synthetic run of months: the real core, the real journal writer, and simulated workers.
 
-Four workers, or a thousand, train one step a second under the policy that users get. One is lost
-every twelve hours, is replaced, and comes back in by a growth; an evaluation is due every 500
-steps, and a checkpoint when the policy says so.
+Four workers, or a thousand, train one step per second under the default policy. Every twelve hours
+a worker is lost and its replacement joins by a growth. An evaluation is due every 500 steps, and
+a checkpoint when the policy requests one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from pipelines.settings import TrainSettings
 NUM_WORKERS, NUM_MANY_WORKERS, PART_BYTES = 4, 1000, 16
 BEGAN = 1.8e9
 SAVING_S = 1.0
-"""By so much the step is longer during which a checkpoint is written."""
+"""The extra time of a step during which a checkpoint is written."""
 
 
 def users_policy(num_workers: int) -> Policy:
@@ -72,12 +72,12 @@ POLICY = users_policy(NUM_WORKERS)
 
 @dataclass(frozen=True)
 class Every:
-    """In steps: how often what happens."""
+    """The interval of each event, in steps."""
 
     loss: int = 43_200
     evaluation: int = 500
     checkpoint: int = 0
-    """0: only when the policy says so."""
+    """0: only when the policy requests one."""
 
 
 def opening(num_steps: int, policy: Policy = POLICY, every: Every = Every()) -> RunOpened:
@@ -87,7 +87,7 @@ def opening(num_steps: int, policy: Policy = POLICY, every: Every = Every()) -> 
 
 
 def noise_of(number: int) -> float:
-    """From 0 to 1, with as many digits as a measured number."""
+    """A value from 0 to 1 with as many digits as a measured number."""
     return (number * 7919 % 1000) / 997
 
 
@@ -99,7 +99,7 @@ def step_of(
     wants_save: bool = False,
     is_writing: bool = False,
 ) -> StepCommitted:
-    """Numbers as long as real ones."""
+    """A committed step whose numbers have as many digits as real ones."""
     loss = 2.0 + noise_of(step) / 3 + 1 / step
     norm = 1.0 + noise_of(step)
     step_s = 0.99 + SAVING_S * is_writing
@@ -115,7 +115,7 @@ def step_of(
 def reports_after(
     committed: StepCommitted, num_members: int, every: Every, slow_rank: int | None = None
 ) -> Iterator[Event]:
-    """What else world rank 0 reports of a step: its held-out loss, and how long each computed."""
+    """The other reports of world rank 0 on a step: held-out loss and compute times."""
     generation, step = committed.generation, committed.record.step
     if step % POLICY.straggler_every == 0:
         times = [0.9 + noise_of(step + world_rank) / 9 for world_rank in range(num_members)]
@@ -127,14 +127,14 @@ def reports_after(
 
 
 def parts_of(committed: StepCommitted, members: Iterable[str]) -> Iterator[PartWritten]:
-    """Those of the checkpoint of this step."""
+    """The parts of the checkpoint of this step."""
     for worker in members:
         file = PartFile(f"part-{worker}.safetensors", PART_BYTES, 1)
         yield PartWritten(worker, committed.generation, committed.record.step, file)
 
 
 def answers_to(command: Command, committed_step: int) -> Iterator[Event]:
-    """What a healthy crew reports."""
+    """The reports of healthy workers."""
     match command:
         case StartStore():
             yield StoreReady("10.0.0.1", 20000)
@@ -161,7 +161,7 @@ def answers_to(command: Command, committed_step: int) -> Iterator[Event]:
 
 
 class LongRun:
-    """Writes `journal.jsonl` and `metrics.jsonl` of a run that goes on."""
+    """Writes `journal.jsonl` and `metrics.jsonl` of a run that has not ended."""
 
     def __init__(
         self,
@@ -183,13 +183,13 @@ class LongRun:
         self._slow_rank = slow_rank
         self._wants_save = False
         self._unwritten: tuple[Event, ...] = ()
-        """The parts of a checkpoint, which are whole when the next step has committed."""
+        """The parts of a checkpoint, which are complete when the next step has committed."""
         folder.mkdir(parents=True)
         self._journal: BufferedWriter = open(folder / "journal.jsonl", "wb")  # noqa: SIM115
         self._metrics: BufferedWriter = open(folder / "metrics.jsonl", "wb")  # noqa: SIM115
 
     def write(self) -> None:
-        """All of it; the steps are then committed, and the run goes on."""
+        """Write until all steps are committed; the run does not end."""
         while self.core.state.committed_step < self._num_steps:
             self._serve(self._next_event())
         self._journal.close()
@@ -209,8 +209,8 @@ class LongRun:
             return Woke()
         step, members = state.committed_step + 1, state.live.members()
         is_writing = bool(self._unwritten)
-        about = (step, state.generation, self.now, len(members), self._wants_save, is_writing)
-        event = step_of(*about)
+        step_fields = (step, state.generation, self.now, len(members), self._wants_save, is_writing)
+        event = step_of(*step_fields)
         self._inbox.extend(self._unwritten)
         self._inbox.extend(reports_after(event, len(members), self._every, self._slow_rank))
         self._unwritten = ()
@@ -221,7 +221,7 @@ class LongRun:
         return event
 
     def _serve(self, event: Event) -> None:
-        """As `actors/controller/shell.py` does it."""
+        """Handle an event as `actors/controller/shell.py` does."""
         self.num_events += 1
         core, writer = self.core, self.writer
         lines = writer.before(event, core.state)

@@ -9,7 +9,7 @@ from typing import Any
 
 
 class MemoryStorage:
-    """Objects appear whole, and a listing shows all of them. It has a clock of its own, `now`."""
+    """Objects appear whole, and a listing shows all of them. Its clock is `now`."""
 
     def __init__(self, url: str = "memory://run", objects: dict[str, bytes] | None = None) -> None:
         self.url = url
@@ -18,13 +18,13 @@ class MemoryStorage:
         self.now = 0.0
         self.num_listings = 0
         self.refusal: Exception | None = None
-        """What every write and removal raises, if anything."""
+        """The exception that every write and removal raises, if any."""
         self.num_removals = 0
         self.unremovable = ""
-        """A folder whose files nobody may remove."""
+        """A folder whose files cannot be removed."""
 
     def at(self, folder: str) -> MemoryStorage:
-        """For its URL, and reading: a copy."""
+        """A copy of a folder, for reading and for its URL."""
         inside = {
             n[len(folder) + 1 :]: d for n, d in self.objects.items() if n.startswith(f"{folder}/")
         }
@@ -68,10 +68,10 @@ class MemoryStorage:
             raise refusal
         if self.unremovable and name.startswith(self.unremovable):
             raise PermissionError(13, "Permission denied", name)
-        for there in list(self.objects):
-            if there == name or there.startswith(f"{name}/"):
-                self.objects.pop(there, None)
-                self.times.pop(there, None)
+        for stored_name in list(self.objects):
+            if stored_name == name or stored_name.startswith(f"{name}/"):
+                self.objects.pop(stored_name, None)
+                self.times.pop(stored_name, None)
 
     def in_arrow(self) -> Any:
         raise NotImplementedError

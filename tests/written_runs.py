@@ -22,7 +22,7 @@ MIDNIGHT = 1_700_006_400.0
 
 
 class WrittenRun:
-    """A run folder to which lines are written one by one; `now` is the time of the next line."""
+    """A run folder to which lines are appended one by one; `now` is the time of the next line."""
 
     def __init__(self, path: Path, now: float = MIDNIGHT) -> None:
         path.mkdir(parents=True, exist_ok=True)
@@ -32,59 +32,66 @@ class WrittenRun:
         self.step = 0
         self.workers: tuple[str, ...] = ()
 
-    def hear(self, event: Event) -> None:
+    def append_event(self, event: Event) -> None:
         append(
             self.folder.journal,
             event_line(self.now, event, ControllerState(generation=self.generation)),
         )
 
-    def tell(self, command: Command) -> None:
+    def append_command(self, command: Command) -> None:
         state = ControllerState(generation=self.generation)
         append(self.folder.journal, command_line(self.now, command, state))
 
     def start(self, num_workers: int = 4, steps: int = 1000) -> None:
-        """Open the run and begin its first generation."""
+        """Open the run and start its first generation."""
         policy = Policy(max_workers=num_workers)
-        self.hear(RunOpened(1, policy, TargetLayout(), Job(steps=steps)))
+        self.append_event(RunOpened(1, policy, TargetLayout(), Job(steps=steps)))
         for index in range(num_workers):
             self.ready(f"w{index}")
         self.now += 0.5
         self.resume(*(f"w{index}" for index in range(num_workers)))
 
     def ready(self, worker: str, node: str = "node-0") -> None:
-        self.hear(WorkerReady(worker, node, pid=100))
+        self.append_event(WorkerReady(worker, node, pid=100))
 
     def lose(self, worker: str, cause: str = "killed by signal 9") -> None:
-        self.hear(WorkerLost(worker, cause))
+        self.append_event(WorkerLost(worker, cause))
 
     def resume(self, *workers: str) -> None:
         self.generation += 1
         self.workers = workers
-        self.tell(Resume(self.generation, self.step, f"dp={len(workers)}", workers, (), 0))
+        self.append_command(
+            Resume(self.generation, self.step, f"dp={len(workers)}", workers, (), 0)
+        )
 
     def roll_back(self, step: int) -> None:
-        self.tell(RolledBack(self.generation, step, self.step, "checkpoint"))
+        self.append_command(RolledBack(self.generation, step, self.step, "checkpoint"))
         self.step = step
 
     def commit(self, loss: float | None = 2.0, step_s: float = 0.1, tokens: int = 1000) -> None:
         self.now += step_s
         self.step += 1
         world_size, skipped = len(self.workers), loss is None
-        where = (self.now, self.step, self.generation, world_size)
-        record = StepRecord(*where, loss, tokens, 0.001, 1.0, step_s, skipped)
+        position = (self.now, self.step, self.generation, world_size)
+        record = StepRecord(*position, loss, tokens, 0.001, 1.0, step_s, skipped)
         vote = Vote(self.step, 0.0, tokens, 1.0, world_size)
-        self.hear(StepCommitted(self.generation, record, vote))
+        self.append_event(StepCommitted(self.generation, record, vote))
         append(self.folder.metrics, asdict(record))
 
     def sample(self, worker: str) -> None:
-        """A sample of a worker's device and host, as in its reports."""
-        use = {"cpu_percent": 50.0, "host_memory_bytes": 2e9}
+        """Append a sample of the device and host of a worker, as in its reports."""
+        host = {"cpu_percent": 50.0, "host_memory_bytes": 2e9}
         device = {"device_memory_bytes": None, "device_use_percent": None}
-        who = {"time": self.now, "worker": worker, "node": "node-0", "generation": self.generation}
-        append(self.folder.system, {**who, **use, **device})
+        origin = {
+            "time": self.now,
+            "worker": worker,
+            "node": "node-0",
+            "generation": self.generation,
+        }
+        append(self.folder.system, {**origin, **host, **device})
 
     def stop(self, outcome: str = "completed", reason: str = "") -> None:
-        self.tell(Stopped(outcome, self.step, reason))
+        self.append_command(Stopped(outcome, self.step, reason))
 
 
 def append(log: LineLog, row: dict[str, Any]) -> None:

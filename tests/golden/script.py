@@ -11,23 +11,25 @@ placeholders:
     restarted after SECONDS             the controller alone died and is back; the core is woken
     store ready | store lost
     ready W... [on NODE] [with BYTES]   workers have warmed up
-    lost W... CAUSE: | suspected W... | leaving W...    `leaving`: workers are to be drained
-    draining NODE [in SECONDS] | at risk NODE    a notice for a node; 30 seconds ahead
+    lost W... CAUSE: | suspected W... | draining W...
+    node_draining NODE [in SECONDS] | node_at_risk NODE    a notice for a node; 30 seconds ahead
     formed W... | moved W...            groups are formed; the state is resharded
-    steps 3..7 [whole] [wished] [busy] [skipped] [loss X]   world rank 0 reports committed steps;
-                                        `whole`: all snapshots were whole; `wished`: a checkpoint
-                                        was requested; `busy`: a part was being written
+    steps 3..7 [whole] [save_requested] [writing] [skipped] [loss X]
+                                        world rank 0 reports committed steps;
+                                        `whole`: all snapshots were whole; `save_requested`: a
+                                        checkpoint was requested; `writing`: a part was being
+                                        written
     paused W... at 7
-    audited 10 [W... | W...]            replicas were compared; workers in one group are equal
-    keeper ready NODE | keeper lost NODE    a snapshot server
-    kept NODE W... at 6..7 [gG]         a snapshot server reports its whole snapshots, and the
-                                        parities of all sets that contain the first worker
+    audited 10 [W... | W...]            replicas were compared; those of one group are equal
+    snapshot_server ready NODE | snapshot_server lost NODE
+    snapshot_server reported NODE W... at 6..7 [gG]    its whole snapshots, and the parities of all
+                                        snapshot sets that contain the first worker
     quiesced W... at 7 [saw 8] [gradients] [torn] [records 6..7]
-    settled W... at 8                   workers have rolled forward
-    sent W... [records 6..7] [saw 7]    records of steps that the core has requested
+    rolled_forward W... at 8           workers have rolled forward
+    sent W... [records 6..7] [saw 7]    records of steps that the core requested
     damaged W 4 [gG]                    a worker found a flipped bit in that checkpoint
     raised W KIND | written W... step 4 [gG] | failed W step 4 | checkpointed 4 [gG]
-    relayout LAYOUT                     a user requests another target layout
+    reshard LAYOUT                      a user requests another target layout
     stop | wake                         `wake` is at the core's own deadline
 
 Reports of workers carry the current generation, unless `gG` names another.
@@ -114,14 +116,14 @@ class Script:
             commands += self._core.step(self._now, event)
         self._sets = next((c.sets for c in commands if isinstance(c, StartSnapshots)), self._sets)
         new_phase = phase_in_words(self._core.state.phase)
-        return [*_shown(commands), *([f"= {new_phase}"] if new_phase != phase else [])]
+        return [*_describe_commands(commands), *([f"= {new_phase}"] if new_phase != phase else [])]
 
-    def _events(self, words: list[str]) -> Iterator[Event]:  # noqa: C901 (one flat case a word)
-        """The events that one line stands for."""
+    def _events(self, words: list[str]) -> Iterator[Event]:
+        """The events of one line: one flat case for each keyword."""
         kind, *rest = words
         match kind:
             case "run":
-                self._opening = _opening(dict(word.split("=", 1) for word in rest))
+                self._opening = _opening_of(dict(word.split("=", 1) for word in rest))
             case "wake":
                 deadline = self._core.next_deadline()
                 assert deadline is not None, "the core has no deadline"
@@ -135,20 +137,14 @@ class Script:
                 yield _with_saved(self._opening, rest)
             case "store":
                 yield StoreReady("host", 29500) if rest == ["ready"] else StoreLost("it died")
-            case "keeper" if rest[0] == "ready":
-                yield SnapshotServerReady(
-                    SnapshotServer(rest[1], "", f"server-{rest[1]}", "host", 29501)
-                )
-            case "keeper":
-                yield SnapshotServerLost(rest[1], "it died")
-            case "kept":
-                yield self._kept(rest)
-            case "draining":
+            case "snapshot_server":
+                yield self._snapshot_server_event(rest[0], rest[1], rest[2:])
+            case "node_draining":
                 in_s = float(_keywords(rest).get("in", 30.0))
                 yield NodeDraining(rest[0], self._now + in_s, "a notice")
-            case "at":
-                yield NodeAtRisk(rest[1], "a notice")
-            case "relayout":
+            case "node_at_risk":
+                yield NodeAtRisk(rest[0], "a notice")
+            case "reshard":
                 yield LayoutRequested("request", TargetLayout.parse(rest[0]))
             case "stop":
                 yield StopRequested("SIGTERM")
@@ -162,7 +158,7 @@ class Script:
                 yield from self._worker_events(kind, rest)
 
     def _checkpoint_events(self, words: list[str]) -> Iterator[Event]:
-        """The checkpoint is published; or, if workers are named, these have found it damaged."""
+        """The checkpoint is published; or, if the line names workers, these found it damaged."""
         step, generation = int(words[-2 if words[-1][0] == "g" else -1]), self._generation(words)
         path = f"step-{step}-g{generation}"
         names = [word for word in words if word[0] == "w"]
@@ -171,8 +167,20 @@ class Script:
         for name in names:
             yield CheckpointDamaged(name, self._core.state.generation, path, "a flipped bit")
 
-    def _kept(self, words: list[str]) -> SnapshotServerReported:
-        names = [word for word in words[1:] if word[0] == "w" and word[1:].isdigit()]
+    def _snapshot_server_event(self, kind: str, node: str, words: list[str]) -> Event:
+        match kind:
+            case "ready":
+                server = SnapshotServer(node, "", f"server-{node}", "host", 29501)
+                return SnapshotServerReady(server)
+            case "lost":
+                return SnapshotServerLost(node, "it died")
+            case "reported":
+                return self._reported(node, words)
+            case _:
+                raise ValueError(f"unknown event of a snapshot server {kind!r}: see script.py")
+
+    def _reported(self, node: str, words: list[str]) -> SnapshotServerReported:
+        names = [word for word in words if word[0] == "w" and word[1:].isdigit()]
         steps = _range(_keywords(words)["at"]) if names else range(0)
         generation = self._generation(words)
         slots = tuple(Slot(name, generation, step) for name in names for step in steps)
@@ -182,8 +190,8 @@ class Script:
             if names and names[0] in members
             for step in steps
         )
-        reported_in = self._core.state.generation
-        return SnapshotServerReported(words[0], reported_in, slots, parities=parities)
+        reported_generation = self._core.state.generation
+        return SnapshotServerReported(node, reported_generation, slots, parities=parities)
 
     def _audited(self, words: list[str]) -> Audited:
         groups = tuple(tuple(group.split()) for group in " ".join(words[1:]).split(" | ") if group)
@@ -206,15 +214,15 @@ class Script:
                     yield WorkerLost(name, cause or "killed")
                 case "suspected":
                     yield WorkerSuspected(name, "no answer to a probe")
-                case "leaving":
-                    yield WorkerDraining(name, "asked to")
+                case "draining":
+                    yield WorkerDraining(name, "requested")
                 case "formed":
                     yield GroupFormed(name, generation)
                 case "moved":
                     yield StateReady(name, generation, 0, 0, 0.0, 1, 1, 2)
                 case "paused":
                     yield Paused(name, generation, step)
-                case "quiesced" | "settled" | "sent":
+                case "quiesced" | "rolled_forward" | "sent":
                     yield self._unwinding(kind, name, step, words)
                 case "raised":
                     yield WorkerRaised(name, generation, cause, f"{cause} trouble", "traceback")
@@ -235,8 +243,8 @@ class Script:
             vote = replace(
                 _vote(step),
                 num_snapshots=record.world_size * ("whole" in words),
-                num_save_requests=record.world_size * ("wished" in words),
-                num_writing=record.world_size * ("busy" in words),
+                num_save_requests=record.world_size * ("save_requested" in words),
+                num_writing=record.world_size * ("writing" in words),
             )
             yield StepCommitted(generation, record, vote)
 
@@ -244,7 +252,7 @@ class Script:
         self, kind: str, name: str, step: int, words: list[str]
     ) -> Quiesced | RolledForward | RecordsSent:
         options, generation = _keywords(words), self._generation(words)
-        if kind == "settled":
+        if kind == "rolled_forward":
             return RolledForward(name, generation, self._record(step))
         records = (
             tuple(self._record(s) for s in _range(options["records"]))
@@ -265,24 +273,24 @@ class Script:
         )
 
     def _generation(self, words: list[str]) -> int:
-        given = [int(word[1:]) for word in words if word[0] == "g" and word[1:].isdigit()]
-        return given[0] if given else self._core.state.generation
+        generations = [int(word[1:]) for word in words if word[0] == "g" and word[1:].isdigit()]
+        return generations[0] if generations else self._core.state.generation
 
 
-def _opening(options: dict[str, str]) -> RunOpened:
-    smallest, _, largest = options["workers"].partition(":")
+def _opening_of(options: dict[str, str]) -> RunOpened:
+    min_workers, _, max_workers = options["workers"].partition(":")
     job = Job(
         num_microbatches=int(options.get("microbatches", 8)),
         state_bytes=int(options.get("state_bytes", 0)),
         steps=int(options["steps"]),
         checkpoint_every=int(options.get("checkpoint_every", 0)),
     )
-    target_layout = TargetLayout.parse(options.get("layout", ""), int(largest))
-    every = int(options.get("snapshot_every", 0))
+    target_layout = TargetLayout.parse(options.get("layout", ""), int(max_workers))
+    snapshot_every = int(options.get("snapshot_every", 0))
     policy = Policy(
-        int(smallest),
-        int(largest),
-        snapshot_every=every,
+        int(min_workers),
+        int(max_workers),
+        snapshot_every=snapshot_every,
         snapshot_redundancy=options.get("snapshot_redundancy", "copy"),
         max_skipped=int(options.get("max_skipped", 0)),
         spike_factor=float(options.get("spike_factor", 0)),
@@ -319,7 +327,7 @@ def _last(text: str) -> int:
     return _range(text)[-1]
 
 
-def _shown(commands: list[Command]) -> Iterator[str]:
+def _describe_commands(commands: list[Command]) -> Iterator[str]:
     """One line for each command; consecutive steps share one line."""
     for is_record, grouped in groupby(commands, key=lambda c: isinstance(c, RecordStep)):
         group = list(grouped)

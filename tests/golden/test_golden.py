@@ -1,6 +1,6 @@
-"""Whole protocols as text: each scenario file holds what happens and what the core answers.
+"""Whole protocols as text: each scenario file holds events and the answers of the core.
 
-`REWRITE_GOLDEN=1 pytest tests/golden` writes the answers anew; look at the difference.
+`REWRITE_GOLDEN=1 pytest tests/golden` writes the answers again; read the difference.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ SCENARIOS = sorted((Path(__file__).parent / "scenarios").glob("*.txt"))
 
 
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
-def test_the_core_answers_as_written(path: Path) -> None:
+def test_core_answers_as_the_scenario_says(path: Path) -> None:
     text = path.read_text()
     played = Script().play(text)
     if os.environ.get("REWRITE_GOLDEN"):
@@ -24,7 +24,7 @@ def test_the_core_answers_as_written(path: Path) -> None:
         assert played == text
 
 
-def test_a_changed_answer_is_seen() -> None:
+def test_changed_answer_fails_the_comparison() -> None:
     text = SCENARIOS[0].read_text()
     changed = text.replace("StartStore", "StartShop")
     assert changed != text

@@ -73,7 +73,7 @@ def eventful(path: Path) -> WrittenRun:
     run.roll_back(6)
     run.now += 0.25
     run.resume("w0", "w1", "w2")
-    run.hear(Evaluated(2, 6, 4.5, (("accuracy", 0.75),)))
+    run.append_event(Evaluated(2, 6, 4.5, (("accuracy", 0.75),)))
     for _ in range(4):
         run.commit(loss=1.0)
     return run

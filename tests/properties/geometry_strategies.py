@@ -32,8 +32,8 @@ def layouts(draw: st.DrawFn, max_ranks: int = MAX_RANKS) -> Layout:
     """Any layout of at most `max_ranks` ranks; every axis is equally likely to be large."""
     degrees = dict.fromkeys(("pp", "dp", "fsdp", "cp", "tp"), 1)
     for axis in draw(st.permutations(list(degrees))):
-        most = max_ranks // prod(degrees.values())
-        degrees[axis] = draw(st.sampled_from([n for n in (2, 1, 3, 2, 1, 5, 4) if n <= most]))
+        max_degree = max_ranks // prod(degrees.values())
+        degrees[axis] = draw(st.sampled_from([n for n in (2, 1, 3, 2, 1, 5, 4) if n <= max_degree]))
     num_inner = degrees["fsdp"] * degrees["cp"] * degrees["tp"]
     ep = draw(st.sampled_from([n for n in range(1, num_inner + 1) if num_inner % n == 0]))
     zero = draw(st.sampled_from([3, 3, 3, 0, 1, 2]))
@@ -62,7 +62,7 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
 
 
 def spec_lists() -> st.SearchStrategy[list[TensorSpec]]:
-    """A few specs, of which some have the same sharding, or would except for their layer."""
+    """A few specs; some have the same sharding, or would have it except for their layer."""
     return st.lists(specs(), min_size=1, max_size=4).map(
         lambda drawn: [
             *drawn,

@@ -54,26 +54,26 @@ def lower_bound_bytes(specs: Sequence[TensorSpec], reshard: ReshardPlan) -> int:
     total = 0
     for spec in specs:
         old, new = held_by_worker(spec, reshard.old), held_by_worker(spec, reshard.new)
-        for worker, wanted in new.items():
-            available = _available(reshard, worker, old, wanted)
-            total += int((wanted & ~available).sum()) * spec.itemsize_bytes
+        for worker, new_elements in new.items():
+            available = _available(reshard, worker, old, new_elements)
+            total += int((new_elements & ~available).sum()) * spec.itemsize_bytes
     return total
 
 
 def check_transfers(
     specs: Sequence[TensorSpec], reshard: ReshardPlan, transfers: Mapping[str, Transfers]
 ) -> int:
-    """Carry out transfers element by element, and return the bytes sent (invariant 3)."""
+    """Execute transfers element by element, and return the bytes sent (invariant 3)."""
     _check_order(reshard, transfers)
     for index, spec in enumerate(specs):
         old, new = held_by_worker(spec, reshard.old), held_by_worker(spec, reshard.new)
         for worker, transfer in transfers.items():
-            wanted = new.get(worker, np.zeros(spec.shape, dtype=np.bool_))
-            available = _available(reshard, worker, old, wanted)
+            new_elements = new.get(worker, np.zeros(spec.shape, dtype=np.bool_))
+            available = _available(reshard, worker, old, new_elements)
             num_written = np.zeros(spec.shape, dtype=np.int64)
             if index in transfer.kept:
                 assert worker in reshard.holders
-                assert np.array_equal(wanted, old[worker])
+                assert np.array_equal(new_elements, old[worker])
                 num_written += old[worker]
             for copy in transfer.copies:
                 if copy.tensor == index:
@@ -84,7 +84,7 @@ def check_transfers(
                     num_written[_box(piece.region)] += 1
             for piece in transfer.sends:
                 assert piece.tensor != index or available[_box(piece.region)].all()
-            assert np.array_equal(num_written, wanted.astype(np.int64))
+            assert np.array_equal(num_written, new_elements.astype(np.int64))
     return sum(
         int(np.prod(piece.region.shape)) * specs[piece.tensor].itemsize_bytes
         for transfer in transfers.values()
@@ -106,7 +106,7 @@ def _check_order(reshard: ReshardPlan, transfers: Mapping[str, Transfers]) -> No
 
 
 def _available(reshard: ReshardPlan, worker: str, old: Mapping[str, Mask], like: Mask) -> Mask:
-    """The elements that a worker has: its own part if it is a holder, and the parts it carries."""
+    """The elements of a worker: its own shard if it is a holder, and the shards that it carries."""
     available = np.zeros_like(like)
     if worker in reshard.holders:
         available |= old[worker]
@@ -126,31 +126,33 @@ def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
     mask = np.zeros(spec.shape, dtype=np.bool_)
     if spec.layer is not None and spec.layer not in _layers(pp, layout, spec.layer_costs):
         return mask
-    kept = [list(range(size)) for size in spec.shape]
+    indices_by_dim = [list(range(size)) for size in spec.shape]
     sharded = {"parameter": layout.zero > 0, "optimizer": layout.zero > 0, "buffer": False}
     fsdp_dim = spec.fsdp_dim if sharded[spec.kind] else None
     if spec.ep_dim is not None:
         block = list(product(range(layout.fsdp), range(layout.cp), range(layout.tp)))
         place_in_block = block.index((fsdp, cp, tp))
         num_groups = len(block) // layout.ep
-        kept[spec.ep_dim] = _chunk(kept[spec.ep_dim], layout.ep, place_in_block % layout.ep)
+        indices_by_dim[spec.ep_dim] = _chunk(
+            indices_by_dim[spec.ep_dim], layout.ep, place_in_block % layout.ep
+        )
         if fsdp_dim is not None:
             group = place_in_block // layout.ep
-            kept[fsdp_dim] = _chunk(kept[fsdp_dim], num_groups, group)
+            indices_by_dim[fsdp_dim] = _chunk(indices_by_dim[fsdp_dim], num_groups, group)
     else:
         if spec.tp_dim is not None:
-            kept[spec.tp_dim] = _chunk(kept[spec.tp_dim], layout.tp, tp)
+            indices_by_dim[spec.tp_dim] = _chunk(indices_by_dim[spec.tp_dim], layout.tp, tp)
         if fsdp_dim is not None:
-            kept[fsdp_dim] = _chunk(kept[fsdp_dim], layout.fsdp, fsdp)
-    if kept:
-        mask[np.ix_(*(np.array(indices, dtype=np.int64) for indices in kept))] = True
+            indices_by_dim[fsdp_dim] = _chunk(indices_by_dim[fsdp_dim], layout.fsdp, fsdp)
+    if indices_by_dim:
+        mask[np.ix_(*(np.array(indices, dtype=np.int64) for indices in indices_by_dim))] = True
     else:
         mask[()] = True
     return mask
 
 
 def _layers(rank: int, layout: Layout, costs: tuple[int, ...]) -> list[int]:
-    """The layers of one pipeline rank, by the deal into stages, which has its own tests."""
+    """The layers of one pipeline rank; the deal into stages has its own tests."""
     if layout.pp == 1:
         return list(range(len(costs)))
     stages = deal_layers(costs, layout.pp * layout.vp)

@@ -65,9 +65,9 @@ def cases(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 3)) -> Case:
     layout = target_layout.layout(dp, fsdp)
     num_members = layout.num_workers
     previous = Assignment(1, layout, tuple(names[:num_members]))
-    dead = set(draw(st.lists(st.sampled_from(NAMES), max_size=8)))
+    dead_workers = set(draw(st.lists(st.sampled_from(NAMES), max_size=8)))
     num_joiners = draw(st.integers(0, len(NAMES) - num_members))
-    available = [name for name in names[: num_members + num_joiners] if name not in dead]
+    available = [name for name in names[: num_members + num_joiners] if name not in dead_workers]
     return Case(
         draw(st.sampled_from([previous, previous, None])),
         tuple(available),
@@ -77,7 +77,7 @@ def cases(draw: st.DrawFn, tps: tuple[int, ...] = (1, 2, 3)) -> Case:
     )
 
 
-def assigned(case: Case) -> Assignment:
+def assign_case(case: Case) -> Assignment:
     assignment = case.assign()
     assume(isinstance(assignment, Assignment))
     assert isinstance(assignment, Assignment)
@@ -86,9 +86,7 @@ def assigned(case: Case) -> Assignment:
 
 @profile(120)
 @given(cases(), st.integers())
-def test_an_assignment_depends_on_the_set_of_members_not_on_their_order(
-    case: Case, seed: int
-) -> None:
+def test_assignment_depends_on_the_set_of_members_not_on_their_order(case: Case, seed: int) -> None:
     shuffled = list(case.members)
     Random(seed).shuffle(shuffled)
     assume(case.members)
@@ -99,7 +97,7 @@ def test_an_assignment_depends_on_the_set_of_members_not_on_their_order(
 @profile(120)
 @given(cases())
 def test_every_member_has_one_world_rank_or_is_a_standby_worker(case: Case) -> None:
-    assignment = assigned(case)
+    assignment = assign_case(case)
     assert sorted(assignment.members + assignment.standbys) == sorted(case.members)
     assert assignment.standbys == tuple(sorted(assignment.standbys))
     ranks = [assignment.world_rank(worker) for worker in assignment.members]
@@ -108,17 +106,17 @@ def test_every_member_has_one_world_rank_or_is_a_standby_worker(case: Case) -> N
 
 @profile(120)
 @given(cases())
-def test_the_same_members_keep_their_ranks(case: Case) -> None:
-    first = assigned(case)
-    again = case._replace(previous=first).assign()
-    assert isinstance(again, Assignment)
-    assert again == first
+def test_same_members_keep_their_ranks(case: Case) -> None:
+    first = assign_case(case)
+    second = case._replace(previous=first).assign()
+    assert isinstance(second, Assignment)
+    assert second == first
 
 
 @profile(120)
 @given(cases(tps=(1,)))
-def test_a_survivor_keeps_its_coordinates_under_the_same_shards(case: Case) -> None:
-    assignment, previous = assigned(case), case.previous
+def test_survivor_keeps_its_coordinates_under_the_same_shards(case: Case) -> None:
+    assignment, previous = assign_case(case), case.previous
     assume(previous and _has_same_shards(previous, assignment))
     assert previous is not None
     for worker in case.members:
@@ -136,28 +134,28 @@ def _has_same_shards(previous: Assignment, assignment: Assignment) -> bool:
 @profile(120)
 @given(cases(tps=(1,)))
 def test_as_many_shards_as_possible_stay_in_place(case: Case) -> None:
-    assignment, previous = assigned(case), case.previous
+    assignment, previous = assign_case(case), case.previous
     assume(previous and _has_same_shards(previous, assignment))
     assert previous is not None
     survivors = [w for w in case.members if w in previous.members]
-    had = Counter(previous.coordinates(w)._replace(dp=0) for w in survivors)
-    stayed = Counter(
+    holders_before = Counter(previous.coordinates(w)._replace(dp=0) for w in survivors)
+    holders_that_stayed = Counter(
         previous.coordinates(w)._replace(dp=0)
         for w in survivors
         if w in assignment.members
         and assignment.coordinates(w)._replace(dp=0) == previous.coordinates(w)._replace(dp=0)
     )
-    for shard, num_holders in had.items():
-        assert stayed[shard] == min(num_holders, assignment.layout.dp)
+    for shard, num_holders in holders_before.items():
+        assert holders_that_stayed[shard] == min(num_holders, assignment.layout.dp)
 
 
 @profile(120)
 @given(cases())
-def test_a_tp_group_crosses_nodes_only_where_no_assignment_avoids_it(case: Case) -> None:
-    assignment = assigned(case)
+def test_tp_group_crosses_nodes_only_if_no_assignment_avoids_it(case: Case) -> None:
+    assignment = assign_case(case)
     tp = assignment.layout.tp
-    per_node = Counter(case.topology[worker].node for worker in case.members)
-    num_whole = sum(n // tp for n in per_node.values())
+    num_workers_by_node = Counter(case.topology[worker].node for worker in case.members)
+    num_whole = sum(n // tp for n in num_workers_by_node.values())
     nodes = [
         {case.topology[assignment.members[rank]].node for rank in group}
         for group in assignment.layout.groups("tp")
@@ -168,28 +166,28 @@ def test_a_tp_group_crosses_nodes_only_where_no_assignment_avoids_it(case: Case)
 
 @profile(120)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(0, 5), st.data())
-def test_replicas_of_a_shard_lie_on_different_nodes_where_there_are_enough(
-    dp: int, fsdp: int, num_racks: int, num_more: int, data: st.DataObject
+def test_replicas_of_a_shard_are_on_different_nodes_if_there_are_enough(
+    dp: int, fsdp: int, num_racks: int, num_extra_nodes: int, data: st.DataObject
 ) -> None:
     topology = {
         f"n{node}-{slot}": Place(f"n{node}", f"r{node % num_racks}")
-        for node in range(dp + num_more)
+        for node in range(dp + num_extra_nodes)
         for slot in range(fsdp + node % 2)
     }
     target_layout, job = TargetLayout(dp=dp, fsdp=fsdp), Job(num_microbatches=16)
-    fresh = assign(
+    first = assign(
         None, topology, generation=1, target_layout=target_layout, topology=topology, job=job
     )
-    assert isinstance(fresh, Assignment)
-    assert _num_nodes_per_shard(fresh, topology) == [dp] * fsdp
-    if num_more:
-        lost = data.draw(st.sampled_from(fresh.members))
-        left = [worker for worker in topology if worker != lost]
-        mended = assign(
-            fresh, left, generation=2, target_layout=target_layout, topology=topology, job=job
+    assert isinstance(first, Assignment)
+    assert _num_nodes_per_shard(first, topology) == [dp] * fsdp
+    if num_extra_nodes:
+        lost_worker = data.draw(st.sampled_from(first.members))
+        survivors = [worker for worker in topology if worker != lost_worker]
+        second = assign(
+            first, survivors, generation=2, target_layout=target_layout, topology=topology, job=job
         )
-        assert isinstance(mended, Assignment)
-        assert _num_nodes_per_shard(mended, topology) == [dp] * fsdp
+        assert isinstance(second, Assignment)
+        assert _num_nodes_per_shard(second, topology) == [dp] * fsdp
 
 
 @profile(400)
@@ -228,7 +226,9 @@ def _num_nodes_per_shard(assignment: Assignment, topology: dict[str, Place]) -> 
 
 @profile(120)
 @given(cases(), st.booleans())
-def test_no_feasible_layout_beats_the_planned_one(case: Case, snapshots_cover: bool) -> None:
+def test_no_feasible_layout_is_better_than_the_planned_one(
+    case: Case, snapshots_cover: bool
+) -> None:
     case = case._replace(
         target_layout=replace(case.target_layout, dp=None, fsdp=None), previous=None
     )
@@ -292,7 +292,7 @@ for target in (TargetLayout(tp=2), TargetLayout(tp=2, dp=4, fsdp=4), TargetLayou
 
 
 def test_assignments_do_not_depend_on_the_hash_seed() -> None:
-    printed = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", SAME_UNDER_ANY_SEED],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -302,5 +302,5 @@ def test_assignments_do_not_depend_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert printed[0] == printed[1]
-    assert printed[0].count("Assignment") == 6
+    assert outputs[0] == outputs[1]
+    assert outputs[0].count("Assignment") == 6

@@ -1,4 +1,4 @@
-"""Invariant 10: replaying the journal, from its start or from any full state, changes nothing."""
+"""Invariant 10: a replay of the journal, from its start or from any full state, is exact."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from elastic.protocol.wire import command_line, encode, is_steps, replayed, step
 from elastic.replay.replay import Replay
 
 SEEDS = (*range(700, 720), 754, 774, 795, 821)
-SILENT = "RecordStep"
+UNWRITTEN_COMMAND = "RecordStep"
 
 
 def commands_after(core: Core, lines: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The commands of a core that gets the events of a journal, as journal lines.
+    """The commands of a core that receives the events of a journal, as journal lines.
 
     A full state replaces reports that led to no command.
     """
@@ -46,12 +46,12 @@ def commands_after(core: Core, lines: list[dict[str, Any]]) -> Iterator[dict[str
             continue
         commands = core.step(line["time"], entry)
         for command in commands:
-            written = json.loads(json.dumps(command_line(line["time"], command, core.state)))
-            if written["command"] != SILENT:
-                yield written
+            command_row = json.loads(json.dumps(command_line(line["time"], command, core.state)))
+            if command_row["command"] != UNWRITTEN_COMMAND:
+                yield command_row
 
 
-def left_by(replay: Replay) -> tuple[Any, ...]:
+def result_of(replay: Replay) -> tuple[Any, ...]:
     """Everything that a controller takes from a replay of a journal."""
     state = encode(replay.core.state)
     return state, replay.now, replay.num_events, replay.stopped, replay.untold(), replay.again()
@@ -72,7 +72,7 @@ def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ],
 )
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_replay_yields_the_same_commands_and_the_same_state(
+def test_replay_yields_the_same_commands_and_the_same_state(
     seed: int, draw: Callable[[int], Scenario]
 ) -> None:
     world = simulate(draw(seed), keep_journal=True)
@@ -81,7 +81,7 @@ def test_a_replay_yields_the_same_commands_and_the_same_state(
     lines = [json.loads(text) for text in texts]
     final = encode(world.shell.core.state)
     assert encode(replay(texts).core.state) == final
-    assert left_by(replay_newest(texts)) == left_by(replay(texts))
+    assert result_of(replay_newest(texts)) == result_of(replay(texts))
     begins = [0, *(i for i, line in enumerate(lines) if "ControllerState" in line)]
     for begin in begins:
         core = Core(replayed(lines[begin])) if begin else Core()
@@ -90,7 +90,7 @@ def test_a_replay_yields_the_same_commands_and_the_same_state(
         assert encode(core.state) == final
 
 
-def test_a_journal_cut_anywhere_gives_the_state_of_that_moment() -> None:
+def test_journal_cut_anywhere_replays_to_the_state_of_that_moment() -> None:
     """A replay from the newest full state equals one from the first line, wherever the journal
     ends."""
     world = simulate(drawn_with_parities(701), keep_journal=True)
@@ -99,4 +99,4 @@ def test_a_journal_cut_anywhere_gives_the_state_of_that_moment() -> None:
     for i, text in enumerate(texts):
         whole.take(json.loads(text))
         if i % 5 == 0 or '"ControllerState"' in text:
-            assert left_by(replay_newest(texts[: i + 1])) == left_by(whole)
+            assert result_of(replay_newest(texts[: i + 1])) == result_of(whole)

@@ -14,25 +14,25 @@ from elastic.reshard.holdings import Holding, SourceChoice, Tier, any_state, cho
 
 @profile(150)
 @given(spec_lists(), layouts(), st.data())
-def test_coverage_is_that_of_the_elements(
+def test_coverage_equals_that_of_the_elements(
     specs: list[TensorSpec], layout: Layout, data: st.DataObject
 ) -> None:
     ranks = range(layout.num_workers)
-    dead = set(data.draw(st.lists(st.sampled_from(ranks), max_size=4)))
-    held = [rank for rank in ranks if rank not in dead]
-    missing = uncovered(specs, layout, held)
-    assert (missing is None) == is_covered(specs, layout, held)
+    dead_ranks = set(data.draw(st.lists(st.sampled_from(ranks), max_size=4)))
+    live_ranks = [rank for rank in ranks if rank not in dead_ranks]
+    missing = uncovered(specs, layout, live_ranks)
+    assert (missing is None) == is_covered(specs, layout, live_ranks)
     if missing is not None:
-        assert not is_covered([missing], layout, held)
+        assert not is_covered([missing], layout, live_ranks)
     dense = [spec for spec in specs if spec.ep_dim is None or layout.ep > 1]
-    if uncovered(any_state(layout), layout, held) is None:
-        assert is_covered(dense, layout, held)
+    if uncovered(any_state(layout), layout, live_ranks) is None:
+        assert is_covered(dense, layout, live_ranks)
 
 
 @st.composite
 def holdings(draw: st.DrawFn) -> list[Holding]:
-    """Parts of a few steps, live and in snapshots, and complete checkpoints."""
-    drawn: list[Holding] = []
+    """Holdings of a few steps: live workers, snapshots and complete checkpoints."""
+    drawn_holdings: list[Holding] = []
     for generation in range(1, draw(st.integers(1, 3)) + 1):
         layout, step = draw(layouts(6)), draw(st.integers(1, 3))
         ranks = st.sampled_from(range(layout.num_workers))
@@ -40,25 +40,27 @@ def holdings(draw: st.DrawFn) -> list[Holding]:
             for rank in sorted(set(draw(st.lists(ranks, max_size=8)))):
                 place = layout.coordinates(rank)
                 name = f"{tier.name}{rank}"
-                drawn.append(Holding(name, tier, 0, step, generation, layout, place))
+                drawn_holdings.append(Holding(name, tier, 0, step, generation, layout, place))
     if draw(st.booleans()):
-        drawn.append(Holding("storage", Tier.CHECKPOINT, 0, draw(st.integers(1, 3)), 1))
-    return drawn
+        drawn_holdings.append(Holding("storage", Tier.CHECKPOINT, 0, draw(st.integers(1, 3)), 1))
+    return drawn_holdings
 
 
 @profile(150)
 @given(spec_lists(), holdings(), st.randoms(use_true_random=False))
-def test_the_newest_covered_step_is_chosen_in_any_order_of_holdings(
+def test_newest_covered_step_is_chosen_in_any_order_of_holdings(
     specs: list[TensorSpec], drawn: list[Holding], random: object
 ) -> None:
     choice = choose(specs, drawn)
-    best = max((step for step in (1, 2, 3) if _is_covered_at(specs, drawn, step)), default=None)
+    newest_covered_step = max(
+        (step for step in (1, 2, 3) if _is_covered_at(specs, drawn, step)), default=None
+    )
     if not isinstance(choice, SourceChoice):
-        assert best is None
+        assert newest_covered_step is None
         return
-    assert choice.step == best
+    assert choice.step == newest_covered_step
     assert _covers(specs, choice.holdings)
-    assert {holding.step for holding in choice.holdings} == {best}
+    assert {holding.step for holding in choice.holdings} == {newest_covered_step}
     assert max(holding.tier for holding in choice.holdings) == choice.tier
     reverse = choose(specs, drawn[::-1])
     assert isinstance(reverse, SourceChoice)

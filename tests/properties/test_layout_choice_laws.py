@@ -22,7 +22,7 @@ from elastic.planner.proposal import Proposal, propose
 
 
 class Case(NamedTuple):
-    """A target layout that the model's shape allows, and some workers."""
+    """A target layout within the limits of the model, and the capacity."""
 
     target_layout: TargetLayout
     job: Job
@@ -70,7 +70,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @profile(120)
 @given(cases())
-def test_a_planned_layout_respects_every_limit(case: Case) -> None:
+def test_planned_layout_respects_every_limit(case: Case) -> None:
     choice = case.plan()
     if isinstance(choice, Infeasible):
         assert choice.reason
@@ -95,7 +95,7 @@ def fits(layout: Layout, case: Case) -> bool:
 
 @profile(120)
 @given(cases())
-def test_the_target_layout_is_chosen_wherever_it_fits(case: Case) -> None:
+def test_target_layout_is_chosen_wherever_it_fits(case: Case) -> None:
     choice, target_layout = case.plan(), case.target_layout
     if target_layout.data_axes is None:
         return
@@ -107,7 +107,7 @@ def test_the_target_layout_is_chosen_wherever_it_fits(case: Case) -> None:
 
 @profile(120)
 @given(cases())
-def test_the_model_axes_are_the_requested_ones_if_any_layout_with_them_fits(case: Case) -> None:
+def test_model_axes_are_the_requested_ones_if_any_layout_with_them_fits(case: Case) -> None:
     choice, target_layout, job = case.plan(), case.target_layout, case.job
     num_available = min(case.capacity.num_workers, target_layout.max_workers or 40)
     max_data_ranks = num_available // target_layout.num_model_ranks
@@ -144,29 +144,29 @@ def test_no_model_axis_rises_unless_memory_requires_it(case: Case) -> None:
 
 @profile(120)
 @given(cases(), st.data())
-def test_after_shrinking_and_growing_again_the_layout_is_the_same(
+def test_layout_is_the_same_after_shrinking_and_growing_again(
     case: Case, data: st.DataObject
 ) -> None:
     first = case.plan()
     if isinstance(first, Infeasible):
         return
-    again = case.plan(first.layout)
-    assert isinstance(again, LayoutChoice) and again.layout == first.layout
-    fewer = data.draw(st.integers(1, case.capacity.num_workers))
-    small = case.plan(first.layout, num_workers=fewer)
-    if isinstance(small, LayoutChoice):
-        assert small.layout.num_workers <= fewer
-        back = case.plan(small.layout)
-        assert isinstance(back, LayoutChoice)
+    second = case.plan(first.layout)
+    assert isinstance(second, LayoutChoice) and second.layout == first.layout
+    num_workers = data.draw(st.integers(1, case.capacity.num_workers))
+    smaller = case.plan(first.layout, num_workers=num_workers)
+    if isinstance(smaller, LayoutChoice):
+        assert smaller.layout.num_workers <= num_workers
+        regrown = case.plan(smaller.layout)
+        assert isinstance(regrown, LayoutChoice)
         has_requested_axes = model_axes(first.layout) == model_axes(case.target_layout)
-        assert model_axes(back.layout) == model_axes(first.layout) or not has_requested_axes
+        assert model_axes(regrown.layout) == model_axes(first.layout) or not has_requested_axes
         if case.target_layout.data_axes and case.target_layout.is_met(first.layout):
-            assert back.layout == first.layout
+            assert regrown.layout == first.layout
 
 
 @profile(100)
 @given(cases(), st.integers(0, 999))
-def test_a_proposal_does_not_depend_on_the_order_of_arrival(case: Case, seed: int) -> None:
+def test_proposal_does_not_depend_on_the_order_of_arrival(case: Case, seed: int) -> None:
     random = Random(seed)
     names = [f"w{i}" for i in range(case.capacity.num_workers)]
     topology = {name: Place(f"n{i // 4}", f"r{i // 12}") for i, name in enumerate(names)}

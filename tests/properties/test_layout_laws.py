@@ -30,5 +30,5 @@ def test_groups_of_each_axis_partition_the_ranks(layout: Layout) -> None:
 
 @profile(100)
 @given(layouts())
-def test_a_layout_reads_back_from_its_text(layout: Layout) -> None:
+def test_layout_is_parsed_from_its_text(layout: Layout) -> None:
     assert Layout.parse(str(layout)) == layout

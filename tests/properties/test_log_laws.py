@@ -1,7 +1,7 @@
 """Laws of a log with several writers, in any order of appends, uploads, claims and closes.
 
-Every line acknowledged under the newest epoch is readable, in order, once. The lines that a writer
-has read when it took over stay the beginning of the log, whatever an older writer still writes.
+Every line acknowledged under the newest epoch is readable once, in order. The lines that a writer
+read when it took over remain the start of the log, whatever an older writer still writes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ RARELY = st.sampled_from([False, False, False, True])
 
 
 LINE = {"time": 0.0, "generation": 0, "filler": "ControllerState"}
-"""A line whose number compaction keeps, and after which it may compact."""
+"""A line that survives compaction, and after which the log may be compacted."""
 SEGMENT_BYTES = 80
 
 
 class SlowStorage(MemoryStorage):
-    """Storage that may refuse a write, or perform it later although its writer saw it fail.
+    """Storage that may refuse a write, or execute it later although the write seemed to fail.
 
     Another process may act just before a write or a removal.
     """
@@ -50,14 +50,14 @@ class SlowStorage(MemoryStorage):
         self.before_write: Callable[[], None] | None = None
         self.before_remove: Callable[[], None] | None = None
         self.is_slow = False
-        self.under_way: list[tuple[str, bytes]] = []
+        self.delayed_writes: list[tuple[str, bytes]] = []
 
     def write(self, name: str, data: bytes) -> None:
         before, self.before_write = self.before_write, None
         if before:
             before()
         if self.is_slow and name.startswith("journal"):
-            self.under_way.append((name, bytes(data)))
+            self.delayed_writes.append((name, bytes(data)))
             raise OSError(110, "Connection timed out")
         super().write(name, data)
 
@@ -94,20 +94,20 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
     def numbers(self) -> list[int]:
         return [row["step"] for row in self.log.lines()]
 
-    @rule(really=RARELY, lands=st.booleans())
-    def sometimes_take_over(self, really: bool, lands: bool) -> None:
+    @rule(really=RARELY, delayed_write_lands=st.booleans())
+    def sometimes_take_over(self, really: bool, delayed_write_lands: bool) -> None:
         if really:
-            self.take_over(lands)
+            self.take_over(delayed_write_lands)
 
-    def take_over(self, lands: bool = False) -> None:
-        """Take over as the same actor: no process need have released the lease.
+    def take_over(self, delayed_write_lands: bool = False) -> None:
+        """Take over as the same actor, which does not require a released lease.
 
         A delayed write of an older process may land while the new one opens the log.
         """
         lease = claim(self.storage, actor="controller")
         writer = SegmentWriter(self.log, lease.epoch, lease.look, segment_bytes=SEGMENT_BYTES)
-        if lands:
-            self.land(0)
+        if delayed_write_lands:
+            self.land_delayed_write(0)
         self.processes.append(Process(lease, writer, self.numbers()))
 
     @initialize()
@@ -115,9 +115,9 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         self.take_over()
 
     @rule(which=st.integers(0, 3))
-    def land(self, which: int) -> None:
-        if under_way := self.storage.under_way:
-            name, data = under_way.pop(which % len(under_way))
+    def land_delayed_write(self, which: int) -> None:
+        if delayed_writes := self.storage.delayed_writes:
+            name, data = delayed_writes.pop(which % len(delayed_writes))
             MemoryStorage.write(self.storage, name, data)
 
     @rule(
@@ -210,7 +210,7 @@ class FileProcess:
     seen: list[int] = field(default_factory=list)
     stopped: threading.Thread | None = None
     is_stopped: threading.Event = field(default_factory=threading.Event)
-    may_go_on: threading.Event = field(default_factory=threading.Event)
+    may_continue: threading.Event = field(default_factory=threading.Event)
 
     @property
     def epoch(self) -> int:
@@ -220,11 +220,11 @@ class FileProcess:
         self.lease.look()
         if threading.current_thread() is self.stopped:
             self.is_stopped.set()
-            self.may_go_on.wait()
+            self.may_continue.wait()
 
-    def go_on(self) -> None:
+    def continue_writing(self) -> None:
         if self.stopped is not None:
-            self.may_go_on.set()
+            self.may_continue.set()
             self.stopped.join()
             self.stopped = None
 
@@ -249,7 +249,7 @@ class FileOfManyWriters(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for process in self.processes:
-            process.go_on()
+            process.continue_writing()
             process.file.close()
         shutil.rmtree(self.folder)
 
@@ -285,26 +285,26 @@ class FileOfManyWriters(RuleBasedStateMachine):
 
     @rule(which=WHICH)
     def stop_before_a_write(self, which: int) -> None:
-        """Stop a process between the check of its lease and its write, until `go_on`."""
+        """Stop a process between the check of its lease and its write, until `continue_writing`."""
         if free := [process for process in self.processes if process.stopped is None]:
             process = free[-1 - which % len(free)]
             process.stopped = threading.Thread(target=self.write, args=(process,))
-            process.may_go_on.clear()
+            process.may_continue.clear()
             process.is_stopped.clear()
             process.stopped.start()
             while process.stopped.is_alive() and not process.is_stopped.wait(0.001):
                 continue
 
     @rule(which=WHICH)
-    def go_on(self, which: int) -> None:
+    def continue_writing(self, which: int) -> None:
         if stopped := [process for process in self.processes if process.stopped is not None]:
-            stopped[-1 - which % len(stopped)].go_on()
+            stopped[-1 - which % len(stopped)].continue_writing()
 
     @rule(which=WHICH)
     def close(self, which: int) -> None:
         if self.processes:
             process = self.processes.pop(which % len(self.processes))
-            process.go_on()
+            process.continue_writing()
             assert process.file.close() == ""
             process.lease.release()
 
@@ -319,14 +319,16 @@ class FileOfManyWriters(RuleBasedStateMachine):
             num_seen = len(process.seen)
             assert numbers[:num_seen] == process.seen
             later = [self.epochs[number] for number in numbers[num_seen:]]
-            assert not later or min(later) >= process.epoch, "it has missed an older valid line"
+            assert not later or min(later) >= process.epoch, (
+                "the process has missed an older valid line"
+            )
         while block := self.reader.read():
             self.followed += numbers_in(block)
-        assert self.followed == numbers, "a reader that follows the log sees the same"
+        assert self.followed == numbers, "a reader that follows the log sees the same lines"
         from_end = b"".join(line + b"\n" for _, line in self.log.lines_from_end())
-        assert numbers_in(from_end) == numbers[::-1], "so does one that reads from its end"
+        assert numbers_in(from_end) == numbers[::-1], "so does a reader that starts at the end"
         for offset, row in self.log.lines_with_offsets():
-            assert next(self.log.lines(offset)) == row, "so does one that starts at an offset"
+            assert next(self.log.lines(offset)) == row, "so does a reader that starts at an offset"
 
 
 def numbers_in(lines: bytes) -> list[int]:

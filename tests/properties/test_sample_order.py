@@ -21,22 +21,22 @@ counts = st.integers(1, 40)
 
 
 @given(seeds, st.integers(0, 10**6), st.integers(1, 400))
-def test_an_epoch_holds_every_sample_once(seed: int, epoch: int, num_samples: int):
+def test_epoch_contains_every_sample_once(seed: int, epoch: int, num_samples: int):
     first = epoch * num_samples
-    drawn = [sample_of(seed, first + i, num_samples) for i in range(num_samples)]
-    assert sorted(drawn) == list(range(num_samples))
+    samples = [sample_of(seed, first + i, num_samples) for i in range(num_samples)]
+    assert sorted(samples) == list(range(num_samples))
 
 
 @given(seeds, st.integers(2, 10**15), st.data())
 def test_no_two_ids_of_a_huge_epoch_share_a_sample(seed: int, num_samples: int, data):
     ids = data.draw(st.lists(st.integers(0, num_samples - 1), min_size=2, unique=True))
-    drawn = {sample_of(seed, i, num_samples) for i in ids}
-    assert len(drawn) == len(ids)
-    assert all(0 <= sample < num_samples for sample in drawn)
+    samples = {sample_of(seed, i, num_samples) for i in ids}
+    assert len(samples) == len(ids)
+    assert all(0 <= sample < num_samples for sample in samples)
 
 
 @given(seeds, st.integers(1, 30), counts, st.integers(1, 4))
-def test_batches_that_cross_epochs_lose_and_repeat_nothing(
+def test_batches_across_epochs_lose_and_repeat_no_sample(
     seed: int, num_samples: int, batch: int, num_epochs: int
 ):
     num_ids = num_samples * num_epochs
@@ -57,16 +57,16 @@ def test_drawing_many_samples_equals_drawing_one_by_one(
 
 
 @pytest.mark.parametrize(("ids", "num_samples"), [([0], 0), ([3, -1], 7)])
-def test_drawing_many_samples_refuses_what_drawing_one_refuses(ids: list[int], num_samples: int):
+def test_drawing_many_samples_refuses_invalid_ids_and_sizes(ids: list[int], num_samples: int):
     with pytest.raises(InvalidSamples):
         samples_of(0, ids, num_samples)
 
 
 @given(counts, st.integers(1, 30), st.sets(st.integers(0, 40)))
 def test_steps_read_all_batches_but_the_skipped_ones(batch: int, num_steps: int, skipped: set[int]):
-    firsts = [batch_ids(step, batch, skipped)[0] for step in range(1, num_steps + 1)]
-    wanted = [number * batch for number in range(100) if number not in skipped]
-    assert firsts == wanted[:num_steps]
+    first_ids = [batch_ids(step, batch, skipped)[0] for step in range(1, num_steps + 1)]
+    expected = [number * batch for number in range(100) if number not in skipped]
+    assert first_ids == expected[:num_steps]
 
 
 @given(counts, counts)
@@ -80,6 +80,6 @@ def test_every_microbatch_is_dealt_once_and_evenly(num_microbatches: int, num_da
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 63))
-def test_mixing_loses_no_bit(bits: int, flipped: int):
+def test_mixing_is_injective_for_single_bit_changes(bits: int, flipped: int):
     assert 0 <= mixed(bits) < 2**64
     assert mixed(bits) != mixed(bits ^ (1 << flipped))

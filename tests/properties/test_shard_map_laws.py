@@ -16,14 +16,14 @@ from elastic.geometry.tensor_specs import TensorSpec
 
 @profile(150)
 @given(specs(), layouts())
-def test_each_rank_holds_what_the_reference_says(spec: TensorSpec, layout: Layout) -> None:
+def test_each_rank_holds_the_elements_of_the_reference(spec: TensorSpec, layout: Layout) -> None:
     for rank, expected in enumerate(held_by_rank(spec, layout)):
-        held = np.zeros(spec.shape, dtype=np.bool_)
+        mask = np.zeros(spec.shape, dtype=np.bool_)
         region = region_of(spec, layout, layout.coordinates(rank))
         if region is not None:
-            held[_box(region)] = True
-            assert region.num_elements == held.sum()
-        assert np.array_equal(held, expected)
+            mask[_box(region)] = True
+            assert region.num_elements == mask.sum()
+        assert np.array_equal(mask, expected)
 
 
 @profile(150)
@@ -47,8 +47,8 @@ def test_bytes_held_by_all_are_the_bytes_times_their_copies(
 @given(specs(), layouts())
 def test_holders_are_named_and_counted_consistently(spec: TensorSpec, layout: Layout) -> None:
     sharding = sharding_of(spec, layout)
-    named = [sharding.first_holder(rank) for rank in sharding.stage]
-    assert sorted(set(named)) == sharding.first_holders()
+    first_holders = [sharding.first_holder(rank) for rank in sharding.stage]
+    assert sorted(set(first_holders)) == sharding.first_holders()
     for first in sharding.first_holders():
         holders = [rank for rank in sharding.stage if sharding.first_holder(rank) == first]
         assert holders == sharding.holders(first)
@@ -67,11 +67,11 @@ def test_overlaps_equal_those_of_a_comparison_with_every_region(
         data.draw(st.integers(0, size - offset))
         for size, offset in zip(spec.shape, offsets, strict=True)
     )
-    wanted, sharding = Region(offsets, shape), sharding_of(spec, layout)
-    every = [(first, sharding.region(first)) for first in sharding.first_holders()]
-    common = [(first, region.intersection(wanted)) for first, region in every]
+    region_of_interest, sharding = Region(offsets, shape), sharding_of(spec, layout)
+    all_regions = [(first, sharding.region(first)) for first in sharding.first_holders()]
+    common = [(first, region.intersection(region_of_interest)) for first, region in all_regions]
     expected = [(first, region) for first, region in common if region is not None]
-    assert sorted(sharding.overlaps(wanted)) == expected
+    assert sorted(sharding.overlaps(region_of_interest)) == expected
 
 
 def _box(region: Region) -> tuple[slice, ...]:

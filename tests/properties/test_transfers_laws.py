@@ -1,4 +1,4 @@
-"""Reshards between random layouts, carried out element by element (invariants 3 and 4)."""
+"""Reshards between random layouts, executed element by element (invariants 3 and 4)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def moves(draw: st.DrawFn) -> Move:
     random = Random(draw(st.integers(0, 999)))
     names = random.sample(NAMES, len(NAMES))
     old = Assignment(1, old_layout, tuple(names[: old_layout.num_workers]))
-    dead = set(draw(st.lists(st.sampled_from(old.members), max_size=3)))
-    holders = tuple(w for w in names if w in old.members and w not in dead)
+    dead_workers = set(draw(st.lists(st.sampled_from(old.members), max_size=3)))
+    holders = tuple(w for w in names if w in old.members and w not in dead_workers)
     pool = random.sample(holders, len(holders)) if draw(st.booleans()) else list(holders)
     joiners = names[old_layout.num_workers :]
     num_kept = draw(st.integers(0, min(len(pool), new_layout.num_workers)))
@@ -52,7 +52,7 @@ def moves(draw: st.DrawFn) -> Move:
 
 @st.composite
 def moves_with_snapshots(draw: st.DrawFn) -> Move:
-    """The same, but some parts come from snapshots, which any worker may carry.
+    """Like `moves`, but some shards come from snapshots, which any worker may carry.
 
     A survivor may carry its own snapshot: its live state may be of a newer step.
     """
@@ -66,8 +66,8 @@ def moves_with_snapshots(draw: st.DrawFn) -> Move:
     return Move(specs, replace(reshard, holders=holders, carried=carried))
 
 
-def is_cut_unevenly(specs: list[TensorSpec], reshard: ReshardPlan) -> Iterator[bool]:
-    """For each tensor and layout, whether an axis cuts a size that it does not divide."""
+def uneven_splits(specs: list[TensorSpec], reshard: ReshardPlan) -> Iterator[bool]:
+    """For each tensor and layout, whether an axis splits a size that it does not divide."""
     assert reshard.old is not None
     for spec, assignment in product(specs, (reshard.old, reshard.new)):
         cuts = sharding_of(spec, assignment.layout).cuts
@@ -76,18 +76,18 @@ def is_cut_unevenly(specs: list[TensorSpec], reshard: ReshardPlan) -> Iterator[b
 
 @profile(400)
 @given(moves())
-def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
+def test_every_element_arrives_once_from_a_live_holder_and_nothing_else_moves(
     move: Move,
 ) -> None:
     specs, reshard = move
     assert reshard.old is not None
-    living = [reshard.old.world_rank(worker) for worker in reshard.holders]
-    assume(is_covered(specs, reshard.old.layout, living))
+    live_ranks = [reshard.old.world_rank(worker) for worker in reshard.holders]
+    assume(is_covered(specs, reshard.old.layout, live_ranks))
     transfers = {worker: derive(specs, reshard, worker) for worker in reshard.participants}
     bound = lower_bound_bytes(specs, reshard)
-    moved = "something moves" if bound else "nothing moves"
-    sizes = "some size does not divide" if any(is_cut_unevenly(*move)) else "all sizes divide"
-    event(f"{moved}, {sizes}")
+    movement = "something moves" if bound else "nothing moves"
+    sizes = "some size does not divide" if any(uneven_splits(*move)) else "all sizes divide"
+    event(f"{movement}, {sizes}")
     assert check_transfers(specs, reshard, transfers) == bound
     assert sum(transfer.bytes_moved for transfer in transfers.values()) == bound
     assert sum(transfer.bytes_needed for transfer in transfers.values()) == bound
@@ -95,7 +95,7 @@ def test_every_element_arrives_once_from_a_living_holder_and_nothing_else_moves(
 
 @profile(300)
 @given(moves_with_snapshots())
-def test_parts_from_snapshots_arrive_like_those_of_live_workers(move: Move) -> None:
+def test_shards_from_snapshots_arrive_like_those_of_live_workers(move: Move) -> None:
     specs, reshard = move
     assert reshard.old is not None
     available = [*reshard.holders, *(part.member for part in reshard.carried)]
@@ -111,29 +111,29 @@ def test_parts_from_snapshots_arrive_like_those_of_live_workers(move: Move) -> N
 
 @profile(120)
 @given(moves(), st.data())
-def test_a_receiver_refuses_a_reshard_if_no_live_holder_has_its_region(
+def test_receiver_refuses_a_reshard_if_no_live_holder_has_its_region(
     move: Move, data: st.DataObject
 ) -> None:
     specs, reshard = move
     assert reshard.old is not None
-    num_living = data.draw(st.integers(1, min(2, len(reshard.holders)))) if reshard.holders else 0
-    few = replace(reshard, holders=reshard.holders[:num_living])
-    living = [reshard.old.world_rank(worker) for worker in few.holders]
-    assume(few.holders)
-    if is_covered(specs, reshard.old.layout, living):
+    num_live = data.draw(st.integers(1, min(2, len(reshard.holders)))) if reshard.holders else 0
+    reduced = replace(reshard, holders=reshard.holders[:num_live])
+    live_ranks = [reshard.old.world_rank(worker) for worker in reduced.holders]
+    assume(reduced.holders)
+    if is_covered(specs, reshard.old.layout, live_ranks):
         event("covered")
-        for worker in few.participants:
-            derive(specs, few, worker)
+        for worker in reduced.participants:
+            derive(specs, reduced, worker)
         return
     event("not covered")
     with pytest.raises(InvalidReshard, match="no living holder"):
-        for worker in few.participants:
-            derive(specs, few, worker)
+        for worker in reduced.participants:
+            derive(specs, reduced, worker)
 
 
 @profile(60)
 @given(layouts(), spec_lists())
-def test_a_reshard_to_the_same_assignment_moves_nothing(
+def test_reshard_to_the_same_assignment_moves_nothing(
     layout: Layout, specs: list[TensorSpec]
 ) -> None:
     same = Assignment(1, layout, tuple(NAMES[: layout.num_workers]))
@@ -147,14 +147,14 @@ def test_a_reshard_to_the_same_assignment_moves_nothing(
 
 @profile(60)
 @given(layouts(), spec_lists())
-def test_without_holders_nothing_moves_and_everything_is_needed(
+def test_reshard_without_holders_moves_nothing_and_needs_everything(
     layout: Layout, specs: list[TensorSpec]
 ) -> None:
     new = Assignment(2, layout, tuple(NAMES[: layout.num_workers]))
     reshard = ReshardPlan(1, 7, None, new)
-    every = [derive(specs, reshard, worker) for worker in new.members]
-    assert not any(transfer.receives or transfer.sends for transfer in every)
-    assert sum(t.bytes_needed for t in every) == lower_bound_bytes(specs, reshard)
+    all_transfers = [derive(specs, reshard, worker) for worker in new.members]
+    assert not any(transfer.receives or transfer.sends for transfer in all_transfers)
+    assert sum(t.bytes_needed for t in all_transfers) == lower_bound_bytes(specs, reshard)
 
 
 SAME_UNDER_ANY_SEED = """
@@ -178,7 +178,7 @@ for worker in plan.participants:
 
 
 def test_transfers_do_not_depend_on_the_hash_seed() -> None:
-    printed = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", SAME_UNDER_ANY_SEED],
             env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -188,5 +188,5 @@ def test_transfers_do_not_depend_on_the_hash_seed() -> None:
         ).stdout
         for seed in ("1", "2")
     ]
-    assert printed[0] == printed[1]
-    assert "Piece" in printed[0]
+    assert outputs[0] == outputs[1]
+    assert "Piece" in outputs[0]

@@ -1,4 +1,4 @@
-"""A vote survives a float64 sum all-reduce; a vote that an abort has corrupted is refused."""
+"""A vote survives a float64 sum all-reduce; a vote that an abort corrupted is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NORMS = st.floats(0.0, 1e30)
 
 
 @st.composite
-def votes(draw: st.DrawFn, least: int = 1) -> list[Ballot]:
+def votes(draw: st.DrawFn, min_workers: int = 1) -> list[Ballot]:
     """The ballots of all ranks for one step."""
-    num_workers, step = draw(st.integers(least, 9)), draw(st.integers(1, 10**7))
+    num_workers, step = draw(st.integers(min_workers, 9)), draw(st.integers(1, 10**7))
     is_timed = draw(st.booleans())
     ballots = []
     for rank in range(num_workers):
@@ -33,8 +33,8 @@ def votes(draw: st.DrawFn, least: int = 1) -> list[Ballot]:
     return ballots
 
 
-def summed(packed: list[list[float]], seed: int = 0) -> list[float]:
-    """The sums of the ranks' numbers, each element in its own order of addition, as in a ring."""
+def all_reduce(packed: list[list[float]], seed: int = 0) -> list[float]:
+    """The sums over the ranks, each element in its own order of addition, as in a ring."""
     random = Random(seed)
     columns = [list(column) for column in zip(*packed, strict=True)]
     for column in columns:
@@ -51,14 +51,14 @@ def is_refused(numbers: list[float], ballots: list[Ballot]) -> bool:
         read(numbers, ballots)
     except BrokenVote:
         return True
-    except ValueError as error:  # only for a token count that is an integer but for rounding
+    except ValueError as error:  # raised only if rounding turns the token count into a non-integer
         assert "which is no integer" in str(error)
     return False
 
 
 @given(votes(), st.integers())
-def test_all_ranks_read_the_sums(ballots: list[Ballot], seed: int) -> None:
-    tally = read(summed([pack_vote(b) for b in ballots], seed), ballots)
+def test_vote_contains_the_sums_of_all_ballots(ballots: list[Ballot], seed: int) -> None:
+    tally = read(all_reduce([pack_vote(b) for b in ballots], seed), ballots)
     vote, sizes = tally.vote, [sum(abs(b.sums[i]) for b in ballots) for i in range(3)]
     for i, value in enumerate((vote.loss_sum, vote.num_tokens, vote.sq_grad_norm)):
         assert math.isclose(
@@ -74,21 +74,21 @@ def test_all_ranks_read_the_sums(ballots: list[Ballot], seed: int) -> None:
 
 
 @given(votes(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 2))
-def test_a_number_that_is_not_finite_is_counted(
+def test_number_that_is_not_finite_is_counted(
     ballots: list[Ballot], bad: float, index: int
 ) -> None:
     first = ballots[0]
     sums = tuple(bad if i == index else value for i, value in enumerate(first.sums))
     ballot = Ballot(first.step, 0, sums, compute_s=first.compute_s)  # type: ignore[arg-type]
-    vote = read(summed([pack_vote(b) for b in [ballot, *ballots[1:]]]), ballots).vote
+    vote = read(all_reduce([pack_vote(b) for b in [ballot, *ballots[1:]]]), ballots).vote
     assert vote.num_nonfinite == 1
     assert math.isfinite(vote.loss_sum) and math.isfinite(vote.sq_grad_norm)
 
 
 @pytest.mark.parametrize("sums", [(1.6e308, 1.0, 1.0), (-1.6e308, 1.0, 1.0), (1.0, 1.0, 1.6e308)])
-def test_a_sum_that_overflows_is_not_finite_on_all_ranks(sums: tuple[float, float, float]) -> None:
+def test_sum_that_overflows_is_not_finite_on_all_ranks(sums: tuple[float, float, float]) -> None:
     ballots = [Ballot(3, rank, sums) for rank in range(4)]
-    vote = read(summed([pack_vote(b) for b in ballots]), ballots).vote
+    vote = read(all_reduce([pack_vote(b) for b in ballots]), ballots).vote
     assert vote.num_nonfinite == 4 and (vote.loss_sum, vote.sq_grad_norm) == (0.0, 0.0)
     assert vote.num_tokens == 4
 
@@ -103,23 +103,23 @@ def test_random_numbers_are_refused(ballots: list[Ballot], data: st.DataObject) 
     assert is_refused([float(len(ballots))] * length, ballots)
 
 
-@given(votes(least=2), st.data())
-def test_ballots_that_are_not_all_added_once_are_refused(
+@given(votes(min_workers=2), st.data())
+def test_vote_without_exactly_one_ballot_of_each_rank_is_refused(
     ballots: list[Ballot], data: st.DataObject
 ) -> None:
     packed = [pack_vote(b) for b in ballots]
     rank = data.draw(st.integers(0, len(ballots) - 1))
     other = data.draw(st.integers(0, len(ballots) - 1).filter(lambda r: r != rank))
     assert is_refused(packed[rank], ballots), "not reduced"
-    assert is_refused(summed(packed[:rank] + packed[rank + 1 :]), ballots), "a rank is missing"
-    assert is_refused(summed([*packed, packed[rank]]), ballots), "a rank counts twice"
-    twice = [packed[other if i == rank else i] for i in range(len(packed))]
-    assert is_refused(summed(twice), ballots), "a rank replaces another"
+    assert is_refused(all_reduce(packed[:rank] + packed[rank + 1 :]), ballots), "a rank is missing"
+    assert is_refused(all_reduce([*packed, packed[rank]]), ballots), "a rank counts twice"
+    replaced = [packed[other if i == rank else i] for i in range(len(packed))]
+    assert is_refused(all_reduce(replaced), ballots), "a rank replaces another"
 
 
 @given(votes(), st.data())
-def test_a_stale_or_shifted_vote_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
-    whole = summed([pack_vote(b) for b in ballots])
+def test_stale_or_shifted_vote_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
+    whole = all_reduce([pack_vote(b) for b in ballots])
     step, shift = ballots[0].step, data.draw(st.integers(1, len(whole) - 1))
     with pytest.raises(BrokenVote):
         unpack_vote(whole, step + 1, len(ballots))
@@ -129,22 +129,28 @@ def test_a_stale_or_shifted_vote_is_refused(ballots: list[Ballot], data: st.Data
         unpack_vote(whole[:-1], step, len(ballots))
 
 
-@given(votes(least=2), st.data())
-def test_a_range_that_lacks_a_rank_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
-    """Except if no value that is read has changed beyond rounding."""
+@given(votes(min_workers=2), st.data())
+def test_vote_with_a_range_that_lacks_a_rank_is_refused(
+    ballots: list[Ballot], data: st.DataObject
+) -> None:
+    """Such a vote is accepted only if its values differ by no more than rounding."""
     packed = [pack_vote(b) for b in ballots]
-    whole = summed(packed)
+    whole = all_reduce(packed)
     begin = data.draw(st.integers(0, len(whole) - 1))
     end = data.draw(st.integers(begin + 1, len(whole)))
-    lacking = data.draw(st.sets(st.integers(0, len(ballots) - 1), min_size=1))
-    partial = summed([p for i, p in enumerate(packed) if i not in lacking] + [[0.0] * len(whole)])
+    missing_ranks = data.draw(st.sets(st.integers(0, len(ballots) - 1), min_size=1))
+    partial = all_reduce(
+        [p for i, p in enumerate(packed) if i not in missing_ranks] + [[0.0] * len(whole)]
+    )
     torn = whole[:begin] + partial[begin:end] + whole[end:]
     assert is_refused(torn, ballots) or is_same(torn, ballots, whole)
 
 
 @given(votes(), st.data())
-def test_a_single_wrong_number_is_refused(ballots: list[Ballot], data: st.DataObject) -> None:
-    whole = summed([pack_vote(b) for b in ballots])
+def test_vote_with_a_single_wrong_number_is_refused(
+    ballots: list[Ballot], data: st.DataObject
+) -> None:
+    whole = all_reduce([pack_vote(b) for b in ballots])
     index = data.draw(st.integers(0, len(whole) - 1))
     wrong = [*whole]
     wrong[index] = data.draw(st.floats() | st.integers(-9, 9).map(lambda i: whole[index] + i))
@@ -152,7 +158,7 @@ def test_a_single_wrong_number_is_refused(ballots: list[Ballot], data: st.DataOb
 
 
 def is_same(numbers: list[float], ballots: list[Ballot], whole: list[float]) -> bool:
-    """Whether the numbers read as the true vote, except for rounding."""
+    """Whether the numbers equal the true vote, except for rounding."""
     tally, true = read(numbers, ballots), read(whole, ballots)
     sizes = [sum(abs(b.sums[i]) for b in ballots) for i in range(3)]
     sums = [(t.vote.loss_sum, t.vote.num_tokens, t.vote.sq_grad_norm) for t in (tally, true)]

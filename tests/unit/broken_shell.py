@@ -1,4 +1,4 @@
-"""A shell and a core that raise where they are told to, and two workers that obey them."""
+"""A shell and a core that raise at a chosen place, and two workers that obey them."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ SAMPLES: list[Event] = [
     StoreLost("it died"),
     WorkerLost("w9", "killed"),
     WorkerSuspected("w9", "silent"),
-    WorkerDraining("w9", "asked to"),
+    WorkerDraining("w9", "requested"),
     NodeDraining("node9", 1e12),
     NodeAtRisk("node9", "a notice"),
     SnapshotServerReady(SnapshotServer("node9", "", "socket", "host", 1)),
@@ -126,15 +126,15 @@ SAMPLES: list[Event] = [
     Progressed(1),
     Woke(),
 ]
-"""Of each kind of event that does not come in a run by itself; they change next to nothing."""
+"""One event of each kind that does not occur in a run by itself; they change next to nothing."""
 
 
 class Broken(Exception):
-    """What the broken handler raises."""
+    """The exception that a broken handler raises."""
 
 
 class BrokenCore(Core):
-    """Raises at one kind of event, half-way through: the state has changed."""
+    """Raises at one kind of event, half-way through: the state has already changed."""
 
     kind = ""
     num_left = 0
@@ -151,7 +151,7 @@ class BrokenCore(Core):
 
 
 class BrokenShell(Shell):
-    """Raises as it carries out one kind of command, or at one of its own actions."""
+    """Raises when it executes one kind of command, or at one of its own actions."""
 
     kind = ""
     num_left = 0
@@ -159,11 +159,11 @@ class BrokenShell(Shell):
     extra: list[Command]
 
     def _missing_lines(self) -> list[dict[str, Any]]:
-        self.break_at("lacking lines")
+        self.break_at("missing lines")
         return super()._missing_lines()
 
     def _complete_metrics(self) -> None:
-        self.break_at("lacking metrics")
+        self.break_at("missing metrics")
         super()._complete_metrics()
 
     def _open(self, opening: RunOpened) -> None:
@@ -196,7 +196,7 @@ def record_of(step: int, generation: int) -> StepRecord:
     return StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 0.001, skipped=False)
 
 
-class Crew:
+class TrainingFleet:
     """Two workers that train on a thread, vote, save their parts and unwind, as real ones do."""
 
     def __init__(self, folder: Path, samples: Sequence[Event], num_steps: int) -> None:
@@ -207,7 +207,7 @@ class Crew:
         self._samples = list(samples)
         self._lock = threading.Lock()
         self._step = self._generation = 0
-        self._is_save_wished = self._is_pause_wished = self._closed = False
+        self._is_save_requested = self._is_pause_requested = self._closed = False
         self._training: threading.Thread | None = None
         self._stop = threading.Event()
 
@@ -226,7 +226,7 @@ class Crew:
         return 0
 
     def attach(self, state: ControllerState) -> None:
-        """They have trained on."""
+        """The workers have trained on."""
         self.shell.break_at("attaching")
         self._begin(state.live.members(), state.generation, state.committed_step)
 
@@ -242,18 +242,18 @@ class Crew:
             case Reshard():
                 self._post(StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers)
             case Resume():
-                if order.generation > self._generation:  # else it is told once more
+                if order.generation > self._generation:  # else the order is repeated
                     self._begin(workers, order.generation, order.step)
             case Pause():
-                self._is_pause_wished = True
+                self._is_pause_requested = True
             case RequestCheckpoint():
-                self._is_save_wished = True
+                self._is_save_requested = True
             case Abort():
                 self._halt()
                 vote = Vote(self._step, 1.0, 1, 1.0, 2) if self._step else None
                 records = tuple(record_of(step + 1, self._generation) for step in range(self._step))
-                told = (order.generation, self._step, vote, False, False, records)
-                self._post(Quiesced(worker, *told) for worker in workers)
+                report = (order.generation, self._step, vote, False, False, records)
+                self._post(Quiesced(worker, *report) for worker in workers)
             case RollForward():
                 record = RECORD
                 self._post(RolledForward(worker, order.generation, record) for worker in workers)
@@ -263,7 +263,7 @@ class Crew:
     def _begin(self, workers: tuple[str, ...], generation: int, step: int) -> None:
         self._halt()
         self._generation, self._step = generation, step
-        self._is_pause_wished = self._is_save_wished = False
+        self._is_pause_requested = self._is_save_requested = False
         self._stop = threading.Event()
         self._training = threading.Thread(target=self._train, args=(workers,))
         self._training.start()
@@ -274,8 +274,8 @@ class Crew:
                 return
             self._step += 1
             step, generation = self._step, self._generation
-            saves, self._is_save_wished = self._is_save_wished, False
-            pauses = self._is_pause_wished
+            saves, self._is_save_requested = self._is_save_requested, False
+            pauses = self._is_pause_requested
             record = record_of(step, generation)
             vote = Vote(step, 1.0, 1, 1.0, 2, num_pause_requests=pauses, num_save_requests=saves)
             self.shell.post(StepCommitted(generation, record, vote))
@@ -326,46 +326,46 @@ class Crew:
         self._halt()
 
 
-def drive(
+def run_shell(
     folder: Path,
-    break_it: Callable[[BrokenShell, BrokenCore], None],
+    install_fault: Callable[[BrokenShell, BrokenCore], None],
     samples: Sequence[Event] = (),
     extra: Sequence[Command] = (),
     steps: int = NUM_STEPS,
     actor: str = "actor",
     may_survive: bool = False,
 ) -> Stopped:
-    """With `may_survive`, the workers of a controller that died train on."""
-    crew = Crew(folder, samples, steps)
+    """Run a shell to its end; with `may_survive`, the workers of a dead controller train on."""
+    fleet = TrainingFleet(folder, samples, steps)
     run = DiskStorage(folder)
     lease = claim(run, actor=actor)
     shell = BrokenShell(run, lease, parts=ShellParts(make_core=BrokenCore))
     core = shell._core
     assert isinstance(core, BrokenCore)
-    crew.shell = shell
-    break_it(shell, core)
-    given = list(extra)
+    fleet.shell = shell
+    install_fault(shell, core)
+    pending = list(extra)
     write_event = shell._write_event
 
-    def write_with_given(place: str, event: Event, commands: list[Command]) -> None:
-        if isinstance(event, StepCommitted) and event.record.step == EVENTFUL_STEP and given:
-            commands += given
-            given.clear()
+    def write_with_pending(place: str, event: Event, commands: list[Command]) -> None:
+        if isinstance(event, StepCommitted) and event.record.step == EVENTFUL_STEP and pending:
+            commands += pending
+            pending.clear()
         write_event(place, event, commands)
 
-    shell._write_event = write_with_given  # type: ignore[method-assign]
+    shell._write_event = write_with_pending  # type: ignore[method-assign]
     job = Job(8, steps=steps, checkpoint_every=0)
     guard = threading.Timer(30.0, lambda: shell.post(None))  # type: ignore[arg-type]
     guard.start()
     try:
         opening = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), job)
-        return shell.run(crew, opening, crew if may_survive else None)
+        return shell.run(fleet, opening, fleet if may_survive else None)
     finally:
         guard.cancel()
         lease.release()
 
 
-def journal(folder: Path, name: str) -> list[dict[str, Any]]:
+def read_journal(folder: Path, name: str) -> list[dict[str, Any]]:
     lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
     return [line for line in lines if name in (line.get("event"), line.get("command"))]
 
@@ -375,7 +375,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def extra_commands() -> list[Command]:
-    """One of each kind that a run without trouble has none of, to no effect."""
+    """One command of each kind that an undisturbed run does not issue; they have no effect."""
     make = all_commands
     return [
         make.StartSnapshotServer("node9"),

@@ -1,4 +1,4 @@
-"""A fake of the clouds' metadata servers, on loopback: it answers what a test tells it to."""
+"""A metadata server like those of the clouds, on loopback, with the answers that a test sets."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ TOKEN_PATH = "/latest/api/token"
 
 @dataclass
 class Metadata:
-    """What it has by path, what a request must say to be answered, and what was asked."""
+    """Answers by path, the headers that a request must have, and the paths that were requested."""
 
-    has: dict[str, str] = field(default_factory=dict)
-    wants: dict[str, str] = field(default_factory=dict)
+    answers: dict[str, str] = field(default_factory=dict)
+    required_headers: dict[str, str] = field(default_factory=dict)
     token: str = ""
-    """AWS's: given on PUT, and wanted from then on."""
+    """The token of AWS: sent on PUT, and required from then on."""
     address: str = ""
-    asked: list[str] = field(default_factory=list)
+    requested_paths: list[str] = field(default_factory=list)
 
 
 @contextmanager
 def metadata_server(metadata: Metadata) -> Iterator[Metadata]:
-    """Serve it on a free port, which goes into its address."""
+    """Serve the metadata on a free port, which its address then contains."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_PUT(self) -> None:
@@ -34,14 +34,14 @@ def metadata_server(metadata: Metadata) -> Iterator[Metadata]:
             self._answer(200 if is_token else 403, metadata.token)
 
         def do_GET(self) -> None:
-            metadata.asked.append(self.path)
-            wants = dict(metadata.wants)
+            metadata.requested_paths.append(self.path)
+            headers = dict(metadata.required_headers)
             if metadata.token:
-                wants["X-aws-ec2-metadata-token"] = metadata.token
-            if any(self.headers.get(name) != value for name, value in wants.items()):
+                headers["X-aws-ec2-metadata-token"] = metadata.token
+            if any(self.headers.get(name) != value for name, value in headers.items()):
                 self._answer(401 if metadata.token else 403, "")
-            elif self.path in metadata.has:
-                self._answer(200, metadata.has[self.path])
+            elif self.path in metadata.answers:
+                self._answer(200, metadata.answers[self.path])
             else:
                 self._answer(404, "")
 
@@ -52,7 +52,7 @@ def metadata_server(metadata: Metadata) -> Iterator[Metadata]:
             self.wfile.write(body.encode())
 
         def log_message(self, *_: object) -> None:
-            """Nobody reads it."""
+            """Logs nothing: no test reads it."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         metadata.address = f"http://127.0.0.1:{server.server_port}"

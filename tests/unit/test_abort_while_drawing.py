@@ -1,4 +1,4 @@
-"""A worker whose generation is aborted stops drawing step 0, also within one large tensor."""
+"""An aborted worker stops drawing its initial values, also within one large tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trainer(tmp_path: Path) -> Trainer:
     return Trainer("w0", "n0", program, options, lambda event: None, Interruption())
 
 
-def test_an_abort_within_a_large_tensor_is_noticed_within_a_second(trainer: Trainer) -> None:
+def test_abort_interrupts_the_drawing_of_a_large_tensor_within_a_second(trainer: Trainer) -> None:
     largest = max(trainer.specs, key=lambda spec: spec.num_bytes)
     interruption, aborted_at = trainer.interruption, []
     interruption.running_generation = 1

@@ -24,7 +24,7 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.overrides import override
 
 
-def test_what_a_scaling_config_says() -> None:
+def test_scaling_config_sets_workers_accelerator_and_resources() -> None:
     assert Scaling.of(None) == Scaling()
     assert Scaling.of(ScalingConfig(num_workers=(2, 8))).workers == "2:8"
     fixed = Scaling.of(
@@ -37,16 +37,18 @@ def test_what_a_scaling_config_says() -> None:
     assert Scaling.of(typed).changes == ("accelerator=L4",)
 
 
-def test_what_a_run_config_says(tmp_path: Path) -> None:
-    kept = CheckpointConfig(num_to_keep=2)
-    told = RunOptions.of(RunConfig(name="mine", storage_path=tmp_path, checkpoint_config=kept))
-    assert (told.name, told.storage) == ("mine", str(tmp_path))
-    assert told.changes == ("keep_last=2", "keep_best=0")
+def test_run_config_sets_name_storage_and_retention(tmp_path: Path) -> None:
+    checkpoints = CheckpointConfig(num_to_keep=2)
+    options = RunOptions.of(
+        RunConfig(name="mine", storage_path=tmp_path, checkpoint_config=checkpoints)
+    )
+    assert (options.name, options.storage) == ("mine", str(tmp_path))
+    assert options.changes == ("keep_last=2", "keep_best=0")
     assert RunOptions.of(RunConfig(failure_config=FailureConfig(max_failures=-1))).changes == ()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             {"scaling_config": ScalingConfig(num_workers=2, placement_strategy="SPREAD")},
@@ -86,14 +88,14 @@ def test_what_a_run_config_says(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_a_run_knows_nothing_of_is_refused(arguments, told) -> None:
-    with pytest.raises(UserError, match=told) as error:
+def test_unsupported_options_of_ray_train_are_refused(arguments, message) -> None:
+    with pytest.raises(UserError, match=message) as error:
         ElasticTrainer("tiny", **arguments)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             {"layout": "dp=3"},
@@ -104,27 +106,27 @@ def test_what_a_run_knows_nothing_of_is_refused(arguments, told) -> None:
         ({"run_config": RunConfig(name="no/name")}, "RunConfig\\(name\\) 'no/name'"),
     ],
 )
-def test_refusals_are_told_in_terms_of_python(tmp_path, arguments, told) -> None:
-    where = {"run_config": RunConfig(storage_path=tmp_path), "data": "random"}
+def test_refusals_name_arguments_of_python_not_options(tmp_path, arguments, message) -> None:
+    defaults = {"run_config": RunConfig(storage_path=tmp_path), "data": "random"}
     trainer = ElasticTrainer(
-        "tiny", scaling_config=ScalingConfig(num_workers=2), **{**where, **arguments}
+        "tiny", scaling_config=ScalingConfig(num_workers=2), **{**defaults, **arguments}
     )
-    for begin in (trainer.fit, trainer.start):
-        with pytest.raises(UserError, match=told) as error:
-            begin()
+    for start_run in (trainer.fit, trainer.start):
+        with pytest.raises(UserError, match=message) as error:
+            start_run()
         assert "--" not in str(error.value)
     assert not any(tmp_path.iterdir())
 
 
-def test_only_options_are_renamed() -> None:
-    told = "--set seed=1 for run-name a--b: resume it, or choose another --run-name; ray --set-x"
+def test_messages_rename_options_to_arguments_and_nothing_else() -> None:
+    message = "--set seed=1 for run-name a--b: resume it, or choose another --run-name; ray --set-x"
     assert (
-        renamed(told)
+        renamed(message)
         == "set seed=1 for run-name a--b: resume it, or choose another RunConfig(name); ray --set-x"
     )
 
 
-def test_values_become_those_of_the_command_line() -> None:
+def test_set_accepts_python_values_and_nested_settings() -> None:
     values = {"optimizer.lr": 1e-3, "optimizer": {"beta1": 0.8}, "compile": True, "seed": 7}
     changed = override(tiny(), changes_of(values))
     assert (changed.optimizer.lr, changed.optimizer.beta1) == (0.001, 0.8)
@@ -132,7 +134,7 @@ def test_values_become_those_of_the_command_line() -> None:
     assert override(changed, changes_of({"init_from": None})).init_from is None
 
 
-def test_a_recipe_may_be_a_function_or_what_it_returns() -> None:
+def test_recipe_is_a_function_or_its_result_or_a_name() -> None:
     assert load(tiny) == load(tiny()) == load("tiny")
     assert name_of(byte_lm) == "pipelines.run.recipes:byte_lm"
     assert name_of(byte_lm()) == "transformer"
@@ -144,19 +146,19 @@ def net(width: int = 8) -> TrainSettings:
     return tiny().model_copy(update={"seed": width})
 
 
-def test_a_recipes_function_gets_its_arguments(tmp_path: Path) -> None:
+def test_recipe_function_receives_its_arguments(tmp_path: Path) -> None:
     assert (load(net).seed, load(net, {"width": 3}).seed) == (8, 3)
     with pytest.raises(UserError, match=r"test_api:net.*unexpected keyword argument 'widht'"):
         load(net, {"widht": 3})
     with pytest.raises(UserError, match="only a function takes arguments"):
         ElasticTrainer(tiny(), recipe_config={"width": 3}).as_trainable()
-    asked = TrainRequest(net, "run", str(tmp_path), data="random", arguments={"width": 3})
-    store_recipe(make_plan(asked, num_gpus=0))
+    request = TrainRequest(net, "run", str(tmp_path), data="random", arguments={"width": 3})
+    store_recipe(make_plan(request, num_gpus=0))
     with pytest.raises(UserError, match=r"arguments: {'width': '3'} -> {'width': '4'}"):
-        make_plan(replace(asked, arguments={"width": 4}), num_gpus=0)
+        make_plan(replace(request, arguments={"width": 4}), num_gpus=0)
 
 
-def test_a_table_has_one_row_a_step_that_stands(tmp_path: Path) -> None:
+def test_metrics_table_has_one_row_per_step_that_was_not_rolled_back(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(2)
     tables = Tables(run.folder)
@@ -176,7 +178,7 @@ def test_a_table_has_one_row_a_step_that_stands(tmp_path: Path) -> None:
     assert tables.run_status().as_json()["step"] == 2
 
 
-def test_how_a_run_ended_in_terms_of_ray(tmp_path: Path) -> None:
+def test_end_of_a_run_becomes_a_ray_result_or_exception(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(2)
     run.commit(3.0)

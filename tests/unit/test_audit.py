@@ -1,4 +1,4 @@
-"""Checksums see every flipped bit, and a comparison says who holds what."""
+"""Checksums detect every flipped bit, and a comparison groups the workers by what they hold."""
 
 from __future__ import annotations
 
@@ -28,30 +28,32 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8
 def test_each_flipped_bit_changes_the_checksum(dtype: torch.dtype, num_elements: int) -> None:
     random = Random(f"{dtype}/{num_elements}")
     torch.manual_seed(0)
-    held = {"a": (50 * torch.randn(num_elements)).to(dtype), "b": torch.zeros((), dtype=dtype)}
-    before = checksum(held)
-    raw = held["a"].view(torch.uint8)
+    tensors = {"a": (50 * torch.randn(num_elements)).to(dtype), "b": torch.zeros((), dtype=dtype)}
+    before = checksum(tensors)
+    raw = tensors["a"].view(torch.uint8)
     for _ in range(200):
         place, bit = random.randrange(len(raw)), 1 << random.randrange(8)
         raw[place] ^= bit
-        assert checksum(held) != before
+        assert checksum(tensors) != before
         raw[place] ^= bit
-    assert checksum(held) == before
+    assert checksum(tensors) == before
 
 
-def test_a_checksum_knows_where_what_lies() -> None:
+def test_checksum_depends_on_names_and_positions_not_on_memory_order() -> None:
     torch.manual_seed(0)
-    held = {"a": torch.randn(2, 2 * ROW), "b": torch.randn(2, 2 * ROW)}
-    assert checksum({"a": held["b"], "b": held["a"]}) != checksum(held)
-    assert checksum({"a": held["a"].flip(0), "b": held["b"]}) != checksum(held)
-    assert checksum({"b": held["b"], "a": held["a"]}) == checksum(held)
-    strided = held["a"].T.contiguous().T
+    tensors = {"a": torch.randn(2, 2 * ROW), "b": torch.randn(2, 2 * ROW)}
+    assert checksum({"a": tensors["b"], "b": tensors["a"]}) != checksum(tensors)
+    assert checksum({"a": tensors["a"].flip(0), "b": tensors["b"]}) != checksum(tensors)
+    assert checksum({"b": tensors["b"], "a": tensors["a"]}) == checksum(tensors)
+    strided = tensors["a"].T.contiguous().T
     assert not strided.is_contiguous()
-    assert checksum(held | {"a": strided}) == checksum(held), "however it lies in memory"
-    assert checksum(held | {"c": torch.empty(0)}) == checksum(held), "nothing is nothing"
+    assert checksum(tensors | {"a": strided}) == checksum(tensors), "strides do not matter"
+    assert checksum(tensors | {"c": torch.empty(0)}) == checksum(tensors), (
+        "empty tensors do not matter"
+    )
 
 
-def test_zeros_of_either_sign_and_nans_are_bits() -> None:
+def test_checksum_distinguishes_signed_zeros_and_accepts_nans() -> None:
     zero, nan = torch.zeros(3), torch.full((3,), torch.nan)
     assert checksum({"a": zero}) != checksum({"a": -zero})
     assert checksum({"a": nan}) == checksum({"a": nan.clone()})
@@ -61,7 +63,7 @@ WORKERS = ("w0", "w1", "w2", "w3")
 
 
 @pytest.mark.parametrize(
-    ("parts", "sums", "told"),
+    ("parts", "sums", "expected"),
     [
         ((7, 7, 7, 7), (1, 1, 1, 1), (4, ())),
         ((7, 7, 7, 7), (1, 2, 1, 1), (4, ((("w0", "w2", "w3"), ("w1",)),))),
@@ -71,11 +73,11 @@ WORKERS = ("w0", "w1", "w2", "w3")
         ((1, 2, 3, 4), (1, 1, 1, 1), (1, ())),
     ],
 )
-def test_holders_of_the_same_part_are_compared(parts, sums, told) -> None:
-    assert compare(WORKERS, parts, sums) == told
+def test_compare_groups_holders_of_the_same_part(parts, sums, expected) -> None:
+    assert compare(WORKERS, parts, sums) == expected
 
 
-def test_a_bit_is_flipped_once_in_what_is_trained() -> None:
+def test_flip_fault_flips_one_bit_once_in_the_trained_tensor() -> None:
     whole = torch.ones(4, 6)
     shard = whole[:, 2:4]
     faults = FaultInjector("w1", (Fault("flip", "w1", 7), Fault("flip", "w2", 7)))
@@ -86,9 +88,9 @@ def test_a_bit_is_flipped_once_in_what_is_trained() -> None:
     assert whole.sum() == 24 + 0.0625
 
 
-def test_checkpoints_that_a_rewind_has_voided_are_passed_over_and_removed() -> None:
+def test_checkpoints_that_a_rollback_voided_are_ignored_and_removed() -> None:
     saved = tuple(Saved(step, g, f"step-{step}-g{g}") for step, g in ((4, 1), (8, 1), (12, 3)))
-    found = []
+    usable_steps = []
     for voided in (
         (),
         (VoidedCheckpoints(5, 4),),
@@ -98,8 +100,8 @@ def test_checkpoints_that_a_rewind_has_voided_are_passed_over_and_removed() -> N
     ):
         core = Core(ControllerState(checkpoints=CheckpointDuty(voided=voided)))
         core.step(0.0, RunOpened(1, Policy(), TargetLayout(), Job(8, steps=99), saved))
-        found.append([one.step for one in core.state.checkpoints.saved])
-        assert {one.step for one in saved} - set(found[-1]) == {
+        usable_steps.append([checkpoint.step for checkpoint in core.state.checkpoints.saved])
+        assert {checkpoint.step for checkpoint in saved} - set(usable_steps[-1]) == {
             step for step, _ in core.state.checkpoints.stale
         }
-    assert found == [[4, 8, 12], [4], [4, 12], [4], []]
+    assert usable_steps == [[4, 8, 12], [4], [4, 12], [4], []]

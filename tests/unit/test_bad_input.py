@@ -29,7 +29,7 @@ CASES = {
     "value of another type": (["tiny", "--set", "optimizer.lr=fast"], "number"),
     "no value": (["tiny", "--set", "optimizer.lr"], "key=value"),
     "MIN over MAX": (["tiny", "--workers", "4:2"], "MIN:MAX"),
-    "two stages a rank under 1F1B": (
+    "two stages per rank under 1F1B": (
         ["tiny", "--data", "random", "--workers", "2", "--layout", "pp=2,vp=2"],
         "--set schedule=interleaved_1f1b",
     ),
@@ -37,7 +37,7 @@ CASES = {
         ["tiny", "--data", "random", "--workers", "3", "--layout", "tp=3"],
         "tp=3 does not divide 2",
     ),
-    "experts where there are none": (
+    "expert parallelism without experts": (
         ["tiny", "--data", "random", "--workers", "2", "--layout", "fsdp=2,ep=2"],
         "this model has no experts",
     ),
@@ -46,39 +46,42 @@ CASES = {
         "8 stages, but the model has 4 layers",
     ),
     "zero workers": (["tiny", "--workers", "0"], "at least 1"),
-    "workers are no number": (["tiny", "--workers", "many"], "MIN:MAX"),
-    "layout cannot fit": (["tiny", "--workers", "2", "--layout", "fsdp=4"], "--workers"),
+    "workers are not a number": (["tiny", "--workers", "many"], "MIN:MAX"),
+    "layout does not fit": (["tiny", "--workers", "2", "--layout", "fsdp=4"], "--workers"),
     "layout has an unknown axis": (["tiny", "--layout", "zp=2"], "dp=2"),
     "layout has a bad degree": (["tiny", "--layout", "dp=two"], "whole number"),
     "too many data ranks": (["tiny", "--workers", "16", "--layout", "dp=16"], "microbatch"),
-    "batch is no multiple": (["tiny", "--set", "batch=10", "--set", "microbatch=4"], "multiple"),
+    "batch is not a multiple": (["tiny", "--set", "batch=10", "--set", "microbatch=4"], "multiple"),
     "data are missing": (["tiny", "--data", "nowhere/*.txt"], "nowhere"),
     "run name leaves the storage": (["tiny", "--run-name", "../x"], "run-name"),
-    "a fault at another moment": (
+    "a fault at an impossible moment": (
         ["tiny", "--inject", "flip a bit in worker 1 in vote at step 7"],
         "leave out the moment",
     ),
-    "no spike": (["tiny", "--set", "spike_factor=0.5"], "greater than 1"),
+    "spike factor below 1": (["tiny", "--set", "spike_factor=0.5"], "greater than 1"),
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
     "redundancy is unknown": (["tiny", "--set", "snapshot_redundancy=raid6"], "copy, or xor:3"),
-    "parity of nothing": (["tiny", "--set", "snapshot_redundancy=xor:0"], "copy, or xor:3"),
+    "parity of zero snapshots": (["tiny", "--set", "snapshot_redundancy=xor:0"], "copy, or xor:3"),
     "steps to trace end before they begin": (["tiny", "--profile", "steps=9:3"], "steps=10:13"),
     "no steps to trace": (["tiny", "--profile", "10"], "steps=10:13"),
-    "in this process with others": (["tiny", "--in-process", "--workers", "2"], "drop --workers 2"),
+    "in-process with several workers": (
+        ["tiny", "--in-process", "--workers", "2"],
+        "drop --workers 2",
+    ),
     "steps are negative": (["tiny", "--steps", "-5"], "--steps -5: input should be greater than 0"),
-    "steps are none": (["tiny", "--steps", "0"], "--steps 0: input should be greater than 0"),
+    "steps are zero": (["tiny", "--steps", "0"], "--steps 0: input should be greater than 0"),
     "steps of 23 digits": (["tiny", "--steps", "1" * 23], "--steps 1111"),
     "steps in full-width digits": (["tiny", "--steps", "\uff14"], "'--steps'"),
-    "a time that never ends": (["tiny", "--set", "start_timeout_s=inf"], "finite"),
-    "a time of centuries": (["tiny", "--set", "hang_timeout_s=1e300"], "less than or equal"),
-    "a rate that is infinite": (["tiny", "--set", "optimizer.lr=inf"], "finite"),
-    "a rate that is no number": (["tiny", "--set", "optimizer.lr=nan"], "finite"),
+    "an infinite timeout": (["tiny", "--set", "start_timeout_s=inf"], "finite"),
+    "a timeout of centuries": (["tiny", "--set", "hang_timeout_s=1e300"], "less than or equal"),
+    "an infinite learning rate": (["tiny", "--set", "optimizer.lr=inf"], "finite"),
+    "a learning rate that is not a number": (["tiny", "--set", "optimizer.lr=nan"], "finite"),
     "minutes in other digits": (
         ["tiny", "--set", "checkpoint_every=\u0663min"],
         "checkpoint_every",
     ),
-    "minutes beyond all bounds": (["tiny", "--set", f"checkpoint_every={'9' * 400}min"], "integer"),
-    "a model too deep to be made": (["tiny", "--set", "model.num_layers=100000"], "10000"),
+    "minutes out of bounds": (["tiny", "--set", f"checkpoint_every={'9' * 400}min"], "integer"),
+    "a model with too many layers": (["tiny", "--set", "model.num_layers=100000"], "10000"),
     "a seed too large": (["tiny", "--set", f"seed={2**63}"], "less than"),
     "a trillion workers": (["tiny", "--workers", "999999999999"], "at most 100,000 workers"),
     "workers in full-width digits": (["tiny", "--workers", "\uff14"], "MIN:MAX"),
@@ -99,12 +102,15 @@ CASES = {
     "an empty run name": (["tiny", "--run-name", ""], "--run-name is empty"),
     "an empty interface": (["tiny", "--interface", ""], "--interface is empty"),
     "an empty tracking store": (["tiny", "--tracking-uri", ""], "--tracking-uri is empty"),
-    "a run where the data are": (["tiny", "--run-name", "data"], "--run-name data: "),
-    "a run where the sweeps are": (["tiny", "--run-name", "Sweeps"], "--run-name Sweeps: "),
-    "a tracking store of no kind": (["tiny", "--tracking-uri", "banana://x"], "'banana'"),
+    "a run name that is the data folder": (["tiny", "--run-name", "data"], "--run-name data: "),
+    "a run name that is the sweeps folder": (
+        ["tiny", "--run-name", "Sweeps"],
+        "--run-name Sweeps: ",
+    ),
+    "an unknown kind of tracking store": (["tiny", "--tracking-uri", "banana://x"], "'banana'"),
     "a lone surrogate": (["tiny", "--set", "accelerator=\udcff"], "accelerator=\\udcff: not valid"),
-    "a module of no name": ([":f"], "module:function"),
-    "a module of dots": (["..:f"], "module:function"),
+    "a module without a name": ([":f"], "module:function"),
+    "a module name of dots": (["..:f"], "module:function"),
 }
 BEFORE_RAY = {
     "no such interface": (
@@ -117,14 +123,14 @@ BEFORE_RAY = {
 MAX_REFUSAL_S = 3.0
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def expect_refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run the command line; it must exit with 2 and print one line."""
     sys.argv = ["elastic", *arguments]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main()
-    told = capsys.readouterr()
-    assert ended.value.code == 2, told
-    [line] = told.err.splitlines()
+    output = capsys.readouterr()
+    assert exited.value.code == 2, output
+    [line] = output.err.splitlines()
     assert "Traceback" not in line
     return line
 
@@ -136,23 +142,25 @@ def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_is_refused_in_one_line(name: str, storage: Path, capsys) -> None:
-    arguments, mend = CASES[name]
+def test_bad_input_is_refused_in_one_line(name: str, storage: Path, capsys) -> None:
+    arguments, fix = CASES[name]
     if "--data" not in arguments:
         arguments = [*arguments, "--data", "random"]
-    line = refused(capsys, "train", *arguments, "--storage", str(storage))
-    assert mend in line
+    line = expect_refusal(capsys, "train", *arguments, "--storage", str(storage))
+    assert fix in line
     assert not (storage / "x").exists()
     assert not list(storage.glob("*/recipe.json"))
 
 
-def refused_in_time(capsys: pytest.CaptureFixture[str], storage: Path, *arguments: str) -> str:
-    """Refused without a dry run; a later refusal would let Ray start."""
-    began = time.monotonic()
-    line = refused(
+def expect_refusal_in_time(
+    capsys: pytest.CaptureFixture[str], storage: Path, *arguments: str
+) -> str:
+    """The refusal comes without a dry run; a later one would let Ray start."""
+    started = time.monotonic()
+    line = expect_refusal(
         capsys, "train", "tiny", "--data", "random", "--storage", str(storage), *arguments
     )
-    assert time.monotonic() - began < MAX_REFUSAL_S
+    assert time.monotonic() - started < MAX_REFUSAL_S
     assert not ray.is_initialized()
     assert not list(storage.glob("*/recipe.json"))
     return line
@@ -164,15 +172,17 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", BEFORE_RAY)
-def test_is_refused_before_ray_starts(name: str, storage: Path, capsys, no_cluster) -> None:
+def test_bad_input_is_refused_before_ray_starts(
+    name: str, storage: Path, capsys, no_cluster
+) -> None:
     arguments, fix = BEFORE_RAY[name]
-    assert fix in refused_in_time(capsys, storage, *arguments)
+    assert fix in expect_refusal_in_time(capsys, storage, *arguments)
 
 
-def test_a_used_port_is_refused_before_ray_starts(storage: Path, capsys, no_cluster) -> None:
+def test_used_port_is_refused_before_ray_starts(storage: Path, capsys, no_cluster) -> None:
     with socket.create_server((own_node_address(), 0)) as taken:
         port = taken.getsockname()[1]
-        line = refused_in_time(capsys, storage, "--ports", f"{port}:{port}")
+        line = expect_refusal_in_time(capsys, storage, "--ports", f"{port}:{port}")
     assert f"--ports {port}:{port}: no port of the range can be opened" in line
 
 
@@ -184,7 +194,7 @@ def test_unreachable_storage_is_refused_before_arrow_retries(
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     url = f"s3://bucket/runs?endpoint_override=http://127.0.0.1:{port}"
-    line = refused_in_time(capsys, storage, "--storage", url)
+    line = expect_refusal_in_time(capsys, storage, "--storage", url)
     assert "--storage" in line and "cannot be reached" in line and "refused" in line
 
 
@@ -196,7 +206,7 @@ def test_unreachable_data_are_refused_before_arrow_retries(
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     url = f"s3://bucket/data?endpoint_override=http://127.0.0.1:{port}"
-    line = refused_in_time(capsys, storage, "--data", url)
+    line = expect_refusal_in_time(capsys, storage, "--data", url)
     assert f"--data {url}: cannot be reached (127.0.0.1:{port}: Connection refused)" in line
 
 
@@ -213,7 +223,7 @@ def test_unreachable_data_are_refused_before_arrow_retries(
         ("", {}, True, None),
     ],
 )
-def test_endpoint_of_an_object_store(
+def test_endpoint_of_an_object_store_follows_url_environment_and_region(
     query: str,
     environment: dict[str, str],
     has_file: bool,
@@ -233,66 +243,68 @@ def test_endpoint_of_an_object_store(
     assert endpoint_of("gs://bucket/data") is None
 
 
-def test_a_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) -> None:
-    """Its machine neither accepts nor refuses a connection."""
+def test_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) -> None:
+    """The host neither accepts nor refuses a connection."""
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         port = full.getsockname()[1]
         with contextlib.ExitStack() as waiting:
-            for _ in range(2):  # the queue of one that listens for none
+            for _ in range(2):  # fill the backlog of a socket that accepts none
                 peer = waiting.enter_context(socket.socket())
                 peer.setblocking(False)
                 peer.connect_ex(("127.0.0.1", port))
-            began = time.monotonic()
+            started = time.monotonic()
             with pytest.raises(OSError, match=f"127.0.0.1:{port}: "):
                 refuse_unreachable(f"s3://b/runs?endpoint_override=http://127.0.0.1:{port}")
-            assert time.monotonic() - began < MAX_REFUSAL_S
+            assert time.monotonic() - started < MAX_REFUSAL_S
 
 
-def test_an_empty_layout_is_refused_by_relayout(storage: Path, capsys) -> None:
-    line = refused(capsys, "reshard", "run", "--layout", "", "--storage", str(storage))
+def test_reshard_command_refuses_an_empty_layout(storage: Path, capsys) -> None:
+    line = expect_refusal(capsys, "reshard", "run", "--layout", "", "--storage", str(storage))
     assert "--layout is empty" in line
 
 
 @pytest.mark.parametrize("seconds", ["inf", "nan", "0", "-1"])
-def test_a_sweep_that_waits_for_no_time_or_for_ever(seconds: str, storage: Path, capsys) -> None:
+def test_sweep_refuses_a_start_timeout_that_is_not_finite_and_positive(
+    seconds: str, storage: Path, capsys
+) -> None:
     arguments = ("sweep", "tiny", "--layouts", "dp=2", "--start-timeout", seconds)
-    assert "--start-timeout" in refused(capsys, *arguments, "--storage", str(storage))
+    assert "--start-timeout" in expect_refusal(capsys, *arguments, "--storage", str(storage))
 
 
-def test_in_a_process_of_its_own_it_is_the_same(tmp_path: Path) -> None:
-    """The exit code, the one line and the bytes of the argument as a shell passes them."""
-    ended = subprocess.run(
+def test_command_in_its_own_process_refuses_in_one_line_with_exit_code_2(tmp_path: Path) -> None:
+    """The argument has the bytes that a shell would pass."""
+    exited = subprocess.run(
         [sys.executable, "-m", "pipelines", "train", b"tiny\xff", "--storage", str(tmp_path)],
         capture_output=True,
         cwd=ROOT,
     )
-    assert ended.returncode == 2 and not ended.stdout
+    assert exited.returncode == 2 and not exited.stdout
     message = b"elastic: argument tiny\\udcff: not valid UTF-8; rename or retype it\n"
-    assert ended.stderr == message
+    assert exited.stderr == message
 
 
-def test_other_maths_than_the_stored_runs(storage: Path, capsys) -> None:
-    asked = TrainRequest("tiny", "run", str(storage), data="random")
-    store_recipe(make_plan(asked, num_gpus=0))
+def test_other_training_settings_than_the_stored_run_are_refused(storage: Path, capsys) -> None:
+    request = TrainRequest("tiny", "run", str(storage), data="random")
+    store_recipe(make_plan(request, num_gpus=0))
     before = (storage / "run" / "recipe.json").read_text()
     arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
-    line = refused(capsys, "train", *arguments, "--set", "optimizer.lr=0.5")
+    line = expect_refusal(capsys, "train", *arguments, "--set", "optimizer.lr=0.5")
     assert "optimizer.lr: 0.003 -> 0.5" in line
     assert (storage / "run" / "recipe.json").read_text() == before
 
 
-def test_a_stored_recipe_with_values_out_of_bounds(storage: Path, capsys) -> None:
-    """A recipe as written by a version without these bounds."""
-    asked = TrainRequest("tiny", "run", str(storage), data="random")
-    store_recipe(make_plan(asked, num_gpus=0))
+def test_stored_recipe_with_values_out_of_bounds_is_refused(storage: Path, capsys) -> None:
+    """A version without these bounds wrote the recipe."""
+    request = TrainRequest("tiny", "run", str(storage), data="random")
+    store_recipe(make_plan(request, num_gpus=0))
     file = storage / "run" / "recipe.json"
     stored = json.loads(file.read_text())
     stored["settings"]["start_timeout_s"] = 1e300
     file.write_text(json.dumps(stored))
     arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
-    line = refused(capsys, "train", *arguments)
+    line = expect_refusal(capsys, "train", *arguments)
     assert "recipe.json" in line and "start_timeout_s" in line
 
 
@@ -304,7 +316,7 @@ def test_a_stored_recipe_with_values_out_of_bounds(storage: Path, capsys) -> Non
         ({"optimizer": {"lr": -1}}, "(settings: optimizer.lr: input should be"),
     ],
 )
-def test_a_stored_recipe_that_cannot_be_used_says_how_to_go_on(
+def test_unusable_stored_recipe_is_refused_with_the_repair_command(
     storage: Path, capsys, settings: object, problem: str
 ) -> None:
     store_recipe(make_plan(TrainRequest("tiny", "run", str(storage), data="random"), num_gpus=0))
@@ -314,35 +326,43 @@ def test_a_stored_recipe_that_cannot_be_used_says_how_to_go_on(
     stored["settings"] = {**stored["settings"], **settings} if is_object else settings
     file.write_text(json.dumps(stored))
     arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
-    line = refused(capsys, "train", *arguments)
+    line = expect_refusal(capsys, "train", *arguments)
     assert f"{file} cannot be used {problem}" in line
     assert f"`elastic doctor run --storage {storage} --repair` sets it aside" in line
     assert ": :" not in line
 
 
-def test_empty_data(storage: Path, tmp_path: Path, capsys) -> None:
+def test_empty_data_file_is_refused(storage: Path, tmp_path: Path, capsys) -> None:
     (tmp_path / "empty.txt").write_text("")
-    line = refused(
+    line = expect_refusal(
         capsys, "train", "tiny", "--storage", str(storage), "--data", str(tmp_path / "empty.txt")
     )
     assert "empty.txt" in line
 
 
-def test_a_foreign_arrow_file(storage: Path, tmp_path: Path, capsys) -> None:
+def test_arrow_file_without_text_is_refused(storage: Path, tmp_path: Path, capsys) -> None:
     foreign = tmp_path / "foreign.arrow"
     table = pa.table({"numbers": [1, 2, 3]})
     with pa.OSFile(str(foreign), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
         writer.write_table(table)
-    line = refused(capsys, "train", "tiny", "--storage", str(storage), "--data", str(foreign))
+    line = expect_refusal(
+        capsys, "train", "tiny", "--storage", str(storage), "--data", str(foreign)
+    )
     assert "foreign.arrow" in line and "text" in line
 
 
-def test_storage_that_cannot_be_written(tmp_path: Path, storage: Path, capsys) -> None:
+def test_storage_that_is_a_file_is_refused_and_not_overwritten(
+    tmp_path: Path, storage: Path, capsys
+) -> None:
     (tmp_path / "file").write_text("in the way")
-    line = refused(capsys, "train", "tiny", "--data", "random", "--storage", str(tmp_path / "file"))
+    line = expect_refusal(
+        capsys, "train", "tiny", "--data", "random", "--storage", str(tmp_path / "file")
+    )
     assert "--storage" in line or "file" in line
     assert (tmp_path / "file").read_text() == "in the way"
 
 
-def test_an_unknown_option(storage: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--workers" in refused(capsys, "train", "tiny", "--wrokers", "4")
+def test_unknown_option_is_refused_with_a_similar_one(
+    storage: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "--workers" in expect_refusal(capsys, "train", "tiny", "--wrokers", "4")

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from test_bad_input import MAX_REFUSAL_S, refused
+from test_bad_input import MAX_REFUSAL_S, expect_refusal
 
 from pipelines.cli import main
 from pipelines.settings import user_code
@@ -47,80 +47,84 @@ class Empty(nn.Module):
 LOCKED = Locked()
 
 
-def made(model=lambda: nn.Linear(4, 4), data=Samples, optimizer=None):
+def make_recipe(model=lambda: nn.Linear(4, 4), data=Samples, optimizer=None):
     def loss(model, batch):
         return model(batch).pow(2).mean()
     sgd = lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1)
     return Recipe(model=model, loss=loss, optimizer=optimizer or sgd, data=data)
 """
 FILES = {
-    "a syntax error": ("def own(:\n    pass\n", "line 1: SyntaxError: invalid syntax"),
-    "no Python at all": ("\0\0", "SyntaxError"),
+    "a syntax error": ("def custom(:\n    pass\n", "line 1: SyntaxError: invalid syntax"),
+    "no Python": ("\0\0", "SyntaxError"),
     "a missing import": ("\nimport nosuch\n", "line 2: ModuleNotFoundError: No module named"),
     "a missing name": ("from pipelines.run.recipes import nosuch\n", "line 1: ImportError"),
     "an end of the process": ("raise SystemExit(0)\n", "line 1: SystemExit: 0"),
-    "nothing": ("", "no function 'own'; there is none"),
-    "another function": ("def mine():\n    pass\n", "no function 'own'; there are: mine"),
+    "an empty file": ("", "no function 'custom'; there is none"),
+    "another function": ("def mine():\n    pass\n", "no function 'custom'; there are: mine"),
 }
 RECIPES = {
-    "a dataset without a length": ("made(data=NoLength)", "NoLength, which has no __len__"),
-    "a dataset that raises": ("made(data=Raising)", "KeyError: 'sample \\ud800'"),
+    "a dataset without a length": ("make_recipe(data=NoLength)", "NoLength, which has no __len__"),
+    "a dataset that raises": ("make_recipe(data=Raising)", "KeyError: 'sample \\ud800'"),
     "a dataset that cannot be sent": (
-        "made(data=lambda: LOCKED)",
+        "make_recipe(data=lambda: LOCKED)",
         "recipe's data cannot be pickled",
     ),
-    "a model without parameters": ("made(model=Empty)", "Empty has no trainable parameters"),
-    "a model that raises": ("made(model=lambda: 1 / 0)", "ZeroDivisionError"),
-    "a model that is none": ("made(model=lambda: 5)", "int, not an nn.Module"),
-    "an optimizer that raises": ("made(optimizer=lambda named: 1 / 0)", "ZeroDivisionError"),
+    "a model without parameters": ("make_recipe(model=Empty)", "Empty has no trainable parameters"),
+    "a model that raises": ("make_recipe(model=lambda: 1 / 0)", "ZeroDivisionError"),
+    "a model that is not a module": ("make_recipe(model=lambda: 5)", "int, not an nn.Module"),
+    "an optimizer that raises": ("make_recipe(optimizer=lambda named: 1 / 0)", "ZeroDivisionError"),
     "another argument": ("Recipe(modle=1)", "unexpected keyword argument 'modle'"),
-    "no recipe": ("None", "NoneType, not TrainSettings or a Recipe"),
+    "nothing instead of a recipe": ("None", "NoneType, not TrainSettings or a Recipe"),
     "an end of the process": ("exit(7)", "SystemExit: 7"),
 }
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a recipe; a later refusal would let Ray start a cluster."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     return tmp_path / "mine.py"
 
 
-def refusal(capsys: pytest.CaptureFixture[str], own: Path) -> str:
-    began = time.monotonic()
-    line = refused(capsys, "train", f"{own}:own", "--storage", str(own.parent / "runs"))
-    assert time.monotonic() - began < MAX_REFUSAL_S
+def refuse_recipe(capsys: pytest.CaptureFixture[str], recipe_file: Path) -> str:
+    started = time.monotonic()
+    line = expect_refusal(
+        capsys, "train", f"{recipe_file}:custom", "--storage", str(recipe_file.parent / "runs")
+    )
+    assert time.monotonic() - started < MAX_REFUSAL_S
     assert "importlib" not in line and "pipelines/" not in line.partition("ImportError")[0]
     return line
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_that_is_no_recipe(name: str, own: Path, capsys) -> None:
-    text, told = FILES[name]
-    own.write_text(text)
-    assert told in refusal(capsys, own)
+def test_file_without_the_recipe_function_is_refused(name: str, recipe_file: Path, capsys) -> None:
+    text, message = FILES[name]
+    recipe_file.write_text(text)
+    assert message in refuse_recipe(capsys, recipe_file)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_that_cannot_be_used(name: str, own: Path, capsys) -> None:
-    expression, told = RECIPES[name]
-    own.write_text(f"{PREAMBLE}\n\ndef own():\n    return {expression}\n")
-    assert told in refusal(capsys, own)
+def test_unusable_recipe_is_refused(name: str, recipe_file: Path, capsys) -> None:
+    expression, message = RECIPES[name]
+    recipe_file.write_text(f"{PREAMBLE}\n\ndef custom():\n    return {expression}\n")
+    assert message in refuse_recipe(capsys, recipe_file)
 
 
-def test_of_several_frames_the_users_own_are_shown(own: Path, capsys) -> None:
+def test_traceback_of_a_recipe_shows_only_frames_of_the_user(recipe_file: Path, capsys) -> None:
     """No frames of importlib or of this project are shown."""
-    own.write_text("def inner():\n    raise ValueError('boom')\n\n\ndef own():\n    inner()\n")
-    sys.argv = ["elastic", "train", f"{own}:own"]
-    with pytest.raises(SystemExit) as ended:
+    recipe_file.write_text(
+        "def inner():\n    raise ValueError('boom')\n\n\ndef custom():\n    inner()\n"
+    )
+    sys.argv = ["elastic", "train", f"{recipe_file}:custom"]
+    with pytest.raises(SystemExit) as exited:
         main()
     *frames, line = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
-    assert line == f"elastic: recipe {own}:own: {own}, line 2: ValueError: boom"
+    assert exited.value.code == 2
+    assert line == f"elastic: recipe {recipe_file}:custom: {recipe_file}, line 2: ValueError: boom"
     assert [frame for frame in frames if "File " in frame] == [
-        f'  File "{own}", line 6, in own',
-        f'  File "{own}", line 2, in inner',
+        f'  File "{recipe_file}", line 6, in custom',
+        f'  File "{recipe_file}", line 2, in inner',
     ]
 
 
@@ -140,7 +144,7 @@ def end():
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A module in a folder that counts as one of installed packages."""
+    """A module in a folder that counts as a folder of installed packages."""
     monkeypatch.setattr(sys, "argv", sys.argv)
     monkeypatch.setenv("RAY_ADDRESS", "local")
     monkeypatch.syspath_prepend(tmp_path)
@@ -151,13 +155,13 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     sys.modules.pop("installed_recipes", None)
 
 
-def test_a_recipe_of_an_installed_package_that_raises(installed: Path, capsys) -> None:
+def test_installed_recipe_that_raises_is_refused_with_its_line(installed: Path, capsys) -> None:
     """The line, and before it only the frames of the package."""
     sys.argv = ["elastic", "train", "installed_recipes:big"]
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main()
     *frames, line = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     assert line == (
         f"elastic: recipe installed_recipes:big: {installed}, line 7: ValueError: width 0"
     )
@@ -168,10 +172,10 @@ def test_a_recipe_of_an_installed_package_that_raises(installed: Path, capsys) -
 
 
 @pytest.mark.parametrize(
-    ("recipe", "told"), [("installed_recipes:end", "SystemExit: 0"), ("sys:exit", "SystemExit")]
+    ("recipe", "message"), [("installed_recipes:end", "SystemExit: 0"), ("sys:exit", "SystemExit")]
 )
-def test_a_recipe_of_an_installed_package_that_ends_the_process(
-    recipe: str, told: str, installed: Path, capsys
+def test_installed_recipe_that_exits_the_process_is_refused(
+    recipe: str, message: str, installed: Path, capsys
 ) -> None:
-    line = refused(capsys, "train", recipe, "--storage", str(installed.parent / "runs"))
-    assert line.startswith(f"elastic: recipe {recipe}: ") and line.endswith(told)
+    line = expect_refusal(capsys, "train", recipe, "--storage", str(installed.parent / "runs"))
+    assert line.startswith(f"elastic: recipe {recipe}: ") and line.endswith(message)

@@ -1,4 +1,4 @@
-"""Measured links by class of node pair, and what follows for the cost of a layout."""
+"""Measured bandwidths by class of node pair, and their effect on the cost of a layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOPOLOGY = {
 }
 
 
-def test_the_median_of_each_class_counts() -> None:
+def test_bandwidth_of_a_class_is_the_median_of_its_measurements() -> None:
     bandwidths = [
         ("a", "b", 9.0),
         ("b", "a", 7.0),
@@ -31,26 +31,26 @@ def test_the_median_of_each_class_counts() -> None:
     assert median_speeds(bandwidths[:1], TOPOLOGY) == Bandwidths(node=9.0)
 
 
-def test_workers_of_unknown_places_are_far_from_each_other() -> None:
+def test_workers_without_a_known_node_count_as_far() -> None:
     assert median_speeds([("x", "y", 2.0)], {}) == Bandwidths(far=2.0)
 
 
-def test_a_microbatch_takes_what_the_steps_seen_leave_of_the_traffic() -> None:
-    """Eight microbatches over four data ranks: a step is two of them long, and an all-reduce of
-    100 bytes, of which each worker sends 150."""
+def test_microbatch_time_is_the_step_time_without_the_traffic() -> None:
+    """Eight microbatches over four data ranks: a step takes two microbatches and an all-reduce of
+    100 bytes, in which each worker sends 150."""
     job = Job(num_microbatches=8, param_bytes=100, bandwidths=Bandwidths(node=150.0))
     on_one_node = Capacity(4, node_size=4)
-    known = informed(job, Layout(dp=4), 3.0, on_one_node)
-    assert known.microbatch_s == pytest.approx((3.0 - 1.0) / 2)
-    assert step_cost(TargetLayout(), known, on_one_node)(
+    informed_job = informed(job, Layout(dp=4), 3.0, on_one_node)
+    assert informed_job.microbatch_s == pytest.approx((3.0 - 1.0) / 2)
+    assert step_cost(TargetLayout(), informed_job, on_one_node)(
         4, 1
-    ) * known.microbatch_s == pytest.approx(3.0)
+    ) * informed_job.microbatch_s == pytest.approx(3.0)
     assert informed(job, Layout(dp=4), 0.5, on_one_node).microbatch_s == pytest.approx(0.05 / 2)
     assert informed(Job(num_microbatches=8), Layout(dp=4), 3.0, on_one_node).microbatch_s == 0.0
     assert informed(job, None, 3.0, on_one_node) == job
 
 
-def test_a_slow_link_makes_what_crosses_it_dear() -> None:
+def test_slow_link_raises_the_cost_of_an_axis_across_nodes() -> None:
     fast, slow = (
         Job(8, param_bytes=10**6, microbatch_s=1.0, bandwidths=Bandwidths(node=1e9, far=speed))
         for speed in (1e9, 1e5)

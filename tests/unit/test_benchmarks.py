@@ -1,4 +1,4 @@
-"""The benchmarks' page says what their results say, and every benchmark is among them."""
+"""The page of the benchmarks matches their results and names every benchmark."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from run_all import run
 FIELDS = {"recorded", "date", "commit", "machine", "command", "seconds", "musts", "tables"}
 
 
-def test_the_readme_is_what_the_results_give() -> None:
+def test_benchmark_page_is_rendered_from_the_stored_results() -> None:
     assert README.read_text() == render(read_results()), "run `make bench-readme`"
 
 
@@ -30,7 +30,7 @@ def test_make_bench_runs_every_program_that_has_musts() -> None:
     assert set(explanations()) <= {"", *NAMES}
 
 
-def test_results_have_all_fields_and_each_must_says_whether_it_is_met() -> None:
+def test_results_have_all_fields_and_consistent_verdicts() -> None:
     for name, result in read_results().items():
         assert name in NAMES
         assert set(result) == FIELDS, name
@@ -54,8 +54,10 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 """
 
 
-def outcome_of(tmp_path: Path, source: str, timeout_s: float = 60.0) -> tuple[str, dict[str, Any]]:
-    """What becomes of a benchmark that had met its must before, and its result now."""
+def run_benchmark(
+    tmp_path: Path, source: str, timeout_s: float = 60.0
+) -> tuple[str, dict[str, Any]]:
+    """The outcome and the new result of a benchmark that met its must before."""
     program, result = tmp_path / "benchmarks" / "core.py", tmp_path / "core.json"
     program.parent.mkdir()
     program.write_text(source)
@@ -64,8 +66,8 @@ def outcome_of(tmp_path: Path, source: str, timeout_s: float = 60.0) -> tuple[st
     return outcome, json.loads(result.read_text())
 
 
-def test_a_benchmark_that_meets_its_musts_keeps_its_own_result(tmp_path: Path) -> None:
-    assert outcome_of(tmp_path, WRITE) == ("all musts met", {"musts": [MET]})
+def test_benchmark_that_meets_its_musts_keeps_the_result_it_wrote(tmp_path: Path) -> None:
+    assert run_benchmark(tmp_path, WRITE) == ("all musts met", {"musts": [MET]})
 
 
 @pytest.mark.parametrize(
@@ -77,24 +79,24 @@ def test_a_benchmark_that_meets_its_musts_keeps_its_own_result(tmp_path: Path) -
         ("", "ended without a result"),
     ],
 )
-def test_a_benchmark_that_crashes_is_missed_on_the_page(
+def test_benchmark_that_crashes_is_shown_as_missed(
     tmp_path: Path, source: str, outcome: str
 ) -> None:
-    told, result = outcome_of(tmp_path, source)
-    assert told == outcome
+    actual, result = run_benchmark(tmp_path, source)
+    assert actual == outcome
     assert set(result) == FIELDS and result["commit"]
     assert f"**missed**: `core.py --check` {outcome}" in summary({"core": result})
 
 
-def test_a_benchmark_that_hangs_and_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    began = time.monotonic()
-    told, result = outcome_of(tmp_path, f"{WRITE}{IGNORE_TERM}time.sleep(600)", timeout_s=2.0)
-    assert told == "not finished after 2 s"
+def test_benchmark_that_hangs_and_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    started = time.monotonic()
+    outcome, result = run_benchmark(tmp_path, f"{WRITE}{IGNORE_TERM}time.sleep(600)", timeout_s=2.0)
+    assert outcome == "not finished after 2 s"
     assert "**missed**" in summary({"core": result})
-    assert time.monotonic() - began < 30.0
+    assert time.monotonic() - started < 30.0
 
 
-def test_a_result_names_the_processor_it_was_measured_on() -> None:
+def test_result_names_the_processor() -> None:
     parts = machine().split(", ")
     assert f"{os.cpu_count()} cores" in parts[1:]
     assert parts[0] and "cores" not in parts[0]

@@ -14,7 +14,7 @@ from pipelines.data.chats import find_rendering
 from pipelines.data.packing import IGNORED, PackedChats, prepare_chats
 from pipelines.settings.errors import UserError
 
-TALK = [
+CONVERSATION = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "Hello!"},
@@ -27,7 +27,7 @@ TEMPLATE = (
 )
 
 
-def written(folder: Path, *records: object) -> str:
+def write_chats(folder: Path, *records: object) -> str:
     file = folder / "chats.jsonl"
     file.write_text("\n".join(map(json.dumps, records)) + "\n\n")
     return str(file)
@@ -35,10 +35,12 @@ def written(folder: Path, *records: object) -> str:
 
 def test_plain_rendering_counts_responses_and_their_separator() -> None:
     rendering = find_rendering("bytes", None)
-    tokens, counts = rendering.render(TALK, "here")
+    tokens, counts = rendering.render(CONVERSATION, "here")
     text = "".join(chr(token) if token < 256 else "|" for token in tokens)
     assert text == "system: Be brief.\nuser: Hi\nassistant: Hello!|user: Bye\nassistant: So long|"
-    counted = "".join(c if one else "." for c, one in zip(text, counts, strict=True))
+    counted = "".join(
+        c if counts_in_loss else "." for c, counts_in_loss in zip(text, counts, strict=True)
+    )
     assert counted.replace(".", "") == "Hello!|So long|"
 
 
@@ -50,7 +52,7 @@ def test_template_rendering_counts_the_text_of_responses(tmp_path: Path) -> None
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     rendering = find_rendering(str(tmp_path / "tokenizer.json"), None)
-    tokens, counts = rendering.render(TALK, "here")
+    tokens, counts = rendering.render(CONVERSATION, "here")
     text = tokenizer.decode(tokens).replace("Ġ", " ").replace(" ", "")
     assert len(tokens) == len(counts)
     whole = "<system>Be brief.</s><user>Hi</s><assistant>Hello!</s><user>Bye</s>"
@@ -60,20 +62,24 @@ def test_template_rendering_counts_the_text_of_responses(tmp_path: Path) -> None
 
 def test_packed_conversations_keep_their_targets_and_documents(tmp_path: Path) -> None:
     short = {"prompt": "a", "response": "bc"}
-    source = written(tmp_path, {"messages": TALK}, short, short, {"prompt": "x", "response": "y"})
-    place = prepare_chats(source, str(tmp_path / "data"), 80, held_out_fraction=0.0)
-    assert prepare_chats(source, str(tmp_path / "data"), 80, held_out_fraction=0.0) == place
-    samples = PackedChats(place, "train")
+    source = write_chats(
+        tmp_path, {"messages": CONVERSATION}, short, short, {"prompt": "x", "response": "y"}
+    )
+    folder = prepare_chats(source, str(tmp_path / "data"), 80, held_out_fraction=0.0)
+    assert prepare_chats(source, str(tmp_path / "data"), 80, held_out_fraction=0.0) == folder
+    samples = PackedChats(folder, "train")
     tokens, targets, documents = samples.read(range(samples.num_samples))
     assert (samples.num_samples, samples.seq_len, samples.vocab_size) == (2, 80, 257)
     counted = targets != IGNORED
-    said = bytes(min(one, 255) for one in targets[counted].tolist())
-    assert sorted(said.split(b"\xff")) == sorted([b"", b"Hello!", b"So long", b"bc", b"bc", b"y"])
+    responses = bytes(min(token, 255) for token in targets[counted].tolist())
+    assert sorted(responses.split(b"\xff")) == sorted(
+        [b"", b"Hello!", b"So long", b"bc", b"bc", b"y"]
+    )
     inside = documents[:, :-1] == documents[:, 1:]
     follows = tokens[:, 1:] == targets[:, :-1]
     assert torch.all(follows[inside & counted[:, :-1]])
     with pytest.raises(UserError, match="held_out split has no conversation"):
-        PackedChats(place, "held_out")
+        PackedChats(folder, "held_out")
 
 
 BAD = {
@@ -88,9 +94,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_an_invalid_line_is_named(tmp_path: Path, name: str) -> None:
-    line, told = BAD[name]
+def test_invalid_line_is_refused_with_its_problem(tmp_path: Path, name: str) -> None:
+    line, message = BAD[name]
     file = tmp_path / "chats.jsonl"
     file.write_text(line)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         prepare_chats(str(file), str(tmp_path / "data"), 80)

@@ -33,10 +33,10 @@ class Removals:
     def drop(self, *steps: int) -> None:
         self.publisher.order(DropCheckpoints(tuple((step, 1) for step in steps)))
 
-    def heard(self) -> Event:
+    def next_event(self) -> Event:
         return self.events.get(timeout=LATE_S)
 
-    def steps_there(self) -> set[int]:
+    def stored_steps(self) -> set[int]:
         return {
             n for n in range(1, 5) if f"{folder_of(n, 1)}/part-w0.safetensors" in self.run.files()
         }
@@ -50,46 +50,46 @@ def removals():
 
 
 def refuse_until_tried(removals: Removals, *steps: int, error: Exception) -> None:
-    """An order during which storage refuses; the publisher has tried it at the return."""
+    """Order a removal while storage refuses; return once the publisher has tried it."""
     removals.run.refusal = error
-    tried = removals.run.num_removals
+    num_before = removals.run.num_removals
     removals.drop(*steps)
-    while removals.run.num_removals == tried:
+    while removals.run.num_removals == num_before:
         time.sleep(0.001)
     removals.run.refusal = None
 
 
-def test_a_refused_removal_is_done_before_the_next_order(removals: Removals) -> None:
+def test_refused_removal_is_retried_before_the_next_order(removals: Removals) -> None:
     refuse_until_tried(removals, 1, 2, error=OSError(5, "Input/output error"))
-    assert removals.steps_there() == {1, 2, 3, 4}
+    assert removals.stored_steps() == {1, 2, 3, 4}
     removals.drop(3)
-    removed = removals.heard()
+    removed = removals.next_event()
     assert isinstance(removed, CheckpointsRemoved)
     assert set(removed.removed) == {(1, 1), (2, 1), (3, 1)}
-    assert removals.steps_there() == {4}
+    assert removals.stored_steps() == {4}
 
 
-def test_a_refused_removal_is_tried_once_more_at_the_end(removals: Removals) -> None:
+def test_refused_removal_is_retried_at_the_end(removals: Removals) -> None:
     refuse_until_tried(removals, 1, error=OSError(5, "Input/output error"))
     removals.publisher.close()
-    assert removals.heard() == CheckpointsRemoved(((1, 1),))
-    assert removals.steps_there() == {2, 3, 4}
+    assert removals.next_event() == CheckpointsRemoved(((1, 1),))
+    assert removals.stored_steps() == {2, 3, 4}
 
 
-def test_an_unexpected_exception_forgets_no_removal(removals: Removals) -> None:
+def test_unexpected_exception_forgets_no_removal(removals: Removals) -> None:
     refuse_until_tried(removals, 1, error=ValueError("broken answer"))
-    assert isinstance(removals.heard(), ControllerRaised)
+    assert isinstance(removals.next_event(), ControllerRaised)
     removals.drop(2)
-    removed = removals.heard()
+    removed = removals.next_event()
     while not isinstance(removed, CheckpointsRemoved):
-        removed = removals.heard()
+        removed = removals.next_event()
     assert set(removed.removed) == {(1, 1), (2, 1)}
 
 
-def test_a_checkpoint_that_cannot_be_removed_does_not_keep_the_others(removals: Removals) -> None:
+def test_unremovable_checkpoint_does_not_block_the_removal_of_others(removals: Removals) -> None:
     removals.run.unremovable = folder_of(1, 1)
     removals.drop(1, 2)
     removals.drop(3)
     removals.drop(4)
     removals.publisher.close()
-    assert removals.steps_there() == {1}
+    assert removals.stored_steps() == {1}

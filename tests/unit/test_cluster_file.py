@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
 
-def test_the_cluster_is_valid() -> None:
-    """By the schema and the checks of the installed Ray."""
+def test_cluster_file_is_valid_for_the_installed_ray() -> None:
+    """The schema and the checks are those of the installed Ray."""
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     validate_config(prepare_config(cluster))
     for local in cluster["file_mounts"].values():
@@ -30,8 +30,8 @@ def test_the_cluster_is_valid() -> None:
         assert f"ray=={version}\n" in pinned, "the image's Ray is another than the pinned one"
 
 
-def test_spot_comes_before_on_demand() -> None:
-    """For each type of GPU the same machine twice; the head is on demand and takes no worker."""
+def test_each_gpu_type_prefers_spot_over_on_demand() -> None:
+    """Each GPU type has the same machine twice; the head is on demand and takes no worker."""
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     types = cluster["available_node_types"]
     head = types.pop(cluster["head_node_type"])
@@ -48,7 +48,7 @@ def test_spot_comes_before_on_demand() -> None:
 
 
 @pytest.mark.slow
-def test_the_cluster_installs_what_it_copies(tmp_path: Path) -> None:
+def test_setup_command_installs_the_copied_sources(tmp_path: Path) -> None:
     """The setup command runs in a new virtual environment; the dependencies come from this one."""
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     home = tmp_path / "home"
@@ -67,7 +67,7 @@ def test_the_cluster_installs_what_it_copies(tmp_path: Path) -> None:
         "PATH": f"{tmp_path / 'venv' / 'bin'}:/usr/bin:/bin",
         "PIP_NO_INDEX": "1",
         "PIP_NO_DEPS": "1",
-        "PIP_NO_BUILD_ISOLATION": "0",  # so pip spells "no isolation"
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip's spelling of "no isolation"
     }
     [command] = cluster["setup_commands"]
     with_setuptools = {**environment, "PYTHONPATH": site_packages}  # for the build
@@ -83,7 +83,7 @@ def test_the_cluster_installs_what_it_copies(tmp_path: Path) -> None:
         timeout=120,
     )
     assert "train" in help_text.stdout
-    where = subprocess.run(
+    imported_from = subprocess.run(
         [str(script.with_name("python")), "-c", "import elastic; print(elastic.__file__)"],
         env=environment,
         cwd=tmp_path,
@@ -92,4 +92,6 @@ def test_the_cluster_installs_what_it_copies(tmp_path: Path) -> None:
         check=True,
         timeout=60,
     )
-    assert where.stdout.strip() == str(home / "elastic-training" / "elastic" / "__init__.py")
+    assert imported_from.stdout.strip() == str(
+        home / "elastic-training" / "elastic" / "__init__.py"
+    )

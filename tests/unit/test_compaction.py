@@ -1,4 +1,4 @@
-"""Old segments of logs: joined, and those of the journal made smaller; readers see the same."""
+"""Compaction joins old segments and shrinks those of the journal; readers see the same."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from pipelines.observe.history.history import History
 SEGMENT_BYTES = 20_000
 
 
-def check() -> None:
-    """The lease is ours."""
+def check_lease() -> None:
+    """The lease is still held."""
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs") / "run"
     LongRun(folder, 9_000, every=Every(loss=2_000, evaluation=100, checkpoint=200)).write()
     return folder
 
 
-def segmented(folder: Path, name: str) -> LineLog:
+def make_segmented_log(folder: Path, name: str) -> LineLog:
     storage: Any = MemoryStorage()
     with open(folder / name, "rb") as file:
         begin, number = 0, 0
@@ -55,15 +55,15 @@ def segmented(folder: Path, name: str) -> LineLog:
 
 
 def compact(log: LineLog, is_journal: bool) -> int:
-    number = 0
-    while compact_oldest(log, check, is_journal):
-        number += 1
-    return number
+    num_compactions = 0
+    while compact_oldest(log, check_lease, is_journal):
+        num_compactions += 1
+    return num_compactions
 
 
-def test_metrics_are_joined_byte_for_byte(written: Path) -> None:
-    log = segmented(written, "metrics.jsonl")
-    content = (written / "metrics.jsonl").read_bytes()
+def test_compacted_metrics_are_the_same_bytes_at_the_same_offsets(run_folder: Path) -> None:
+    log = make_segmented_log(run_folder, "metrics.jsonl")
+    content = (run_folder / "metrics.jsonl").read_bytes()
     before = len(log.all_segments())
     offsets = [segment.begin for segment in log.segments()]
     assert compact(log, is_journal=False) == (before - NUM_LEFT) // NUM_JOINED >= 2
@@ -74,8 +74,8 @@ def test_metrics_are_joined_byte_for_byte(written: Path) -> None:
         assert b"".join(log.blocks(offset)) == content[offset:], "offsets stay valid"
 
 
-def test_a_compacted_journal_tells_and_replays_the_same(written: Path) -> None:
-    log = segmented(written, "journal.jsonl")
+def test_compacted_journal_gives_the_same_history_and_replay(run_folder: Path) -> None:
+    log = make_segmented_log(run_folder, "journal.jsonl")
     whole, before, num_bytes = History(), replay(log), sum(log.storage.files().values())
     whole.take(log.lines(), ())
     assert compact(log, is_journal=True) >= 1
@@ -87,30 +87,30 @@ def test_a_compacted_journal_tells_and_replays_the_same(written: Path) -> None:
     compacted.take(log.lines(), ())
     assert compacted.membership.run_events == whole.membership.run_events
     assert compacted.membership.stretches == whole.membership.stretches
-    ours, theirs = compacted.account.split(), whole.account.split()
-    assert encode(ours) == {**encode(theirs), **{
+    compacted_split, whole_split = compacted.account.split(), whole.account.split()
+    assert encode(compacted_split) == {**encode(whole_split), **{
         name: pytest.approx(value, abs=1e-6)
-        for name, value in encode(theirs).items()
+        for name, value in encode(whole_split).items()
         if name != "is"
     }}  # fmt: skip
 
 
-def test_a_compacted_journal_has_no_lines_that_only_a_replay_needs(written: Path) -> None:
-    whole = (written / "journal.jsonl").read_bytes()
-    before, after = names_in(whole), names_in(shrink_journal(whole))
+def test_compacted_journal_drops_the_lines_that_only_a_replay_needs(run_folder: Path) -> None:
+    whole = (run_folder / "journal.jsonl").read_bytes()
+    before, after = count_names(whole), count_names(shrink_journal(whole))
     dropped = {"ComputeTimed", "Woke", "PartWritten", "PublishCheckpoint"}
     assert dropped <= before.keys()
-    others = before.keys() - dropped
-    assert {name: before[name] for name in others} == after
+    kept_names = before.keys() - dropped
+    assert {name: before[name] for name in kept_names} == after
 
 
-def names_in(lines: bytes) -> Counter[str]:
+def count_names(lines: bytes) -> Counter[str]:
     rows = map(json.loads, lines.splitlines())
     names = [row.get("event") or row.get("command") for row in rows]
     return Counter(name for name in names if name)
 
 
-def test_a_session_that_ends_in_a_line_without_news_ends_at_its_time_once_compacted() -> None:
+def test_compaction_keeps_the_end_time_of_a_session() -> None:
     run = Core()
     lines = [event_line(0.0, opening(10), run.state), event_line(1.0, Woke(), run.state)]
     lines += [event_line(60.0, Woke(), run.state), event_line(3600.0, opening(10), run.state)]
@@ -123,15 +123,15 @@ def test_a_session_that_ends_in_a_line_without_news_ends_at_its_time_once_compac
     assert [s.end - s.start for s in history.membership.sessions] == [60.0, 100.0]
 
 
-def test_sent_records_keep_what_readers_count_once_compacted() -> None:
+def test_compaction_keeps_the_steps_of_sent_records() -> None:
     records = tuple(step_of(step, 1, 5.0).record for step in (1, 2))
-    told = event_line(5.0, RecordsSent("w0", 1, records), ControllerState(generation=1))
-    [shrunk] = shrink_journal(json.dumps(told).encode() + b"\n").splitlines()
+    line = event_line(5.0, RecordsSent("w0", 1, records), ControllerState(generation=1))
+    [shrunk] = shrink_journal(json.dumps(line).encode() + b"\n").splitlines()
     assert [row["step"] for row in json.loads(shrunk)["records"]] == [1, 2]
-    assert len(shrunk) < 0.5 * len(json.dumps(told))
+    assert len(shrunk) < 0.5 * len(json.dumps(line))
 
 
-def test_a_journal_without_a_newer_full_state_stays_as_it_is() -> None:
+def test_journal_without_a_newer_full_state_is_not_compacted() -> None:
     storage: Any = MemoryStorage()
     begin = 0
     for number in range(2 * (NUM_JOINED + NUM_LEFT)):
@@ -142,32 +142,32 @@ def test_a_journal_without_a_newer_full_state_stays_as_it_is() -> None:
         begin += len(line)
     log = LineLog(storage, "log")
     before = storage.files()
-    assert not compact_oldest(log, check, is_journal=True)
+    assert not compact_oldest(log, check_lease, is_journal=True)
     assert storage.files() == before
 
 
-def test_what_an_interrupted_compaction_leaves_is_removed_later(written: Path) -> None:
-    log = segmented(written, "metrics.jsonl")
-    content = (written / "metrics.jsonl").read_bytes()
+def test_next_compaction_removes_the_rest_of_an_interrupted_one(run_folder: Path) -> None:
+    log = make_segmented_log(run_folder, "metrics.jsonl")
+    content = (run_folder / "metrics.jsonl").read_bytes()
     checks = iter([None, LeaseLost("taken")])
 
-    def lose() -> None:
+    def check_then_lose() -> None:
         if error := next(checks):
             raise error
 
     with pytest.raises(LeaseLost):
-        compact_oldest(log, lose, is_journal=False)
+        compact_oldest(log, check_then_lose, is_journal=False)
     assert b"".join(log.blocks()) == content
     num_joined = sum(segment.is_joined for segment in log.all_segments())
     assert num_joined == 1 and len(log.all_segments()) > len(log.segments())
     compact(log, is_journal=False)
-    compact_oldest(log, check, is_journal=False)
+    compact_oldest(log, check_lease, is_journal=False)
     assert b"".join(log.blocks()) == content
     assert len(log.all_segments()) == len(log.segments())
 
 
 class BrokenOnce(MemoryStorage):
-    """The first listing raises, as a library does that gets a broken answer."""
+    """The first listing raises, like a library that receives a broken answer."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects=objects)
@@ -180,12 +180,12 @@ class BrokenOnce(MemoryStorage):
         return super().files(folder)
 
 
-def test_compaction_goes_on_after_an_exception_of_any_kind() -> None:
+def test_compaction_continues_after_an_exception_of_any_kind() -> None:
     line = b'{"number": 1}\n'
     names = [segment_name("log", 1, i * len(line)) for i in range(NUM_JOINED + NUM_LEFT)]
     storage: Any = BrokenOnce(dict.fromkeys(names, line))
     none: Any = MemoryStorage("memory://none")
-    compactor = Compactor(LineLog(none, "journal"), (LineLog(storage, "log"),), check, 0.01)
+    compactor = Compactor(LineLog(none, "journal"), (LineLog(storage, "log"),), check_lease, 0.01)
     deadline = time.monotonic() + 20.0
     while len(storage.objects) > NUM_LEFT + 1 and time.monotonic() < deadline:
         time.sleep(0.01)

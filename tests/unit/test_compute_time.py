@@ -1,4 +1,4 @@
-"""Compute time: a worker's work counts, its waits do not."""
+"""Compute time counts the work of a worker and not its waits."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from actors.runtime.faults import FaultInjector
 NUM_RANKS = 3
 
 
-def work(seconds: float) -> None:
-    begun_s = time.thread_time()
-    while time.thread_time() < begun_s + seconds:
+def compute_for(seconds: float) -> None:
+    started_s = time.thread_time()
+    while time.thread_time() < started_s + seconds:
         pass
 
 
@@ -28,14 +28,14 @@ def test_compute_time_counts_work_but_not_waits() -> None:
     before = clock.now()
     time.sleep(1.0)
     waited_s = clock.now() - before
-    work(0.3)
+    compute_for(0.3)
     worked_s = clock.now() - before - waited_s
     assert waited_s < 0.5 and worked_s > 0.29
 
 
 def test_work_of_other_threads_does_not_count() -> None:
     clock = ThreadClock()
-    other = threading.Thread(target=work, args=(0.3,))
+    other = threading.Thread(target=compute_for, args=(0.3,))
     before = clock.now()
     other.start()
     other.join()
@@ -44,18 +44,18 @@ def test_work_of_other_threads_does_not_count() -> None:
 
 def test_processor_time_is_used_without_schedstat(tmp_path: Path) -> None:
     clock = ThreadClock(tmp_path / "none")
-    work(0.1)
+    compute_for(0.1)
     assert clock.now() == pytest.approx(time.thread_time(), abs=0.05)
 
 
-def test_mean_over_steps_is_reported_at_the_ranks_index() -> None:
+def test_mean_compute_time_is_reported_at_the_index_of_the_rank() -> None:
     """The first step is excluded, since it does one-time work."""
     times, clock = ThreadTimes(every=3), ThreadClock()
     ballots, spent = [], []
     for step, seconds in enumerate((0.5, 0.1, 0.2, 0.1, 0.1, 0.1, 0.1), start=1):
         before = clock.now()
         times.begin()
-        work(seconds)
+        compute_for(seconds)
         ballots.append(times.ballot(step, 1, NUM_RANKS))
         times.end(step)
         spent.append(clock.now() - before)
@@ -80,10 +80,10 @@ def test_slowed_worker_computes_longer_by_the_factor() -> None:
     )
     spent = []
     for step in range(1, 8):
-        begun_s = time.thread_time()
-        work(0.05)
+        started_s = time.thread_time()
+        compute_for(0.05)
         faults.slow_down(step, torch.device("cpu"), lambda: None)
-        spent.append(time.thread_time() - begun_s)
-    # In the third step it measures how long a step takes.
+        spent.append(time.thread_time() - started_s)
+    # In the third step the injector measures how long a step takes.
     assert max(spent[:3]) < 0.1 and min(spent[3:]) > 0.19
     assert all(later < 3 * earlier for earlier, later in pairwise(spent[3:]))

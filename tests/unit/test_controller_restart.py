@@ -1,4 +1,4 @@
-"""A controller of the same actor after its death: lease, journal and metrics, without Ray."""
+"""A restarted controller of the same actor: lease, journal and metrics, without Ray."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ OPENING = RunOpened(
 
 
 class Died(BaseException):
-    """In the place of SIGKILL."""
+    """Ends the controller, as SIGKILL would."""
 
 
-class Crew:
-    """Workers that obey at once, and may let their controller die at a moment."""
+class ObedientFleet:
+    """Workers that obey at once; their controller may die when it sends a chosen order."""
 
     def __init__(
         self, dies_at: type | None = None, generation: int = 1, num_steps: int = 3
@@ -91,7 +91,7 @@ class Crew:
                 answers = [StateReady(w, order.generation, 0, 0, 0.0, 1, 1, 2) for w in workers]
             case Resume():
                 steps = range(1, self._num_steps + 1)
-                answers = [committed(step, order.generation) for step in steps]
+                answers = [commit_event(step, order.generation) for step in steps]
                 answers.append(StopRequested("enough"))
             case Pause():
                 answers = [Paused(w, order.generation, self._num_steps) for w in workers]
@@ -131,26 +131,26 @@ class Crew:
         pass
 
 
-def committed(step: int, generation: int) -> StepCommitted:
+def commit_event(step: int, generation: int) -> StepCommitted:
     record = StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
     return StepCommitted(generation, record, Vote(step, 1.0, 1, 1.0, 2))
 
 
-def lines(folder: Path, name: str) -> list[dict[str, Any]]:
+def read_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
-def events(folder: Path) -> list[str]:
-    return [line["event"] for line in lines(folder, "journal.jsonl") if "event" in line]
+def read_event_names(folder: Path) -> list[str]:
+    return [line["event"] for line in read_lines(folder, "journal.jsonl") if "event" in line]
 
 
-def drive(folder: Path, crew: Crew, actor: str = "actor") -> Stopped:
+def run_controller(folder: Path, fleet: ObedientFleet, actor: str = "actor") -> Stopped:
     run = DiskStorage(folder)
-    crew.shell = Shell(run, claim(run, actor=actor))
-    return crew.shell.run(crew, OPENING, crew)
+    fleet.shell = Shell(run, claim(run, actor=actor))
+    return fleet.shell.run(fleet, OPENING, fleet)
 
 
-def test_only_the_same_actor_need_not_wait(tmp_path: Path) -> None:
+def test_only_the_same_actor_claims_a_held_lease(tmp_path: Path) -> None:
     run = DiskStorage(tmp_path)
     first = claim(run, actor="a")
     with pytest.raises(RunTaken):
@@ -163,75 +163,82 @@ def test_only_the_same_actor_need_not_wait(tmp_path: Path) -> None:
     assert claim(run, actor="a").since == first.epoch
     last: Lease = claim(run, actor="a")
     last.release()
-    other = claim(run, actor="b")
-    assert other.since == other.epoch
+    other_lease = claim(run, actor="b")
+    assert other_lease.since == other_lease.epoch
 
 
-def test_a_dead_controller_is_waited_for_while_its_cluster_may_restart_it(tmp_path: Path) -> None:
+def test_lease_of_a_dead_controller_is_kept_while_its_cluster_may_restart_it(
+    tmp_path: Path,
+) -> None:
     run = DiskStorage(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as cluster:
         address = f"127.0.0.1:{cluster.getsockname()[1]}"
         claim(run, address, "a")
-        [held] = (tmp_path / "lease").iterdir()
-        told = json.loads(held.read_text())
-        held.write_text(json.dumps({**told, "started": 0.0}))  # another process has that number
+        [lease_file] = (tmp_path / "lease").iterdir()
+        content = json.loads(lease_file.read_text())
+        # Another process has that pid.
+        lease_file.write_text(json.dumps({**content, "started": 0.0}))
         with pytest.raises(RunTaken):
             claim(run, "127.0.0.1:1", "b")
         assert owner_of(run)
-        os.utime(held, (time.time() - 60.0,) * 2)
-        assert owner_of(run) is None, "it has not come back for too long"
-        held.write_text(json.dumps({**told, "started": 0.0}))
-        assert claim(run, address, "b"), "on the same cluster one would know of it"
+        os.utime(lease_file, (time.time() - 60.0,) * 2)
+        assert owner_of(run) is None, "the controller has been away for too long"
+        lease_file.write_text(json.dumps({**content, "started": 0.0}))
+        assert claim(run, address, "b"), "the same cluster would have restarted it"
     claim(run, address, "b").let_go()
-    [held] = (tmp_path / "lease").iterdir()
-    told = json.loads(held.read_text())
-    held.write_text(json.dumps({**told, "started": 0.0}))
+    [lease_file] = (tmp_path / "lease").iterdir()
+    content = json.loads(lease_file.read_text())
+    lease_file.write_text(json.dumps({**content, "started": 0.0}))
     assert claim(run, "127.0.0.1:1", "c"), "that cluster is gone"
 
 
-def test_it_goes_on_with_the_order_that_was_not_sent(tmp_path: Path) -> None:
+def test_restart_sends_the_order_that_was_not_sent(tmp_path: Path) -> None:
     with pytest.raises(Died):
-        drive(tmp_path, Crew(dies_at=Reshard))
-    crew = Crew()
-    stopped = drive(tmp_path, crew)
+        run_controller(tmp_path, ObedientFleet(dies_at=Reshard))
+    fleet = ObedientFleet()
+    stopped = run_controller(tmp_path, fleet)
     assert stopped.step == 3
-    assert [type(order).__name__ for order in crew.sent[:3]] == ["Form", "Reshard", "Resume"]
-    assert {order.generation for order in crew.sent[:3]} == {1}
-    assert events(tmp_path).count("RunOpened") == events(tmp_path).count("ControllerRestarted") == 1
-    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    assert [type(order).__name__ for order in fleet.sent[:3]] == ["Form", "Reshard", "Resume"]
+    assert {order.generation for order in fleet.sent[:3]} == {1}
+    assert (
+        read_event_names(tmp_path).count("RunOpened")
+        == read_event_names(tmp_path).count("ControllerRestarted")
+        == 1
+    )
+    assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_lines_that_were_not_written_are_written(tmp_path: Path) -> None:
-    """A command's line and a step's may be lacking when the event's stands."""
+def test_restart_writes_the_missing_lines_of_commands_and_steps(tmp_path: Path) -> None:
+    """The line of a command or a step may be missing although that of its event is there."""
     with pytest.raises(Died):
-        drive(tmp_path, Crew(dies_at=Resume))
+        run_controller(tmp_path, ObedientFleet(dies_at=Resume))
     journal = tmp_path / "journal.jsonl"
     whole = journal.read_text().splitlines(keepends=True)
     cut = next(i for i, line in enumerate(whole) if '"command": "Resume"' in line)
     journal.write_text("".join(whole[:cut]) + whole[cut][:20])
-    drive(tmp_path, Crew())
-    told = [line.get("command") for line in lines(tmp_path, "journal.jsonl")]
-    assert told.count("Resume") == 1
+    run_controller(tmp_path, ObedientFleet())
+    commands = [line.get("command") for line in read_lines(tmp_path, "journal.jsonl")]
+    assert commands.count("Resume") == 1
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
-    drive(tmp_path, Crew())
-    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    run_controller(tmp_path, ObedientFleet())
+    assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_step_that_only_the_metrics_tell_of_is_not_told_twice(tmp_path: Path) -> None:
-    """An object store may have got the metrics, and not yet the journal."""
+def test_step_that_only_the_metrics_contain_is_not_written_twice(tmp_path: Path) -> None:
+    """An object store may have received the metrics but not yet the journal."""
     with pytest.raises(Died):
-        drive(tmp_path, Crew(dies_at=Resume))
-    record = dataclasses.asdict(committed(1, generation=1).record)
+        run_controller(tmp_path, ObedientFleet(dies_at=Resume))
+    record = dataclasses.asdict(commit_event(1, generation=1).record)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    drive(tmp_path, Crew())
-    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
+    run_controller(tmp_path, ObedientFleet())
+    assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_restart_reads_only_the_ends_of_the_files(tmp_path: Path) -> None:
-    num_steps = 9000  # beyond all that is held back, and all records that are kept
+def test_restart_reads_only_the_ends_of_the_files(tmp_path: Path) -> None:
+    num_steps = 9000  # more than the journal holds back and more than the workers keep
     with pytest.raises(Died):
-        drive(tmp_path, Crew(dies_at=Pause, num_steps=num_steps))
+        run_controller(tmp_path, ObedientFleet(dies_at=Pause, num_steps=num_steps))
     for name, marker in (
         ("journal.jsonl", b'"ControllerState"'),
         ("metrics.jsonl", b'"step": 8990,'),
@@ -239,67 +246,69 @@ def test_a_restart_reads_only_the_ends_of_the_files(tmp_path: Path) -> None:
         content = (tmp_path / name).read_bytes()
         begin = content.rindex(b"\n", 0, content.rindex(marker))
         (tmp_path / name).write_bytes(b"!" * begin + content[begin:])
-    crew = Crew(num_steps=num_steps)
-    assert drive(tmp_path, crew).step == num_steps
-    assert isinstance(crew.sent[0], Resume), "all members have formed"
-    rest = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")[1:-1]
-    assert [json.loads(row)["step"] for row in rest] == list(range(8990, num_steps + 1))
+    fleet = ObedientFleet(num_steps=num_steps)
+    assert run_controller(tmp_path, fleet).step == num_steps
+    assert isinstance(fleet.sent[0], Resume), "all members have formed"
+    remaining_lines = (tmp_path / "metrics.jsonl").read_bytes().split(b"\n")[1:-1]
+    assert [json.loads(row)["step"] for row in remaining_lines] == list(range(8990, num_steps + 1))
 
 
-def test_steps_that_the_journal_held_back_are_told_of_once(tmp_path: Path) -> None:
-    """Their reports come again from the workers; the metrics have them already."""
+def test_steps_that_the_journal_held_back_are_written_once(tmp_path: Path) -> None:
+    """The workers report them again; the metrics have them already."""
     run = DiskStorage(tmp_path)
-    crew = Crew(num_steps=200)
-    crew.shell = Shell(run, claim(run, actor="actor"))
-    original, taken = crew.send, []
+    fleet = ObedientFleet(num_steps=200)
+    fleet.shell = Shell(run, claim(run, actor="actor"))
+    send_order, new_leases = fleet.send, []
 
     def take_over() -> None:
-        with crew.shell.listening() as told:
-            while not taken:
-                command = told.get(timeout=60.0)
+        with fleet.shell.listening() as commands:
+            while not new_leases:
+                command = commands.get(timeout=60.0)
                 if isinstance(command, RecordStep) and command.record.step == 200:
-                    taken.append(claim(run, actor="actor"))
+                    new_leases.append(claim(run, actor="actor"))
 
     def send(workers: Iterable[str], order: Order) -> None:
         if isinstance(order, Resume):
             threading.Thread(target=take_over).start()
             for step in range(1, 201):
-                crew.shell.post(committed(step, order.generation))
+                fleet.shell.post(commit_event(step, order.generation))
             return
-        original(workers, order)
+        send_order(workers, order)
 
-    crew.send = send  # type: ignore[method-assign]
+    fleet.send = send  # type: ignore[method-assign]
     with pytest.raises(LeaseLost):
-        crew.shell.run(crew, OPENING, crew)
-    kept = [line for line in lines(tmp_path, "journal.jsonl") if line.get("event")]
-    assert [line["event"] for line in kept].count("StepCommitted") == 1, "the rest was held back"
-    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
-    again = Crew(num_steps=200)
-    assert drive(tmp_path, again).step == 200
-    assert [line["step"] for line in lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
+        fleet.shell.run(fleet, OPENING, fleet)
+    event_lines = [line for line in read_lines(tmp_path, "journal.jsonl") if line.get("event")]
+    assert [line["event"] for line in event_lines].count("StepCommitted") == 1, (
+        "the rest was held back"
+    )
+    assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
+    second_fleet = ObedientFleet(num_steps=200)
+    assert run_controller(tmp_path, second_fleet).step == 200
+    assert [line["step"] for line in read_lines(tmp_path, "metrics.jsonl")] == list(range(1, 201))
 
 
-def test_a_run_that_had_ended_is_not_begun_again(tmp_path: Path) -> None:
-    stopped = drive(tmp_path, Crew())
-    crew = Crew()
-    assert drive(tmp_path, crew) == stopped
-    assert crew.was_cleared and not crew.sent and not crew.attached
-    assert events(tmp_path).count("RunOpened") == 1
+def test_ended_run_is_not_started_again(tmp_path: Path) -> None:
+    stopped = run_controller(tmp_path, ObedientFleet())
+    fleet = ObedientFleet()
+    assert run_controller(tmp_path, fleet) == stopped
+    assert fleet.was_cleared and not fleet.sent and not fleet.attached
+    assert read_event_names(tmp_path).count("RunOpened") == 1
 
 
 @pytest.mark.parametrize(("actor", "generation"), [("another", 1), ("actor", 2)])
-def test_what_the_journal_does_not_know_is_cleared_away(
+def test_workers_unknown_to_the_journal_are_removed(
     tmp_path: Path, actor: str, generation: int
 ) -> None:
-    """Another actor's workers, or a generation of which an object store's journal lacks lines."""
+    """Workers of another actor, or of a generation that the journal of an object store lacks."""
     with pytest.raises(Died):
-        drive(tmp_path, Crew(dies_at=Reshard))
-    [held] = (tmp_path / "lease").iterdir()
-    told = json.loads(held.read_text())
-    held.write_text(json.dumps({**told, "released": True}))
-    crew = Crew(generation=generation)
-    drive(tmp_path, crew, actor)
-    assert crew.was_cleared and not crew.attached
-    assert events(tmp_path).count("RunOpened") == 2
-    first = next(order for order in crew.sent if isinstance(order, Form))
+        run_controller(tmp_path, ObedientFleet(dies_at=Reshard))
+    [lease_file] = (tmp_path / "lease").iterdir()
+    content = json.loads(lease_file.read_text())
+    lease_file.write_text(json.dumps({**content, "released": True}))
+    fleet = ObedientFleet(generation=generation)
+    run_controller(tmp_path, fleet, actor)
+    assert fleet.was_cleared and not fleet.attached
+    assert read_event_names(tmp_path).count("RunOpened") == 2
+    first = next(order for order in fleet.sent if isinstance(order, Form))
     assert first.generation > generation, "a generation is never used again"

@@ -1,4 +1,4 @@
-"""Whatever is told, in whatever order, true or not: the core stays whole and never breaks."""
+"""The core stays consistent and never raises under any sequence of events."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ from elastic.protocol.wire import encode
 NUM_EVENTS = 300
 
 
-def step_of(step: int, generation: int, loss: float = 1.0) -> tuple[StepRecord, Vote]:
-    """A loss of 0 stands for one that is not finite."""
+def make_step(step: int, generation: int, loss: float = 1.0) -> tuple[StepRecord, Vote]:
+    """The record and the vote of a step; loss 0 means a loss that is not finite."""
     record = StepRecord(0.0, step, generation, 1, loss or None, 1, 0.1, 1.0, 0.5, skipped=not loss)
     return record, Vote(step, 1.0, 1, 1.0, 1)
 
 
-def helpful_event(random: Random, core: Core) -> Event:
-    """What would bring the run on from where it is."""
+def draw_helpful_event(random: Random, core: Core) -> Event:
+    """An event that brings the run forward from its phase."""
     state, phase = core.state, core.state.phase
     generation, step = state.generation, state.committed_step
     starting = sorted(state.membership.records.keys() - state.membership.warm)
@@ -71,14 +71,14 @@ def helpful_event(random: Random, core: Core) -> Event:
         case Pausing():
             return Paused(random.choice(sorted(phase.pending)), generation, step)
         case Running():
-            return StepCommitted(generation, *step_of(step + 1, generation))
+            return StepCommitted(generation, *make_step(step + 1, generation))
         case Aborting() if phase.rolling_forward:
             worker = random.choice(sorted(phase.pending))
             return RolledForward(
-                worker, generation, step_of(phase.rolling_forward.step, generation)[0]
+                worker, generation, make_step(phase.rolling_forward.step, generation)[0]
             )
         case Aborting():
-            record, vote = step_of(step, generation)
+            record, vote = make_step(step, generation)
             worker = random.choice(sorted(phase.pending))
             return Quiesced(worker, generation, step, vote, True, False, (record,))
     parts = [(u, w) for u in state.checkpoints.uploads.values() for w in sorted(u.pending)]
@@ -93,20 +93,22 @@ def helpful_event(random: Random, core: Core) -> Event:
     return Woke()
 
 
-def splits_of(random: Random, members: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    """Some of the members against the others."""
-    odd = tuple(sorted(random.sample(members, len(members) // 2)))
-    groups = sorted(((*sorted(set(members) - set(odd)),), odd), key=len, reverse=True)
-    return (tuple(groups),) if odd else ()
+def draw_splits(
+    random: Random, members: tuple[str, ...]
+) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Audit groups in which half of the members differ from the others."""
+    differing = tuple(sorted(random.sample(members, len(members) // 2)))
+    groups = sorted(((*sorted(set(members) - set(differing)),), differing), key=len, reverse=True)
+    return (tuple(groups),) if differing else ()
 
 
-def any_event(random: Random, core: Core) -> Event:
-    """Mostly about who and what there is now, sometimes about nobody and long ago."""
+def draw_any_event(random: Random, core: Core) -> Event:
+    """Any event, mostly about present workers and steps, sometimes about unknown or old ones."""
     state = core.state
-    worker = random.choice([*sorted(state.membership.records), "stranger"])
+    worker = random.choice([*sorted(state.membership.records), "unknown"])
     generation = state.generation - (random.random() < 0.2)
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
-    record, vote = step_of(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
+    record, vote = make_step(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
     complete, torn = random.random() < 0.8, random.random() < 0.2
     kind = random.choice(("peer", "device", "memory", "machine", "program"))
     events: list[Event] = [
@@ -123,17 +125,17 @@ def any_event(random: Random, core: Core) -> Event:
         WorkerSuspected(worker, "silent"),
         WorkerAnswered(worker),
         WorkersStalled(generation, (worker,)),
-        WorkerDraining(worker, "asked to"),
+        WorkerDraining(worker, "requested"),
         NodeDraining(f"node{random.randrange(3)}", random.uniform(0.0, 100.0)),
         NodeAtRisk(f"node{random.randrange(3)}", "a notice"),
-        WorkerRaised(worker, generation, kind, "trouble"),
+        WorkerRaised(worker, generation, kind, "an error"),
         Checkpointed(step, generation, f"step-{step}-g{generation}"),
         PartFailed(worker, generation, step, "no space left"),
         CheckpointDamaged(worker, generation, f"step-{step}-g{generation}", "a flipped bit"),
         Progressed(generation),
         Evaluated(generation, step, 1.0),
         Audited(generation, step, 2),
-        Audited(generation, step, 2, splits_of(random, state.live.members())),
+        Audited(generation, step, 2, draw_splits(random, state.live.members())),
         LayoutRequested("request", TargetLayout.parse(random.choice(LAYOUTS))),
         StoreLost("it died"),
         StopRequested("SIGTERM"),
@@ -143,7 +145,7 @@ def any_event(random: Random, core: Core) -> Event:
     return random.choice(events)
 
 
-def opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOpened:
+def draw_opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOpened:
     max_workers = random.randint(1, 5)
     layout = random.choice(("", f"fsdp={max_workers}", "dp=2,fsdp=2", "tp=2"))
     policy = Policy(
@@ -160,39 +162,41 @@ def opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOp
     return RunOpened(incarnation, policy, TargetLayout.parse(layout, max_workers), job, saved)
 
 
-def check(core: Core) -> None:
-    """What holds in every state."""
+def check_invariants(core: Core) -> None:
+    """Assert the invariants of every state."""
     state, phase = core.state, core.state.phase
     assert state.membership.warm <= state.membership.records.keys()
     assert state.membership.draining <= state.membership.records.keys()
-    assert all(held.holders <= state.membership.warm for held in state.live.holdings())
+    assert all(holding.holders <= state.membership.warm for holding in state.live.holdings())
     if isinstance(phase, Forming | Resharding | Pausing | Aborting):
-        assert phase.pending, "a phase that waits for nobody"
-        assert phase.pending <= state.membership.warm, "a phase that waits for the dead"
-        assert core.next_deadline() is not None, "a phase that waits for ever"
+        assert phase.pending, "a phase that waits for no worker"
+        assert phase.pending <= state.membership.warm, "a phase that waits for a dead worker"
+        assert core.next_deadline() is not None, "a phase without a deadline"
 
 
 @pytest.mark.parametrize("first", range(0, 200, 50))
-def test_nothing_that_is_told_breaks_it(first: int) -> None:
+def test_core_keeps_its_invariants_under_any_sequence_of_events(first: int) -> None:
     for seed in range(first, first + 50):
         random, core, now = Random(f"any/{seed}"), Core(), 0.0
-        core.step(now, opening(random, 1, ()))
+        core.step(now, draw_opening(random, 1, ()))
         trace = [f"seed {seed}"]
         for _ in range(NUM_EVENTS):
-            draw = helpful_event if random.random() < 0.85 else any_event
-            event = draw(random, core)
+            draw_event = draw_helpful_event if random.random() < 0.85 else draw_any_event
+            event = draw_event(random, core)
             now += random.choice((0.0, 0.01, 0.5))
             deadline = core.next_deadline()
             if isinstance(event, Woke) and deadline is not None:
                 now = max(now, deadline)
             if isinstance(core.state.phase, Ended):
-                event = opening(
+                event = draw_opening(
                     random, core.state.incarnation + 1, tuple(core.state.checkpoints.saved)
                 )
             before, generation = phase_in_words(core.state.phase), core.state.generation
             commands = core.step(now, event)
-            said = "; ".join(map(command_in_words, commands))
-            trace.append(f"{before} | {event} | {said} | {phase_in_words(core.state.phase)}")
+            command_text = "; ".join(map(command_in_words, commands))
+            trace.append(
+                f"{before} | {event} | {command_text} | {phase_in_words(core.state.phase)}"
+            )
             assert core.state.generation >= generation, "\n".join(trace[-20:])
-            check(core)
+            check_invariants(core)
         encode(core.state)

@@ -20,7 +20,7 @@ from pipelines.settings.errors import UserError
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
 
 
-def test_a_mixture_reads_each_dataset_from_its_start() -> None:
+def test_mixture_reads_each_dataset_from_its_start() -> None:
     mixed = Mixture([("abcd", 1.0), ("xy", 3.0)], 8)
     assert "".join(mixed[i] for i in range(8)) == "abxyxyxy"
     assert [mixed.place_of(i) for i in (0, 2, 7)] == [(0, 0), (1, 0), (1, 1)]
@@ -29,7 +29,9 @@ def test_a_mixture_reads_each_dataset_from_its_start() -> None:
 
 
 @given(weights=WEIGHTS, num_samples=st.integers(0, 400))
-def test_weights_are_kept_to_within_one_sample(weights: list[float], num_samples: int) -> None:
+def test_mixture_follows_its_weights_to_within_one_sample(
+    weights: list[float], num_samples: int
+) -> None:
     mixed = Mixture([(range(7), weight) for weight in weights], num_samples)
     used = Counter(mixed.place_of(i)[0] for i in range(num_samples))
     assert sum(used.values()) == len(mixed) == num_samples
@@ -37,7 +39,7 @@ def test_weights_are_kept_to_within_one_sample(weights: list[float], num_samples
         assert abs(used[number] - num_samples * weight / sum(weights)) < 1.001
 
 
-def test_an_invalid_mixture_is_refused() -> None:
+def test_invalid_mixture_is_refused() -> None:
     with pytest.raises(UserError, match="dataset 1 is empty"):
         Mixture([("ab", 1.0), ("", 1.0)], 4)
     with pytest.raises(UserError, match="give weights >= 0"):
@@ -74,6 +76,6 @@ def test_rows_of_files_are_read_by_index(folder: Path) -> None:
     assert list(ArrowDataset(folder / "*.parquet", columns=["name"])[1]) == ["name"]
 
 
-def test_a_path_without_files_is_refused(tmp_path: Path) -> None:
+def test_path_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="name a file or folder"):
         ArrowDataset(tmp_path)

@@ -1,4 +1,4 @@
-"""Custom modules and data: what the workload derives from them, and what it refuses."""
+"""Custom modules and data: the values that the workload derives, and its refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCALAR = torch.tensor(3.0)
 
 
 class Reading(nn.Module):
-    """The constructor reads values; there are tied weights and a non-persistent buffer."""
+    """A constructor that reads values, with tied weights and a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Reading(nn.Module):
         self.register_buffer("scale", torch.ones(4), persistent=False)
 
 
-def of(**changes: object) -> Recipe:
+def make_recipe(**changes: object) -> Recipe:
     return Recipe(
         **{
             "model": lambda: nn.Linear(2, 1),
@@ -51,24 +51,24 @@ def of(**changes: object) -> Recipe:
     )
 
 
-def test_a_loss_is_a_mean_or_a_sum_and_a_count() -> None:
+def test_loss_is_a_mean_or_a_sum_with_a_count() -> None:
     assert sums_of(SCALAR, 4) == (torch.tensor(12.0), torch.tensor(4))
     assert sums_of(SCALAR[None], 4).loss.shape == ()
     assert sums_of((SCALAR, 7), 4) == (SCALAR, torch.tensor(7))
     assert sums_of((SCALAR, torch.tensor([7])), 4).num_tokens.shape == ()
 
 
-@pytest.mark.parametrize("given", [torch.ones(4), None, (torch.ones(4), 4), {"loss": SCALAR}])
-def test_a_loss_of_another_form_is_refused(given: object) -> None:
+@pytest.mark.parametrize("result", [torch.ones(4), None, (torch.ones(4), 4), {"loss": SCALAR}])
+def test_loss_of_another_form_is_refused(result: object) -> None:
     with pytest.raises(UserError, match="return a scalar"):
-        sums_of(given, 4)
+        sums_of(result, 4)
 
 
-def test_padding_counts_nothing_and_has_a_gradient_of_zero() -> None:
-    workload = CustomWorkload(of())
+def test_padding_has_zero_tokens_and_zero_gradients() -> None:
+    workload = CustomWorkload(make_recipe())
     module = nn.Linear(2, 1)
-    fed = workload.feed(workload.empty(), CPU, None, -1)
-    loss, num_tokens = workload.losses(module, fed, None)
+    batch = workload.feed(workload.empty(), CPU, None, -1)
+    loss, num_tokens = workload.losses(module, batch, None)
     loss.backward()
     assert (loss.item(), num_tokens.item()) == (0.0, 0)
     assert not module.weight.grad.any() and not module.bias.grad.any()
@@ -95,18 +95,18 @@ def test_build_shapes_keeps_tensors_outside_of_the_state() -> None:
     assert build_shapes(lambda: nn.Linear(2, 2), 0).weight.is_meta
 
 
-def test_values_at_step_0_are_the_constructors_and_leave_generators_alone() -> None:
+def test_values_of_step_0_are_the_constructors_and_keep_the_global_generator() -> None:
     torch.manual_seed(5)
     expected = nn.Linear(2, 1)
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    workload = CustomWorkload(of(settings=TrainSettings(seed=5)))
-    drawn = workload.draw("weight", (1, 2), Region((0, 1), (1, 1)), seed=5)
-    assert torch.equal(drawn, expected.weight[:, 1:])
+    workload = CustomWorkload(make_recipe(settings=TrainSettings(seed=5)))
+    values = workload.draw("weight", (1, 2), Region((0, 1), (1, 1)), seed=5)
+    assert torch.equal(values, expected.weight[:, 1:])
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_plan_determines_what_tp_shards() -> None:
+def test_tensor_parallel_plan_determines_the_limit_of_tp() -> None:
     module = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(6, 4) for _ in range(2))})
     shape = shape_of(module, {"layers.*": "colwise"})
     assert shape.limits.tp_divides == 4
@@ -137,7 +137,9 @@ def test_buffers_become_the_mean_over_the_microbatches() -> None:
                 module(torch.tensor([[value], [value + 2]]))
                 moving.end_pass(torch.tensor(num_tokens), is_last=num_tokens == 0)
             moving.reduce()
-            assert all(torch.equal(state[name], before[name]) for name in state), "not before"
+            assert all(torch.equal(state[name], before[name]) for name in state), (
+                "buffers change only at apply"
+            )
         moving.apply()
     assert moving.moving == ["running_mean", "running_var", "num_batches_tracked"]
     assert state["running_mean"].item() == (0.5 * 1 + 0.5 * 5) / 2
@@ -145,7 +147,7 @@ def test_buffers_become_the_mean_over_the_microbatches() -> None:
     assert all(getattr(module, name) is buffer for name, buffer in state.items())
 
 
-def test_a_pass_that_replaces_buffers_keeps_the_old_ones_for_backward() -> None:
+def test_pass_that_replaces_buffers_keeps_the_old_ones_for_backward() -> None:
     """Changing one buffer does not invalidate another one for autograd."""
 
     class Running(nn.Module):
@@ -156,10 +158,10 @@ def test_a_pass_that_replaces_buffers_keeps_the_old_ones_for_backward() -> None:
             self.weight = nn.Parameter(torch.full((1,), 3.0))
 
         def forward(self, value: torch.Tensor) -> torch.Tensor:
-            made = self.weight * value / self.scale
+            output = self.weight * value / self.scale
             self.count += 1
             self.scale = self.scale + value
-            return made
+            return output
 
     module = Running()
     state = {name: buffer.clone() for name, buffer in module.named_buffers()}
@@ -170,27 +172,29 @@ def test_a_pass_that_replaces_buffers_keeps_the_old_ones_for_backward() -> None:
             moving.begin()
             for value in (2.0, 4.0):
                 moving.begin_pass()
-                made = module(torch.tensor([value]))
+                output = module(torch.tensor([value]))
                 moving.end_pass(torch.tensor(1), is_last=value == 4.0)
                 module.weight.grad = None
-                made.sum().backward()
+                output.sum().backward()
                 assert module.weight.grad == value / (1 + 3 * number)
             moving.reduce()
             moving.apply()
     assert (state["scale"].item(), state["count"].item()) == (7.0, 2.0)
 
 
-def test_a_rank_that_pads_an_evaluation_gets_held_out_data() -> None:
-    workload = CustomWorkload(of(held_out=lambda: [torch.full((3,), 7.0)]))
+def test_padding_of_an_evaluation_has_the_shape_of_held_out_data() -> None:
+    workload = CustomWorkload(make_recipe(held_out=lambda: [torch.full((3,), 7.0)]))
     workload.read([0, 1])
     padding = workload.empty(held_out=True)
     assert (padding.value.shape, padding.num_samples) == ((2, 3), 0)
     assert workload.empty().value.shape == (2, 2)
 
 
-def planned(folder: Path, **changes: object) -> RunPlan:
-    asked = TrainRequest(str(folder / "mine.py:mine"), storage=str(folder / "runs"), run_name="one")
-    return make_plan(replace(asked, **changes), 0)
+def make_run_plan(folder: Path, **changes: object) -> RunPlan:
+    request = TrainRequest(
+        str(folder / "mine.py:mine"), storage=str(folder / "runs"), run_name="one"
+    )
+    return make_plan(replace(request, **changes), 0)
 
 
 @pytest.fixture
@@ -214,7 +218,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"changes": ("eval_every=5",)}, "no held_out data"),
         ({"changes": ("optimizer.lr=0.1",)}, "defines its own optimizer"),
@@ -223,37 +227,37 @@ def folder(tmp_path: Path) -> Path:
         ({"layout": "pp=2", "workers": "2"}, "does not list the blocks"),
     ],
 )
-def test_an_unsupported_recipe_is_a_one_line_error(
-    folder: Path, changes: dict[str, object], told: str
+def test_unsupported_recipe_is_a_one_line_error(
+    folder: Path, changes: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UserError, match=told) as refused:
-        planned(folder, **changes)
+    with pytest.raises(UserError, match=message) as refused:
+        make_run_plan(folder, **changes)
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("name", ["loss", "top 5"])
-def test_invalid_names_of_metrics_are_refused(folder: Path, name: str) -> None:
+def test_invalid_metric_names_are_refused(folder: Path, name: str) -> None:
     file = folder / "mine.py"
-    named = f"return replace(whole(), metrics={{'{name}': loss}})"
+    body = f"return replace(whole(), metrics={{'{name}': loss}})"
     text = file.read_text().replace("def mine(size=1)", "def whole(size=1)")
-    file.write_text(f"{text}from dataclasses import replace\ndef mine(): {named}\n")
+    file.write_text(f"{text}from dataclasses import replace\ndef mine(): {body}\n")
     with pytest.raises(UserError, match=f"metrics: '{name}'"):
-        planned(folder)
+        make_run_plan(folder)
 
 
-def test_a_parameter_without_dims_is_refused(folder: Path) -> None:
+def test_parameter_without_dims_is_refused(folder: Path) -> None:
     file = folder / "mine.py"
     scaled = (
-        "class Net(torch.nn.Linear):\n    def __init__(self, *of):\n        super().__init__(*of)\n"
+        "class Net(torch.nn.Linear):\n    def __init__(self, *a):\n        super().__init__(*a)\n"
     )
     scaled += "        self.scale = torch.nn.Parameter(torch.tensor(1.0))\n"
     text = file.read_text().replace("torch.nn.Linear(2, size)", "Net(2, size)")
     file.write_text(text.replace("def loss", f"{scaled}def loss"))
     with pytest.raises(UserError, match="parameter scale has no dimensions"):
-        planned(folder)
+        make_run_plan(folder)
 
 
-def test_the_number_of_evaluated_samples_is_reported(folder: Path) -> None:
+def test_number_of_evaluated_samples_is_reported(folder: Path) -> None:
     file = folder / "mine.py"
     text = file.read_text().replace(
         "lambda: Data(6),", "lambda: Data(6), held_out=lambda: Data(9),"
@@ -261,19 +265,19 @@ def test_the_number_of_evaluated_samples_is_reported(folder: Path) -> None:
     text = text.replace("TrainSettings(", "settings=TrainSettings(")
     file.write_text(text)
     changes = ("eval_every=5", "eval_samples=4")
-    [note] = planned(folder, changes=changes).notes
+    [note] = make_run_plan(folder, changes=changes).notes
     assert "the first 4 of 9 held-out samples" in note
-    assert planned(folder, changes=("eval_every=5",)).notes == ()
+    assert make_run_plan(folder, changes=("eval_every=5",)).notes == ()
 
 
-def test_another_state_is_refused_and_a_changed_source_is_reported(folder: Path) -> None:
-    store_recipe(planned(folder))
-    assert planned(folder).notes == ()
+def test_resumed_recipe_may_change_its_source_but_not_its_state(folder: Path) -> None:
+    store_recipe(make_run_plan(folder))
+    assert make_run_plan(folder).notes == ()
     file = folder / "mine.py"
     before = file.read_text()
     file.write_text(before + "# another line\n")
-    [note] = planned(folder).notes
+    [note] = make_run_plan(folder).notes
     assert "mine.py has changed since the run began" in note
     file.write_text(before.replace("size=1", "size=3"))
     with pytest.raises(UserError, match="other names, shapes or dtypes"):
-        planned(folder)
+        make_run_plan(folder)

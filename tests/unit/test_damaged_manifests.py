@@ -1,4 +1,4 @@
-"""A manifest that no controller wrote: its checkpoint is skipped, and the others are found."""
+"""A checkpoint with an invalid manifest is skipped, and the others are found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WHOLE = {"format_version": 4, "step": 8, "generation": 1, "layout": {}, "members
         '{"format_version":' * 99999,
     ],
 )
-def test_a_manifest_of_impossible_numbers_or_depth_is_skipped(tmp_path: Path, content: str) -> None:
+def test_manifest_with_impossible_numbers_or_depth_is_skipped(tmp_path: Path, content: str) -> None:
     run = DiskStorage(tmp_path)
     publish(run, 4, 1, ())
     publish(run, 8, 1, ())
@@ -39,6 +39,6 @@ def test_a_manifest_of_impossible_numbers_or_depth_is_skipped(tmp_path: Path, co
     run.write(f"{folder}/{MANIFEST}", content.encode())
     with pytest.raises(DamagedCheckpoint, match="not a valid manifest"):
         read_manifest(run.at(folder))
-    found = find_checkpoints(run)
-    assert [saved.step for saved in found.whole] == [4]
-    assert found.damaged == (folder,) and len(found.complaints) == 1
+    checkpoints = find_checkpoints(run)
+    assert [saved.step for saved in checkpoints.whole] == [4]
+    assert checkpoints.damaged == (folder,) and len(checkpoints.complaints) == 1

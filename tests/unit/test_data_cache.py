@@ -1,4 +1,4 @@
-"""The machine's cache: bounded, shared and intact, even if processes die or files are damaged."""
+"""The cache of a node: bounded, shared and intact, even if processes die or files are damaged."""
 
 from __future__ import annotations
 
@@ -21,86 +21,88 @@ from pipelines.data.cache import DRAFT, ROOM, CacheKey, HeldFile, ShardCache
 SIZE = 1000
 
 
-def content(number: int) -> bytes:
+def content_of(number: int) -> bytes:
     return bytes([number]) * SIZE
 
 
-def key(number: int) -> CacheKey:
-    return CacheKey(sha256(content(number)).hexdigest(), SIZE)
+def key_of(number: int) -> CacheKey:
+    return CacheKey(sha256(content_of(number)).hexdigest(), SIZE)
 
 
-def write(number: int) -> Callable[[BinaryIO], None]:
-    return lambda out: out.write(content(number))
+def writer_of(number: int) -> Callable[[BinaryIO], None]:
+    return lambda out: out.write(content_of(number))
 
 
-def put(cache: ShardCache, number: int) -> None:
-    assert cache.fill(key(number), write(number)) == "filled"
+def fill(cache: ShardCache, number: int) -> None:
+    assert cache.fill(key_of(number), writer_of(number)) == "filled"
 
 
-def kept(cache: ShardCache) -> set[int]:
+def cached_numbers(cache: ShardCache) -> set[int]:
     """The numbers of the cached contents; fails on any other file."""
     files = {file.name for file in cache.folder.iterdir()} - {ROOM}
-    known = {key(number).checksum: number for number in range(100)}
-    return {known[name] for name in files}
+    numbers_by_checksum = {key_of(number).checksum: number for number in range(100)}
+    return {numbers_by_checksum[name] for name in files}
 
 
-def use(cache: ShardCache, number: int) -> HeldFile:
-    held = cache.hold(key(number))
-    assert held is not None and held.path.read_bytes() == content(number)
+def hold_intact(cache: ShardCache, number: int) -> HeldFile:
+    held = cache.hold(key_of(number))
+    assert held is not None and held.path.read_bytes() == content_of(number)
     return held
 
 
 def test_lru_files_are_evicted_and_files_in_use_stay(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 3 * SIZE)
     for number in range(3):
-        put(cache, number)
+        fill(cache, number)
         time.sleep(0.01)
-    in_use = use(cache, 1)
-    use(cache, 0).release()
-    put(cache, 3)
-    assert kept(cache) == {0, 1, 3}, "2 has not been used for longest"
-    others = [use(cache, 0), use(cache, 3)]
-    assert cache.fill(key(4), write(4)) == "full"
-    assert kept(cache) == {0, 1, 3}
+    in_use = hold_intact(cache, 1)
+    hold_intact(cache, 0).release()
+    fill(cache, 3)
+    assert cached_numbers(cache) == {0, 1, 3}, "2 was used least recently"
+    other_files = [hold_intact(cache, 0), hold_intact(cache, 3)]
+    assert cache.fill(key_of(4), writer_of(4)) == "full"
+    assert cached_numbers(cache) == {0, 1, 3}
     in_use.release()
-    put(cache, 4)
-    assert kept(cache) == {0, 3, 4}
-    for held in others:
+    fill(cache, 4)
+    assert cached_numbers(cache) == {0, 3, 4}
+    for held in other_files:
         held.release()
 
 
 def test_only_one_of_several_processes_writes_the_same_file(tmp_path: Path) -> None:
-    num_written, others = [0], threading.Semaphore(0)
+    num_written, other_fills = [0], threading.Semaphore(0)
 
-    def slowly(out: BinaryIO) -> None:
+    def write_slowly(out: BinaryIO) -> None:
         num_written[0] += 1
         for _ in range(5):
-            assert others.acquire(timeout=30.0)
-        out.write(content(7))
+            assert other_fills.acquire(timeout=30.0)
+        out.write(content_of(7))
 
-    def want(cache: ShardCache) -> str:
-        filled = cache.fill(key(7), slowly)
-        others.release()
+    def fill_cache(cache: ShardCache) -> str:
+        filled = cache.fill(key_of(7), write_slowly)
+        other_fills.release()
         return filled
 
     caches = [ShardCache(tmp_path / "cache", 3 * SIZE) for _ in range(6)]
     with ThreadPoolExecutor(6) as pool:
-        told = list(pool.map(want, caches))
-    assert sorted(told) == ["busy"] * 5 + ["filled"] and num_written == [1]
-    assert caches[0].fill(key(7), slowly) == "filled" and num_written == [1], "it is there"
-    assert kept(caches[0]) == {7}
+        results = list(pool.map(fill_cache, caches))
+    assert sorted(results) == ["busy"] * 5 + ["filled"] and num_written == [1]
+    assert caches[0].fill(key_of(7), write_slowly) == "filled" and num_written == [1], (
+        "the file is cached"
+    )
+    assert cached_numbers(caches[0]) == {7}
 
 
-def test_an_interrupted_fetch_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_fetch_leaves_no_file(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 3 * SIZE)
 
-    def breaks(out: BinaryIO) -> None:
+    def write_half_and_fail(out: BinaryIO) -> None:
         out.write(b"half")
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError):
-        cache.fill(key(1), breaks)
-    assert kept(cache) == set() and cache.hold(key(1)) is None
+        cache.fill(key_of(1), write_half_and_fail)
+    assert cached_numbers(cache) == set() and cache.hold(key_of(1)) is None
 
 
 KILLED = """
@@ -120,44 +122,46 @@ cache.fill(CacheKey(sys.argv[4], 1000), fetch)
 """
 
 
-def test_a_killed_process_leaves_no_partial_file_and_no_lock(tmp_path: Path) -> None:
+def test_killed_process_leaves_no_partial_file_and_no_lock(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 2 * SIZE)
-    put(cache, 1)
+    fill(cache, 1)
     command = [sys.executable, "-c", KILLED, str(cache.folder), str(2 * SIZE)]
-    victim = subprocess.Popen([*command, key(1).checksum, key(2).checksum], stdout=subprocess.PIPE)
+    victim = subprocess.Popen(
+        [*command, key_of(1).checksum, key_of(2).checksum], stdout=subprocess.PIPE
+    )
     assert victim.stdout is not None and victim.stdout.readline() == b"writing\n"
-    assert cache.fill(key(2), write(2)) == "busy"
-    assert cache.fill(key(3), write(3)) == "full", "a draft counts as what it will be"
+    assert cache.fill(key_of(2), writer_of(2)) == "busy"
+    assert cache.fill(key_of(3), writer_of(3)) == "full", "a draft counts with its final size"
     victim.send_signal(signal.SIGKILL)
     victim.wait()
-    assert cache.hold(key(2)) is None, "half a file is none"
+    assert cache.hold(key_of(2)) is None, "a partial file is not used"
     assert [file.name for file in cache.folder.iterdir() if file.suffix == DRAFT]
-    put(cache, 3)
-    assert kept(cache) == {1, 3}, "the draft went, before what is whole"
-    put(cache, 2)
-    assert kept(cache) == {3, 2}
+    fill(cache, 3)
+    assert cached_numbers(cache) == {1, 3}, "the draft is evicted before complete files"
+    fill(cache, 2)
+    assert cached_numbers(cache) == {3, 2}
 
 
-def test_a_damaged_file_is_detected_and_replaced(tmp_path: Path) -> None:
+def test_damaged_file_is_detected_and_replaced(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", 3 * SIZE)
-    put(cache, 1)
-    path = cache.folder / key(1).checksum
+    fill(cache, 1)
+    path = cache.folder / key_of(1).checksum
     path.write_bytes(b"x" * SIZE)
-    held = cache.hold(key(1))
-    assert held is not None and not held.is_intact(key(1))
+    held = cache.hold(key_of(1))
+    assert held is not None and not held.is_intact(key_of(1))
     cache.discard(held)
-    assert kept(cache) == set()
-    put(cache, 1)
-    cache.discard(held)  # by another, who saw the damaged one: this is not it any more
+    assert cached_numbers(cache) == set()
+    fill(cache, 1)
+    cache.discard(held)  # a second process that saw the damaged file must not remove the new one
     held.release()
-    assert use(cache, 1).is_intact(key(1))
+    assert hold_intact(cache, 1).is_intact(key_of(1))
     path.write_bytes(b"short")
-    assert cache.hold(key(1)) is None
-    put(cache, 1)
-    use(cache, 1).release()
+    assert cache.hold(key_of(1)) is None
+    fill(cache, 1)
+    hold_intact(cache, 1).release()
 
 
-def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(OSError):
         ShardCache(tmp_path / "link", SIZE)
@@ -169,28 +173,28 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_concurrent_use_keeps_the_size_bound(tmp_path: Path) -> None:
     """Threads fill, use and release shared files while another thread measures the folder."""
-    folder, most = tmp_path / "cache", 5 * SIZE
-    ShardCache(folder, most)
+    folder, max_bytes = tmp_path / "cache", 5 * SIZE
+    ShardCache(folder, max_bytes)
     sizes, is_over = [], threading.Event()
 
     def work(number: int) -> None:
-        cache = ShardCache(folder, most)
+        cache = ShardCache(folder, max_bytes)
         for turn in range(40):
-            one = (number * 3 + turn * 7) % 12
-            cache.fill(key(one), write(one))
-            held = cache.hold(key(one))
+            number_in_use = (number * 3 + turn * 7) % 12
+            cache.fill(key_of(number_in_use), writer_of(number_in_use))
+            held = cache.hold(key_of(number_in_use))
             if held is not None:
-                assert held.is_intact(key(one))
+                assert held.is_intact(key_of(number_in_use))
                 held.release()
 
-    def look() -> None:
+    def measure_sizes() -> None:
         while not is_over.wait(0.001):
             with (folder / ROOM).open("ab") as room:
                 fcntl.flock(room, fcntl.LOCK_EX)
-                there = list(folder.iterdir())
-                sizes.append(sum(file.stat().st_size for file in there if file.exists()))
+                files = list(folder.iterdir())
+                sizes.append(sum(file.stat().st_size for file in files if file.exists()))
 
-    watcher = threading.Thread(target=look)
+    watcher = threading.Thread(target=measure_sizes)
     watcher.start()
     try:
         with ThreadPoolExecutor(4) as pool:
@@ -198,4 +202,4 @@ def test_concurrent_use_keeps_the_size_bound(tmp_path: Path) -> None:
     finally:
         is_over.set()
         watcher.join()
-    assert sizes and max(sizes) <= most
+    assert sizes and max(sizes) <= max_bytes

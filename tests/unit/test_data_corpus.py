@@ -19,12 +19,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_folder_is_read_in_the_order_of_its_paths(folder: Path):
+def test_folder_is_read_in_the_order_of_its_paths(folder: Path):
     names = [file.relative_to(folder).as_posix() for file in find_corpus(str(folder)).files]
     assert names == ["a/c.jsonl", "a/z.txt", "b.txt"]
 
 
-def test_a_glob_and_a_file_take_what_they_name(folder: Path):
+def test_glob_and_file_select_the_named_files(folder: Path):
     assert [f.name for f in find_corpus(f"{folder}/**/*.txt").files] == ["z.txt", "b.txt"]
     assert find_corpus(f"{folder}/b.txt").files == (folder / "b.txt",)
 
@@ -38,14 +38,14 @@ def test_a_glob_and_a_file_take_what_they_name(folder: Path):
         (".hidden/none", "no such file or folder"),
     ],
 )
-def test_nothing_to_read_is_refused_in_one_line(folder: Path, data: str, problem: str):
+def test_data_without_readable_files_are_refused_in_one_line(folder: Path, data: str, problem: str):
     with pytest.raises(UserError, match=problem) as caught:
         find_corpus(f"{folder}/{data}")
     assert str(caught.value).startswith(f"--data {folder}/{data}: ")
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_without_text_is_refused(tmp_path: Path):
+def test_folder_without_text_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match="has no"):
         find_corpus(str(tmp_path))
 
@@ -56,14 +56,14 @@ def test_empty_documents_are_skipped(tmp_path: Path):
     assert list(find_corpus(str(tmp_path)).documents()) == ["b"]
 
 
-def test_a_changed_file_changes_the_fingerprint(folder: Path):
+def test_changed_file_changes_the_fingerprint(folder: Path):
     before = find_corpus(str(folder)).fingerprint()
     assert find_corpus(str(folder)).fingerprint() == before
     (folder / "b.txt").write_text("more")
     assert find_corpus(str(folder)).fingerprint() != before
 
 
-def test_a_file_that_vanishes_is_named(folder: Path):
+def test_vanished_file_is_named(folder: Path):
     corpus = find_corpus(str(folder))
     (folder / "b.txt").unlink()
     with pytest.raises(UserError, match=r"b\.txt: cannot be read"):
@@ -72,7 +72,7 @@ def test_a_file_that_vanishes_is_named(folder: Path):
         list(corpus.documents())
 
 
-def test_the_standard_library_is_always_there():
+def test_default_corpus_is_the_standard_library():
     corpus = find_corpus()
     names = {file.name for file in corpus.files}
     assert {"argparse.py", "typing.py", "json"} - names == {"json"}

@@ -32,14 +32,14 @@ def pad(shard: Path, num_bytes: int) -> None:
 
 
 def write_foreign(shard: Path, schema: pa.Schema) -> None:
-    """Another Arrow file with exactly the size in the index."""
+    """Write another Arrow file with exactly the size in the index."""
     num_bytes = shard.stat().st_size
     with pa.ipc.new_file(shard, schema) as writer:
         writer.write_table(pa.table({schema.names[0]: [1, 2, 3]}, schema=schema))
     pad(shard, num_bytes)
 
 
-def cut_off(shard: Path) -> None:
+def remove_last_byte(shard: Path) -> None:
     pad(shard, shard.stat().st_size - 1)
 
 
@@ -49,8 +49,8 @@ def zero_the_footer(shard: Path) -> None:
     pad(shard, num_bytes)
 
 
-def exchange(shard: Path) -> None:
-    """The shard of another column, with a matching index entry."""
+def replace_with_other_column(shard: Path) -> None:
+    """Write the shard of another column, with a matching index entry."""
     other = shard.with_name("train-starts-00000.arrow")
     shard.write_bytes(other.read_bytes())
     index = json.loads((shard.parent / INDEX).read_text())
@@ -62,16 +62,16 @@ def exchange(shard: Path) -> None:
     "damage",
     [
         Path.unlink,
-        cut_off,
+        remove_last_byte,
         zero_the_footer,
-        exchange,
+        replace_with_other_column,
         lambda shard: pad(shard, 0),
         lambda shard: shard.write_bytes(b"?" * shard.stat().st_size),
         lambda shard: write_foreign(shard, pa.schema([("token", pa.uint16())])),
         lambda shard: write_foreign(shard, pa.schema([("text", pa.int64())])),
     ],
 )
-def test_a_bad_shard_is_named_on_opening(folder: Path, damage: Callable[[Path], object]):
+def test_bad_shard_is_named_on_opening(folder: Path, damage: Callable[[Path], object]):
     Windows(folder, "train", 16)
     damage(folder / SHARD)
     with pytest.raises(UserError, match=f"{SHARD}: .*prepare the data again") as caught:
@@ -79,12 +79,12 @@ def test_a_bad_shard_is_named_on_opening(folder: Path, damage: Callable[[Path], 
     assert "\n" not in str(caught.value)
 
 
-def test_one_changed_token_is_found_by_reading_everything(folder: Path):
+def test_verify_finds_one_changed_token(folder: Path):
     verify(folder)
     shard = folder / SHARD
     content = shard.read_bytes()
-    place = content.index("words".encode("utf-16-le"))
-    shard.write_bytes(content[:place] + b"W" + content[place + 1 :])
+    offset = content.index("words".encode("utf-16-le"))
+    shard.write_bytes(content[:offset] + b"W" + content[offset + 1 :])
     Windows(folder, "train", 16)
     with pytest.raises(UserError, match=SHARD):
         verify(folder)
@@ -92,12 +92,12 @@ def test_one_changed_token_is_found_by_reading_everything(folder: Path):
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 10**6), st.binary(min_size=1, max_size=4))
-def test_random_damage_is_read_or_refused(folder: Path, place: int, junk: bytes):
+def test_randomly_damaged_shard_is_read_or_refused(folder: Path, offset: int, junk: bytes):
     """A shard with random bytes is opened or named: no other exception, no crash."""
     shard = folder / SHARD
     good = shard.read_bytes()
-    place %= len(good) - len(junk)
-    shard.write_bytes(good[:place] + junk + good[place + len(junk) :])
+    offset %= len(good) - len(junk)
+    shard.write_bytes(good[:offset] + junk + good[offset + len(junk) :])
     try:
         assert Windows(folder, "train", 16).read([70]).tokens.shape == (1, 16)
     except UserError as error:
@@ -110,7 +110,7 @@ def test_random_damage_is_read_or_refused(folder: Path, place: int, junk: bytes)
     "content",
     ["", "{", "[]", '{"format": "something else"}', '{"format": "elastic-tokens/1"}', None],
 )
-def test_a_bad_index_is_named(folder: Path, content: str | None):
+def test_bad_index_is_named(folder: Path, content: str | None):
     file = folder / INDEX
     if content is None:
         content = file.read_text().replace('"separator": 256', '"separator": 255')

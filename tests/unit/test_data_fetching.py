@@ -45,26 +45,26 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "out")
 
 
-def far(store: Store, cache: Path, **changes: float) -> Windows:
+def open_far(store: Store, cache: Path, **changes: float) -> Windows:
     settings = CacheSettings(folder=str(cache), **changes)
     shards = FetchedShards(store, settings)
     return Windows(Prepared("there", read_index(store), shards), "train", 100)
 
 
-def same(samples: Windows, store: Store) -> bool:
-    near, ids = Windows(store.path, "train", 100), range(samples.num_samples)
-    return all(a.equal(b) for a, b in zip(samples.read(ids), near.read(ids), strict=True))
+def are_equal(samples: Windows, store: Store) -> bool:
+    local, ids = Windows(store.path, "train", 100), range(samples.num_samples)
+    return all(a.equal(b) for a, b in zip(samples.read(ids), local.read(ids), strict=True))
 
 
-def test_windows_are_those_of_the_folder(store: Store, tmp_path: Path) -> None:
-    samples = far(store, tmp_path / "cache")
-    assert samples.is_far and store.read_names == [INDEX], "nothing before it is asked for"
-    assert same(samples, store)
+def test_fetched_windows_equal_those_of_the_folder(store: Store, tmp_path: Path) -> None:
+    samples = open_far(store, tmp_path / "cache")
+    assert samples.is_far and store.read_names == [INDEX], "no shard is read before a request"
+    assert are_equal(samples, store)
     assert len(store.read_names) == len(set(store.read_names)) > 10
 
 
-def test_a_file_damaged_in_the_store_is_named(store: Store, tmp_path: Path) -> None:
-    samples = far(store, tmp_path / "cache")
+def test_file_damaged_in_the_store_is_named(store: Store, tmp_path: Path) -> None:
+    samples = open_far(store, tmp_path / "cache")
     shard = store.path / "train-tokens-00002.arrow"
     content = shard.read_bytes()
     shard.write_bytes(content[:-500] + b"?" + content[-499:])
@@ -72,21 +72,21 @@ def test_a_file_damaged_in_the_store_is_named(store: Store, tmp_path: Path) -> N
         samples.read(range(samples.num_samples))
     shard.unlink()
     with pytest.raises(UserError, match=r"train-tokens-00002\.arrow: does not exist any more"):
-        far(store, tmp_path / "other").read(range(samples.num_samples))
+        open_far(store, tmp_path / "other").read(range(samples.num_samples))
 
 
-def test_an_unreachable_store_fails_after_patience_s(store: Store, tmp_path: Path) -> None:
-    samples = far(store, tmp_path / "cache", patience_s=1.0)
-    store.error = ConnectionRefusedError("nobody answers")
-    with pytest.raises(DataUnreachable, match=r"cannot be read \(nobody answers\)"):
+def test_unreachable_store_fails_after_patience_s(store: Store, tmp_path: Path) -> None:
+    samples = open_far(store, tmp_path / "cache", patience_s=1.0)
+    store.error = ConnectionRefusedError("no answer")
+    with pytest.raises(DataUnreachable, match=r"cannot be read \(no answer\)"):
         samples.read([3])
     store.error = None
-    assert same(samples, store)
+    assert are_equal(samples, store)
 
 
-def test_a_waiting_reader_can_be_interrupted(store: Store, tmp_path: Path) -> None:
-    samples = far(store, tmp_path / "cache")
-    store.error = ConnectionRefusedError("nobody answers")
+def test_waiting_reader_can_be_interrupted(store: Store, tmp_path: Path) -> None:
+    samples = open_far(store, tmp_path / "cache")
+    store.error = ConnectionRefusedError("no answer")
 
     def stop() -> None:
         if store.refused.is_set():
@@ -96,43 +96,43 @@ def test_a_waiting_reader_can_be_interrupted(store: Store, tmp_path: Path) -> No
         samples.bring([3], stop)
 
 
-def test_a_deleted_cache_is_created_again(store: Store, tmp_path: Path) -> None:
-    samples = far(store, tmp_path / "cache")
+def test_deleted_cache_is_created_again(store: Store, tmp_path: Path) -> None:
+    samples = open_far(store, tmp_path / "cache")
     samples.read([0])
     rmtree(tmp_path / "cache")
-    assert same(samples, store)
+    assert are_equal(samples, store)
     assert (tmp_path / "cache" / ROOM).exists()
 
 
 def test_data_without_checksums_are_refused(store: Store, tmp_path: Path) -> None:
     index = read_index(store)
-    old = {
+    splits_without_checksums = {
         name: split.model_copy(
             update={"tokens": tuple(f.model_copy(update={"checksum": ""}) for f in split.tokens)}
         )
         for name, split in index.splits.items()
     }
-    there = Prepared(
+    prepared = Prepared(
         "there",
-        index.model_copy(update={"splits": old}),
+        index.model_copy(update={"splits": splits_without_checksums}),
         FetchedShards(store, CacheSettings(folder=str(tmp_path / "cache"))),
     )
     with pytest.raises(UserError, match=r"no checksum of it.* prepare the data again"):
-        Windows(there, "train", 100)
+        Windows(prepared, "train", 100)
 
 
-def test_a_cache_that_cannot_hold_a_shard_is_refused(store: Store, tmp_path: Path) -> None:
+def test_cache_smaller_than_a_shard_is_refused(store: Store, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cache\.max_bytes=1000 is too small: .* allow more"):
-        far(store, tmp_path / "cache", max_bytes=1000)
+        open_far(store, tmp_path / "cache", max_bytes=1000)
 
 
-def test_an_unusable_cache_folder_is_reported(store: Store, tmp_path: Path) -> None:
+def test_unusable_cache_folder_is_reported(store: Store, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(DataUnreachable, match=r"cache\.folder=.*file/cache: cannot be used"):
-        far(store, tmp_path / "file" / "cache").reach()
+        open_far(store, tmp_path / "file" / "cache").reach()
 
 
-def test_requested_files_precede_prefetched_ones_which_have_a_bound() -> None:
+def test_requested_files_precede_prefetched_files_which_are_bounded() -> None:
     queue = Queue(max_ahead_bytes=20)
     queue.ahead = {"a": 10, "b": 10, "c": 10}
     assert queue.take(0.0, ()) == "a"
@@ -144,7 +144,7 @@ def test_requested_files_precede_prefetched_ones_which_have_a_bound() -> None:
         queue.under_way.discard(name)
     queue.needed.remove("c")
     queue.under_way.discard("c")
-    assert queue.take(0.0, ()) is None, "as much lies unread as may"
+    assert queue.take(0.0, ()) is None, "the bound on unread bytes is reached"
     queue.mark_read("a")
     assert queue.take(0.0, ()) == "c"
     queue.mark_fetched("c")

@@ -20,44 +20,44 @@ def write_jsonl(file: Path) -> None:
     file.write_text("\n\n".join(lines))
 
 
-def table(kind: pa.DataType) -> pa.Table:
+def make_table(kind: pa.DataType) -> pa.Table:
     texts = pa.array([*TEXTS, None], pa.string()).cast(kind)
     return pa.table({"id": range(len(texts)), "text": texts})
 
 
 def write_arrow_file(file: Path, kind: pa.DataType | None = None) -> None:
-    chosen = table(kind or pa.string())
-    with pa.ipc.new_file(file, chosen.schema) as writer:
-        writer.write_table(chosen, max_chunksize=100)
+    content = make_table(kind or pa.string())
+    with pa.ipc.new_file(file, content.schema) as writer:
+        writer.write_table(content, max_chunksize=100)
 
 
 def write_arrow_stream(file: Path) -> None:
-    with pa.ipc.new_stream(file, table(pa.string()).schema) as writer:
-        writer.write_table(table(pa.string()))
+    with pa.ipc.new_stream(file, make_table(pa.string()).schema) as writer:
+        writer.write_table(make_table(pa.string()))
 
 
 @pytest.mark.parametrize(
     ("name", "write"),
     [
         ("a.jsonl", write_jsonl),
-        ("a.parquet", lambda file: pq.write_table(table(pa.large_string()), file)),
+        ("a.parquet", lambda file: pq.write_table(make_table(pa.large_string()), file)),
         ("file.arrow", write_arrow_file),
         ("stream.arrow", write_arrow_stream),
         ("words.arrow", lambda file: write_arrow_file(file, pa.dictionary(pa.int32(), pa.utf8()))),
     ],
 )
-def test_documents_come_out_in_order(tmp_path: Path, name: str, write):
+def test_documents_are_read_in_order(tmp_path: Path, name: str, write):
     write(tmp_path / name)
     assert list(documents_in(tmp_path / name)) == TEXTS
 
 
-def test_a_text_file_is_one_document_to_the_byte(tmp_path: Path):
+def test_text_file_is_one_document_with_the_same_bytes(tmp_path: Path):
     file = tmp_path / "a.txt"
     file.write_bytes("one\r\ntwo\n\rthree ä".encode())
     assert list(documents_in(file)) == ["one\r\ntwo\n\rthree ä"]
 
 
-def test_a_large_text_file_is_cut_into_documents_at_line_ends(tmp_path: Path):
+def test_large_text_file_is_split_into_documents_at_line_ends(tmp_path: Path):
     text = "".join(f"line {i} of a long text, ä\n" for i in range(60_000))
     file = tmp_path / "a.txt"
     file.write_text(text)
@@ -79,7 +79,7 @@ def test_a_large_text_file_is_cut_into_documents_at_line_ends(tmp_path: Path):
         (b'{"text": "\\ud800"}', "surrogate"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, problem: str):
+def test_bad_line_is_named(tmp_path: Path, line: bytes, problem: str):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "good"}\n\n' + line + b"\n")
     with pytest.raises(UserError, match=rf"a\.jsonl, line 3: .*{problem}") as caught:
@@ -101,7 +101,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path: Path):
         ({"text": [1]}, "is int64, not text"),
     ],
 )
-def test_a_table_without_text_is_named(tmp_path: Path, suffix: str, columns, problem: str):
+def test_table_without_text_is_named(tmp_path: Path, suffix: str, columns, problem: str):
     file = tmp_path / f"a.{suffix}"
     content = pa.table(columns)
     if suffix == "parquet":
@@ -115,7 +115,7 @@ def test_a_table_without_text_is_named(tmp_path: Path, suffix: str, columns, pro
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
 @pytest.mark.parametrize("content", [b"", b"not a table at all, but long enough", None])
-def test_a_file_that_is_no_table_is_named(tmp_path: Path, suffix: str, content: bytes | None):
+def test_file_that_is_not_a_table_is_named(tmp_path: Path, suffix: str, content: bytes | None):
     file = tmp_path / f"a.{suffix}"
     if content is None:
         write_arrow_file(file)

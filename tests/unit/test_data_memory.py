@@ -1,4 +1,4 @@
-"""Memory of preparation: bounded, whatever the size of the corpus."""
+"""The memory of preparation is bounded for a corpus of any size."""
 
 import json
 import subprocess
@@ -28,8 +28,8 @@ for file in large:
 """
 
 
-def test_fifty_megabytes_are_prepared_in_less_than_their_size(tmp_path: Path):
-    words = "elastic training goes on from the very next step, whoever died\n" * 16
+def test_preparing_50_mb_takes_less_memory_than_the_file_size(tmp_path: Path):
+    words = "elastic training goes on from the very next step after a loss\n" * 16
     texts = [f"{i}: {words}" for i in range(50_000)]
     names = ("a.txt", "b.jsonl", "c.parquet", "d.arrow")
     small, jsonl, parquet, arrow = (tmp_path / name for name in names)
@@ -40,15 +40,15 @@ def test_fifty_megabytes_are_prepared_in_less_than_their_size(tmp_path: Path):
     pq.write_table(table, parquet, compression="none", use_dictionary=False)
     with pa.ipc.new_file(arrow, table.schema) as writer:
         writer.write_table(table, max_chunksize=1000)
-    told = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(small), *map(str, (jsonl, parquet, arrow))],
         capture_output=True,
         text=True,
         check=True,
         timeout=120,
     )
-    lines = [list(map(int, line.split())) for line in told.stdout.splitlines()]
+    lines = [list(map(int, line.split())) for line in finished.stdout.splitlines()]
     assert len(lines) == 3
     for num_bytes, num_tokens, growth_bytes in lines:
         assert min(num_bytes, num_tokens) > 45_000_000
-        assert growth_bytes < num_bytes, told.stdout
+        assert growth_bytes < num_bytes, finished.stdout

@@ -42,18 +42,20 @@ def write_texts(folder: Path, kind: str, texts: list[str] = TEXTS) -> Path:
     return folder
 
 
-def prepared(source: Path, out: Path, num_shard_rows: int = 1000, fraction: float = 0.1) -> Index:
+def prepare_corpus(
+    source: Path, out: Path, num_shard_rows: int = 1000, fraction: float = 0.1
+) -> Index:
     return prepare(find_corpus(str(source)), out, find_tokenizer(), fraction, num_shard_rows)
 
 
-def stored(folder: Path, split: str) -> list[str]:
+def read_split(folder: Path, split: str) -> list[str]:
     """The documents of a split, read back from its columns."""
     index = read_index(folder)
-    held = index.splits[split]
-    tokens = np.empty(held.num_tokens, np.int64)
-    Column(FolderShards(folder), "token", index.dtype, held.tokens).read_into(0, tokens)
-    starts = np.empty(held.num_documents, np.int64)
-    Column(FolderShards(folder), "start", "int64", held.starts).read_into(0, starts)
+    split_index = index.splits[split]
+    tokens = np.empty(split_index.num_tokens, np.int64)
+    Column(FolderShards(folder), "token", index.dtype, split_index.tokens).read_into(0, tokens)
+    starts = np.empty(split_index.num_documents, np.int64)
+    Column(FolderShards(folder), "start", "int64", split_index.starts).read_into(0, starts)
     assert (tokens[starts] == index.separator).all()
     pieces = np.split(tokens, starts[1:])
     return [bytes(piece[1:].tolist()).decode() for piece in pieces]
@@ -61,8 +63,11 @@ def stored(folder: Path, split: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "parquet", "arrow"])
 def test_every_document_is_stored_once_in_order(tmp_path: Path, kind: str):
-    index = prepared(write_texts(tmp_path / "in", kind), tmp_path / "out")
-    train, held_out = stored(tmp_path / "out", "train"), stored(tmp_path / "out", "held_out")
+    index = prepare_corpus(write_texts(tmp_path / "in", kind), tmp_path / "out")
+    train, held_out = (
+        read_split(tmp_path / "out", "train"),
+        read_split(tmp_path / "out", "held_out"),
+    )
     assert sorted(train + held_out) == sorted(TEXTS)
     assert train == [text for text in TEXTS if text in set(train)]
     assert len(index.splits["train"].tokens) > 5, "several shards, one document longer than any"
@@ -70,45 +75,49 @@ def test_every_document_is_stored_once_in_order(tmp_path: Path, kind: str):
     verify(tmp_path / "out")
 
 
-def test_the_digest_depends_on_the_data_not_the_files(tmp_path: Path):
+def test_digest_depends_on_the_data_not_on_the_files(tmp_path: Path):
     digests = {
-        prepared(write_texts(tmp_path / kind, kind), tmp_path / f"out-{kind}", rows).digest
+        prepare_corpus(write_texts(tmp_path / kind, kind), tmp_path / f"out-{kind}", rows).digest
         for kind, rows in [("txt", 1000), ("jsonl", 1000), ("parquet", 77), ("arrow", 10**6)]
     }
     assert len(digests) == 1
-    other = prepared(write_texts(tmp_path / "in", "jsonl", [*TEXTS, "more"]), tmp_path / "other")
+    other = prepare_corpus(
+        write_texts(tmp_path / "in", "jsonl", [*TEXTS, "more"]), tmp_path / "other"
+    )
     assert other.digest not in digests
 
 
-def test_the_held_out_split_does_not_depend_on_the_order(tmp_path: Path):
-    prepared(write_texts(tmp_path / "in", "jsonl"), tmp_path / "a")
-    prepared(write_texts(tmp_path / "back", "jsonl", [*TEXTS[::-1], "new"]), tmp_path / "b")
-    assert set(stored(tmp_path / "b", "held_out")) - {"new"} == set(
-        stored(tmp_path / "a", "held_out")
+def test_held_out_split_does_not_depend_on_the_order(tmp_path: Path):
+    prepare_corpus(write_texts(tmp_path / "in", "jsonl"), tmp_path / "a")
+    prepare_corpus(write_texts(tmp_path / "back", "jsonl", [*TEXTS[::-1], "new"]), tmp_path / "b")
+    assert set(read_split(tmp_path / "b", "held_out")) - {"new"} == set(
+        read_split(tmp_path / "a", "held_out")
     )
 
 
 def test_one_of_few_documents_is_held_out(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt", ["one", "two", "three"])
-    index = prepared(source, tmp_path / "out", fraction=1e-9)
+    index = prepare_corpus(source, tmp_path / "out", fraction=1e-9)
     assert index.splits["held_out"].num_documents == 1
     assert index.splits["train"].num_documents == 2
-    assert prepared(source, tmp_path / "none", fraction=0).splits["held_out"].num_documents == 0
+    assert (
+        prepare_corpus(source, tmp_path / "none", fraction=0).splits["held_out"].num_documents == 0
+    )
 
 
-def test_a_second_prepare_reuses_the_first(tmp_path: Path):
+def test_second_prepare_reuses_the_first(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
-    first = prepared(source, tmp_path / "out")
+    first = prepare_corpus(source, tmp_path / "out")
     times = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
-    assert prepared(source, tmp_path / "out") == first
+    assert prepare_corpus(source, tmp_path / "out") == first
     assert times == {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
 
 
-def test_two_concurrent_prepares_prepare_once(tmp_path: Path):
+def test_concurrent_prepares_prepare_once(tmp_path: Path):
     source = write_texts(tmp_path / "in", "jsonl")
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: prepared(source, tmp_path / "out"), range(4)))
-    assert found == [found[0]] * 4
+        indexes = list(pool.map(lambda _: prepare_corpus(source, tmp_path / "out"), range(4)))
+    assert indexes == [indexes[0]] * 4
     verify(tmp_path / "out")
 
 
@@ -122,49 +131,49 @@ class Interrupted(Corpus):
         raise KeyboardInterrupt
 
 
-def test_an_interrupted_prepare_is_invisible_and_starts_again(tmp_path: Path):
+def test_interrupted_prepare_is_invisible_and_starts_again(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
     corpus = find_corpus(str(source))
     with pytest.raises(KeyboardInterrupt):
         prepare(Interrupted("", corpus.files), tmp_path / "out", find_tokenizer(), 0.1, 100_000)
-    left = set((tmp_path / "out").glob("*.arrow"))
-    assert left and not (tmp_path / "out" / INDEX).exists()
+    leftover_shards = set((tmp_path / "out").glob("*.arrow"))
+    assert leftover_shards and not (tmp_path / "out" / INDEX).exists()
     with pytest.raises(UserError, match="prepare the data in"):
         read_index(tmp_path / "out")
-    prepared(source, tmp_path / "out")
-    assert prepared(source, tmp_path / "again") == read_index(tmp_path / "out")
+    prepare_corpus(source, tmp_path / "out")
+    assert prepare_corpus(source, tmp_path / "again") == read_index(tmp_path / "out")
     names = [{file.name for file in (tmp_path / out).iterdir()} for out in ("out", "again")]
     assert names[0] == names[1]
 
 
-def test_nothing_is_overwritten(tmp_path: Path):
+def test_prepare_overwrites_no_other_files(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt")
     with pytest.raises(UserError, match="holds other files"):
-        prepared(source, source)
-    prepared(source, tmp_path / "out")
+        prepare_corpus(source, source)
+    prepare_corpus(source, tmp_path / "out")
     with pytest.raises(UserError, match="was prepared from other text or settings"):
-        prepared(source, tmp_path / "out", fraction=0.5)
+        prepare_corpus(source, tmp_path / "out", fraction=0.5)
     assert len(list(source.iterdir())) == len(TEXTS)
 
 
-def test_a_corpus_without_text_is_refused(tmp_path: Path):
+def test_corpus_without_text_is_refused(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt", ["", ""])
     with pytest.raises(UserError, match="has no text"):
-        prepared(source, tmp_path / "out")
+        prepare_corpus(source, tmp_path / "out")
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path):
+def test_unwritable_folder_is_named(tmp_path: Path):
     source = write_texts(tmp_path / "in", "txt", ["a"])
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"file/out: cannot write prepared data here \(Not a dir"):
-        prepared(source, tmp_path / "file" / "out")
+        prepare_corpus(source, tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0])
-def test_an_invalid_held_out_fraction_is_refused(tmp_path: Path, fraction: float):
+def test_invalid_held_out_fraction_is_refused(tmp_path: Path, fraction: float):
     source = write_texts(tmp_path / "in", "txt", ["a"])
     with pytest.raises(UserError, match="held-out fraction"):
-        prepared(source, tmp_path / "out", fraction=fraction)
+        prepare_corpus(source, tmp_path / "out", fraction=fraction)
 
 
 def test_data_are_prepared_once_per_storage(tmp_path: Path):
@@ -172,21 +181,21 @@ def test_data_are_prepared_once_per_storage(tmp_path: Path):
     cache = str(tmp_path / "cache")
     first = prepared_folder(str(source), cache)
     assert prepared_folder(str(source), cache) == first
-    assert prepared_folder(str(first), cache) == first, "prepared data are taken as is"
+    assert prepared_folder(str(first), cache) == first, "prepared data are used as they are"
     second = prepared_folder(str(source), cache, held_out_fraction=0.2)
     assert second != first
     assert set((tmp_path / "cache").iterdir()) == {Path(first), Path(second)}
     assert prepared_folder("random", cache) is None
 
 
-def test_the_command_prints_how_to_train_on_its_output(
+def test_prepare_command_prints_how_to_train_on_its_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "text.txt").write_text("All happy families are alike. " * 200)
     folders = [str(tmp_path / "text.txt"), str(tmp_path / "shards")]
     monkeypatch.setattr(sys, "argv", ["elastic", "prepare", *folders])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main()
-    assert not ended.value.code
+    assert not exited.value.code
     assert f"--data {tmp_path / 'shards'}" in capsys.readouterr().out.replace("\n", "")
     verify(tmp_path / "shards")

@@ -13,23 +13,23 @@ TEXT = "the order of samples is a function of the seed, whatever the world; Ã¤ æ
 
 
 def write_tokenizer(file: Path, *special: str, truncate: bool = False) -> None:
-    made = tokenizers.Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=list(special),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator([TEXT] * 3, trainer)
+    tokenizer.train_from_iterator([TEXT] * 3, trainer)
     if truncate:
-        made.enable_truncation(5)
-        made.enable_padding(length=9)
-    made.save(str(file))
+        tokenizer.enable_truncation(5)
+        tokenizer.enable_padding(length=9)
+    tokenizer.save(str(file))
 
 
-def test_bytes_are_their_own_tokens():
+def test_byte_tokenizer_encodes_bytes_as_themselves():
     tokenizer = find_tokenizer()
     (tokens,) = tokenizer.encode([TEXT])
     assert bytes(tokens.tolist()) == TEXT.encode()
@@ -37,7 +37,7 @@ def test_bytes_are_their_own_tokens():
     assert (tokenizer.vocab_size, tokenizer.separator) == (257, 256)
 
 
-def test_a_tokenizer_file_encodes_whole_texts(tmp_path: Path):
+def test_tokenizer_file_encodes_whole_texts_without_truncation(tmp_path: Path):
     write_tokenizer(tmp_path / "t.json", "<|endoftext|>", truncate=True)
     tokenizer = find_tokenizer(str(tmp_path / "t.json"))
     first, second = tokenizer.encode([TEXT, "the"])
@@ -47,7 +47,7 @@ def test_a_tokenizer_file_encodes_whole_texts(tmp_path: Path):
     assert max(first) < tokenizer.vocab_size
 
 
-def test_the_separator_is_the_known_one_the_named_one_or_a_new_one(tmp_path: Path):
+def test_separator_is_the_known_or_named_or_a_new_token(tmp_path: Path):
     write_tokenizer(tmp_path / "known.json", "<mine>", "<|endoftext|>")
     write_tokenizer(tmp_path / "none.json")
     known = find_tokenizer(str(tmp_path / "known.json"))
@@ -67,7 +67,7 @@ def test_the_separator_is_the_known_one_the_named_one_or_a_new_one(tmp_path: Pat
         ("good", "<absent>", "no token '<absent>'"),
     ],
 )
-def test_a_bad_tokenizer_is_named(tmp_path: Path, content, separator, problem: str):
+def test_bad_tokenizer_is_named(tmp_path: Path, content, separator, problem: str):
     file = tmp_path / "t.json"
     if content == "good":
         write_tokenizer(file)

@@ -27,26 +27,26 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def stream() -> tuple[list[int], list[int]]:
+def token_stream() -> tuple[list[int], list[int]]:
     """All tokens, and the document number of each."""
     tokens = [token for text in TEXTS for token in (SEPARATOR, *text.encode())]
     return tokens, np.cumsum(np.array(tokens) == SEPARATOR).tolist()
 
 
 @pytest.mark.parametrize("seq_len", [1, 8, 13, 40])
-def test_windows_are_the_stream_in_order(folder: Path, seq_len: int):
+def test_windows_are_the_token_stream_in_order(folder: Path, seq_len: int):
     samples = Windows(folder, "train", seq_len)
-    tokens, documents = stream()
+    tokens, documents = token_stream()
     assert samples.num_samples == (len(tokens) - 1) // seq_len
     batch = samples.read(range(samples.num_samples))
     num_read = samples.num_samples * seq_len
     assert batch.tokens.flatten().tolist() == tokens[:num_read]
     assert batch.targets.flatten().tolist() == tokens[1 : num_read + 1]
-    wanted = torch.tensor(documents[:num_read]).reshape(batch.tokens.shape)
-    assert batch.documents.equal((wanted - wanted[:, :1]).to(torch.int32))
+    expected_documents = torch.tensor(documents[:num_read]).reshape(batch.tokens.shape)
+    assert batch.documents.equal((expected_documents - expected_documents[:, :1]).to(torch.int32))
 
 
-def test_a_batch_has_the_requested_windows(folder: Path):
+def test_batch_contains_the_requested_windows(folder: Path):
     samples = Windows(folder, "train", 8)
     batch, last, first = samples.read([5, 0]), samples.read([5]), samples.read([0])
     assert batch.tokens.equal(torch.cat([last.tokens, first.tokens]))
@@ -62,7 +62,7 @@ def test_documents_are_optional(folder: Path):
 
 
 @pytest.mark.parametrize("index", [-1, 22, 10**9])
-def test_a_window_that_does_not_exist_is_refused(folder: Path, index: int):
+def test_index_of_a_missing_window_is_refused(folder: Path, index: int):
     samples = Windows(folder, "train", 8)
     assert samples.num_samples == 22
     with pytest.raises(IndexError):
@@ -70,7 +70,7 @@ def test_a_window_that_does_not_exist_is_refused(folder: Path, index: int):
 
 
 @pytest.mark.parametrize(("split", "seq_len"), [("held_out", 8), ("train", 1000)])
-def test_a_split_shorter_than_a_window_is_refused(folder: Path, split: str, seq_len: int):
+def test_split_shorter_than_a_window_is_refused(folder: Path, split: str, seq_len: int):
     with pytest.raises(UserError, match=f"the {split} split has .* less than one window"):
         Windows(folder, split, seq_len)
 
@@ -83,7 +83,7 @@ def test_reading_leaves_no_file_open(folder: Path):
     assert samples[0].read([3]).tokens.equal(samples[4].read([3]).tokens)
 
 
-def test_random_windows_are_a_stream_too():
+def test_random_windows_are_one_token_stream():
     samples = RandomWindows("train", 16, vocab_size=100, num_samples=50, seed=3)
     batch = samples.read(range(50))
     assert batch.targets.flatten()[:-1].equal(batch.tokens.flatten()[1:])

@@ -1,4 +1,4 @@
-"""`deploy/`: the image and the RayJob agree with each other, and with what is pinned."""
+"""`deploy/`: the image and the RayJob agree with each other and with the pinned versions."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ KNOWN = {
     "WorkerGroupSpec": "groupName idleTimeoutSeconds labels maxReplicas minReplicas numOfHosts "
     "rayStartParams replicas resources scaleStrategy suspend template",
 }
-"""The fields of KubeRay's API reference (v1.5), so that no misspelt one is silently dropped."""
+"""The fields of KubeRay's API reference (v1.5): KubeRay silently drops a misspelt field."""
 
 
 @pytest.fixture(scope="module")
 def job() -> dict[str, Any]:
-    told: dict[str, Any] = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
-    return told
+    manifest: dict[str, Any] = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
+    return manifest
 
 
 @pytest.fixture(scope="module")
 def cluster(job: dict[str, Any]) -> dict[str, Any]:
-    told: dict[str, Any] = job["spec"]["rayClusterSpec"]
-    return told
+    spec: dict[str, Any] = job["spec"]["rayClusterSpec"]
+    return spec
 
 
 def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
@@ -53,11 +53,11 @@ def pods(cluster: dict[str, Any]) -> list[dict[str, Any]]:
     return [group["template"]["spec"] for group in groups]
 
 
-def assert_known(kind: str, told: dict[str, Any]) -> None:
-    assert set(told) <= set(KNOWN[kind].split()), kind
+def assert_known(kind: str, spec: dict[str, Any]) -> None:
+    assert set(spec) <= set(KNOWN[kind].split()), kind
 
 
-def test_the_fields_are_those_of_kuberay(job: dict[str, Any], cluster: dict[str, Any]) -> None:
+def test_manifest_has_only_fields_of_kuberay(job: dict[str, Any], cluster: dict[str, Any]) -> None:
     assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
     assert_known("RayJobSpec", job["spec"])
     assert_known("RayClusterSpec", cluster)
@@ -71,22 +71,26 @@ def test_the_fields_are_those_of_kuberay(job: dict[str, Any], cluster: dict[str,
         assert pod["containers"][0]["image"] and pod["restartPolicy"] == "Never"
 
 
-def test_what_is_promised_of_it(job: dict[str, Any], cluster: dict[str, Any]) -> None:
+def test_manifest_sets_the_promised_security_memory_and_autoscaling(
+    job: dict[str, Any], cluster: dict[str, Any]
+) -> None:
     assert job["spec"]["shutdownAfterJobFinishes"] is True
     assert cluster["authOptions"] == {"mode": "token"}
     assert cluster["enableInTreeAutoscaling"] is True
     assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0"}
     for pod in pods(cluster):
-        [shared] = [v for v in pod["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"]
+        [shm_volume] = [
+            v for v in pod["volumes"] if v.get("emptyDir", {}).get("medium") == "Memory"
+        ]
         [container] = pod["containers"]
-        assert {"name": shared["name"], "mountPath": "/dev/shm"} in container["volumeMounts"]
+        assert {"name": shm_volume["name"], "mountPath": "/dev/shm"} in container["volumeMounts"]
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert container["securityContext"]["allowPrivilegeEscalation"] is False
         assert container["resources"]["requests"] == container["resources"]["limits"]
 
 
-def test_the_hook_ends_before_the_grace_period(cluster: dict[str, Any]) -> None:
-    """Else SIGTERM would come while it still waits, or SIGKILL at once after."""
+def test_pre_stop_hook_ends_before_the_grace_period(cluster: dict[str, Any]) -> None:
+    """Otherwise SIGTERM would arrive while the hook waits, or SIGKILL directly after it."""
     for group in cluster["workerGroupSpecs"]:
         pod = group["template"]["spec"]
         hook = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
@@ -95,16 +99,16 @@ def test_the_hook_ends_before_the_grace_period(cluster: dict[str, Any]) -> None:
     assert (ROOT / "actors" / "notices" / "drain.py").exists()
 
 
-def test_the_command_is_accepted(job: dict[str, Any]) -> None:
+def test_entrypoint_is_a_valid_command_line(job: dict[str, Any]) -> None:
     program, name, *arguments = shlex.split(job["spec"]["entrypoint"])
     assert program == "elastic"
     typer.main.get_command(app).commands[name].make_context(name, list(arguments))
-    most = int(arguments[arguments.index("--workers") + 1].partition(":")[2])
+    max_workers = int(arguments[arguments.index("--workers") + 1].partition(":")[2])
     groups = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-    assert most <= sum(group["maxReplicas"] for group in groups)
+    assert max_workers <= sum(group["maxReplicas"] for group in groups)
 
 
-def test_versions_agree_with_what_is_pinned(cluster: dict[str, Any]) -> None:
+def test_versions_agree_with_the_pinned_ones(cluster: dict[str, Any]) -> None:
     pinned = (ROOT / "constraints.txt").read_text()
     [base] = re.findall(
         r"^FROM rayproject/ray:([\d.]+)-py(\d)(\d+)-\$\{ACCELERATOR\}$", DOCKERFILE, re.M
@@ -114,13 +118,13 @@ def test_versions_agree_with_what_is_pinned(cluster: dict[str, Any]) -> None:
     assert f">={base[1]}.{base[2]}" == project["requires-python"]
     images = {pod["containers"][0]["image"] for pod in pods(cluster)}
     assert images == {f"REGISTRY/{project['name']}:{project['version']}"}
-    told = (ROOT / "docs" / "kubernetes.md").read_text()
-    assert f"docker build -f deploy/Dockerfile -t {images.pop()} ." in told
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    assert f"docker build -f deploy/Dockerfile -t {images.pop()} ." in page
 
 
-def test_the_image_gets_all_it_needs_and_is_not_roots() -> None:
+def test_image_contains_all_needed_files_and_does_not_run_as_root() -> None:
     assert re.findall(r"^USER (\w+)$", DOCKERFILE, re.M) == ["ray"]
-    copied = {
+    copied_files = {
         name
         for line in re.findall(r"^COPY --chown=ray:users (.+)$", DOCKERFILE, re.M)
         for name in line.split()[:-1]
@@ -130,18 +134,18 @@ def test_the_image_gets_all_it_needs_and_is_not_roots() -> None:
         name.rstrip("*") for name in project["tool"]["setuptools"]["packages"]["find"]["include"]
     }
     needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"]}
-    assert copied == packages | needed | set(project["project"]["license-files"])
-    assert all((ROOT / name).exists() for name in copied)
-    let_in = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
-    assert {line[1:] for line in let_in if line.startswith("!")} == copied
-    assert "*" in let_in
+    assert copied_files == packages | needed | set(project["project"]["license-files"])
+    assert all((ROOT / name).exists() for name in copied_files)
+    ignore_lines = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
+    assert {line[1:] for line in ignore_lines if line.startswith("!")} == copied_files
+    assert "*" in ignore_lines
 
 
-def test_the_image_installs_the_dependencies_of_the_project(tmp_path: Path) -> None:
-    """The command that reads them out of pyproject.toml is run as it stands in the Dockerfile."""
+def test_image_installs_the_dependencies_of_the_project(tmp_path: Path) -> None:
+    """The test runs the command of the Dockerfile that reads them from pyproject.toml."""
     [command] = re.findall(r"^RUN (sed .+?) > /tmp/dependencies.txt", DOCKERFILE, re.M)
-    told = subprocess.run(
+    finished = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
     )
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert told.stdout.splitlines() == project["dependencies"]
+    assert finished.stdout.splitlines() == project["dependencies"]

@@ -1,4 +1,4 @@
-"""The documents are true: what they name exists, and their lists are complete."""
+"""The documentation names only what exists, and its lists are complete."""
 
 from __future__ import annotations
 
@@ -71,29 +71,29 @@ SHOWN_COMMAND = re.compile(
 )
 
 
-def section(page: Path, title: str) -> str:
-    """The text under a heading, with those below it, up to the next of its level."""
+def read_section(page: Path, title: str) -> str:
+    """The text under a heading, with its subsections, up to the next heading of its level."""
     text = page.read_text()
     heading = re.search(rf"^(#+) {re.escape(title)}$", text, re.MULTILINE)
     assert heading, f"{page.name} has no section '{title}'"
-    rest = text[heading.end() :]
-    following = re.search(rf"^#{{1,{len(heading[1])}}} ", rest, re.MULTILINE)
-    return rest[: following.start()] if following else rest
+    following_text = text[heading.end() :]
+    following = re.search(rf"^#{{1,{len(heading[1])}}} ", following_text, re.MULTILINE)
+    return following_text[: following.start()] if following else following_text
 
 
-def table(page: Path, name: str) -> list[list[str]]:
-    """The rows of the table below a mark, each cell verbatim."""
+def read_table(page: Path, name: str) -> list[list[str]]:
+    """The rows of the table below a marker, each cell verbatim."""
     _, _, below = page.read_text().partition(f"<!-- table: {name} -->\n")
     assert below, f"{page.name} has no table '{name}'"
     lines = below[: below.find("\n\n")].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def named(cell: str) -> list[str]:
+def code_spans(cell: str) -> list[str]:
     return CODE.findall(cell)
 
 
-def options(command: str) -> set[str]:
+def options_of(command: str) -> set[str]:
     parsed = typer.main.get_command(app).commands[command]
     names = {name for option in parsed.params for name in option.opts if name.startswith("--")}
     return names - {"--help"}
@@ -113,151 +113,155 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
-def test_the_generated_parts_of_phases_md_are_up_to_date() -> None:
-    ended = run_script("make_phases.py", "--check")
-    assert ended.returncode == 0, ended.stderr
+def test_generated_parts_of_phases_md_are_up_to_date() -> None:
+    finished = run_script("make_phases.py", "--check")
+    assert finished.returncode == 0, finished.stderr
 
 
-def test_the_diagram_shows_every_transition() -> None:
-    """Read back from the page, without the script that wrote it."""
+def test_phase_diagram_shows_every_transition() -> None:
+    """The test parses the page itself, without the script that wrote it."""
     text = (DOCS / "phases.md").read_text()
-    drawn = set(re.findall(r"^    (\w+) --> (\w+): (.+)$", text, re.MULTILINE))
-    assert drawn == {
+    drawn_transitions = set(re.findall(r"^    (\w+) --> (\w+): (.+)$", text, re.MULTILINE))
+    assert drawn_transitions == {
         (phase.__name__, successor.__name__, cause)
         for phase, successors in TRANSITIONS.items()
         for successor, cause in successors
     }
 
 
-def test_every_python_file_has_its_line_in_the_tree() -> None:
-    """Read back by indentation from what the site's page of source files shows."""
-    printed, folders = set(), []
+def test_tree_describes_every_python_file() -> None:
+    """The test reads the folders back from the indentation of the printed tree."""
+    described_files, folders = set(), []
     for line in run_script("make_tree.py").stdout.splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         name = line.split()[0]
         folders[depth:] = [name.rstrip("/")]
         if name.endswith(".py"):
-            printed.add("/".join(folders))
+            described_files.add("/".join(folders))
             assert len(line.split()) > 2, f"{name} has no description"
     packages = ("elastic", "actors", "pipelines", "benchmarks")
-    existing = {f.relative_to(ROOT).as_posix() for p in packages for f in (ROOT / p).rglob("*.py")}
-    assert printed == {name for name in existing if not name.endswith("__init__.py")}
+    existing_files = {
+        f.relative_to(ROOT).as_posix() for p in packages for f in (ROOT / p).rglob("*.py")
+    }
+    assert described_files == {name for name in existing_files if not name.endswith("__init__.py")}
 
 
-def test_the_readme_fits_one_screen() -> None:
+def test_readme_has_at_most_150_lines() -> None:
     assert len(README.read_text().splitlines()) <= MAX_README_LINES
 
 
-def test_the_recovery_times_of_the_readme_are_those_of_the_benchmark() -> None:
-    measured = section(BENCHMARKS, "recovery")
+def test_recovery_times_of_the_readme_are_those_of_the_benchmark() -> None:
+    measured = read_section(BENCHMARKS, "recovery")
     medians = re.findall(r"^\| [^|]+ \| ([\d.]+) \| [\d.]+ [\d. ]+ \|", measured, re.MULTILINE)
-    table_of_peers = section(README, "How it compares").partition("\n\n**")[0]
-    shown = re.findall(r"(\d+\.\d+) s", table_of_peers)
-    assert sorted(map(float, shown)) == sorted(float(f"{float(m):.3g}") for m in medians)
+    table_of_peers = read_section(README, "How it compares").partition("\n\n**")[0]
+    shown_times = re.findall(r"(\d+\.\d+) s", table_of_peers)
+    assert sorted(map(float, shown_times)) == sorted(float(f"{float(m):.3g}") for m in medians)
     first_sentence = README.read_text().split("**")[1]
-    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) < set(shown)
+    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) < set(shown_times)
 
 
-def test_the_index_lists_each_page_once() -> None:
-    """The site's navigation is made of these links."""
+def test_documentation_index_lists_each_page_once() -> None:
+    """These links are the navigation of the site."""
     links = re.findall(r"^\| \[[^\]]*\]\(([^)]+)\)", (DOCS / "README.md").read_text(), re.MULTILINE)
-    listed = [(DOCS / link).resolve() for link in links]
-    assert len(listed) == len(set(listed))
-    assert set(listed) == {*PAGES, BENCHMARKS} - {DOCS / "README.md"}
+    listed_pages = [(DOCS / link).resolve() for link in links]
+    assert len(listed_pages) == len(set(listed_pages))
+    assert set(listed_pages) == {*PAGES, BENCHMARKS} - {DOCS / "README.md"}
 
 
-def test_the_glossary_has_each_term_once() -> None:
+def test_glossary_has_each_term_once() -> None:
     terms = re.findall(r"^\| (.+?) \|", (DOCS / "glossary.md").read_text(), re.MULTILINE)
     terms = [term for term in terms if term != "term"]
     assert len(terms) > 60 and len(terms) == len(set(terms))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_have_existing_targets(page: Path) -> None:
     for link in LINK.findall(page.read_text()):
         if re.match(r"\w+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{page.name}: {link} leads nowhere"
-        assert target.is_relative_to(ROOT), f"{page.name}: {link} leads out of the project"
+        assert target.exists(), f"{page.name}: {link} has no target"
+        assert target.is_relative_to(ROOT), f"{page.name}: {link} points out of the project"
         assert not anchor or anchor in anchors(target), f"{page.name}: no heading for {link}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_code_path_that_is_named_exists(page: Path) -> None:
-    paths = [path for path in named(page.read_text()) if CODE_PATH.fullmatch(path)]
+def test_every_named_code_path_exists(page: Path) -> None:
+    paths = [path for path in code_spans(page.read_text()) if CODE_PATH.fullmatch(path)]
     missing = [path for path in paths if not (ROOT / path).exists()]
     assert not missing
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_lines_of_text_are_not_overlong(page: Path) -> None:
-    """Tables, pictures, links and code may need more."""
+def test_lines_of_prose_have_at_most_110_characters(page: Path) -> None:
+    """Tables, pictures, links and code may be longer."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     prose = [line for line in text.splitlines() if line[:1] not in ("|", "!", " ")]
     assert max(len(LINK.sub("", line)) for line in prose) <= 110
 
 
-def test_the_options_are_those_of_the_command_line() -> None:
+def test_documented_options_are_those_of_the_command_line() -> None:
     text, _, _ = COMMAND_LINE.read_text().partition("## Where files go")
-    listed = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
-    assert listed == set().union(*map(options, NUM_OPTIONS))
+    listed_options = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text))
+    assert listed_options == set().union(*map(options_of, NUM_OPTIONS))
 
 
 def test_each_option_is_listed_with_its_command() -> None:
     """Options of commands other than `train` follow in rows below the command's name."""
-    listed: dict[str, set[str]] = {name: {"--storage"} for name in NUM_OPTIONS}
-    rows = section(COMMAND_LINE, "Options of `train`")
-    listed["train"] |= set(
+    listed_options: dict[str, set[str]] = {name: {"--storage"} for name in NUM_OPTIONS}
+    rows = read_section(COMMAND_LINE, "Options of `train`")
+    listed_options["train"] |= set(
         re.findall(r"--[a-z][a-z-]+", "".join(re.findall(r"^\| `.+?\|", rows, re.M)))
     )
     command = ""
     for row in re.findall(
-        r"^\|.+\|$", section(COMMAND_LINE, "Options of the other commands"), re.M
+        r"^\|.+\|$", read_section(COMMAND_LINE, "Options of the other commands"), re.M
     ):
         cells = [cell.strip() for cell in row.strip("|").split("|")]
-        command = named(cells[0])[0] if named(cells[0]) else command
+        command = code_spans(cells[0])[0] if code_spans(cells[0]) else command
         if command:
-            listed[command] |= set(re.findall(r"--[a-z][a-z-]+", cells[1]))
-    without_storage = {name: options(name) | {"--storage"} for name in NUM_OPTIONS}
-    assert listed == without_storage
+            listed_options[command] |= set(re.findall(r"--[a-z][a-z-]+", cells[1]))
+    without_storage = {name: options_of(name) | {"--storage"} for name in NUM_OPTIONS}
+    assert listed_options == without_storage
 
 
-def test_the_commands_are_all_listed() -> None:
-    listed = re.findall(r"^\| `(\w+)", section(COMMAND_LINE, "Commands"), re.MULTILINE)
-    on_first_screen = re.findall(
-        r"^    elastic (\w+) .+#", section(README, "Command line"), re.MULTILINE
+def test_all_commands_are_listed() -> None:
+    listed_commands = re.findall(
+        r"^\| `(\w+)", read_section(COMMAND_LINE, "Commands"), re.MULTILINE
     )
-    assert sorted(listed) == sorted(on_first_screen) == sorted(NUM_OPTIONS)
+    on_first_screen = re.findall(
+        r"^    elastic (\w+) .+#", read_section(README, "Command line"), re.MULTILINE
+    )
+    assert sorted(listed_commands) == sorted(on_first_screen) == sorted(NUM_OPTIONS)
 
 
 @pytest.mark.parametrize("command", NUM_OPTIONS)
-def test_the_number_of_options_is_frozen(command: str) -> None:
-    assert len(options(command)) == NUM_OPTIONS[command], sorted(options(command))
+def test_number_of_options_is_frozen(command: str) -> None:
+    assert len(options_of(command)) == NUM_OPTIONS[command], sorted(options_of(command))
 
 
-def test_the_recipes_are_all_named() -> None:
-    assert set(RECIPES) <= set(named(section(COMMAND_LINE, "Recipes")))
+def test_all_recipes_are_named() -> None:
+    assert set(RECIPES) <= set(code_spans(read_section(COMMAND_LINE, "Recipes")))
 
 
 def command_lines(page: Path) -> list[str]:
-    """The command lines in a page's code blocks, without the program's name."""
-    shown = re.sub(r"\\\n\s+", "", page.read_text())
-    lines = [line for line in SHOWN_COMMAND.findall(shown) if "OPTIONS" not in line]
-    code = [line for line in shown.splitlines() if line.startswith("    ")]
+    """The command lines in the code blocks of a page, without the name of the program."""
+    text = re.sub(r"\\\n\s+", "", page.read_text())
+    lines = [line for line in SHOWN_COMMAND.findall(text) if "OPTIONS" not in line]
+    code = [line for line in text.splitlines() if line.startswith("    ")]
     return [*lines, *(line.partition(" -- ")[2] for line in code if " -- " in line)]
 
 
-def test_the_command_lines_are_accepted() -> None:
-    """Parsed as typed, without being carried out."""
+def test_documented_command_lines_are_valid() -> None:
+    """The parser accepts each line; no command runs."""
     command = typer.main.get_command(app)
-    shown = {page: command_lines(page) for page in PAGES}
+    lines_by_page = {page: command_lines(page) for page in PAGES}
     assert all(
-        shown[ROOT / name]
+        lines_by_page[ROOT / name]
         for name in ("README.md", "docs/cluster.md", "docs/status.md", "docs/command-line.md")
     )
-    for line in (line for lines in shown.values() for line in lines):
+    for line in (line for lines in lines_by_page.values() for line in lines):
         words = shlex.split(re.sub(r"^(elastic|python -m pipelines) ", "", line), comments=True)
         name, *arguments = words
         command.commands[name].make_context(name, arguments)
@@ -265,14 +269,14 @@ def test_the_command_lines_are_accepted() -> None:
 
 def test_commands_within_sentences_have_known_options() -> None:
     pages = [page for page in PAGES if page.name != "CHANGELOG.md"]
-    inline = (code for page in pages for code in named(page.read_text()))
+    inline = (code for page in pages for code in code_spans(page.read_text()))
     for words in (code.split() for code in inline if code.startswith("elastic ")):
-        known = options(words[1])
-        assert {word for word in words if word.startswith("--")} <= known, words
+        known_options = options_of(words[1])
+        assert {word for word in words if word.startswith("--")} <= known_options, words
 
 
-def test_the_examples_in_python_can_be_imported() -> None:
-    """Each compiles, and what it imports is there."""
+def test_python_examples_compile_and_their_imports_exist() -> None:
+    """Only the imports of each example are executed."""
     for page in PAGES:
         for code in re.findall(r"```python\n(.+?)```", page.read_text(), re.DOTALL):
             tree = ast.parse(textwrap.dedent(code), filename=page.name)
@@ -280,29 +284,29 @@ def test_the_examples_in_python_can_be_imported() -> None:
             exec(compile(ast.Module(imports, []), page.name, "exec"), {})
 
 
-def test_the_faults_are_understood() -> None:
+def test_documented_faults_are_parsed() -> None:
     sentences = re.findall(
-        r"^\| `([^`]+ at step \d+)`", section(COMMAND_LINE, "Faults"), re.MULTILINE
+        r"^\| `([^`]+ at step \d+)`", read_section(COMMAND_LINE, "Faults"), re.MULTILINE
     )
     assert {sentence.split()[0] for sentence in sentences} == {
         *("kill", "stop", "hang", "raise", "remove", "flip", "nan", "slow")
     }
     faults, draining_workers = parse_faults(sentences)
     assert len(faults) + len(draining_workers) == len(sentences) + 1, (
-        "one sentence names two workers"
+        "exactly one sentence names two workers"
     )
 
 
-def test_the_moments_of_faults_are_all_listed() -> None:
-    _, _, moments = section(COMMAND_LINE, "Faults").partition("| moment |")
+def test_all_moments_of_faults_are_listed() -> None:
+    _, _, moments = read_section(COMMAND_LINE, "Faults").partition("| moment |")
     rows = [line for line in moments.splitlines() if line.startswith("| `")]
-    listed = [moment for row in rows for moment in named(row.split("|")[1])]
-    faults, _ = parse_faults(f"kill worker 1 in {moment} at step 3" for moment in listed)
+    listed_moments = [moment for row in rows for moment in code_spans(row.split("|")[1])]
+    faults, _ = parse_faults(f"kill worker 1 in {moment} at step 3" for moment in listed_moments)
     assert sorted(fault.moment for fault in faults) == sorted(MOMENTS)
 
 
-def test_the_exit_codes_are_those_of_the_command() -> None:
-    rows = re.findall(r"^\| ([\d, ]+) \|", section(COMMAND_LINE, "Exit codes"), re.MULTILINE)
+def test_documented_exit_codes_are_those_of_the_command() -> None:
+    rows = re.findall(r"^\| ([\d, ]+) \|", read_section(COMMAND_LINE, "Exit codes"), re.MULTILINE)
     codes = {
         exit_code(Stopped(outcome, 1), signal_number)
         for outcome, signal_number in (
@@ -313,22 +317,22 @@ def test_the_exit_codes_are_those_of_the_command() -> None:
     assert {int(number) for row in rows for number in row.split(",")} == codes
 
 
-def the_recipe_in(page: Path) -> str:
+def python_example_of(page: Path) -> str:
     [code] = re.findall(r"```python\n(.+?)```", page.read_text(), re.DOTALL)
     return code
 
 
-def test_the_transformer_of_another_size_can_be_loaded(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(the_recipe_in(COMMAND_LINE))
+def test_documented_transformer_recipe_can_be_loaded(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(python_example_of(COMMAND_LINE))
     settings = override(load(f"{tmp_path / 'mine.py'}:small"), ["optimizer.lr=1e-3"])
     assert (settings.model.dim, settings.steps, settings.optimizer.lr) == (128, 400, 0.001)
 
 
 @pytest.mark.slow
-def test_the_custom_model_of_the_readme_trains(tmp_path: Path) -> None:
-    """In this process; the number of steps is all that is changed."""
+def test_custom_model_of_the_readme_trains(tmp_path: Path) -> None:
+    """It trains in this process, with only the number of steps changed."""
     recipe = tmp_path / "digits.py"
-    recipe.write_text(the_recipe_in(README))
+    recipe.write_text(python_example_of(README))
     request = TrainRequest(f"{recipe}:recipe", "run", str(tmp_path), "1", steps=60)
     assert train_in_process(request, Console(quiet=True)) == 0
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -339,23 +343,25 @@ def test_the_custom_model_of_the_readme_trains(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("name", "union"), [("events", Event), ("commands", Command)])
 def test_journal_lines_have_the_listed_fields(name: str, union: object) -> None:
-    listed = {named(row[0])[0]: named(row[1]) for row in table(FILES, name)}
-    assert listed == {kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)}
+    listed_fields = {code_spans(row[0])[0]: code_spans(row[1]) for row in read_table(FILES, name)}
+    assert listed_fields == {
+        kind.__name__: [f.name for f in fields(kind)] for kind in get_args(union)
+    }
 
 
-class Told:
-    """The part of a replica that a line of statistics needs."""
+class ReplicaStatistics:
+    """The method of a replica that a line of statistics needs."""
 
     def statistics(self) -> dict[str, dict[str, float]]:
         return {"layers.0": {"grad_norm": 1.0}}
 
 
-def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
+def written_keys(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """The keys that the code writes to each described file."""
     yield "metrics", [field.name for field in fields(StepRecord)]
     yield "system", list(sample("w0", psutil.Process()))
     log = StatisticsLog(DiskStorage(tmp_path))
-    log.log_step(Told(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
+    log.log_step(ReplicaStatistics(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
     yield "statistics", list(json.loads((tmp_path / "statistics.jsonl").read_text()))
     published = publish(DiskStorage(tmp_path), 1, 1, ())
     yield (
@@ -369,15 +375,15 @@ def written(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def test_files_have_the_listed_fields(tmp_path: Path) -> None:
-    for name, keys in written(tmp_path):
-        assert [named(row[0])[0] for row in table(FILES, name)] == keys, name
+    for name, keys in written_keys(tmp_path):
+        assert [code_spans(row[0])[0] for row in read_table(FILES, name)] == keys, name
 
 
-def test_each_invariant_is_quoted_in_the_code_that_keeps_it() -> None:
+def test_each_invariant_is_quoted_in_its_code_or_tests() -> None:
     page = DOCS / "invariants.md"
     rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if "| `" in line]
     assert [int(row[0]) for row in rows] == list(range(1, 13))
     for row in rows:
-        files = [ROOT / name for name in named(row[2]) + named(row[3])]
+        files = [ROOT / name for name in code_spans(row[2]) + code_spans(row[3])]
         quoted = re.compile(rf"[Ii]nvariants?[\d ,and]* {int(row[0])}\b")
         assert any(quoted.search(file.read_text()) for file in files), row

@@ -1,4 +1,4 @@
-"""`elastic doctor`: verdicts and fixes of its checks; it leaves no files behind."""
+"""`elastic doctor`: the verdicts and fixes of its checks; it leaves no files behind."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_port_in_use_fails() -> None:
 
 
 def test_clock_with_whole_seconds_is_not_behind() -> None:
-    """The server's second may have begun before the request."""
+    """The second of the server may have started before the request."""
     now = time.time()
     assert places.clock("it", float(int(now)), (now, now)).value == "same as this machine"
 
@@ -88,9 +88,9 @@ def test_failed_check_exits_with_1(
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     storage = tmp_path / "runs"
     monkeypatch.setattr(sys, "argv", ["elastic", "doctor", "--storage", str(storage)])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main()
     output = capsys.readouterr().out
-    assert ended.value.code == 1
+    assert exited.value.code == 1
     assert "1 failed" in output and "unset RAY_ADDRESS" in output.replace("\n", "")
-    assert not list(tmp_path.iterdir()), "it leaves nothing behind"
+    assert not list(tmp_path.iterdir()), "doctor leaves no files behind"

@@ -1,4 +1,4 @@
-"""A dry run prints the plan of a run, and neither starts nor writes anything."""
+"""A dry run prints the plan of a run; it starts and writes nothing."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def dry_run(*arguments: str) -> str:
+def dry_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def run_command(*arguments: str) -> str:
         words = ["elastic", "train", "tiny", "--dry-run", *arguments]
         monkeypatch.setattr(sys, "argv", words)
-        with pytest.raises(SystemExit) as ended:
+        with pytest.raises(SystemExit) as exited:
             main()
-        assert not ended.value.code
+        assert not exited.value.code
         return " ".join(capsys.readouterr().out.split())
 
-    return dry_run
+    return run_command
 
 
-def test_text_that_has_yet_to_be_prepared(tmp_path: Path, told) -> None:
+def test_dry_run_announces_the_preparation_of_text(tmp_path: Path, dry_run) -> None:
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     before = sorted(tmp_path.rglob("*"))
-    out = told("--storage", str(tmp_path / "runs"), "--data", str(tmp_path / "a.txt"))
+    out = dry_run("--storage", str(tmp_path / "runs"), "--data", str(tmp_path / "a.txt"))
     assert "1 file, 1.00kB to be prepared first" in out
     assert "nothing: there is no run" in out
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_conversations_that_have_yet_to_be_packed(tmp_path: Path, told) -> None:
+def test_dry_run_announces_the_packing_of_conversations(tmp_path: Path, dry_run) -> None:
     turns = [{"role": "user", "content": "hm?"}, {"role": "assistant", "content": "yes"}]
     file = tmp_path / "chats.jsonl"
     file.write_text(f"{json.dumps({'messages': turns})}\n" * 3)
     chat = ("--set", "data.format=chat", "--set", "model.vocab_size=300")
-    out = told("--storage", str(tmp_path / "runs"), "--data", str(file), *chat)
+    out = dry_run("--storage", str(tmp_path / "runs"), "--data", str(file), *chat)
     assert "1 file" in out and "to be prepared first" in out
     assert [file] == sorted(tmp_path.rglob("*"))
 
 
-def test_layouts_and_memory_at_the_most_and_the_fewest_workers(tmp_path: Path, told) -> None:
-    out = told("--data", "random", "--workers", "2:4", "--layout", "fsdp=4", "--storage", "x")
+def test_dry_run_prints_layout_and_memory_for_most_and_fewest_workers(
+    tmp_path: Path, dry_run
+) -> None:
+    out = dry_run("--data", "random", "--workers", "2:4", "--layout", "fsdp=4", "--storage", "x")
     assert "4 workers fsdp=4" in out and "2 workers dp=2" in out
     job = make_plan(TrainRequest("tiny", data="random"), num_gpus=0).run.opening.job
     whole = (job.state_bytes + job.param_bytes) / 1e6
@@ -56,9 +58,9 @@ def test_layouts_and_memory_at_the_most_and_the_fewest_workers(tmp_path: Path, t
     )
 
 
-def test_a_run_that_would_be_resumed(tmp_path: Path, told) -> None:
+def test_dry_run_announces_the_run_that_it_would_resume(tmp_path: Path, dry_run) -> None:
     plan = make_plan(TrainRequest("tiny", "run", str(tmp_path), data="random"), num_gpus=0)
     store_recipe(plan)
-    out = told("--data", "random", "--storage", str(tmp_path), "--run-name", "run")
+    out = dry_run("--data", "random", "--storage", str(tmp_path), "--run-name", "run")
     assert "'run' from step 0: it has no complete checkpoint" in out
     assert plan.recipe["data_digest"] in out

@@ -1,4 +1,4 @@
-"""Exceptions of torch, NCCL and RCCL as they were reported, and the kind of failure each is."""
+"""Exceptions of torch, NCCL and RCCL, as users reported them, have the right failure kind."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ KINDS = {
     [(kind, error) for kind, errors in KINDS.items() for error in errors],
     ids=lambda value: value if isinstance(value, str) else f"{value}"[-50:].replace("\n", " "),
 )
-def test_the_kind_of_a_reported_exception(kind: str, error: Exception) -> None:
+def test_reported_exception_has_its_failure_kind(kind: str, error: Exception) -> None:
     assert kind_of(error) == kind
 
 
-def test_the_exception_that_another_was_raised_from_counts() -> None:
+def test_cause_of_an_exception_determines_its_kind() -> None:
     try:
         try:
             raise BACKEND(UNHANDLED + "'uncorrectable ECC error encountered'")
@@ -110,17 +110,17 @@ def test_the_exception_that_another_was_raised_from_counts() -> None:
         assert kind_of(error) == "device"
 
 
-def test_the_installed_torch_reports_a_lost_store_as_a_peer() -> None:
+def test_lost_store_of_the_installed_torch_is_a_peer_failure() -> None:
     with pytest.raises(RuntimeError) as raised:
         dist.TCPStore("127.0.0.1", 1, is_master=False, timeout=timedelta(seconds=1))
     assert kind_of(raised.value) == "peer"
 
 
-def test_a_device_that_computes_passes() -> None:
+def test_working_device_passes_the_check() -> None:
     assert DeviceCheck(kernel_on(torch.device("cpu"))).failure() is None
 
 
-def test_a_device_that_raises_is_broken() -> None:
+def test_device_that_raises_fails_the_check() -> None:
     def compute() -> None:
         raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
 
@@ -129,13 +129,13 @@ def test_a_device_that_raises_is_broken() -> None:
     assert kind_of(failure) == "device"
 
 
-def test_a_device_that_hangs_is_broken_after_the_limit() -> None:
+def test_device_that_hangs_fails_the_check_after_its_limit() -> None:
     over = threading.Event()
-    began = time.monotonic()
+    started = time.monotonic()
     failure = DeviceCheck(lambda: over.wait() and None, limit_s=0.2).failure()
     over.set()
     assert "did not finish a small kernel in 0.2 s" in str(failure)
-    assert time.monotonic() - began >= 0.2
+    assert time.monotonic() - started >= 0.2
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_device_that_hangs_is_broken_after_the_limit() -> None:
         (TimeoutError("timed out"), "peer"),
     ],
 )
-def test_an_os_error_of_user_code_is_the_programs_and_a_broken_connection_the_peers(
+def test_file_errors_are_program_failures_and_broken_connections_peer_failures(
     error: OSError, kind: str
 ) -> None:
     assert kind_of(error) == kind
@@ -157,8 +157,12 @@ def test_an_os_error_of_user_code_is_the_programs_and_a_broken_connection_the_pe
     ("code", "module", "kind"),
     [
         ("raise TimeoutError('timed out')", "feature_store", "program"),
-        ("raise RuntimeError('Timed out waiting for the feature store')", "own.model", "program"),
-        ("import socket; socket.create_connection(('127.0.0.1', 1), 1.0)", "own", "program"),
+        (
+            "raise RuntimeError('Timed out waiting for the feature store')",
+            "custom.model",
+            "program",
+        ),
+        ("import socket; socket.create_connection(('127.0.0.1', 1), 1.0)", "custom", "program"),
         ("raise TimeoutError('timed out')", "torch.distributed.rendezvous", "peer"),
         ("raise RuntimeError('Timed out waiting 1000ms')", "torch.distributed.c10d", "peer"),
         (
@@ -168,7 +172,9 @@ def test_an_os_error_of_user_code_is_the_programs_and_a_broken_connection_the_pe
         ),
     ],
 )
-def test_a_connection_of_user_code_is_no_peer(code: str, module: str, kind: str) -> None:
+def test_timeout_is_a_peer_failure_only_outside_of_user_code(
+    code: str, module: str, kind: str
+) -> None:
     with pytest.raises((OSError, RuntimeError)) as raised:
         exec(code, {"__name__": module})
     traceback = raised.value.__traceback__
@@ -176,15 +182,15 @@ def test_a_connection_of_user_code_is_no_peer(code: str, module: str, kind: str)
     assert kind_of(raised.value.with_traceback(traceback.tb_next)) == kind
 
 
-def test_a_device_is_proven_before_a_worker_is_ready_also_where_its_memory_hangs() -> None:
+def test_prove_refuses_devices_that_hang_or_compute_wrongly() -> None:
     over = threading.Event()
     with pytest.raises(BrokenDevice, match="did not finish a small kernel"):
         prove(lambda: over.wait() and (lambda: None), limit_s=0.2)
     over.set()
 
-    def wrong() -> None:
+    def compute_wrongly() -> None:
         raise ValueError("1 + 1 is not 2 on this device")
 
     with pytest.raises(BrokenDevice, match="is not 2 on this device"):
-        prove(lambda: wrong)
+        prove(lambda: compute_wrongly)
     assert prove(lambda: kernel_on(torch.device("cpu"))).failure() is None

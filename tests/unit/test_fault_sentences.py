@@ -9,7 +9,7 @@ from pipelines.run.fault_sentences import parse_faults
 from pipelines.settings.errors import UserError
 
 
-def test_a_slow_worker_has_a_factor() -> None:
+def test_slow_fault_has_a_factor() -> None:
     faults, draining_workers = parse_faults(
         ["slow worker 2 by 3x at step 30", "slow workers 0, 1 by 1.5x at step 4"]
     )
@@ -22,7 +22,7 @@ def test_a_slow_worker_has_a_factor() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sentence", "told"),
+    ("sentence", "message"),
     [
         ("slow worker 2 at step 30", "`slow` needs a factor over 1"),
         ("slow worker 2 by 1x at step 30", "`slow` needs a factor over 1"),
@@ -32,7 +32,7 @@ def test_a_slow_worker_has_a_factor() -> None:
         ("slow worker 2 by threex at step 30", "slow worker 2 by 3x at step 30"),
     ],
 )
-def test_what_is_no_such_fault_is_told_in_one_line(sentence: str, told: str) -> None:
+def test_invalid_fault_sentence_is_refused_in_one_line(sentence: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         parse_faults([sentence])
-    assert told in str(error.value) and "\n" not in str(error.value)
+    assert message in str(error.value) and "\n" not in str(error.value)

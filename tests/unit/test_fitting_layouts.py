@@ -1,4 +1,4 @@
-"""What would fit after a lack of memory, by the formula of ZeRO."""
+"""After an out-of-memory error the advice names a layout that fits, by the formula of ZeRO."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ JOB = Job(num_microbatches=16, state_bytes=1200, param_bytes=400, margin=1.0)
         ("cp=4", 1600),
     ],
 )
-def test_the_state_of_a_worker(layout: str, expected: float) -> None:
+def test_worker_bytes_follow_the_layout_and_the_zero_stage(layout: str, expected: float) -> None:
     assert worker_bytes(JOB, Layout.parse(layout)) == expected
 
 
 @pytest.mark.parametrize(
-    ("layout", "wanted", "expected"),
+    ("layout", "requested_bytes", "expected"),
     [
         ("dp=1", 800, "fsdp=2"),
         ("dp=1", 801, "fsdp=3"),
@@ -44,23 +44,23 @@ def test_the_state_of_a_worker(layout: str, expected: float) -> None:
         ("tp=2", 400, "fsdp=2,tp=2"),
     ],
 )
-def test_the_least_shards_then_the_least_stage(
-    layout: str, wanted: int, expected: str | None
+def test_fitting_layout_has_fewest_shards_then_lowest_zero_stage(
+    layout: str, requested_bytes: int, expected: str | None
 ) -> None:
-    fitting = fitting_layout(Layout.parse(layout), JOB, Shortage(2000, wanted))
+    fitting = fitting_layout(Layout.parse(layout), JOB, Shortage(2000, requested_bytes))
     assert (fitting and str(fitting)) == expected
 
 
-def test_a_tenth_is_lacking_where_nothing_is_told() -> None:
-    one = Layout.parse("dp=1")
-    assert str(fitting_layout(one, JOB, Shortage(8000))) == "fsdp=2"
-    assert fitting_layout(one, JOB, Shortage(16000)) is None
+def test_shortage_without_a_request_counts_as_a_tenth() -> None:
+    layout = Layout.parse("dp=1")
+    assert str(fitting_layout(layout, JOB, Shortage(8000))) == "fsdp=2"
+    assert fitting_layout(layout, JOB, Shortage(16000)) is None
 
 
-def test_the_advice_is_one_line_with_the_bytes() -> None:
+def test_advice_is_one_line_with_the_bytes() -> None:
     job = Job(num_microbatches=16, state_bytes=1_200_000_000, param_bytes=400_000_000)
-    told = advice(Layout(), job, Shortage(3_000_000_000, 500_000_000))
-    assert told == (
+    text = advice(Layout(), job, Shortage(3_000_000_000, 500_000_000))
+    assert text == (
         "it held 3,000.0 MB and requested 500.0 MB more; by the ZeRO formula fsdp=2 on 2 workers "
         "would fit: 800.0 MB less of parameters, gradients and optimizer state on each"
     )
@@ -69,7 +69,7 @@ def test_the_advice_is_one_line_with_the_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "wanted"),
+    ("error", "requested_bytes"),
     [
         (
             RuntimeError(
@@ -86,13 +86,15 @@ def test_the_advice_is_one_line_with_the_bytes() -> None:
         (MemoryError(), 0),
     ],
 )
-def test_what_an_allocator_says(error: Exception, wanted: int) -> None:
+def test_requested_bytes_are_parsed_from_allocator_messages(
+    error: Exception, requested_bytes: int
+) -> None:
     assert kind_of(error) == "memory"
-    assert wanted_of(error) == wanted
+    assert wanted_of(error) == requested_bytes
 
 
-def test_a_real_allocation_that_fails() -> None:
-    """The words of the installed torch: as much as no address space holds."""
+def test_failed_allocation_of_the_installed_torch_is_parsed() -> None:
+    """The request is larger than any address space."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 46)
     assert kind_of(raised.value) == "memory"

@@ -1,4 +1,4 @@
-"""`history.json`: readers continue from it, with the same result as from all lines."""
+"""`history.json`: a reader that continues from it has the same result as one that reads all."""
 
 from __future__ import annotations
 
@@ -24,37 +24,37 @@ from pipelines.observe.view.status import StatusReader
 
 @pytest.fixture
 def run(tmp_path: Path) -> WrittenRun:
-    written = WrittenRun(tmp_path / "run")
-    written.start(3)
+    run = WrittenRun(tmp_path / "run")
+    run.start(3)
     for _ in range(200):
-        written.commit()
-    written.lose("w2")
-    written.resume("w0", "w1")
-    written.commit()
-    return written
+        run.commit()
+    run.lose("w2")
+    run.resume("w0", "w1")
+    run.commit()
+    return run
 
 
-def followed(folder: RunFolder) -> History:
-    found = load_history(folder)
-    found.follow()
-    return found.history
+def follow(folder: RunFolder) -> History:
+    loaded = load_history(folder)
+    loaded.follow()
+    return loaded.history
 
 
 def save(folder: RunFolder) -> None:
-    found = load_history(folder)
-    found.follow()
-    found.save()
+    loaded = load_history(folder)
+    loaded.follow()
+    loaded.save()
 
 
 def damage_the_past(run: WrittenRun) -> None:
-    """A reader of any line notices it."""
+    """Overwrite the first half of each log, so that reading any of it fails."""
     for log in (run.folder.journal, run.folder.metrics):
         path = Path(log.url)
         content = path.read_bytes()
         path.write_bytes(b"!" * (len(content) // 2) + content[len(content) // 2 :])
 
 
-def test_a_saved_history_goes_on_as_one_that_was_read_whole(run: WrittenRun) -> None:
+def test_saved_history_continues_like_one_read_from_all_lines(run: WrittenRun) -> None:
     save(run.folder)
     run.roll_back(150)
     run.resume("w1", "w0")
@@ -67,12 +67,12 @@ def test_a_saved_history_goes_on_as_one_that_was_read_whole(run: WrittenRun) -> 
     assert saved.history == whole
 
 
-def test_only_what_came_after_it_is_read(run: WrittenRun) -> None:
-    before = followed(run.folder)
+def test_only_lines_after_the_saved_history_are_read(run: WrittenRun) -> None:
+    before = follow(run.folder)
     save(run.folder)
     damage_the_past(run)
-    assert followed(run.folder) == before
-    run.hear(Checkpointed(201, 2, "checkpoints/step-00000201-g2"))
+    assert follow(run.folder) == before
+    run.append_event(Checkpointed(201, 2, "checkpoints/step-00000201-g2"))
     run_status = StatusReader(run.folder, {}).read()
     checkpoint = run_status.checkpoint()
     assert checkpoint and checkpoint.step == 201
@@ -80,14 +80,14 @@ def test_only_what_came_after_it_is_read(run: WrittenRun) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 1}', b'{"version": 0}'])
-def test_a_damaged_one_is_ignored(run: WrittenRun, content: bytes) -> None:
-    whole = followed(run.folder)
+def test_damaged_history_file_is_ignored(run: WrittenRun, content: bytes) -> None:
+    whole = follow(run.folder)
     (Path(run.folder.url) / NAME).write_bytes(content)
-    assert followed(run.folder) == whole
+    assert follow(run.folder) == whole
 
 
-def test_one_of_other_logs_is_ignored(run: WrittenRun) -> None:
-    """A repaired journal has other lines, and may be longer."""
+def test_history_file_of_other_logs_is_ignored(run: WrittenRun) -> None:
+    """A repaired journal has other lines and may be longer."""
     save(run.folder)
     journal = Path(run.folder.journal.url)
     lines = journal.read_text().splitlines()
@@ -95,36 +95,36 @@ def test_one_of_other_logs_is_ignored(run: WrittenRun) -> None:
     journal.write_text("\n".join([*shorter, *shorter]) + "\n")
     whole = History()
     whole.take(run.folder.journal.lines(), run.folder.metrics.lines())
-    assert followed(run.folder) == whole
+    assert follow(run.folder) == whole
     journal.write_text("\n".join(shorter[:3]) + "\n")
-    assert len(followed(run.folder).membership.run_events) <= 3
+    assert len(follow(run.folder).membership.run_events) <= 3
 
 
-def test_without_it_status_reads_only_the_end_of_the_metrics(tmp_path: Path) -> None:
+def test_status_without_a_history_file_reads_only_the_end_of_the_metrics(tmp_path: Path) -> None:
     LongRun(tmp_path / "run", 8_000).write()
     folder = RunFolder(DiskStorage(tmp_path / "run"))
     metrics = tmp_path / "run" / "metrics.jsonl"
     content = metrics.read_bytes()
     assert len(content) > 3 << 19
     metrics.write_bytes(b"!" * (1 << 18) + content[1 << 18 :])
-    found = load_history(folder, needs_all_metrics=False)
-    found.follow()
-    assert found.metrics.num_torn == 0
-    assert found.history.progress.step == 8_000
+    loaded = load_history(folder, needs_all_metrics=False)
+    loaded.follow()
+    assert loaded.metrics.num_torn == 0
+    assert loaded.history.progress.step == 8_000
 
 
-def test_a_history_is_bounded() -> None:
-    """The newest of many events, minutes and steps are kept; counts and sums stay complete."""
+def test_history_is_bounded() -> None:
+    """The newest events, minutes and steps are kept; counts and sums stay complete."""
     history, state = History(), ControllerState(generation=1)
     history.take([event_line(0.0, opening(10**6), state)], ())
     history.take([command_line(0.0, Resume(1, 0, "dp=4", ("w0",), (), 0), state)], ())
     for step in range(1, 6_001):
         now = 60.0 * step
-        committed, evaluated = step_of(step, 1, now), Evaluated(1, step, 1.0)
-        history.take([event_line(now, event, state) for event in (committed, evaluated)], ())
+        commit_event, evaluation = step_of(step, 1, now), Evaluated(1, step, 1.0)
+        history.take([event_line(now, event, state) for event in (commit_event, evaluation)], ())
     membership, account = history.membership, history.account
     assert len(membership.run_events) == MAX_KEPT
-    assert membership.num_run_events == 6_001, "with the one that training began"
+    assert membership.num_run_events == 6_001, "including the start of training"
     assert [len(account.readings), account.num_readings] == [MAX_READINGS, 6_000]
     assert account.readings_from(5_990) == account.readings[-10:]
     assert len(account._spans) <= MAX_SPANS

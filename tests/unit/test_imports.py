@@ -1,4 +1,4 @@
-"""The shape of the source: which folder may import which, and how long its parts may be."""
+"""The structure of the source: which folder may import which, and limits on sizes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MAY_IMPORT = {
 ONLY_IN = {"ray": ("actors",), "mlflow": ("pipelines",)}
 PUBLIC_RAY = ("ray.train", "ray.data")
 """`pipelines/` may use value classes of these in its public interfaces."""
-FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
+LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
     "elastic": (
         (".",),
         ("replay",),
@@ -63,8 +63,8 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("settings",),
     ),
 }
-"""The folders of each package from the top: each imports only those on floors below its own, so
-folders on one floor do not import each other."""
+"""The folders of each package by level, from the top: each imports only folders on lower levels,
+so folders on one level do not import each other."""
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 MAX_FOLDER_FILES = 15
@@ -76,11 +76,11 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def tree_of(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), filename=str(path))
 
 
-def imported(node: ast.AST) -> list[str]:
+def imported_names(node: ast.AST) -> list[str]:
     """The full names that one statement imports."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
@@ -91,10 +91,10 @@ def imported(node: ast.AST) -> list[str]:
 
 
 def imports_of(tree: ast.AST) -> list[str]:
-    return [name for node in ast.walk(tree) for name in imported(node)]
+    return [name for node in ast.walk(tree) for name in imported_names(node)]
 
 
-def modules() -> dict[str, Path]:
+def find_modules() -> dict[str, Path]:
     """Each file of the packages by its dotted name."""
     names = {path.relative_to(ROOT).with_suffix("").as_posix(): path for path in FILES}
     return {name.removesuffix("/__init__").replace("/", "."): path for name, path in names.items()}
@@ -103,7 +103,7 @@ def modules() -> dict[str, Path]:
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_packages_import_in_one_direction(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0]
-    for name in imports_of(tree_of(path)):
+    for name in imports_of(parse(path)):
         top = name.partition(".")[0]
         assert top not in PACKAGES or top in MAY_IMPORT[package], f"{package} imports {name}"
         if package == "elastic":
@@ -112,60 +112,60 @@ def test_packages_import_in_one_direction(path: Path) -> None:
         assert allowed, f"{package} imports {name}"
 
 
-def floor_of(path: Path) -> tuple[str, int]:
-    """The package of a file, and the floor of its folder, counted from the top."""
+def level_of(path: Path) -> tuple[str, int]:
+    """The package of a file, and the level of its folder, counted from the top."""
     package, *_ = path.relative_to(ROOT).parts
     folder = path.parent.relative_to(ROOT / package).as_posix()
-    [floor] = [number for number, folders in enumerate(FLOORS[package]) if folder in folders]
-    return package, floor
+    [level] = [number for number, folders in enumerate(LEVELS[package]) if folder in folders]
+    return package, level
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_folders_import_only_floors_below(path: Path) -> None:
-    package, floor = floor_of(path)
-    known = modules()
+def test_folders_import_only_lower_levels(path: Path) -> None:
+    package, level = level_of(path)
+    known = find_modules()
     for name in _depends_on(path, known):
         imported_path = known[name]
-        if imported_path.parent != path.parent and floor_of(imported_path)[0] == package:
-            assert floor_of(imported_path)[1] > floor, f"{name} is not on a floor below"
+        if imported_path.parent != path.parent and level_of(imported_path)[0] == package:
+            assert level_of(imported_path)[1] > level, f"{name} is not on a lower level"
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_each_folder_has_one_floor_and_few_files(package: str) -> None:
+def test_each_folder_has_one_level_and_at_most_15_files(package: str) -> None:
     files = [
         path.relative_to(ROOT / package) for path in FILES if path.is_relative_to(ROOT / package)
     ]
     counts = Counter(file.parent.as_posix() for file in files)
-    listed = [folder for floor in FLOORS[package] for folder in floor]
-    assert sorted(listed) == sorted(counts)
+    listed_folders = [folder for level in LEVELS[package] for folder in level]
+    assert sorted(listed_folders) == sorted(counts)
     assert {folder for folder, number in counts.items() if number > MAX_FOLDER_FILES} == set()
 
 
 def test_class_names_are_unique() -> None:
     classes = Counter(
-        node.name for path in FILES for node in tree_of(path).body if isinstance(node, ast.ClassDef)
+        node.name for path in FILES for node in parse(path).body if isinstance(node, ast.ClassDef)
     )
     assert {name for name, number in classes.items() if number > 1} <= DUPLICATE_CLASSES
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if path != LATE_IMPORTS], ids=name_of)
 def test_imports_are_at_the_top_of_a_file(path: Path) -> None:
-    tree = tree_of(path)
-    nested = [node for node in ast.walk(tree) if imported(node) and node not in tree.body]
+    tree = parse(path)
+    nested = [node for node in ast.walk(tree) if imported_names(node) and node not in tree.body]
     assert not nested, f"line {nested[0].lineno}: a nested import"
     assert "TYPE_CHECKING" not in path.read_text()
 
 
-def test_the_core_has_no_clock_randomness_or_environment() -> None:
+def test_core_has_no_clock_randomness_or_environment() -> None:
     forbidden = {"time", "random", "os", "logging", "threading", "datetime", "asyncio", "uuid"}
     for path in FILES:
         if path.is_relative_to(ROOT / "elastic"):
-            tops = {name.partition(".")[0] for name in imports_of(tree_of(path))}
+            tops = {name.partition(".")[0] for name in imports_of(parse(path))}
             assert not tops & forbidden, f"{name_of(path)} imports {tops & forbidden}"
 
 
 def test_no_import_cycles() -> None:
-    known = modules()
+    known = find_modules()
     graph = {name: sorted(_depends_on(path, known)) for name, path in known.items()}
     finished: set[str] = set()
 
@@ -190,35 +190,35 @@ def test_no_import_cycles() -> None:
     ],
 )
 def test_controller_agent_and_observer_import_no_torch(start: str) -> None:
-    """It costs each of these processes 3 s at its start, and 200 MB."""
-    known = modules()
-    reached, waiting = set(), [start]
-    while waiting:
-        name = waiting.pop()
-        if name not in reached:
-            reached.add(name)
-            tops = {other.partition(".")[0] for other in imports_of(tree_of(known[name]))}
+    """Importing torch would cost each of these processes 3 s at its start and 200 MB."""
+    known = find_modules()
+    visited, pending = set(), [start]
+    while pending:
+        name = pending.pop()
+        if name not in visited:
+            visited.add(name)
+            tops = {other.partition(".")[0] for other in imports_of(parse(known[name]))}
             assert "torch" not in tops, f"{start} imports {name}, which imports torch"
             packages = [name.rpartition(".")[0]] if "." in name else []
-            waiting += [*_depends_on(known[name], known), *(p for p in packages if p in known)]
-    assert len(reached) > 20
+            pending += [*_depends_on(known[name], known), *(p for p in packages if p in known)]
+    assert len(visited) > 20
 
 
-def test_the_command_line_imports_its_heavy_libraries_late() -> None:
+def test_command_line_imports_its_heavy_libraries_late() -> None:
     """`elastic --help`, `status` and `logs` answer at once."""
     heavy = "{'torch', 'ray', 'mlflow', 'transformers', 'matplotlib'}"
     program = (
         "import sys, pipelines.cli, pipelines.observe.view.status, pipelines.observe.view.logs\n"
         f"print(sorted({heavy} & set(sys.modules)))"
     )
-    ended = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
     )
-    assert ended.stdout == "[]\n"
+    assert finished.stdout == "[]\n"
 
 
 def _depends_on(path: Path, known: dict[str, Path]) -> Iterator[str]:
-    for name in imports_of(tree_of(path)):
+    for name in imports_of(parse(path)):
         module = name if name in known else name.rpartition(".")[0]
         if module in known:
             yield module
@@ -227,7 +227,7 @@ def _depends_on(path: Path, known: dict[str, Path]) -> Iterator[str]:
 @pytest.mark.parametrize("path", [*FILES, *TEST_FILES], ids=name_of)
 def test_files_and_functions_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_FILE_LINES
-    for node in ast.walk(tree_of(path)):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             assert num_lines <= MAX_FUNCTION_LINES, f"{node.name} has {num_lines} lines"

@@ -1,4 +1,4 @@
-"""Initial values: equal under every layout, drawn by region, from the right distribution."""
+"""Initial values: the same under every layout, drawn by region, from the right distribution."""
 
 from __future__ import annotations
 
@@ -29,51 +29,53 @@ LLAMA = {
 
 
 @st.composite
-def boxes(drawing: st.DrawFn) -> tuple[tuple[int, ...], Region]:
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], Region]:
     """A shape of several tiles, and a region in it."""
-    limits = drawing(st.sampled_from([(), (40_000,), (70, 1200), (3, 70, 600), (2, 3, 40, 520)]))
-    shape = tuple(drawing(st.integers(1, limit)) for limit in limits)
-    offsets = tuple(drawing(st.integers(0, size - 1)) for size in shape)
+    limits = draw(st.sampled_from([(), (40_000,), (70, 1200), (3, 70, 600), (2, 3, 40, 520)]))
+    shape = tuple(draw(st.integers(1, limit)) for limit in limits)
+    offsets = tuple(draw(st.integers(0, size - 1)) for size in shape)
     lengths = tuple(
-        drawing(st.integers(1, size - first)) for size, first in zip(shape, offsets, strict=True)
+        draw(st.integers(1, size - first)) for size, first in zip(shape, offsets, strict=True)
     )
     return shape, Region(offsets, lengths)
 
 
 @given(boxes(), st.sampled_from([Normal(1.0, 2.0), Uniform(-3.0, 1.0), Constant(0.5)]))
-def test_a_region_has_the_values_of_the_whole_tensor(box, drawn) -> None:
+def test_region_has_the_values_of_the_whole_tensor(box, source) -> None:
     shape, region = box
-    whole = draw(drawn, "layers.0.weight", 7, shape, Region.whole(shape))
-    assert torch.equal(draw(drawn, "layers.0.weight", 7, shape, region), whole[slices_of(region)])
+    whole = draw(source, "layers.0.weight", 7, shape, Region.whole(shape))
+    assert torch.equal(draw(source, "layers.0.weight", 7, shape, region), whole[slices_of(region)])
 
 
 @pytest.mark.parametrize(
-    ("drawn", "mean", "std"),
+    ("source", "mean", "std"),
     [(Normal(1.0, 2.0), 1.0, 2.0), (Uniform(-3.0, 1.0), -1.0, 4.0 / 12**0.5)],
 )
-def test_values_follow_the_distribution_and_no_two_tiles_are_alike(drawn, mean, std) -> None:
+def test_values_follow_the_distribution_and_tiles_differ(source, mean, std) -> None:
     shape = (4 * 32, 3 * 512)
-    values = draw(drawn, "weight", 0, shape, Region.whole(shape))
+    values = draw(source, "weight", 0, shape, Region.whole(shape))
     assert values.mean().item() == pytest.approx(mean, abs=5 * std / values.numel() ** 0.5)
     assert values.std().item() == pytest.approx(std, rel=0.01)
     tiles = {tile.numpy().tobytes() for row in values.split(32) for tile in row.split(512, dim=1)}
     assert len(tiles) == 12
 
 
-def test_a_region_of_a_vector_draws_only_its_own_values() -> None:
-    """Its tiles have one row, so drawing a vector costs about as much as a matrix of its size."""
-    drawn = time_of(lambda: draw(Normal(0.0, 1.0), "bias", 0, (1 << 22,), Region((0,), (1 << 22,))))
+def test_drawing_a_vector_costs_about_as_much_as_a_matrix_of_its_size() -> None:
+    """The tiles of a vector have one row, so no other values are drawn."""
+    vector_s = measure(
+        lambda: draw(Normal(0.0, 1.0), "bias", 0, (1 << 22,), Region((0,), (1 << 22,)))
+    )
     matrix = Region.whole((2048, 2048))
-    assert drawn < 5 * time_of(lambda: draw(Normal(0.0, 1.0), "weight", 0, (2048, 2048), matrix))
+    assert vector_s < 5 * measure(lambda: draw(Normal(0.0, 1.0), "weight", 0, (2048, 2048), matrix))
 
 
-def time_of(action: Callable[[], object]) -> float:
-    """The shortest of three times, to exclude the effect of other processes."""
+def measure(action: Callable[[], object]) -> float:
+    """The shortest of three runs, to exclude the effect of other processes."""
     times = []
     for _ in range(3):
-        began = time.perf_counter()
+        started = time.perf_counter()
         action()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - started)
     return min(times)
 
 
@@ -86,7 +88,7 @@ def test_values_depend_on_name_and_seed(name: str, seed: int) -> None:
     assert not (first == second).any()
 
 
-def test_the_distribution_of_each_parameter_of_a_llama_is_found_without_drawing_it() -> None:
+def test_distribution_of_each_llama_parameter_is_found_without_drawing_it() -> None:
     model = build(LLAMA)
     for name, parameter in model.named_parameters():
         actual = distribution(model, name)
@@ -95,7 +97,7 @@ def test_the_distribution_of_each_parameter_of_a_llama_is_found_without_drawing_
         assert drawn.std().item() == pytest.approx(0.05 if drawn.ndim > 1 else 0.0, rel=0.05)
 
 
-def test_a_partly_overwritten_parameter_has_no_known_distribution() -> None:
+def test_partly_overwritten_parameter_has_no_known_distribution() -> None:
     """The padding row of an embedding is set to 0 after the draw."""
     model = build({**LLAMA, "pad_token_id": 3})
     name = "model.embed_tokens.weight"

@@ -1,4 +1,4 @@
-"""Signals to the command, with real signals and a real terminal."""
+"""Reaction of the command to real signals and a real terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from pipelines.run import drive
 from pipelines.run.drive import Interrupts
 
-SHOWING = """
+PRINTING = """
 import sys, time
 from pipelines.run.drive import Interrupts
 
@@ -31,20 +31,22 @@ sys.exit(128 + interrupts.number)
 
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
-    made = Interrupts()
-    yield made
-    made.restore()
+    interrupts = Interrupts()
+    yield interrupts
+    interrupts.restore()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_request_that_comes_twice_is_one(interrupts: Interrupts, number: int) -> None:
+def test_signal_that_arrives_twice_at_once_counts_as_one(
+    interrupts: Interrupts, number: int
+) -> None:
     """`timeout` signals the process and then its group."""
     os.kill(os.getpid(), number)
     os.kill(os.getpid(), number)
     assert interrupts.number == number
 
 
-def test_a_later_signal_ends_at_once(
+def test_second_signal_later_ends_the_command_at_once(
     interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(drive, "REPEAT_S", 0.01)
@@ -57,10 +59,10 @@ def test_a_later_signal_ends_at_once(
 def test_command_under_nohup_ignores_the_hangup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        made = Interrupts()
+        interrupts = Interrupts()
         os.kill(os.getpid(), signal.SIGHUP)
-        assert made.number == 0
-        made.restore()
+        assert interrupts.number == 0
+        interrupts.restore()
     finally:
         signal.signal(signal.SIGHUP, before)
 
@@ -69,8 +71,8 @@ def test_closed_terminal_is_a_request_to_stop() -> None:
     """Nothing that is printed afterwards raises."""
     pid, terminal = pty.fork()
     if pid == 0:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under `nohup`
-        os.execv(sys.executable, [sys.executable, "-c", SHOWING])
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # pytest itself may run under `nohup`
+        os.execv(sys.executable, [sys.executable, "-c", PRINTING])
     output = b""
     while b"ready" not in output:
         output += os.read(terminal, 1024)

@@ -1,4 +1,4 @@
-"""The journal of long runs: what a step costs, where a replay begins, what is remembered."""
+"""The journal of long runs: its size per step, the start of a replay, and bounded state."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def lines_of(folder: Path) -> list[str]:
     return (folder / "journal.jsonl").read_text().splitlines()
 
 
-def replayed(texts: list[str]) -> Replay:
+def replay_lines(texts: list[str]) -> Replay:
     replay = Replay()
     for text in texts:
         replay.take(json.loads(text))
@@ -60,53 +60,53 @@ def newest_full_state(texts: list[str]) -> int:
     return max(index for index, text in enumerate(texts) if '"ControllerState"' in text)
 
 
-@pytest.mark.parametrize(("step_s", "most_bytes"), [(20.0, 350), (1.0, 125), (0.001, 15)])
-def test_a_step_costs_the_journal_few_bytes(
-    tmp_path: Path, step_s: float, most_bytes: float
+@pytest.mark.parametrize(("step_s", "max_bytes"), [(20.0, 350), (1.0, 125), (0.001, 15)])
+def test_journal_stays_within_its_bytes_per_step(
+    tmp_path: Path, step_s: float, max_bytes: float
 ) -> None:
-    """Under the policy that users get: with reports of compute times, and checkpoints by time."""
+    """The default policy applies: with reports of compute times, and checkpoints by time."""
     num_steps = 3 * MAX_REPLAYED
     LongRun(tmp_path / "run", num_steps, step_s).write()
-    assert sum(map(len, lines_of(tmp_path / "run"))) / num_steps <= most_bytes
+    assert sum(map(len, lines_of(tmp_path / "run"))) / num_steps <= max_bytes
 
 
 @pytest.mark.parametrize("step_s", [20.0, 1.0, 0.001])
-def test_a_replay_begins_at_the_newest_full_state_and_is_short(
+def test_replay_from_the_newest_full_state_is_short_and_complete(
     tmp_path: Path, step_s: float
 ) -> None:
-    """Beyond every buffer: held steps, kept records, two lost workers."""
+    """The run exceeds every buffer: held steps, kept records, two lost workers."""
     run = LongRun(tmp_path / "run", 5_000, step_s, every=Every(loss=2_000))
     run.write()
     texts = lines_of(tmp_path / "run")
-    newest = replayed(texts[newest_full_state(texts) :])
-    whole = replayed(texts)
+    newest = replay_lines(texts[newest_full_state(texts) :])
+    whole = replay_lines(texts)
     assert encode(newest.core.state) == encode(whole.core.state)
     assert newest.again() == whole.again()
     assert newest.num_events <= MAX_REPLAYED
-    lost = run.core.state.committed_step - newest.core.state.committed_step
-    assert lost <= min(MAX_HELD, 1 + 31 / step_s), "only reports that workers repeat"
+    num_lost_steps = run.core.state.committed_step - newest.core.state.committed_step
+    assert num_lost_steps <= min(MAX_HELD, 1 + 31 / step_s), "only reports that the workers repeat"
 
 
-def test_a_thousand_workers_cost_the_journal_few_bytes_a_step_and_nothing_grows(
+def test_journal_of_1000_workers_stays_within_its_bytes_per_step(
     tmp_path: Path,
 ) -> None:
-    """One of them is a straggler all the time."""
+    """One worker is a straggler all the time."""
     num_steps, policy = 3_000, users_policy(NUM_MANY_WORKERS)
     LongRun(tmp_path / "run", num_steps, policy=policy, slow_rank=1).write()
     texts = lines_of(tmp_path / "run")
     resumed = next(i for i, text in enumerate(texts) if '"command": "Resume"' in text)
     texts = texts[resumed + 2 :]
-    of_checkpoints = ('"PartWritten"', '"PublishCheckpoint"')
-    num_bytes, num_bytes_of_checkpoints = 0, 0
+    checkpoint_kinds = ('"PartWritten"', '"PublishCheckpoint"')
+    num_bytes, num_checkpoint_bytes = 0, 0
     for text in texts:
-        if any(kind in text[:80] for kind in of_checkpoints):
-            num_bytes_of_checkpoints += len(text)
+        if any(kind in text[:80] for kind in checkpoint_kinds):
+            num_checkpoint_bytes += len(text)
         else:
             num_bytes += len(text)
     assert num_bytes / num_steps <= 700
     num_checkpoints = sum('"Checkpointed"' in text[:80] for text in texts)
     assert num_checkpoints >= 5
-    assert num_bytes_of_checkpoints / num_checkpoints <= 345 * NUM_MANY_WORKERS
+    assert num_checkpoint_bytes / num_checkpoints <= 345 * NUM_MANY_WORKERS
     assert sum('"kind": "straggler"' in text for text in texts) == 1
     states = [json.loads(text)["ControllerState"] for text in texts if '"ControllerState"' in text]
     without_uploads = [
@@ -117,35 +117,35 @@ def test_a_thousand_workers_cost_the_journal_few_bytes_a_step_and_nothing_grows(
     assert len(sizes) >= 2 and max(sizes) <= 1.01 * min(sizes)
 
 
-def test_a_journal_with_short_reports_of_compute_times_replays_to_the_same_state(
+def test_short_reports_of_compute_times_replay_to_the_same_state(
     tmp_path: Path,
 ) -> None:
-    """The straggler is in each report, the others' times only in some."""
+    """Each report has the straggler; only some have the times of the others."""
     policy = replace(users_policy(32), straggler_reports=10**6)
     run = LongRun(tmp_path / "run", 910, 20.0, policy, slow_rank=1)
     run.write()
-    held = run.writer.before(Woke(), run.core.state)
-    texts = [*lines_of(tmp_path / "run"), *map(json.dumps, held)]
+    held_lines = run.writer.before(Woke(), run.core.state)
+    texts = [*lines_of(tmp_path / "run"), *map(json.dumps, held_lines)]
     reports = [json.loads(text) for text in texts if '"event": "ComputeTimed"' in text]
     num_whole = sum(bool(report["compute_s"]) for report in reports)
     assert 1 < num_whole < len(reports) - 1
     assert all(len(report["slow"]) == 1 for report in reports if not report["compute_s"])
-    replay = replayed(texts)
+    replay = replay_lines(texts)
     assert encode(replay.core.state) == encode(run.core.state)
     [num_slow] = run.core.state.stragglers.num_slow.values()
     assert num_slow == 910 // policy.straggler_every
 
 
-def test_nothing_that_the_controller_keeps_grows_with_the_steps(tmp_path: Path) -> None:
-    """With every checkpoint kept and the orders of one generation."""
+def test_state_of_the_controller_does_not_grow_with_the_steps(tmp_path: Path) -> None:
+    """All checkpoints are kept, and all orders of one generation."""
     policy = replace(POLICY, keep_last=0, checkpoint_auto=False)
     sizes = []
     for num_steps in (2_000, 6_000):
         every = Every(loss=500, evaluation=5, checkpoint=5)
         run = LongRun(tmp_path / str(num_steps), num_steps, policy=policy, every=every)
         run.write()
-        full = lines_of(tmp_path / str(num_steps))
-        sizes.append(len(full[newest_full_state(full)]))
+        texts = lines_of(tmp_path / str(num_steps))
+        sizes.append(len(texts[newest_full_state(texts)]))
         assert len(run.core.state.checkpoints.saved) <= 128
         kinds = [type(order) for order in run.writer.unfinished.orders]
         assert kinds in ([Resume], [Resume, RequestCheckpoint])
@@ -153,15 +153,15 @@ def test_nothing_that_the_controller_keeps_grows_with_the_steps(tmp_path: Path) 
     assert sizes[1] <= 1.1 * sizes[0]
 
 
-class Driven:
-    """A core and its journal, driven event by event."""
+class JournaledCore:
+    """A core and its journal, one event at a time."""
 
     def __init__(self, num_steps: int = 1000) -> None:
         self.core, self.writer, self.now = Core(), JournalWriter(), 0.0
         self.lines: list[dict[str, Any]] = []
-        self.hear(opening(num_steps))
+        self.deliver(opening(num_steps))
 
-    def hear(self, event: Event, answers: bool = True) -> None:
+    def deliver(self, event: Event, answers: bool = True) -> None:
         inbox = [event]
         while inbox:
             event = inbox.pop(0)
@@ -176,7 +176,7 @@ class Driven:
     def commit(self, num_steps: int) -> None:
         for _ in range(num_steps):
             state = self.core.state
-            self.hear(step_of(state.committed_step + 1, state.generation, self.now))
+            self.deliver(step_of(state.committed_step + 1, state.generation, self.now))
 
     def names(self) -> list[str]:
         return [
@@ -185,57 +185,59 @@ class Driven:
         ]
 
 
-def test_the_first_step_by_which_all_snapshots_are_whole_is_written_at_once() -> None:
-    """It tells a reader since when a loss costs little; the steps beside it are held back."""
-    run = Driven()
-    run.commit(5)
-    assert run.names().count("StepCommitted") == 1, "the first of the generation"
-    state = run.core.state
+def test_first_step_with_whole_snapshots_is_written_at_once() -> None:
+    """From that line a reader knows since when a loss costs little; other steps are held back."""
+    journaled = JournaledCore()
+    journaled.commit(5)
+    assert journaled.names().count("StepCommitted") == 1, "the first step of the generation"
+    state = journaled.core.state
     state.snapshots.placement = Placement(copies=dict.fromkeys(state.live.members(), ("n0",)))
-    step = step_of(state.committed_step + 1, state.generation, run.now)
+    step = step_of(state.committed_step + 1, state.generation, journaled.now)
     whole = replace(step.vote, num_snapshots=len(state.live.members()))
-    run.hear(replace(step, vote=whole))
-    assert run.lines[-1]["vote"]["num_snapshots"] == len(state.live.members())
-    run.commit(5)
-    assert run.names().count("StepCommitted") == 2
+    journaled.deliver(replace(step, vote=whole))
+    assert journaled.lines[-1]["vote"]["num_snapshots"] == len(state.live.members())
+    journaled.commit(5)
+    assert journaled.names().count("StepCommitted") == 2
 
 
-def test_the_first_step_of_a_generation_is_written_at_once() -> None:
-    driven = Driven()
-    driven.commit(1)
-    assert driven.names()[-2:] == ["state", "StepCommitted"]
+def test_first_step_of_a_generation_is_written_at_once() -> None:
+    journaled = JournaledCore()
+    journaled.commit(1)
+    assert journaled.names()[-2:] == ["state", "StepCommitted"]
 
 
-def test_held_steps_come_before_what_follows_them() -> None:
-    driven = Driven()
-    driven.commit(3)
-    driven.hear(Woke())
-    assert driven.names()[-3:] == ["StepCommitted", "steps", "Woke"]
-    driven.commit(MAX_HELD)
-    driven.hear(Woke())
-    assert driven.names()[-2:] == ["state", "Woke"], "so many take more bytes than the state"
-    times = [line["time"] for line in driven.lines]
+def test_held_steps_are_written_before_the_next_line() -> None:
+    journaled = JournaledCore()
+    journaled.commit(3)
+    journaled.deliver(Woke())
+    assert journaled.names()[-3:] == ["StepCommitted", "steps", "Woke"]
+    journaled.commit(MAX_HELD)
+    journaled.deliver(Woke())
+    assert journaled.names()[-2:] == ["state", "Woke"], (
+        "so many steps take more bytes than the state"
+    )
+    times = [line["time"] for line in journaled.lines]
     assert times == sorted(times)
 
 
-def test_a_full_state_has_the_metrics_that_storage_lacks() -> None:
-    driven = Driven()
-    driven.commit(500)
-    [line] = driven.writer.due(driven.now + 3600.0, driven.core.state, num_waiting=3)
+def test_full_state_contains_the_metrics_that_storage_lacks() -> None:
+    journaled = JournaledCore()
+    journaled.commit(500)
+    [line] = journaled.writer.due(journaled.now + 3600.0, journaled.core.state, num_waiting=3)
     replay = Replay()
     replay.take(json.loads(json.dumps(line)))
-    assert [told.record.step for told in replay.records] == [498, 499, 500]
+    assert [report.record.step for report in replay.records] == [498, 499, 500]
 
 
-def test_once_a_step_has_committed_nobody_is_told_to_form_again() -> None:
-    driven = Driven()
-    kinds = [type(order) for order in driven.writer.unfinished.orders]
+def test_orders_to_form_are_dropped_once_a_step_has_committed() -> None:
+    journaled = JournaledCore()
+    kinds = [type(order) for order in journaled.writer.unfinished.orders]
     assert kinds == [Form, Reshard, Resume]
-    driven.commit(1)
-    assert [type(order) for order in driven.writer.unfinished.orders] == [Resume]
+    journaled.commit(1)
+    assert [type(order) for order in journaled.writer.unfinished.orders] == [Resume]
 
 
-def test_confirmed_removals_are_forgotten() -> None:
+def test_confirmed_removals_are_dropped() -> None:
     unfinished = Unfinished()
     unfinished.note(Woke(), [DropCheckpoints(((1, 1), (2, 1))), SetAside(3, 1)])
     unfinished.note(Woke(), [DropCheckpoints(((2, 1), (4, 1)))])
@@ -245,7 +247,7 @@ def test_confirmed_removals_are_forgotten() -> None:
     assert unfinished.again(set()) == []
 
 
-def test_only_the_newest_wish_counts_and_a_new_session_begins_empty() -> None:
+def test_only_the_newest_checkpoint_request_is_kept_within_a_session() -> None:
     unfinished = Unfinished()
     for step in range(1000):
         unfinished.note(Woke(), [RequestCheckpoint(1, ("w0",), step)])
@@ -256,13 +258,13 @@ def test_only_the_newest_wish_counts_and_a_new_session_begins_empty() -> None:
     ]
     unfinished.drop_ended(set())
     assert not unfinished.stops and unfinished.stopped
-    opened = opening(5)
-    assert isinstance(opened, RunOpened)
-    unfinished.note(opened, [])
+    new_opening = opening(5)
+    assert isinstance(new_opening, RunOpened)
+    unfinished.note(new_opening, [])
     assert unfinished == Unfinished()
 
 
-def test_voids_that_a_new_one_implies_are_forgotten() -> None:
+def test_void_implied_by_a_new_one_is_dropped() -> None:
     state = ControllerState(
         generation=7,
         checkpoints=CheckpointDuty(
@@ -273,26 +275,26 @@ def test_voids_that_a_new_one_implies_are_forgotten() -> None:
     assert state.checkpoints.voided == (VoidedCheckpoints(10, 2), VoidedCheckpoints(40, 8))
 
 
-def caught_up(driven: Driven, num_steps: int, phase: type) -> None:
-    """Commit so many steps out of records that a worker sends, as a shell does it."""
-    core, writer = driven.core, driven.writer
+def catch_up_steps(journaled: JournaledCore, num_steps: int, phase: type) -> None:
+    """Commit `num_steps` steps from records that a worker sends, as a shell does."""
+    core, writer = journaled.core, journaled.writer
     generation, target = core.state.generation, core.state.committed_step + num_steps
     if phase is Running:
-        event: Event = step_of(target, generation, driven.now)
+        event: Event = step_of(target, generation, journaled.now)
     else:
-        driven.hear(WorkerLost("w0", "killed"), answers=False)
+        journaled.deliver(WorkerLost("w0", "killed"), answers=False)
         for worker in ("w1", "w2", "w3"):
-            driven.hear(Quiesced(worker, generation, target), answers=False)
+            journaled.deliver(Quiesced(worker, generation, target), answers=False)
         event = Woke()
-    driven.hear(event, answers=False)
+    journaled.deliver(event, answers=False)
     while (catch_up := core.state.steps.catch_up) is not None:
         assert isinstance(core.state.phase, phase)
         first = core.state.committed_step + 1
         steps = range(first, min(first + NUM_SENT_RECORDS, target + 1))
-        records = tuple(step_of(step, generation, driven.now).record for step in steps)
+        records = tuple(step_of(step, generation, journaled.now).record for step in steps)
         event = RecordsSent(catch_up.worker, core.state.generation, records)
-        driven.hear(event, answers=False)
-        driven.lines += writer.due(driven.now, core.state)
+        journaled.deliver(event, answers=False)
+        journaled.lines += writer.due(journaled.now, core.state)
 
 
 @pytest.mark.parametrize(
@@ -303,19 +305,19 @@ def caught_up(driven: Driven, num_steps: int, phase: type) -> None:
         pytest.param(Running, 100_000, marks=pytest.mark.slow),
     ],
 )
-def test_a_replay_is_short_also_after_a_long_absence(phase: type, num_steps: int) -> None:
-    """The workers were that far ahead; the controller has their records and dies again."""
-    driven = Driven(2 * num_steps)
-    driven.commit(10)
-    caught_up(driven, num_steps, phase)
-    assert driven.core.state.committed_step == num_steps + 10
-    newest = max(n for n, line in enumerate(driven.lines) if "ControllerState" in line)
+def test_replay_is_short_also_after_a_long_absence(phase: type, num_steps: int) -> None:
+    """The workers were `num_steps` ahead; the controller has their records and dies again."""
+    journaled = JournaledCore(2 * num_steps)
+    journaled.commit(10)
+    catch_up_steps(journaled, num_steps, phase)
+    assert journaled.core.state.committed_step == num_steps + 10
+    newest = max(n for n, line in enumerate(journaled.lines) if "ControllerState" in line)
     replay = Replay()
-    replay.take(driven.lines[newest])
+    replay.take(journaled.lines[newest])
     first = replay.core.state.committed_step
-    for line in driven.lines[newest + 1 :]:
+    for line in journaled.lines[newest + 1 :]:
         replay.take(line)
-    assert encode(replay.core.state) == encode(driven.core.state)
+    assert encode(replay.core.state) == encode(journaled.core.state)
     num_replayed = replay.core.state.committed_step - first
     assert num_replayed <= MAX_REPLAYED + NUM_SENT_RECORDS
     assert replay.num_events >= num_replayed

@@ -1,4 +1,4 @@
-"""Layouts as they are written, and the order of their ranks."""
+"""Layouts as text, and the order of their ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from elastic.geometry.errors import InvalidLayout
 from elastic.geometry.layout import Coordinates, Layout
 
 
-def test_the_innermost_axis_changes_fastest() -> None:
+def test_innermost_axis_changes_fastest() -> None:
     layout = Layout(pp=2, dp=2, tp=2)
     assert [layout.coordinates(rank)[:2] + layout.coordinates(rank)[4:] for rank in range(4)] == [
         (0, 0, 0),
@@ -20,7 +20,7 @@ def test_the_innermost_axis_changes_fastest() -> None:
     assert layout.groups("dp") == ((0, 2), (1, 3), (4, 6), (5, 7))
 
 
-def test_a_layout_is_written_without_its_ones() -> None:
+def test_text_of_a_layout_omits_degrees_of_1() -> None:
     assert str(Layout(dp=2, tp=4)) == "dp=2,tp=4"
     assert str(Layout(fsdp=2, zero=1)) == "fsdp=2,zero=1"
     assert str(Layout()) == "dp=1"
@@ -28,7 +28,7 @@ def test_a_layout_is_written_without_its_ones() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("dp=0", "at least 1"),
         ("dp", "whole number"),
@@ -40,11 +40,11 @@ def test_a_layout_is_written_without_its_ones() -> None:
         ("", "not an axis"),
     ],
 )
-def test_a_layout_that_is_none_is_refused(text: str, told: str) -> None:
-    with pytest.raises(InvalidLayout, match=told):
+def test_invalid_layout_is_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidLayout, match=message):
         Layout.parse(text)
 
 
-def test_a_world_rank_outside_the_mesh_is_refused() -> None:
+def test_world_rank_outside_the_mesh_is_refused() -> None:
     with pytest.raises(InvalidLayout, match="outside"):
         Layout(dp=2).coordinates(2)

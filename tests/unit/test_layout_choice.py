@@ -1,4 +1,4 @@
-"""Layouts that can be checked by eye: what is chosen when the wish does not fit, and why."""
+"""Layout choice on small cases: the layout if the target does not fit, and the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB = Job(num_microbatches=8)
 TRANSFORMER = Limits(tp_divides=4, num_layers=6, seq_len=64, num_experts=1)
 
 
-def chosen(
+def choose(
     target_layout: str, num_workers: int, job: Job = JOB, memory_bytes: int | None = None
 ) -> LayoutChoice | Infeasible:
     capacity = Capacity(num_workers, memory_bytes)
@@ -29,7 +29,7 @@ def chosen(
 
 
 def layout_of(target_layout: str, num_workers: int, **kwargs: object) -> str:
-    choice = chosen(target_layout, num_workers, **kwargs)  # type: ignore[arg-type]
+    choice = choose(target_layout, num_workers, **kwargs)  # type: ignore[arg-type]
     assert isinstance(choice, LayoutChoice), choice
     assert choice.reason
     return str(choice.layout)
@@ -52,21 +52,21 @@ def layout_of(target_layout: str, num_workers: int, **kwargs: object) -> str:
         ("fsdp=4,ep=4", 3, "dp=1,fsdp=2,ep=2"),
     ],
 )
-def test_the_model_axes_change_only_where_they_no_longer_fit(
+def test_model_axes_change_only_if_they_no_longer_fit(
     target_layout: str, num_workers: int, layout: str
 ) -> None:
     assert layout_of(target_layout, num_workers) == str(Layout.parse(layout))
 
 
-def test_fewer_microbatches_than_workers_leave_the_model_axes_some_use() -> None:
-    """Eight workers would be dp=8, but two microbatches feed two data ranks."""
-    few = Job(num_microbatches=2)
-    assert layout_of("pp=4,tp=4,dp=1", 8, job=few) == "dp=2,tp=4"
+def test_model_axes_use_workers_that_microbatches_cannot_feed() -> None:
+    """Eight workers would be dp=8, but two microbatches feed only two data ranks."""
+    small_job = Job(num_microbatches=2)
+    assert layout_of("pp=4,tp=4,dp=1", 8, job=small_job) == "dp=2,tp=4"
 
 
-def test_other_model_axes_keep_to_the_limits() -> None:
+def test_replacement_model_axes_respect_the_limits_of_the_model() -> None:
     job = Job(num_microbatches=1, limits=TRANSFORMER)
-    choice = chosen("tp=4", 3, job)
+    choice = choose("tp=4", 3, job)
     assert isinstance(choice, LayoutChoice)
     assert str(choice.layout) == "tp=2"
     assert any("tp=3 does not divide 4" in refusal for refusal in choice.refusals)
@@ -75,50 +75,50 @@ def test_other_model_axes_keep_to_the_limits() -> None:
     )
 
 
-def test_a_wish_that_the_model_cannot_have_is_refused_whatever_else_would_fit() -> None:
+def test_target_layout_outside_the_model_limits_is_refused() -> None:
     job = Job(num_microbatches=8, limits=TRANSFORMER)
-    choice = chosen("tp=3", 6, job)
+    choice = choose("tp=3", 6, job)
     assert isinstance(choice, Infeasible) and "tp=3 does not divide 4" in choice.reason
-    deep = chosen("pp=4,vp=2", 8, Job(num_microbatches=8, layer_costs=(1,) * 7))
-    assert deep == Infeasible("pp x vp = 8 stages, but only 7 layers have costs")
+    deep_choice = choose("pp=4,vp=2", 8, Job(num_microbatches=8, layer_costs=(1,) * 7))
+    assert deep_choice == Infeasible("pp x vp = 8 stages, but only 7 layers have costs")
 
 
-def test_virtual_stages_fall_to_what_the_layers_fill() -> None:
-    """With memory for a fourth of the state, and microbatches for one data rank only."""
+def test_virtual_stages_are_reduced_to_the_number_of_layers() -> None:
+    """There is memory for a third of the state, and microbatches for only one data rank."""
     job = Job(num_microbatches=1, state_bytes=120, margin=1.0, limits=TRANSFORMER)
     assert layout_of("pp=3,cp=2,vp=2,dp=1", 5, job=job, memory_bytes=40) == "pp=3,vp=2"
     assert layout_of("pp=2,cp=2,vp=3,dp=1", 3, job=job, memory_bytes=40) == "pp=3,vp=2"
 
 
-def test_an_axis_is_raised_only_for_memory_and_only_where_a_limit_bounds_it() -> None:
-    needy = Job(num_microbatches=1, state_bytes=120, margin=1.0)
-    assert isinstance(chosen("", 4, needy, 40), Infeasible)
+def test_model_axis_is_raised_only_for_memory_and_within_a_limit() -> None:
+    unbounded = Job(num_microbatches=1, state_bytes=120, margin=1.0)
+    assert isinstance(choose("", 4, unbounded, 40), Infeasible)
     bounded = Job(num_microbatches=1, state_bytes=120, margin=1.0, limits=TRANSFORMER)
     assert layout_of("", 4, job=bounded, memory_bytes=30) == "tp=4"
     assert layout_of("", 3, job=bounded, memory_bytes=40) == "pp=3"
     assert layout_of("", 4, job=bounded, memory_bytes=120) == "dp=1"
-    refused = chosen("", 4, bounded, 19)
+    refused = choose("", 4, bounded, 19)
     assert isinstance(refused, Infeasible)
     assert "fsdp=7 would fit with 7 workers and as many microbatches" in refused.reason
 
 
-def test_context_parallel_ranks_hold_copies_and_give_way_to_shards() -> None:
+def test_context_parallel_ranks_are_replaced_by_shards_if_memory_is_short() -> None:
     job = Job(num_microbatches=8, state_bytes=120, margin=1.0)
     assert layout_of("cp=2,fsdp=2", 4, job=job, memory_bytes=60) == "fsdp=2,cp=2"
     assert layout_of("cp=2,fsdp=2", 4, job=job, memory_bytes=59) == "fsdp=4"
 
 
-def test_a_refusal_for_memory_says_what_is_needed_what_is_there_and_what_would_fit() -> None:
+def test_refusal_for_memory_names_needed_and_available_bytes_and_what_fits() -> None:
     job = Job(num_microbatches=8, state_bytes=100, param_bytes=40, margin=1.5)
-    refused = chosen("tp=2,fsdp=1", 2, job, 45)
+    refused = choose("tp=2,fsdp=1", 2, job, 45)
     assert refused == Infeasible(
         "tp=2: a worker needs 70 bytes for its part, times a margin of 1.5, but has 45; raise "
         "fsdp: fsdp=3 would fit with 6 workers; fsdp=2: a worker needs 70 bytes for its part, "
         "times a margin of 1.5, but has 45; raise fsdp: fsdp=5 would fit with 5 workers"
     )
-    fallen = chosen("tp=2,dp=2", 1, job, 80)
-    assert isinstance(fallen, Infeasible)
-    assert fallen.reason.startswith(
+    smaller = choose("tp=2,dp=2", 1, job, 80)
+    assert isinstance(smaller, Infeasible)
+    assert smaller.reason.startswith(
         "dp=2,tp=2 needs 4 workers, only 1 available; dp=1: a worker needs"
     )
     assert layout_of("tp=2,fsdp=1", 6, job=job, memory_bytes=45) == "fsdp=3,tp=2"
@@ -127,16 +127,18 @@ def test_a_refusal_for_memory_says_what_is_needed_what_is_there_and_what_would_f
 @pytest.mark.parametrize(
     ("zero", "num_bytes"), [(0, 160), (1, 40 + 40 + 20), (2, 40 + 30), (3, 40)]
 )
-def test_what_each_zero_stage_divides(zero: int, num_bytes: int) -> None:
+def test_worker_bytes_of_each_zero_stage(zero: int, num_bytes: int) -> None:
     job = Job(state_bytes=120, param_bytes=40)
     assert worker_bytes(job, Layout(fsdp=4, zero=zero)) == num_bytes
     assert worker_bytes(job, Layout(fsdp=4, zero=zero, tp=4, cp=2)) == -(-num_bytes // 4)
 
 
-@pytest.mark.parametrize(("zero", "as_in_step"), [(0, 0), (1, 1), (2, 2), (3, 1)])
-def test_a_pipeline_keeps_what_stage_three_gathers_for_a_step(zero: int, as_in_step: int) -> None:
+@pytest.mark.parametrize(("zero", "equivalent_zero"), [(0, 0), (1, 1), (2, 2), (3, 1)])
+def test_pipeline_keeps_the_parameters_that_zero_stage_3_gathers(
+    zero: int, equivalent_zero: int
+) -> None:
     job = Job(state_bytes=120, param_bytes=40)
-    alone = worker_bytes(job, Layout(fsdp=4, zero=as_in_step))
+    alone = worker_bytes(job, Layout(fsdp=4, zero=equivalent_zero))
     assert worker_bytes(job, Layout(pp=2, fsdp=4, zero=zero)) == -(-alone // 2)
 
 
@@ -152,26 +154,26 @@ def test_a_pipeline_keeps_what_stage_three_gathers_for_a_step(zero: int, as_in_s
         ("pp=2,fsdp=2,ep=2,zero=0", 160 / 4 + 16 / 2),
     ],
 )
-def test_experts_are_cut_by_ep_and_never_by_tp(layout: str, num_bytes: float) -> None:
+def test_experts_are_sharded_by_ep_and_never_by_tp(layout: str, num_bytes: float) -> None:
     job = Job(state_bytes=132, param_bytes=44, expert_state_bytes=120, expert_param_bytes=40)
     assert worker_bytes(job, Layout.parse(layout)) == num_bytes
 
 
-def test_the_least_fsdp_that_fits_is_one_that_ep_folds_out_of() -> None:
+def test_least_fitting_fsdp_is_a_multiple_of_ep() -> None:
     job = Job(state_bytes=100, margin=1.0)
     assert least_fitting(job, TargetLayout(), Capacity(8, 34)) == 3
     assert least_fitting(job, TargetLayout(ep=4), Capacity(8, 34)) == 4
     assert least_fitting(job, TargetLayout(zero=0), Capacity(8, 34)) is None
 
 
-def test_the_reason_tells_what_was_refused_and_what_came_next() -> None:
-    choice = chosen("tp=2,dp=2", 3)
+def test_reason_names_the_refused_and_the_chosen_layout() -> None:
+    choice = choose("tp=2,dp=2", 3)
     assert isinstance(choice, LayoutChoice)
     assert choice.reason == (
         "tp=2 at 4 microbatches a step, best of 1 for 3 workers; "
         "dp=2,tp=2 needs 4 workers, only 3 available"
     )
-    choice = chosen("dp=2,fsdp=2", 3)
+    choice = choose("dp=2,fsdp=2", 3)
     assert isinstance(choice, LayoutChoice)
     assert choice.reason == (
         "dp=3 at 3 microbatches a step, best of 1 for 3 workers; "
@@ -183,14 +185,14 @@ def test_the_reason_tells_what_was_refused_and_what_came_next() -> None:
     )
 
 
-def test_of_many_refusals_the_first_are_told_and_the_others_counted() -> None:
-    choice = chosen("pp=4,cp=4,tp=4,dp=1", 8)
+def test_only_the_first_of_many_refusals_are_listed_and_the_others_counted() -> None:
+    choice = choose("pp=4,cp=4,tp=4,dp=1", 8)
     assert isinstance(choice, LayoutChoice)
     assert len(choice.refusals) == 9
     assert choice.refusals[-1].startswith("and ")
 
 
-def test_the_costliest_rank_sets_the_pace() -> None:
+def test_share_of_the_costliest_rank() -> None:
     assert costliest_share((), 4, 1) == 0.25
     assert costliest_share((1, 1, 1), 2, 1) == 2 / 3
     assert costliest_share((1, 1, 1, 1, 2, 2), 2, 1) == 0.5
@@ -210,11 +212,11 @@ def test_the_costliest_rank_sets_the_pace() -> None:
         ("pp=2,vp=2,dp=3", (4 + 1 / 2) / 2),
     ],
 )
-def test_compute_and_bubble(layout: str, cost: float) -> None:
+def test_step_cost_of_compute_and_pipeline_bubble(layout: str, cost: float) -> None:
     assert cost_of(layout, JOB) == cost
 
 
-def test_traffic_counts_where_speeds_are_known() -> None:
+def test_step_cost_includes_traffic_if_bandwidths_are_known() -> None:
     """In units of 1 s: A = 2 bytes, P = 100 bytes, 6 layers; within a node 10 B/s, beyond 1 B/s."""
     job = Job(
         num_microbatches=8,
@@ -234,25 +236,25 @@ def test_traffic_counts_where_speeds_are_known() -> None:
     assert cost_of("cp=2", job) == pytest.approx(4 + 8 * 6 * 6 * 1 / 10)
     assert cost_of("pp=2", job) == pytest.approx(4.5 + 8 * 2 * 2 / 10)
     sharded = cost_of("pp=2,fsdp=2", job) - cost_of("pp=2,fsdp=2,zero=1", job)
-    assert sharded == 0, "gathered and reduced once a step"
+    assert sharded == 0, "gathered and reduced once per step"
     assert cost_of("dp=2,tp=2", job) == pytest.approx(2 + 4 * 4 * 6 * 2 / 10 + 50 / 1)
     unknown = Job(num_microbatches=8, param_bytes=100, bandwidths=job.bandwidths)
     assert cost_of("dp=4", unknown) == 2
 
 
-def test_slow_links_make_another_layout_the_cheapest() -> None:
-    """Two nodes of two: replicas that reduce all gradients between nodes lose to a pipeline
-    over the two nodes."""
+def test_slow_links_between_nodes_make_a_pipeline_the_cheapest() -> None:
+    """Two nodes of two workers: a pipeline over the nodes is cheaper than replicas that reduce all
+    gradients between them."""
     base = {"num_microbatches": 64, "state_bytes": 3000, "param_bytes": 1000}
     near = Job(**base, microbatch_s=1.0, bandwidths=Bandwidths(node=1e6, far=1e6))  # type: ignore[arg-type]
     slow = Job(**base, microbatch_s=1.0, bandwidths=Bandwidths(node=1e6, far=10.0))  # type: ignore[arg-type]
     capacity = Capacity(4, node_size=2, rack_size=2)
-    told = {}
+    layouts = {}
     for name, job in (("near", near), ("slow", slow)):
         choice = plan_layout(None, capacity, TargetLayout(pp=8), job, snapshots_cover=True)
         assert isinstance(choice, LayoutChoice)
-        told[name] = str(choice.layout)
-    assert told == {"near": "dp=4", "slow": "pp=2,dp=2"}
+        layouts[name] = str(choice.layout)
+    assert layouts == {"near": "dp=4", "slow": "pp=2,dp=2"}
 
 
 def cost_of(layout: str, job: Job) -> float:
@@ -261,7 +263,7 @@ def cost_of(layout: str, job: Job) -> float:
     return step_cost(target_layout, job, Capacity(8, node_size=2, rack_size=2))(dp, fsdp)
 
 
-def test_it_never_takes_what_it_refuses() -> None:
+def test_chosen_layout_is_within_the_limits_and_the_number_of_workers() -> None:
     job = Job(num_microbatches=6, state_bytes=60, param_bytes=20, limits=TRANSFORMER)
     for pp, cp, tp, num_workers in product((1, 2, 3), (1, 2), (1, 2, 4), range(1, 9)):
         choice = plan_layout(

@@ -1,4 +1,4 @@
-"""Asking a shell for another layout, from another thread, at the awkward moments."""
+"""Layout requests to a shell from another thread: before it opens, at its end, with a timeout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 20.0
 
 
 class EmptyFleet:
-    """Nobody ever starts; what shall happen the test posts."""
+    """Starts no worker; the test posts all events."""
 
     def start_store(self) -> None:
         pass
@@ -48,8 +48,8 @@ class EmptyFleet:
         pass
 
 
-def shell_of(folder: Path) -> tuple[Shell, threading.Thread]:
-    """A shell, and the thread that is to drive it."""
+def make_shell(folder: Path) -> tuple[Shell, threading.Thread]:
+    """A shell, and the thread that will run it."""
     run = DiskStorage(folder)
     lease = claim(run)
     shell = Shell(run, lease)
@@ -59,8 +59,8 @@ def shell_of(folder: Path) -> tuple[Shell, threading.Thread]:
 
 
 @contextmanager
-def driven(folder: Path) -> Iterator[Shell]:
-    shell, thread = shell_of(folder)
+def running_shell(folder: Path) -> Iterator[Shell]:
+    shell, thread = make_shell(folder)
     thread.start()
     shell.opened.wait(PATIENCE_S)
     try:
@@ -70,23 +70,23 @@ def driven(folder: Path) -> Iterator[Shell]:
         thread.join()
 
 
-def test_who_asks_before_the_run_is_opened_is_answered_by_this_session(tmp_path: Path) -> None:
-    with driven(tmp_path):
-        pass  # the journal now tells of a session that has stopped
+def test_request_before_the_run_opens_is_answered_by_its_session(tmp_path: Path) -> None:
+    with running_shell(tmp_path):
+        pass  # the journal now contains a stopped session
     [file] = (tmp_path / "lease").iterdir()
     file.write_text(json.dumps({**json.loads(file.read_text()), "released": True}))
-    shell, thread = shell_of(tmp_path)
+    shell, thread = make_shell(tmp_path)
     replies: list[LayoutReply] = []
-    asking = threading.Thread(
+    request_thread = threading.Thread(
         target=lambda: replies.append(
             ask_for_layout(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
         )
     )
-    asking.start()
-    asking.join(0.3)
+    request_thread.start()
+    request_thread.join(0.3)
     assert not replies
     thread.start()
-    asking.join(PATIENCE_S)
+    request_thread.join(PATIENCE_S)
     shell.post(StopRequested("enough"))
     thread.join()
     [reply] = replies
@@ -95,33 +95,33 @@ def test_who_asks_before_the_run_is_opened_is_answered_by_this_session(tmp_path:
     assert not reply.ended
 
 
-def test_who_asks_a_run_that_has_ended_hears_so_at_once(tmp_path: Path) -> None:
-    with driven(tmp_path) as shell:
+def test_request_to_an_ended_run_is_answered_at_once(tmp_path: Path) -> None:
+    with running_shell(tmp_path) as shell:
         pass
     reply = ask_for_layout(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
     assert reply.ended and reply.answered is None
 
 
-def test_a_refusal_comes_back_with_its_reason(tmp_path: Path) -> None:
-    with driven(tmp_path) as shell:
+def test_refused_request_returns_the_reason(tmp_path: Path) -> None:
+    with running_shell(tmp_path) as shell:
         reply = ask_for_layout(shell, TargetLayout.parse("fsdp=3"), PATIENCE_S)
     assert reply.answered is not None and "needs 3 workers" in reply.answered.refusal
 
 
-def test_who_waits_for_a_change_hears_of_the_end(tmp_path: Path) -> None:
-    """And who does not wait so long, how far the request has come."""
-    with driven(tmp_path) as shell:
+def test_waiting_request_returns_at_the_end_of_the_run_or_after_its_timeout(tmp_path: Path) -> None:
+    """After its timeout a request returns how far it has come."""
+    with running_shell(tmp_path) as shell:
         events = [StoreReady("host", 1), *(WorkerReady(w, "node", 1) for w in ("w0", "w1"))]
         end = [*(WorkerLost(w, "killed") for w in ("w0", "w1")), StopRequested("enough")]
         for event in events:
             shell.post(event)
-        late = ask_for_layout(shell, TargetLayout.parse("fsdp=2"), 0.1)
+        timed_out = ask_for_layout(shell, TargetLayout.parse("fsdp=2"), 0.1)
         timer = threading.Timer(0.3, lambda: [shell.post(event) for event in end])
         timer.start()
         reply = ask_for_layout(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
         timer.join()
-    for one in (late, reply):
-        assert one.answered is not None and not one.layout
-        assert (one.answered.present, one.answered.planned) == ("dp=2", "fsdp=2")
-    assert not late.is_done
+    for layout_reply in (timed_out, reply):
+        assert layout_reply.answered is not None and not layout_reply.layout
+        assert (layout_reply.answered.present, layout_reply.answered.planned) == ("dp=2", "fsdp=2")
+    assert not timed_out.is_done
     assert reply.ended

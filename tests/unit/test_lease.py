@@ -1,4 +1,4 @@
-"""The lease: staleness by the storage's clock, unreadable files, renewal, and a lost lease."""
+"""The lease: staleness by the clock of the storage, unreadable files, renewal, a lost lease."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ELSEWHERE = {"host": "elsewhere", "pid": 1, "started": 0.0, "cluster": "", "acto
 
 @pytest.mark.parametrize("clock", [0.0, 4e9])
 def test_staleness_depends_only_on_the_storages_clock(clock: float) -> None:
-    """The storage's clock is decades behind or ahead of this process's clock."""
+    """The clock of the storage is decades behind or ahead of that of this process."""
     run: Any = MemoryStorage()
     run.now = clock
     run.write("lease/5-0", json.dumps({**ELSEWHERE, "renewed": 2e9 - clock}).encode())
@@ -64,7 +64,7 @@ def test_unreadable_lease_holds_the_run_until_it_is_stale(tmp_path: Path, conten
 
 
 def test_renewal_on_disk_writes_no_data(tmp_path: Path) -> None:
-    """So a full disk does not cost the lease."""
+    """A full disk must not cost the lease."""
     lease = claim(DiskStorage(tmp_path))
     [file] = (tmp_path / "lease").iterdir()
     number = file.stat().st_ino

@@ -1,4 +1,4 @@
-"""Reading line logs: offsets, reading from the end, and which segments are in force."""
+"""Reading line logs: offsets, reading from the end, and the segments that are in force."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from actors.storage.segments import LogSegment, parse_segments, segment_name, se
 from actors.storage.storage import DiskStorage
 
 
-def body(first: int, num_lines: int, width: int = 20) -> bytes:
+def make_lines(first: int, num_lines: int, width: int = 20) -> bytes:
     rows = ({"number": first + i, "filler": "x" * width} for i in range(num_lines))
     return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
 
 
-def segmented(*parts: tuple[int, int, bytes]) -> LineLog:
+def make_segmented_log(*parts: tuple[int, int, bytes]) -> LineLog:
     """A log of segments, each given as epoch, begin, content."""
     storage: Any = MemoryStorage()
     for epoch, begin, content in parts:
@@ -32,19 +32,21 @@ def segmented(*parts: tuple[int, int, bytes]) -> LineLog:
     return LineLog(storage, "log")
 
 
-def numbers(log: LineLog, offset: int = 0) -> list[int]:
+def read_numbers(log: LineLog, offset: int = 0) -> list[int]:
     return [row["number"] for row in log.lines(offset)]
 
 
 @pytest.fixture(params=["disk", "segments"])
 def log(request: pytest.FixtureRequest, tmp_path: Path) -> LineLog:
     """3,000 lines in 3 segments."""
-    content = [body(1000 * i, 1000) for i in range(3)]
+    content = [make_lines(1000 * i, 1000) for i in range(3)]
     if request.param == "disk":
         (tmp_path / "log").write_bytes(b"".join(content))
         return LineLog(DiskStorage(tmp_path), "log")
     begins = [sum(map(len, content[:i])) for i in range(3)]
-    return segmented(*((1, begin, part) for begin, part in zip(begins, content, strict=True)))
+    return make_segmented_log(
+        *((1, begin, part) for begin, part in zip(begins, content, strict=True))
+    )
 
 
 def test_lines_from_end_are_the_lines_reversed(
@@ -70,111 +72,119 @@ def test_lines_are_read_up_to_a_byte(log: LineLog) -> None:
 def test_find_newest_returns_the_offset_of_a_line(log: LineLog) -> None:
     offset = log.find_newest(b'"number": 1234,')
     assert offset is not None
-    assert numbers(log, offset) == list(range(1234, 3000))
+    assert read_numbers(log, offset) == list(range(1234, 3000))
     assert log.find_newest(b"nothing of the kind") is None
     assert [row["number"] for row in log.last_rows(3)] == [2997, 2998, 2999]
 
 
-def test_reader_follows_a_growing_log_with_one_listing_a_poll(log: LineLog) -> None:
+def test_reader_follows_a_growing_log_with_one_listing_per_poll(log: LineLog) -> None:
     reader = log.reader()
-    got = b""
+    content = b""
     while block := reader.read(5000):
         assert block.endswith(b"\n")
-        got += block
-    assert got == b"".join(log.blocks()) and reader.offset == len(got)
+        content += block
+    assert content == b"".join(log.blocks()) and reader.offset == len(content)
     if isinstance(log.storage, MemoryStorage):
         log.storage.num_listings = 0
         fresh = log.reader()
         for _ in range(20):
             fresh.read(1000)
         assert log.storage.num_listings == 1
-        log.storage.write(segment_name("log", 2, reader.offset), body(3000, 2))
+        log.storage.write(segment_name("log", 2, reader.offset), make_lines(3000, 2))
     else:
         with open(log.url, "ab") as file:
-            file.write(body(3000, 2) + b'{"half')
+            file.write(make_lines(3000, 2) + b'{"half')
     assert reader.read().count(b"\n") == 2
     assert reader.read() == b""
 
 
 def test_late_segments_of_an_older_epoch_are_ignored() -> None:
-    first = body(0, 10)
-    limit = len(body(0, 4))
-    log = segmented((1, 0, first), (1, len(first), body(90, 3)), (2, limit, body(4, 3)))
-    assert numbers(log) == list(range(7))
+    first = make_lines(0, 10)
+    limit = len(make_lines(0, 4))
+    log = make_segmented_log(
+        (1, 0, first), (1, len(first), make_lines(90, 3)), (2, limit, make_lines(4, 3))
+    )
+    assert read_numbers(log) == list(range(7))
     log.storage.write(segment_name("log", 3, limit), b"")  # epoch 3 begins at the same byte
-    assert numbers(log) == list(range(4))
+    assert read_numbers(log) == list(range(4))
 
 
 def test_gap_and_truncated_segment_are_detected() -> None:
-    content = [body(10 * i, 10) for i in range(3)]
+    content = [make_lines(10 * i, 10) for i in range(3)]
     begins = [sum(map(len, content[:i])) for i in range(3)]
-    hole = segmented((1, 0, content[0]), (1, begins[2], content[2]))
-    cut = segmented((1, 0, content[0][:-5]), (1, begins[1], content[1]))
-    for log, rest in ((hole, [*range(10), *range(20, 30)]), (cut, [*range(9), *range(10, 20)])):
+    hole = make_segmented_log((1, 0, content[0]), (1, begins[2], content[2]))
+    cut = make_segmented_log((1, 0, content[0][:-5]), (1, begins[1], content[1]))
+    for log, readable_numbers in (
+        (hole, [*range(10), *range(20, 30)]),
+        (cut, [*range(9), *range(10, 20)]),
+    ):
         with pytest.raises(DamagedLog, match="is followed by a gap of"):
-            numbers(log)
-        assert [row["number"] for row in log.rows()] == rest
+            read_numbers(log)
+        assert [row["number"] for row in log.rows()] == readable_numbers
 
 
 def test_log_begins_after_its_dropped_segments() -> None:
-    log = segmented((1, 1000, body(5, 5)))
-    assert numbers(log) == list(range(5, 10))
+    log = make_segmented_log((1, 1000, make_lines(5, 5)))
+    assert read_numbers(log) == list(range(5, 10))
 
 
 def test_damaged_line_is_reported_by_its_offset(tmp_path: Path) -> None:
-    before = body(0, 3)
+    before = make_lines(0, 3)
     for garbage in (b"\x00\xff{", b"[1, 2]", b"", b"null"):
-        (tmp_path / "log").write_bytes(before + garbage + b"\n" + body(3, 2))
+        (tmp_path / "log").write_bytes(before + garbage + b"\n" + make_lines(3, 2))
         log = LineLog(DiskStorage(tmp_path), "log")
         with pytest.raises(DamagedLog, match=f"the line at byte {len(before)} is no JSON object"):
-            numbers(log)
+            read_numbers(log)
         assert [row["number"] for row in log.rows()] == list(range(5))
 
 
 def test_compacted_segment_replaces_its_segments() -> None:
-    content = [body(10 * i, 10) for i in range(3)]
+    content = [make_lines(10 * i, 10) for i in range(3)]
     begins = [sum(map(len, content[:i])) for i in range(3)]
-    log = segmented(*((1, begin, part) for begin, part in zip(begins, content, strict=True)))
+    log = make_segmented_log(
+        *((1, begin, part) for begin, part in zip(begins, content, strict=True))
+    )
     closed = log.segments()[:2]
-    log.compact(closed, body(3, 1))
-    assert numbers(log) == [3, *range(20, 30)]  # before the replaced segments are removed
+    log.compact(closed, make_lines(3, 1))
+    assert read_numbers(log) == [3, *range(20, 30)]  # before the replaced segments are removed
     log.remove_segments(closed)
-    assert numbers(log) == [3, *range(20, 30)]
-    assert numbers(log, begins[1]) == list(range(20, 30))  # the compacted segment has been read
+    assert read_numbers(log) == [3, *range(20, 30)]
+    # The compacted segment has been read.
+    assert read_numbers(log, begins[1]) == list(range(20, 30))
     assert log.find_newest(b'"number": 3,') == 0
     writer = open_lines(log)
     writer.write({"number": 30})
     writer.close()
-    assert numbers(log) == [3, *range(20, 31)]
+    assert read_numbers(log) == [3, *range(20, 31)]
 
 
 def test_compaction_by_an_older_epoch_is_ignored() -> None:
     names = {segment_name("log", 1, 0): 100, segment_name("log", 2, 60): 10}
-    late = {segment_name("log", 1, 0, 100): 5}
-    in_force = segments_in_force(parse_segments({**names, **late}))
+    late_segment = {segment_name("log", 1, 0, 100): 5}
+    in_force = segments_in_force(parse_segments({**names, **late_segment}))
     assert [(s.epoch, s.begin, s.end) for s in in_force] == [(1, 0, 60), (2, 60, 70)]
 
 
 def test_overlapping_segments_are_read_once() -> None:
-    whole = body(0, 4)
-    half = len(body(0, 2))
-    log = segmented((1, 0, body(0, 3)), (1, half, whole[half:]))
-    assert numbers(log) == [0, 1, 2, 3]
+    whole = make_lines(0, 4)
+    half = len(make_lines(0, 2))
+    log = make_segmented_log((1, 0, make_lines(0, 3)), (1, half, whole[half:]))
+    assert read_numbers(log) == [0, 1, 2, 3]
     assert isinstance(log.segments()[1], LogSegment)
 
 
 def test_opening_truncates_half_a_line(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    path.write_bytes(body(0, 2) + b'{"number": 2, "fil')
-    with opened(LineLog(DiskStorage(tmp_path), "log")) as log:
-        assert numbers(log) == [0, 1]
+    path.write_bytes(make_lines(0, 2) + b'{"number": 2, "fil')
+    with open_and_close(LineLog(DiskStorage(tmp_path), "log")) as log:
+        assert read_numbers(log) == [0, 1]
     path.write_bytes(b"half" * 1000)
-    with opened(LineLog(DiskStorage(tmp_path), "log")) as log:
-        assert numbers(log) == []
+    with open_and_close(LineLog(DiskStorage(tmp_path), "log")) as log:
+        assert read_numbers(log) == []
 
 
 @contextmanager
-def opened(log: LineLog) -> Iterator[LineLog]:
+def open_and_close(log: LineLog) -> Iterator[LineLog]:
     writer = open_lines(log)
     yield log
     assert writer.close() == ""
@@ -182,7 +192,7 @@ def opened(log: LineLog) -> Iterator[LineLog]:
 
 def test_log_with_segments_of_a_newer_epoch_is_not_opened() -> None:
     with pytest.raises(LostLease, match="files of lease/ were removed"):
-        open_lines(segmented((7, 0, body(0, 1))), epoch=3)
+        open_lines(make_segmented_log((7, 0, make_lines(0, 1))), epoch=3)
 
 
 @pytest.mark.parametrize("appends_between", [False, True])
@@ -194,19 +204,19 @@ def test_failed_write_that_takes_effect_later_loses_no_line(appends_between: boo
     writer.append({"number": 0})
     writer.ship()
     writer.append({"number": 1})
-    late = dict(storage.objects)
+    late_objects = dict(storage.objects)
     storage.refusal = OSError(110, "Connection timed out")
     with pytest.raises(OSError):
         writer.ship()
     storage.refusal = None
-    [name] = late
-    late[name] += b'{"number": 1}\n'
+    [name] = late_objects
+    late_objects[name] += b'{"number": 1}\n'
     if appends_between:
         writer.append({"number": 2})
     for number in (3, 4):
         writer.ship()
         writer.append({"number": number})
     writer.ship()
-    before = numbers(log)
-    storage.objects.update(late)
-    assert numbers(log) == before == [0, 1, *([2] if appends_between else []), 3, 4]
+    before = read_numbers(log)
+    storage.objects.update(late_objects)
+    assert read_numbers(log) == before == [0, 1, *([2] if appends_between else []), 3, 4]

@@ -1,4 +1,4 @@
-"""Writers of line logs while storage fails: real failures by the operating system."""
+"""Writers of line logs while storage fails, with real failures of the operating system."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ LINE = {"filler": "x" * 1000}
 
 
 @contextmanager
-def files_limited_to(num_bytes: int) -> Iterator[None]:
-    """The kernel rejects bytes beyond the limit, as a full disk does: part of a line is written."""
+def limit_file_size(num_bytes: int) -> Iterator[None]:
+    """Like a full disk, the kernel rejects bytes beyond the limit: part of a line is written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -35,39 +35,39 @@ def files_limited_to(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_lines_reach_a_full_disk_once_it_has_space(tmp_path: Path) -> None:
     lines = LineFile(tmp_path / "log")
-    with files_limited_to(LIMIT_BYTES):
+    with limit_file_size(LIMIT_BYTES):
         for number in range(100):
             lines.write({"number": number, **LINE})
         assert "File too large" in lines.trouble and lines.num_waiting > 30
     lines.flush()  # without a further line
     assert (lines.trouble, lines.num_waiting) == ("", 0)
-    assert [row["number"] for row in rows(tmp_path / "log")] == list(range(100))
+    assert [row["number"] for row in read_rows(tmp_path / "log")] == list(range(100))
     assert lines.close() == ""
 
 
 def test_close_retries_for_its_patience_and_reports_lost_lines(tmp_path: Path) -> None:
-    with files_limited_to(LIMIT_BYTES):
+    with limit_file_size(LIMIT_BYTES):
         lines = LineFile(tmp_path / "log")
         for number in range(100):
             lines.write({"number": number, **LINE})
         num_waiting = lines.num_waiting
-        began = time.monotonic()
-        lost = lines.close(patience_s=1.0)
-        assert 1.0 <= time.monotonic() - began < 5.0
-    assert lost == f"{num_waiting} lines of log not written: [Errno 27] File too large"
+        started = time.monotonic()
+        problem = lines.close(patience_s=1.0)
+        assert 1.0 <= time.monotonic() - started < 5.0
+    assert problem == f"{num_waiting} lines of log not written: [Errno 27] File too large"
     open_lines(LineLog(DiskStorage(tmp_path), "log")).close()
-    assert len(rows(tmp_path / "log")) == 100 - num_waiting
+    assert len(read_rows(tmp_path / "log")) == 100 - num_waiting
 
 
 def test_close_writes_lines_once_there_is_space(tmp_path: Path) -> None:
     closed: list[str] = []
-    with files_limited_to(LIMIT_BYTES):
+    with limit_file_size(LIMIT_BYTES):
         lines = LineFile(tmp_path / "log")
         for number in range(100):
             lines.write({"number": number, **LINE})
@@ -75,14 +75,14 @@ def test_close_writes_lines_once_there_is_space(tmp_path: Path) -> None:
         closing.start()
         time.sleep(1.5)
     closing.join()
-    assert closed == [""] and len(rows(tmp_path / "log")) == 100
+    assert closed == [""] and len(read_rows(tmp_path / "log")) == 100
 
 
 def test_waiting_lines_are_dropped_after_a_lost_lease(tmp_path: Path) -> None:
     run = DiskStorage(tmp_path)
     lease = claim(run, actor="a")
     lines = LineFile(tmp_path / "log", lease.look)
-    with files_limited_to(LIMIT_BYTES):
+    with limit_file_size(LIMIT_BYTES):
         for number in range(100):
             lines.write({"number": number, **LINE})
     size = (tmp_path / "log").stat().st_size
@@ -107,9 +107,9 @@ def test_lines_reach_an_object_store_once_it_accepts_writes() -> None:
         "10 lines of log not written: [Errno 28] No space left on device"
     )
     storage.refusal = None
-    again = open_lines(log)
-    again.write({"number": 10})
-    assert again.close() == ""
+    reopened = open_lines(log)
+    reopened.write({"number": 10})
+    assert reopened.close() == ""
     assert [row["number"] for row in log.lines()] == [10]
 
 
@@ -127,9 +127,9 @@ def test_nothing_is_uploaded_after_a_lost_lease() -> None:
     newer.release()
 
 
-def until(is_so: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 20.0
-    while not is_so():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -150,12 +150,12 @@ def test_lines_are_written_after_an_exception_of_any_kind(refusal: Exception, tr
     storage.refusal = refusal
     lines.write({"number": 0})
     lines.make_durable()
-    until(lambda: bool(lines.trouble))
+    wait_until(lambda: bool(lines.trouble))
     assert (lines.trouble, lines.num_waiting) == (trouble, 1)
     lines.write({"number": 1})
     storage.refusal = None
     lines.make_durable()
-    until(lambda: not lines.trouble and not lines.num_waiting)
+    wait_until(lambda: not lines.trouble and not lines.num_waiting)
     assert lines.close() == ""
     assert [row["number"] for row in log.lines()] == [0, 1]
 
@@ -190,7 +190,7 @@ def test_log_that_opens_later_does_not_wait_and_loses_no_line() -> None:
     lines.write({"number": 1})
     lines.make_durable()
     storage.answers.set()
-    until(lambda: bool(lines.trouble))
+    wait_until(lambda: bool(lines.trouble))
     lines.write({"number": 2})
     assert (lines.trouble, lines.num_waiting) == ("[Errno 110] Connection timed out", 2)
     storage.refusal = None
@@ -198,20 +198,20 @@ def test_log_that_opens_later_does_not_wait_and_loses_no_line() -> None:
     assert [row["number"] for row in LineLog(storage, "log").lines()] == [0, 1, 2]
 
 
-def test_a_log_that_opens_later_drops_lines_that_a_newer_epoch_supersedes() -> None:
+def test_log_that_opens_later_drops_lines_that_a_newer_epoch_supersedes() -> None:
     storage: Any = MemoryStorage()
     open_lines(LineLog(storage, "log"), epoch=7).close()
     before = dict(storage.objects)
     lines = open_lines(LineLog(storage, "log"), epoch=3, opens_later=True)
     lines.write({"number": 1})
     lines.make_durable()
-    until(lambda: not lines.num_waiting)
+    wait_until(lambda: not lines.num_waiting)
     lines.write({"number": 2})
     assert lines.num_waiting == 0 and lines.close() == ""
     assert storage.objects == before
 
 
-def test_a_file_that_opens_later_is_opened_once_its_folder_can_be_made(tmp_path: Path) -> None:
+def test_file_that_opens_later_is_opened_once_its_folder_can_be_created(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("in the way")
     lines = open_lines(LineLog(DiskStorage(tmp_path / "run"), "log"), opens_later=True)
     lines.make_durable()
@@ -220,25 +220,25 @@ def test_a_file_that_opens_later_is_opened_once_its_folder_can_be_made(tmp_path:
     (tmp_path / "run").unlink()
     lines.write({"number": 1})
     assert lines.close() == ""
-    assert [row["number"] for row in rows(tmp_path / "run" / "log")] == [0, 1]
+    assert [row["number"] for row in read_rows(tmp_path / "run" / "log")] == [0, 1]
 
 
-@pytest.mark.parametrize("ends", ["flush", "write"])
-def test_a_process_that_lost_its_lease_writes_nothing_at_the_next_flush(
-    tmp_path: Path, ends: str
+@pytest.mark.parametrize("operation", ["flush", "write"])
+def test_process_that_lost_its_lease_writes_nothing_at_the_next_flush(
+    tmp_path: Path, operation: str
 ) -> None:
     run = DiskStorage(tmp_path)
     lease = claim(run, actor="a")
     lines = LineFile(tmp_path / "log", lease.look)
     lines.write({"number": 0})
-    with files_limited_to(1):
+    with limit_file_size(1):
         lines.write({"number": 1})
     assert lines.num_waiting == 1
     claim(run, actor="a")
     with pytest.raises(LeaseLost):
-        lines.flush() if ends == "flush" else lines.write({"number": 2})
+        lines.flush() if operation == "flush" else lines.write({"number": 2})
     assert lines.num_waiting == 0 and lines.close() == ""
-    assert [row["number"] for row in rows(tmp_path / "log")] == [0]
+    assert [row["number"] for row in read_rows(tmp_path / "log")] == [0]
 
 
 def test_process_stopped_before_truncating_truncates_no_newer_line(
@@ -267,5 +267,5 @@ def test_process_stopped_before_truncating_truncates_no_newer_line(
     may_continue.set()
     for thread in (older, newer):
         thread.join()
-    assert [row["number"] for row in rows(tmp_path / "log")] == [0, 1]
+    assert [row["number"] for row in read_rows(tmp_path / "log")] == [0, 1]
     assert [lines.close() for lines in opened] == ["", ""]

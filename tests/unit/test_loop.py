@@ -1,4 +1,4 @@
-"""Custom training loops: the steps they get, errors of misuse, and objects they may prepare."""
+"""Custom training loops: their steps, errors of misuse, and the objects that they may prepare."""
 
 from __future__ import annotations
 
@@ -24,44 +24,46 @@ from pipelines.loop.script import script_of
 from pipelines.loop.stepping import ScriptOptimizing
 
 
-class One(NamedTuple):
+class Microbatch(NamedTuple):
     value: Any
     num_samples: int
 
 
-class Given:
-    """An engine with microbatches from a list that records the counts of losses."""
+class ListEngine:
+    """An engine that takes microbatches from a list and records the counts of losses."""
 
-    def __init__(self, *microbatches: One) -> None:
+    def __init__(self, *microbatches: Microbatch) -> None:
         self.microbatches = list(microbatches)
         self.num_microbatches = len(microbatches)
         self.counts: list[float] = []
 
-    def next(self) -> One:
+    def next(self) -> Microbatch:
         return self.microbatches.pop(0)
 
     def forwarded(self, count: Tensor) -> None:
         self.counts.append(float(count))
 
 
-def data() -> DataLoader[Any]:
+def make_loader() -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.randn(10, 2)), batch_size=2, shuffle=True)
 
 
 def declare(run: Run) -> Any:
     model = nn.Linear(2, 1)
-    return run.prepare(model, SGD(model.parameters(), lr=0.5), data())
+    return run.prepare(model, SGD(model.parameters(), lr=0.5), make_loader())
 
 
-def a_step(number: int = 1) -> Step:
+def make_step(number: int = 1) -> Step:
     points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    return Step(number, Given(One(points, 2), One(points, 0)), is_first_worker=True)
+    return Step(
+        number, ListEngine(Microbatch(points, 2), Microbatch(points, 0)), is_first_worker=True
+    )
 
 
 MODULE = nn.Linear(2, 1)
 
 
-def test_a_step_has_the_sums_of_its_body() -> None:
+def test_step_returns_the_loss_sums_of_its_body() -> None:
     """Means become sums; a padding microbatch counts zero and has no gradient."""
     weight = torch.ones(2, requires_grad=True)
 
@@ -73,13 +75,13 @@ def test_a_step_has_the_sums_of_its_body() -> None:
                     step.backward((points @ weight).mean())
 
     loop = Loop(script, 0)
-    sums = loop.take(a_step(), MODULE)
-    assert [(float(one.loss), int(one.num_tokens)) for one in sums] == [(10.0, 2), (0.0, 0)]
+    sums = loop.take(make_step(), MODULE)
+    assert [(float(part.loss), int(part.num_tokens)) for part in sums] == [(10.0, 2), (0.0, 0)]
     assert weight.grad is not None and weight.grad.tolist() == [4.0, 6.0]
 
 
 def test_code_after_the_block_sees_whether_the_step_committed() -> None:
-    seen = []
+    observed_commits = []
 
     def script(run: Run) -> None:
         declare(run)
@@ -87,37 +89,37 @@ def test_code_after_the_block_sees_whether_the_step_committed() -> None:
             with step:
                 for points in step.batches():
                     step.backward(points.sum() * torch.ones((), requires_grad=True))
-            seen.append((step.number, step.committed))
+            observed_commits.append((step.number, step.committed))
 
     loop = Loop(script, 0)
     for number in (1, 2, 2, 3):
-        loop.take(a_step(number), MODULE)
-    assert seen == [(1, True), (2, False), (2, True)]
+        loop.take(make_step(number), MODULE)
+    assert observed_commits == [(1, True), (2, False), (2, True)]
 
 
-def left_unread(step: Step) -> None:
+def leave_microbatches_unread(step: Step) -> None:
     for _ in step.batches():
         break
 
 
-def no_backward(step: Step) -> None:
+def call_no_backward(step: Step) -> None:
     for _ in step.batches():
         pass
 
 
-def backward_twice(step: Step) -> None:
+def call_backward_twice(step: Step) -> None:
     for points in step.batches():
         loss = points.sum() * torch.ones((), requires_grad=True)
         step.backward(loss)
         step.backward(loss)
 
 
-def no_scalar(step: Step) -> None:
+def call_backward_with_a_tensor(step: Step) -> None:
     for points in step.batches():
         step.backward(points)
 
 
-def passed_over(step: Step) -> None:
+def swallow_an_exception(step: Step) -> None:
     try:
         for _ in step.batches():
             raise ValueError("mine")
@@ -126,17 +128,17 @@ def passed_over(step: Step) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "told"),
+    ("body", "message"),
     [
-        (left_unread, "a microbatch got no `step.backward"),
-        (no_backward, "a microbatch got no `step.backward"),
-        (backward_twice, "once for each of"),
-        (no_scalar, "pass its mean, one number"),
-        (passed_over, "a microbatch got no `step.backward"),
+        (leave_microbatches_unread, "a microbatch got no `step.backward"),
+        (call_no_backward, "a microbatch got no `step.backward"),
+        (call_backward_twice, "once for each of"),
+        (call_backward_with_a_tensor, "pass its mean, one number"),
+        (swallow_an_exception, "a microbatch got no `step.backward"),
         (lambda step: None, "2 of this worker's 2 microbatches were not read"),
     ],
 )
-def test_a_misused_step_is_a_one_line_error(body: Callable[[Step], None], told: str) -> None:
+def test_misused_step_is_a_one_line_error(body: Callable[[Step], None], message: str) -> None:
     def script(run: Run) -> None:
         declare(run)
         for step in run.steps(3):
@@ -144,19 +146,19 @@ def test_a_misused_step_is_a_one_line_error(body: Callable[[Step], None], told: 
                 body(step)
 
     loop = Loop(script, 0)
-    for number in (7, 7):  # the loop gets the same step again
-        with pytest.raises(LoopMisused, match=told) as raised:
-            loop.take(a_step(number), MODULE)
+    for number in (7, 7):  # the second time the loop receives the same step again
+        with pytest.raises(LoopMisused, match=message) as raised:
+            loop.take(make_step(number), MODULE)
         assert "step 7" in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_a_script_that_leaves_its_loop_is_an_error() -> None:
-    def never_entered(run: Run) -> None:
+def test_script_that_leaves_its_loop_is_an_error() -> None:
+    def enters_no_step(run: Run) -> None:
         declare(run)
         for _ in run.steps(3):
             pass
 
-    def ends(run: Run) -> None:
+    def leaves_after_one_step(run: Run) -> None:
         declare(run)
         for step in run.steps(3):
             with step:
@@ -165,11 +167,11 @@ def test_a_script_that_leaves_its_loop_is_an_error() -> None:
             break
 
     with pytest.raises(LoopMisused, match="write `with step:`"):
-        Loop(never_entered, 0).take(a_step(), MODULE)
-    loop = Loop(ends, 0)
-    assert len(loop.take(a_step(), MODULE)) == 2
+        Loop(enters_no_step, 0).take(make_step(), MODULE)
+    loop = Loop(leaves_after_one_step, 0)
+    assert len(loop.take(make_step(), MODULE)) == 2
     with pytest.raises(LoopMisused, match="step 2: the script left the loop"):
-        loop.take(a_step(2), MODULE)
+        loop.take(make_step(2), MODULE)
     with pytest.raises(LoopMisused, match=r"run\.steps\(num_steps\)"):
         script_of(declare)
 
@@ -188,38 +190,38 @@ def test_take_raises_the_exception_of_the_script() -> None:
                 raise SystemExit(3)
 
     with pytest.raises(KeyError, match="mine"):
-        Loop(script, 0).take(a_step(), MODULE)
+        Loop(script, 0).take(make_step(), MODULE)
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
-        Loop(exits, 0).take(a_step(), MODULE)
+        Loop(exits, 0).take(make_step(), MODULE)
 
 
-def test_a_stuck_script_is_abandoned_and_restarted() -> None:
+def test_stuck_script_is_abandoned_and_restarted() -> None:
     """A new thread computes; the stuck one ends when it returns."""
-    go, begun, ended = threading.Event(), [], []
+    may_continue, started, ended = threading.Event(), [], []
 
     def script(run: Run) -> None:
-        number = len(begun)
-        begun.append(number)
+        number = len(started)
+        started.append(number)
         declare(run)
         try:
             for step in run.steps(3):
                 with step:
                     if number == 0:
-                        go.wait()
+                        may_continue.wait()
                     for points in step.batches():
                         step.backward(points.sum() * torch.ones((), requires_grad=True))
         finally:
             ended.append(number)
 
     loop = Loop(script, 0)
-    left = threading.Thread(target=lambda: loop.take(a_step(), MODULE), daemon=True)
-    left.start()
+    stuck_thread = threading.Thread(target=lambda: loop.take(make_step(), MODULE), daemon=True)
+    stuck_thread.start()
     while not loop.is_busy:
         time.sleep(0.001)
-    assert len(loop.take(a_step(), MODULE)) == 2
-    assert begun == [0, 1]
-    go.set()
-    left.join(10)
+    assert len(loop.take(make_step(), MODULE)) == 2
+    assert started == [0, 1]
+    may_continue.set()
+    stuck_thread.join(10)
     deadline = time.monotonic() + 10
     while ended != [0] and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -244,9 +246,9 @@ loops = [Loop(script, 0) for _ in range(4)]
 """
 
 
-def test_a_process_with_waiting_loops_exits_cleanly() -> None:
+def test_process_with_waiting_loops_exits_cleanly() -> None:
     """A thread that frees tensors while the interpreter exits would abort the process."""
-    ended = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", LOOPS_AT_EXIT],
         cwd=Path(__file__).parents[2],
         capture_output=True,
@@ -254,10 +256,12 @@ def test_a_process_with_waiting_loops_exits_cleanly() -> None:
         timeout=60,
         check=False,
     )
-    assert (ended.returncode, ended.stderr) == (0, "")
+    assert (finished.returncode, finished.stderr) == (0, "")
 
 
-def stepped(optimizer: torch.optim.Optimizer, schedule: Any, weight: Tensor) -> list[float]:
+def train_four_steps(
+    optimizer: torch.optim.Optimizer, schedule: Any, weight: Tensor
+) -> list[float]:
     values = []
     for _ in range(4):
         weight.grad = torch.ones_like(weight)
@@ -274,20 +278,22 @@ def test_optimizer_and_schedule_step_shards_like_whole_parameters(kind: Any) -> 
     optimizer = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
     scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 3)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    ours = ScriptOptimizing(optimizer, scheduler, names, None)
+    optimizing = ScriptOptimizing(optimizer, scheduler, names, None)
     shard = model.weight.detach().clone()
-    made = ours.build([("weight", shard)])
-    first_lr = made.param_groups[0]["lr"]
-    seen = []
+    shard_optimizer = optimizing.build([("weight", shard)])
+    first_lr = shard_optimizer.param_groups[0]["lr"]
+    shard_sums = []
     for step in range(1, 5):
         shard.grad = torch.ones_like(shard)
-        made.param_groups[0]["lr"] = first_lr * ours.rate(step)
-        made.step()
-        seen.append(float(shard.sum()))
+        shard_optimizer.param_groups[0]["lr"] = first_lr * optimizing.rate(step)
+        shard_optimizer.step()
+        shard_sums.append(float(shard.sum()))
     plain = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
-    again = LambdaLR(plain, lambda step: (step + 1) / 3)
-    assert seen == pytest.approx(stepped(plain, again, model.weight), rel=1e-6)
-    assert ours.rate(2) == pytest.approx(2 / 3), "what is past is asked for again"
+    plain_scheduler = LambdaLR(plain, lambda step: (step + 1) / 3)
+    assert shard_sums == pytest.approx(
+        train_four_steps(plain, plain_scheduler, model.weight), rel=1e-6
+    )
+    assert optimizing.rate(2) == pytest.approx(2 / 3), "an earlier step can be requested again"
 
 
 class Stream(IterableDataset[Any]):
@@ -300,7 +306,7 @@ OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
 
 
 @pytest.mark.parametrize(
-    ("objects", "told"),
+    ("objects", "message"),
     [
         ((3,), "cannot prepare int; pass a model"),
         ((ReduceLROnPlateau(OPTIMIZER),), "needs no metric"),
@@ -308,24 +314,27 @@ OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
         ((DataLoader(Stream()),), "not map-style"),
         ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
         ((MODEL,), "the optimizer and the loader"),
-        ((MODEL, SGD(nn.Linear(1, 1).parameters()), data()), "the model does not have"),
-        ((MODEL, SGD([MODEL.bias]), data()), "lacks parameter weight"),
-        ((MODEL, OPTIMIZER, data(), LambdaLR(SGD([MODEL.bias]), float)), "another optimizer"),
+        ((MODEL, SGD(nn.Linear(1, 1).parameters()), make_loader()), "the model does not have"),
+        ((MODEL, SGD([MODEL.bias]), make_loader()), "lacks parameter weight"),
+        (
+            (MODEL, OPTIMIZER, make_loader(), LambdaLR(SGD([MODEL.bias]), float)),
+            "another optimizer",
+        ),
     ],
 )
 def test_objects_that_cannot_be_elastic_are_refused_in_one_line(
-    objects: tuple[Any], told: str
+    objects: tuple[Any], message: str
 ) -> None:
     def script(run: Run) -> None:
         run.prepare(*objects)
         run.steps(3)
 
-    with pytest.raises(LoopMisused, match=told) as raised:
+    with pytest.raises(LoopMisused, match=message) as raised:
         script_of(script)
     assert "\n" not in str(raised.value)
 
 
-def test_a_schedule_of_momentum_is_refused() -> None:
+def test_schedule_of_momentum_is_refused() -> None:
     model = nn.Linear(2, 1)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=9)
@@ -334,14 +343,14 @@ def test_a_schedule_of_momentum_is_refused() -> None:
         ScriptOptimizing(optimizer, scheduler, names, None).rate(5)
 
 
-def test_the_prepared_model_has_its_parameters_until_the_loop_begins() -> None:
-    said: list[str] = []
+def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
+    messages: list[str] = []
 
     def script(run: Run) -> None:
         model = run.prepare(nn.Linear(2, 1))
         assert len(list(model.parameters())) == 2 and model.in_features == 2
         optimizer = run.prepare(SGD(model.parameters(), lr=0.5))
-        loader = run.prepare(data())
+        loader = run.prepare(make_loader())
         assert len(loader) == 5
         for step in run.steps(3):
             with step:
@@ -349,7 +358,7 @@ def test_the_prepared_model_has_its_parameters_until_the_loop_begins() -> None:
                     for call in (model.state_dict, model.parameters, model.eval):
                         with pytest.raises(LoopMisused) as raised:
                             list(call())
-                        said.append(str(raised.value))
+                        messages.append(str(raised.value))
                     step.backward(model(points).mean())
                     optimizer.step()
                     optimizer.zero_grad()
@@ -358,7 +367,7 @@ def test_the_prepared_model_has_its_parameters_until_the_loop_begins() -> None:
 
     loop = Loop(script, 0)
     module = nn.Linear(2, 1)
-    loop.take(a_step(), module)
-    loop.take(a_step(2), module)
+    loop.take(make_step(), module)
+    loop.take(make_step(2), module)
     assert module.weight.grad is not None
-    assert len(set(said)) == 3 and "run.evaluation" in said[2]
+    assert len(set(messages)) == 3 and "run.evaluation" in messages[2]

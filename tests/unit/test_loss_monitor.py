@@ -1,4 +1,4 @@
-"""What the core makes of losses, where no scenario file tells of it."""
+"""Reactions of the core to losses that no scenario file contains."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import Placement
 
 
-def training(**policy: float) -> Core:
+def make_training_core(**policy: float) -> Core:
     core = Core()
     open_run(core, Policy(1, 1, **policy))  # type: ignore[arg-type]
     return core
@@ -37,16 +37,18 @@ def training(**policy: float) -> Core:
 def open_run(core: Core, policy: Policy, saved: tuple[Saved, ...] = ()) -> list[Command]:
     worker = f"w{core.state.membership.next_worker}"
     job = Job(8, steps=1000, checkpoint_every=0)
-    told = core.step(0.0, RunOpened(core.state.incarnation + 1, policy, TargetLayout(), job, saved))
-    told += core.step(0.0, StoreReady("host", 1))
-    told += core.step(0.0, WorkerReady(worker, "node", 1))
-    return told + form(core)
+    commands = core.step(
+        0.0, RunOpened(core.state.incarnation + 1, policy, TargetLayout(), job, saved)
+    )
+    commands += core.step(0.0, StoreReady("host", 1))
+    commands += core.step(0.0, WorkerReady(worker, "node", 1))
+    return commands + form(core)
 
 
 def form(core: Core) -> list[Command]:
     [worker] = core.state.membership.warm
-    told = core.step(0.0, GroupFormed(worker, core.state.generation))
-    return told + core.step(0.0, StateReady(worker, core.state.generation, 0, 0, 0.0, 1, 1, 2))
+    commands = core.step(0.0, GroupFormed(worker, core.state.generation))
+    return commands + core.step(0.0, StateReady(worker, core.state.generation, 0, 0, 0.0, 1, 1, 2))
 
 
 def commit(core: Core, loss: float | None) -> list[Command]:
@@ -70,53 +72,55 @@ def save(core: Core) -> None:
     [
         ([2.0, 2.0, 2.0, 6.1], True),
         ([2.0, 2.0, 2.0, 5.9], False),
-        ([2.0, 9.0], False),  # too few to judge by
-        ([2.0, 9.0, 2.0, 2.0, 5.9], False),  # one that was high before moves no median
+        ([2.0, 9.0], False),  # too few losses for a median
+        ([2.0, 9.0, 2.0, 2.0, 5.9], False),  # an earlier high loss does not move the median
         ([2.0, None, None, 2.0, 7.0], True),  # skipped steps have no loss
-        ([-2.0, -2.0, -2.0, -1.0], False),  # nothing is known of a loss that is not positive
+        ([-2.0, -2.0, -2.0, -1.0], False),  # a loss that is not positive has no factor
     ],
 )
-def test_what_is_a_spike(losses: list[float | None], is_spike: bool) -> None:
-    core = training(spike_factor=3.0, spike_window=4)
-    told = [command for loss in losses for command in commit(core, loss)]
-    spikes = [c for c in told if isinstance(c, Warned) and c.kind == "spike"]
+def test_loss_above_factor_times_median_is_a_spike(
+    losses: list[float | None], is_spike: bool
+) -> None:
+    core = make_training_core(spike_factor=3.0, spike_window=4)
+    commands = [command for loss in losses for command in commit(core, loss)]
+    spikes = [c for c in commands if isinstance(c, Warned) and c.kind == "spike"]
     assert bool(spikes) == is_spike
 
 
-def test_without_a_factor_nothing_is_a_spike() -> None:
-    core = training()
+def test_no_loss_is_a_spike_without_a_factor() -> None:
+    core = make_training_core()
     assert not any(isinstance(c, Warned) for n in range(40) for c in commit(core, 9.0**n))
     assert core.state.losses.recent == []
 
 
-def test_a_run_that_is_stopped_on_a_spike_keeps_what_it_has() -> None:
-    core = training(spike_factor=3.0, spike_window=4)
+def test_run_stopped_during_a_spike_is_not_rolled_back() -> None:
+    core = make_training_core(spike_factor=3.0, spike_window=4)
     for loss in (2.0, 2.0, 9.0):
         commit(core, loss)
     assert core.state.rollbacks.request
     core.step(0.0, StopRequested("SIGTERM"))
-    told = pause(core)
-    assert not any(isinstance(command, RolledBack) for command in told)
+    commands = pause(core)
+    assert not any(isinstance(command, RolledBack) for command in commands)
     assert core.state.rollbacks.request is None and core.state.live.held
 
 
-def test_a_controller_that_dies_before_the_rewind_does_it_when_begun_again() -> None:
-    core = training(spike_factor=3.0, spike_window=2)
+def test_rollback_is_made_after_a_restart_if_the_controller_died_before_it() -> None:
+    core = make_training_core(spike_factor=3.0, spike_window=2)
     commit(core, 2.0)
     save(core)
     for loss in (2.0, 2.0, 9.0):
         commit(core, loss)
     assert core.state.rollbacks.request
-    told = open_run(core, core.state.policy, (Saved(1, 1, "step-1-g1"),))
-    [rolled_back] = [command for command in told if isinstance(command, RolledBack)]
+    commands = open_run(core, core.state.policy, (Saved(1, 1, "step-1-g1"),))
+    [rolled_back] = [command for command in commands if isinstance(command, RolledBack)]
     assert (rolled_back.step, rolled_back.skipped_batches) == (1, (1, 2, 3))
-    [resume] = [command for command in told if isinstance(command, Resume)]
+    [resume] = [command for command in commands if isinstance(command, Resume)]
     assert resume.skipped_batches == (1, 2, 3)
 
 
-def test_batches_are_left_out_one_after_the_other() -> None:
-    """The second spike's batches are counted without those of the first."""
-    core = training(spike_factor=3.0, spike_window=2)
+def test_batches_of_successive_spikes_are_skipped() -> None:
+    """The batches of the second spike are counted without those of the first."""
+    core = make_training_core(spike_factor=3.0, spike_window=2)
     for loss in (2.0, 2.0):
         commit(core, loss)
     save(core)
@@ -128,8 +132,8 @@ def test_batches_are_left_out_one_after_the_other() -> None:
     assert (core.state.committed_step, core.state.rollbacks.number) == (2, 2)
 
 
-def test_who_has_come_further_may_go_back_as_often_again() -> None:
-    core = training(spike_factor=3.0, spike_window=2, max_rollbacks=1)
+def test_progress_after_a_rollback_resets_the_count_of_rollbacks() -> None:
+    core = make_training_core(spike_factor=3.0, spike_window=2, max_rollbacks=1)
     for loss in (2.0, 2.0):
         commit(core, loss)
     for _ in range(3):
@@ -142,9 +146,9 @@ def test_who_has_come_further_may_go_back_as_often_again() -> None:
     assert core.state.rollbacks.number == 1 and len(core.state.rollbacks.skipped_batches) == 3
 
 
-def test_what_is_undone_is_forgotten() -> None:
-    """Losses, skipped steps and clean audits of later steps are those of another history."""
-    core = training(spike_factor=3.0, spike_window=8, audit_every=1)
+def test_reopening_forgets_losses_and_audits_of_undone_steps() -> None:
+    """Losses, skipped steps and clean audits of later steps belong to another lineage."""
+    core = make_training_core(spike_factor=3.0, spike_window=8, audit_every=1)
     for loss in (2.0, 2.0, 2.0, 2.0):
         commit(core, loss)
     save(core)
@@ -163,8 +167,8 @@ def test_what_is_undone_is_forgotten() -> None:
     )
 
 
-def test_going_back_by_itself_forgets_as_well() -> None:
-    core = training(spike_factor=3.0, spike_window=8, audit_every=1)
+def test_rollback_forgets_losses_and_audits_of_undone_steps() -> None:
+    core = make_training_core(spike_factor=3.0, spike_window=8, audit_every=1)
     for loss in (2.0, 2.0, 2.0, 2.0):
         commit(core, loss)
     save(core)
@@ -182,8 +186,8 @@ def test_going_back_by_itself_forgets_as_well() -> None:
     )
 
 
-def test_the_count_of_skipped_steps_outlives_the_controller() -> None:
-    core = training(max_skipped=3)
+def test_count_of_skipped_steps_survives_a_restart() -> None:
+    core = make_training_core(max_skipped=3)
     commit(core, 2.0)
     for _ in range(2):
         commit(core, None)
@@ -194,16 +198,16 @@ def test_the_count_of_skipped_steps_outlives_the_controller() -> None:
     assert core.state.ending and "steps 2 to 4" in core.state.ending.reason
 
 
-def test_what_is_void_stays_so_however_often_a_controller_begins() -> None:
-    core = training()
+def test_void_checkpoints_stay_void_after_restarts() -> None:
+    core = make_training_core()
     core.state.checkpoints.voided = (VoidedCheckpoints(4, 2),)
     for _ in range(2):
         open_run(core, core.state.policy)
         assert core.state.checkpoints.voided == (VoidedCheckpoints(4, 2),)
 
 
-def test_a_run_that_is_begun_again_goes_back_to_where_it_began() -> None:
-    core = training(audit_every=50, spike_window=2)
+def test_restarted_run_rolls_back_at_most_to_its_start() -> None:
+    core = make_training_core(audit_every=50, spike_window=2)
     for _ in range(60):
         commit(core, 2.0)
     save(core)
@@ -215,20 +219,20 @@ def test_a_run_that_is_begun_again_goes_back_to_where_it_began() -> None:
     assert core.state.rollbacks.request and core.state.rollbacks.request.limit == 60
 
 
-def test_the_checkpoint_that_may_be_gone_back_to_is_kept() -> None:
-    core = training(audit_every=5, keep_last=1)
-    state, there = core.state, []
+def test_checkpoint_of_the_last_clean_audit_is_retained() -> None:
+    core = make_training_core(audit_every=5, keep_last=1)
+    state, saved_steps = core.state, []
     for step, clean in ((4, 3), (8, 5), (12, 10), (16, 15), (20, 20)):
         state.committed_step = step
         core.step(0.0, Checkpointed(step, state.generation, f"step-{step}"))
         state.audits.audited_step = clean
         core.step(0.0, Checkpointed(step, state.generation, f"step-{step}"))
-        there.append([saved.step for saved in state.checkpoints.saved])
-    assert there == [[4], [4, 8], [8, 12], [12, 16], [20]]
+        saved_steps.append([saved.step for saved in state.checkpoints.saved])
+    assert saved_steps == [[4], [4, 8], [8, 12], [12, 16], [20]]
 
 
-def test_snapshots_of_what_is_distrusted_protect_nobody() -> None:
-    core = training()
+def test_snapshots_of_distrusted_steps_are_not_used() -> None:
+    core = make_training_core()
     assert core.state.live.held
     state, assignment = core.state, core.state.live.held.assignment
     state.snapshots.sets = [SnapshotSet(assignment, newest) for newest in (2, 9, None)]

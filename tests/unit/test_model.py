@@ -50,7 +50,7 @@ def test_logits_do_not_depend_on_later_tokens() -> None:
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_a_document_is_predicted_as_if_it_were_alone() -> None:
+def test_document_is_predicted_as_if_it_were_alone() -> None:
     model = small_model()
     tokens = torch.randint(16, (1, 10))
     documents = tokens_of([3, 3, 3, 3, 5, 5, 5, 6, 6, 6])
@@ -61,14 +61,14 @@ def test_a_document_is_predicted_as_if_it_were_alone() -> None:
     assert not torch.allclose(together[:, 4:], model(tokens)[:, 4:])
 
 
-def test_one_document_needs_no_mask() -> None:
+def test_batch_of_single_documents_needs_no_mask() -> None:
     assert document_mask(tokens_of([1, 1, 1], [2, 2, 2]), CPU) is None
     mask = document_mask(tokens_of([1, 1, 2], [2, 2, 2]), CPU)
     assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     assert mask[1, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
-def test_grouped_heads_are_whole_heads_repeated() -> None:
+def test_grouped_query_heads_equal_repeated_full_heads() -> None:
     grouped = small_model()
     full = small_model(SMALL.model_copy(update={"num_kv_heads": 4}))
     state = grouped.state_dict()
@@ -93,40 +93,40 @@ def test_rotated_heads_depend_on_their_distance_only(shift, distance) -> None:
     torch.testing.assert_close((query * key).sum(), (first_query * first_key).sum())
 
 
-def test_the_loss_is_a_sum_over_targets_that_are_not_ignored() -> None:
+def test_loss_is_a_sum_over_targets_that_are_not_ignored() -> None:
     workload, model = small_workload(), small_model()
     batch = workload.read([0, 5, 7])
     logits = model(batch.tokens).flatten(0, 1)
     expected = cross_entropy(logits, batch.targets.flatten(), reduction="sum")
-    fed = workload.feed(batch, CPU, ALONE, seed=1)
-    torch.testing.assert_close(forward_loss(workload, model, fed), expected)
+    batch_on_device = workload.feed(batch, CPU, ALONE, seed=1)
+    torch.testing.assert_close(forward_loss(workload, model, batch_on_device), expected)
     assert workload.num_tokens(batch.targets) == 24
-    some = batch.targets.clone()
-    some[:, 4:] = IGNORED
-    assert workload.num_tokens(some) == 12
+    partly_ignored = batch.targets.clone()
+    partly_ignored[:, 4:] = IGNORED
+    assert workload.num_tokens(partly_ignored) == 12
 
 
 @pytest.mark.parametrize(
     "workload", [small_workload(), MlpWorkload(MlpSettings(dims=(4, 3, 2)), 0)]
 )
 @pytest.mark.parametrize("num_samples", [0, 2])
-def test_an_empty_batch_has_neither_loss_nor_gradient(workload, num_samples) -> None:
+def test_empty_batch_has_zero_loss_and_zero_gradients(workload, num_samples) -> None:
     torch.manual_seed(0)
     module = workload.module()
-    fed = workload.feed(workload.empty(num_samples), CPU, ALONE, PADDING)
-    loss = forward_loss(workload, module, fed)
+    batch_on_device = workload.feed(workload.empty(num_samples), CPU, ALONE, PADDING)
+    loss = forward_loss(workload, module, batch_on_device)
     loss.backward()
     assert loss.item() == 0
-    assert workload.num_tokens(fed.targets) == 0
+    assert workload.num_tokens(batch_on_device.targets) == 0
     assert all(not parameter.grad.any() for parameter in module.parameters())
 
 
-def test_a_vocabulary_larger_than_the_models_is_refused() -> None:
+def test_data_with_a_larger_vocabulary_than_the_model_is_refused() -> None:
     with pytest.raises(UserError, match=r"model\.vocab_size=17"):
         LanguageModelWorkload(SMALL, RandomWindows("train", 8, vocab_size=17), None)
 
 
-def test_the_state_has_every_parameter_and_its_optimizer_state() -> None:
+def test_state_has_every_parameter_and_its_optimizer_state() -> None:
     specs = {spec.name: spec for spec in state_specs(small_workload(), SETTINGS)}
     weight = specs["layers.1.attention.wk.weight"]
     assert (weight.shape, weight.layer, weight.tp_dim) == ((8, 16), 2, 0)
@@ -141,10 +141,10 @@ def test_the_state_has_every_parameter_and_its_optimizer_state() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(num_chunks=st.integers(1, 7), index=st.integers(0, 6), place=st.integers(0, 9))
-def test_initial_values_are_a_function_of_seed_and_name(num_chunks, index, place) -> None:
+@given(num_chunks=st.integers(1, 7), index=st.integers(0, 6), spec_index=st.integers(0, 9))
+def test_initial_values_are_a_function_of_seed_and_name(num_chunks, index, spec_index) -> None:
     workload = small_workload()
-    spec = state_specs(workload, SETTINGS)[place]
+    spec = state_specs(workload, SETTINGS)[spec_index]
     whole = Region.whole(spec.shape)
     full = initial_value(workload, SETTINGS, spec, whole)
     region = whole.chunk(0, num_chunks, min(index, num_chunks - 1))

@@ -1,4 +1,4 @@
-"""Where processes listen: in the range that is allowed, on the interface asked for."""
+"""Processes listen only on ports of the allowed range and on the requested interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOST = "127.0.0.1"
 
 
 def free_range(num_ports: int) -> tuple[int, int]:
-    """So many ports in a row, on none of which anybody listens here."""
+    """The first and last of `num_ports` consecutive free ports of this machine."""
     for first in range(20_000, 32_000, num_ports):
         try:
             for port in range(first, first + num_ports):
@@ -34,21 +34,25 @@ def free_range(num_ports: int) -> tuple[int, int]:
 def test_ports_come_from_the_range_until_none_is_free() -> None:
     first, last = free_range(3)
     network = Network(ports=(first, last))
-    one = listen(HOST, network)
+    listener = listen(HOST, network)
     store, snapshot_server = (
         open_store(HOST, network),
         SnapshotHost("n", "", HOST, b"s", network).snapshot_server,
     )
-    assert {one.getsockname()[1], store.port, snapshot_server.port} == set(range(first, last + 1))
-    with pytest.raises(UnfitMachine, match=f"--ports {first}:{last}: no port .* at {HOST}") as told:
+    assert {listener.getsockname()[1], store.port, snapshot_server.port} == set(
+        range(first, last + 1)
+    )
+    with pytest.raises(
+        UnfitMachine, match=f"--ports {first}:{last}: no port .* at {HOST}"
+    ) as refusal:
         listen(HOST, network)
-    assert "\n" not in str(told.value)
-    one.close()
-    with listen(HOST, network) as again:
-        assert again.getsockname()[1] == first
+    assert "\n" not in str(refusal.value)
+    listener.close()
+    with listen(HOST, network) as second_listener:
+        assert second_listener.getsockname()[1] == first
 
 
-def test_an_interface_by_name_and_by_the_route() -> None:
+def test_address_is_chosen_by_interface_name_or_by_route() -> None:
     assert own_address(Network("lo"), "192.0.2.1") == HOST
     assert own_address(Network(), HOST) == HOST
     others = {
@@ -59,38 +63,38 @@ def test_an_interface_by_name_and_by_the_route() -> None:
     }
     for name, address in others.items():
         assert own_address(Network(name), HOST) == address
-        assert own_address(Network(), address) == address, "the route to oneself"
+        assert own_address(Network(), address) == address, "the route to this machine itself"
 
 
-def test_an_interface_that_is_not_there_is_told_in_one_line() -> None:
+def test_missing_interface_is_refused_in_one_line() -> None:
     with pytest.raises(UnfitMachine, match=r"--interface eth77: .* no such interface; use .*lo"):
         own_address(Network("eth77"), HOST)
 
 
-def test_gloo_and_nccl_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gloo_and_nccl_variables_name_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in VARIABLES:
         monkeypatch.delenv(variable, raising=False)
     choose_interface(Network(), HOST)
     assert [os.environ[variable] for variable in VARIABLES] == ["lo", "lo"]
     monkeypatch.setenv(VARIABLES[0], "mine")
     choose_interface(Network(), HOST)
-    assert os.environ[VARIABLES[0]] == "mine", "the user's own word stays"
+    assert os.environ[VARIABLES[0]] == "mine", "a variable of the user is kept"
     choose_interface(Network("lo"), HOST)
-    assert os.environ[VARIABLES[0]] == "lo", "but an option is nearer"
+    assert os.environ[VARIABLES[0]] == "lo", "an option overrides the variable"
 
 
-def test_the_options_reach_the_workers(tmp_path: Path) -> None:
-    asked = TrainRequest(
+def test_network_options_reach_the_workers(tmp_path: Path) -> None:
+    request = TrainRequest(
         "tiny", "run", str(tmp_path), data="random", interface="lo", ports="20000:20100"
     )
-    options = make_plan(asked, num_gpus=0).run.options
+    options = make_plan(request, num_gpus=0).run.options
     assert options.network == Network("lo", (20000, 20100))
 
 
 @pytest.mark.parametrize("ports", ["20000", "2:1", "a:b", "0:5", "1:70000"])
-def test_a_range_that_is_none_is_refused(ports: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--ports .*FIRST:LAST") as told:
+def test_invalid_port_range_is_refused(ports: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"--ports .*FIRST:LAST") as refusal:
         make_plan(
             TrainRequest("tiny", "run", str(tmp_path), data="random", ports=ports), num_gpus=0
         )
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refusal.value)

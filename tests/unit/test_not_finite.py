@@ -1,4 +1,4 @@
-"""Numbers that are not finite: null in the journal, shown as such, never among the best."""
+"""Numbers that are not finite are null in the journal, named to the user, and never the best."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from elastic.protocol.wire import decode, encode, event_line, replayed
 from pipelines.observe.history.history import History
 
 
-def test_an_evaluation_that_is_not_finite_is_a_journal_line_that_can_be_replayed() -> None:
+def test_evaluation_that_is_not_finite_can_be_replayed_from_the_journal() -> None:
     event = Evaluated(1, 10, None, (("accuracy", None), ("error", 0.5)), ("accuracy", "loss"))
     line = json.loads(json.dumps(event_line(1.0, event, Core().state), allow_nan=False))
     assert line["loss"] is None and line["not_finite"] == ["accuracy", "loss"]
     assert replayed(line) == event
 
 
-def test_every_number_that_is_not_finite_is_null_and_a_deadline_stays_infinite() -> None:
+def test_numbers_that_are_not_finite_are_encoded_as_null_and_deadlines_stay_infinite() -> None:
     encoded = encode(Aborting("lost", set(), inf, inf, 0.0))
     assert json.loads(json.dumps(encoded, allow_nan=False))["deadline"] is None
     assert isinf(decode(Aborting, encoded).deadline)
@@ -32,7 +32,7 @@ def test_every_number_that_is_not_finite_is_null_and_a_deadline_stays_infinite()
     }
 
 
-def test_a_checkpoint_without_a_finite_held_out_loss_is_never_among_the_best() -> None:
+def test_checkpoint_without_a_finite_held_out_loss_is_never_among_the_best() -> None:
     core = Core()
     core.step(0.0, RunOpened(1, Policy(1, 1), TargetLayout(), Job(8, steps=10)))
     core.step(0.0, StoreReady("host", 1))
@@ -47,7 +47,7 @@ def test_a_checkpoint_without_a_finite_held_out_loss_is_never_among_the_best() -
     assert warned.kind == "nothing counted"  # type: ignore[union-attr]
 
 
-def test_the_history_shows_which_numbers_are_not_finite() -> None:
+def test_history_names_the_numbers_that_are_not_finite() -> None:
     history = History()
     line = {"time": 1.0, "event": "Evaluated", "generation": 1, "step": 3, "loss": None}
     metrics = [["accuracy", None], ["error", 0.25]]

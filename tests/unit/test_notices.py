@@ -1,4 +1,4 @@
-"""Each cloud's notices out of a fake metadata server, the pod's file, and the watcher of them."""
+"""Notices of each cloud from a fake metadata server, of a pod from its file, and their watcher."""
 
 from __future__ import annotations
 
@@ -32,39 +32,39 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def test_aws_tells_of_an_interruption() -> None:
+def test_aws_reports_a_spot_interruption() -> None:
     with metadata_server(Metadata(token="secret")) as aws:
         source = Aws(aws.address)
         assert source.look() is None
-        aws.has[ACTION] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
-        aws.has[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
+        aws.answers[ACTION] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
+        aws.answers[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
         assert source.look() == Notice("AWS spot interruption: terminate", MOMENT)
 
 
-def test_aws_recommends_to_rebalance_without_naming_an_end() -> None:
+def test_aws_rebalance_recommendation_has_no_deadline() -> None:
     with metadata_server(Metadata(token="secret")) as aws:
-        aws.has[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
+        aws.answers[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
         assert Aws(aws.address).look() == Notice("AWS rebalance recommendation")
 
 
-def test_a_token_of_aws_that_has_run_out_is_had_anew() -> None:
+def test_expired_token_of_aws_is_requested_again() -> None:
     with metadata_server(Metadata(token="first")) as aws:
         source = Aws(aws.address)
         source.look()
         aws.token = "second"
-        aws.has[REBALANCE] = "{}"
+        aws.answers[REBALANCE] = "{}"
         assert source.look() == Notice("AWS rebalance recommendation")
 
 
-def test_gcp_tells_that_it_preempts() -> None:
-    has, now = {PREEMPTED: "FALSE"}, [100.0]
-    with metadata_server(Metadata(has, wants={"Metadata-Flavor": "Google"})) as gcp:
+def test_gcp_reports_a_preemption() -> None:
+    answers, now = {PREEMPTED: "FALSE"}, [100.0]
+    with metadata_server(Metadata(answers, required_headers={"Metadata-Flavor": "Google"})) as gcp:
         source = Gcp(gcp.address, lambda: now[0])
         assert source.look() is None
-        gcp.has[PREEMPTED] = "TRUE"
+        gcp.answers[PREEMPTED] = "TRUE"
         assert source.look() == Notice("GCP preemption", 130.0)
         now[0] = 110.0
-        assert source.look() == Notice("GCP preemption", 130.0), "the end does not move"
+        assert source.look() == Notice("GCP preemption", 130.0), "the deadline does not move"
 
 
 def azure_event(kind: str, not_before: str, *machines: str) -> dict[str, object]:
@@ -85,84 +85,88 @@ def azure_events(*events: dict[str, object]) -> str:
 
 
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate", "Reboot", "Redeploy"])
-def test_azure_tells_of_what_ends_this_machine(kind: str) -> None:
-    has = {NAME: "trainer_3", EVENTS: azure_events()}
-    with metadata_server(Metadata(has, wants={"Metadata": "true"})) as azure:
+def test_azure_reports_events_that_end_this_machine(kind: str) -> None:
+    answers = {NAME: "trainer_3", EVENTS: azure_events()}
+    with metadata_server(Metadata(answers, required_headers={"Metadata": "true"})) as azure:
         source = Azure(azure.address, lambda: 7.0)
         assert source.look() is None
-        azure.has[EVENTS] = azure_events(
+        azure.answers[EVENTS] = azure_events(
             azure_event(kind, "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_4"),
             azure_event("Freeze", "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_3"),
         )
-        assert source.look() is None, "another machine, and a mere standstill"
-        azure.has[EVENTS] = azure_events(
+        assert source.look() is None, (
+            "one event is for another machine, the other only freezes this one"
+        )
+        azure.answers[EVENTS] = azure_events(
             azure_event(kind, "Mon, 18 Sep 2017 08:22:00 GMT", "trainer_2", "trainer_3")
         )
         assert source.look() == Notice(f"Azure {kind}", MOMENT)
-        azure.has[EVENTS] = azure_events(azure_event(kind, "", "trainer_3"))
-        assert source.look() == Notice(f"Azure {kind}", 7.0), "it has begun"
+        azure.answers[EVENTS] = azure_events(azure_event(kind, "", "trainer_3"))
+        assert source.look() == Notice(f"Azure {kind}", 7.0), "the event has started"
 
 
-def test_a_pod_is_told_by_a_file(tmp_path: Path) -> None:
+def test_pod_is_notified_by_a_file(tmp_path: Path) -> None:
     file = tmp_path / "ends-at"
     now = [MOMENT - 30.0]
     source = Pod(file, lambda: now[0])
     assert source.look() is None
-    file.write_text("")  # the hook is about to write
+    file.write_text("")  # the hook has created the file but not yet written it
     assert source.look() is None
     file.write_text("1505722920\n")
     assert source.look() == Notice("the pod is terminated", MOMENT)
     now[0] = MOMENT + 90.0
-    assert source.look() is None, "nobody has taken the file away"
+    assert source.look() is None, "an old file that was not removed is ignored"
 
 
-def test_a_proxy_for_the_internet_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metadata_requests_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with metadata_server(Metadata({PREEMPTED: "FALSE"})) as gcp:
         assert Gcp(gcp.address).look() is None
 
 
 @pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
-def test_one_cloud_is_not_taken_for_another(cloud: Callable[[str], Aws | Gcp | Azure]) -> None:
-    """A server that knows nothing of what is asked, or says anything to everything."""
-    with metadata_server(Metadata()) as nobody, pytest.raises((OSError, ValueError)):
-        cloud(nobody.address).look()
+def test_answers_that_do_not_fit_the_cloud_are_errors(
+    cloud: Callable[[str], Aws | Gcp | Azure],
+) -> None:
+    """One server knows no path; another answers every path with HTML."""
+    with metadata_server(Metadata()) as empty, pytest.raises((OSError, ValueError)):
+        cloud(empty.address).look()
     page = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, NAME, EVENTS), "<html>")
     with metadata_server(Metadata(page, token="any")) as page, pytest.raises((OSError, ValueError)):
         cloud(page.address).look()
 
 
-def test_whoever_never_answers_is_soon_not_asked_any_more(tmp_path: Path) -> None:
-    """Nobody listens at one port; at another somebody does, and never says a word."""
-    with socket.create_server(("127.0.0.1", 0)) as mute, metadata_server(Metadata()) as nobody:
+def test_watcher_soon_stops_querying_sources_that_never_answer(tmp_path: Path) -> None:
+    """One port has no listener; another one accepts connections and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as mute, metadata_server(Metadata()) as empty:
         silent = f"http://127.0.0.1:{mute.getsockname()[1]}"
-        guesses = [Aws("http://127.0.0.1:1"), Gcp(silent), Azure(nobody.address)]
-        began = time.monotonic()
+        guesses = [Aws("http://127.0.0.1:1"), Gcp(silent), Azure(empty.address)]
+        started = time.monotonic()
         watcher = NodeWatcher([Pod(tmp_path / "none", lambda: 0.0)], guesses, every_s=0.01)
-        assert time.monotonic() - began < 0.5, "the start does not wait for them"
+        assert time.monotonic() - started < 0.5, "the start does not wait for the sources"
         wait_until(lambda: watcher.num_queried == 1)
-        num_asked = len(nobody.asked)
+        num_requests = len(empty.requested_paths)
         (tmp_path / "none").write_text("5")
         wait_until(lambda: watcher.notice)
-        assert len(nobody.asked) == num_asked
+        assert len(empty.requested_paths) == num_requests
         assert watcher.notice == Notice("the pod is terminated", 5.0)
         watcher.close()
 
 
-def test_whoever_has_answered_once_is_asked_for_ever() -> None:
+def test_watcher_queries_a_source_that_answered_once_for_ever() -> None:
     with metadata_server(Metadata({PREEMPTED: "FALSE"})) as gcp:
         watcher = NodeWatcher([], [Gcp(gcp.address, lambda: 0.0)], every_s=0.01)
-        wait_until(lambda: len(gcp.asked) > 3)
-        del gcp.has[PREEMPTED]
-        num_asked = len(gcp.asked)
-        wait_until(lambda: len(gcp.asked) > num_asked + 9)
-        gcp.has[PREEMPTED] = "TRUE"
+        wait_until(lambda: len(gcp.requested_paths) > 3)
+        del gcp.answers[PREEMPTED]
+        num_requests = len(gcp.requested_paths)
+        wait_until(lambda: len(gcp.requested_paths) > num_requests + 9)
+        gcp.answers[PREEMPTED] = "TRUE"
         wait_until(lambda: watcher.notice)
         assert watcher.notice == Notice("GCP preemption", 30.0)
         watcher.close()
 
 
-def test_the_nearest_end_counts(tmp_path: Path) -> None:
+def test_notice_with_the_nearest_deadline_counts(tmp_path: Path) -> None:
     (tmp_path / "ends-at").write_text("5")
     with metadata_server(Metadata({REBALANCE: "{}"}, token="secret")) as aws:
         sources = [Aws(aws.address), Pod(tmp_path / "ends-at", lambda: 0.0)]
@@ -189,7 +193,7 @@ def test_the_nearest_end_counts(tmp_path: Path) -> None:
         ({"sys_vendor": "Dell Inc."}, []),
     ],
 )
-def test_the_firmware_says_which_cloud_it_is(
+def test_cloud_is_recognized_by_the_firmware(
     tmp_path: Path, fields: dict[str, str], clouds: list[type]
 ) -> None:
     for name, value in fields.items():
@@ -197,5 +201,5 @@ def test_the_firmware_says_which_cloud_it_is(
     assert [type(source) for source in clouds_by_firmware(tmp_path) or []] == clouds
 
 
-def test_firmware_that_says_nothing_leaves_it_open(tmp_path: Path) -> None:
+def test_missing_firmware_files_leave_the_cloud_unknown(tmp_path: Path) -> None:
     assert clouds_by_firmware(tmp_path) is None

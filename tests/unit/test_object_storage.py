@@ -1,4 +1,4 @@
-"""Rewriting an object while the object store fails."""
+"""A failed rewrite of an object keeps the old object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from actors.storage.storage import ObjectStorage
 
 
 class Store:
-    """The part of an Arrow file system that one object needs; a write raises `refusal`."""
+    """The part of an Arrow file system that one object needs; a write raises `refusal` if set."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -33,7 +33,7 @@ class Store:
 
 
 class Stream:
-    """Publishes its content on close, if it was written at all."""
+    """Publishes its content on close, if there was a write."""
 
     def __init__(self, store: Store, path: str) -> None:
         self._store, self._path = store, path

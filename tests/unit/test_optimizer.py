@@ -1,4 +1,4 @@
-"""The optimizer over local shards equals torch's, and its schedule is a pure function."""
+"""The optimizer over local shards equals that of torch, and its schedule is a pure function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelines.training.workload.optimizer import (
 SCHEDULE = OptimizerSettings(lr=0.1, min_lr_ratio=0.1, warmup_steps=10, decay_steps=110)
 
 
-def state_of(settings: OptimizerSettings, shards: dict[str, torch.Tensor]):
+def make_state(settings: OptimizerSettings, shards: dict[str, torch.Tensor]):
     num_dims = {name: shard.ndim for name, shard in shards.items()}
     templates = state_templates(AdamWBySettings(settings), num_dims, torch.float64)
     return {
@@ -30,7 +30,7 @@ def state_of(settings: OptimizerSettings, shards: dict[str, torch.Tensor]):
     }
 
 
-def test_the_schedule_rises_falls_and_stays() -> None:
+def test_schedule_warms_up_decays_and_stays_constant() -> None:
     assert learning_rate(SCHEDULE, 1) == pytest.approx(0.01)
     assert learning_rate(SCHEDULE, 10) == pytest.approx(0.1)
     assert learning_rate(SCHEDULE, 60) == pytest.approx((0.1 + 0.01) / 2)
@@ -39,7 +39,7 @@ def test_the_schedule_rises_falls_and_stays() -> None:
 
 
 @given(step=st.integers(1, 400), warmup=st.integers(0, 50), decay=st.integers(0, 300))
-def test_the_rate_never_leaves_its_bounds(step, warmup, decay) -> None:
+def test_learning_rate_stays_within_its_bounds(step, warmup, decay) -> None:
     settings = SCHEDULE.model_copy(update={"warmup_steps": warmup, "decay_steps": decay})
     rate = learning_rate(settings, step)
     assert 0 < rate <= 0.1 * (1 + 1e-12)
@@ -48,12 +48,12 @@ def test_the_rate_never_leaves_its_bounds(step, warmup, decay) -> None:
         assert learning_rate(settings, step + 1) <= rate
 
 
-def test_without_decay_the_rate_is_constant_after_the_warm_up() -> None:
+def test_learning_rate_without_decay_is_constant_after_warm_up() -> None:
     settings = OptimizerSettings(lr=0.2, warmup_steps=2)
     assert [learning_rate(settings, step) for step in (1, 2, 3, 99)] == [0.1, 0.2, 0.2, 0.2]
 
 
-def test_the_state_templates_come_from_the_optimizer() -> None:
+def test_state_templates_come_from_the_optimizer() -> None:
     templates = state_templates(AdamWBySettings(SCHEDULE), {"weight": 2}, torch.float64)
     template = templates["weight"]
     assert {key: tuple(value.shape) for key, value in template.items()} == {
@@ -64,7 +64,7 @@ def test_the_state_templates_come_from_the_optimizer() -> None:
     assert template["exp_avg"].dtype == torch.float64
 
 
-def test_it_equals_torchs_adamw_and_decays_only_matrices() -> None:
+def test_local_optimizer_equals_torch_adamw_and_decays_only_matrices() -> None:
     torch.manual_seed(0)
     settings = OptimizerSettings(weight_decay=0.3)
     shards = {
@@ -73,7 +73,7 @@ def test_it_equals_torchs_adamw_and_decays_only_matrices() -> None:
         "nothing": torch.randn(0, 3, dtype=torch.float64),
     }
     expected = {name: shard.clone().requires_grad_() for name, shard in shards.items()}
-    theirs = torch.optim.AdamW(
+    torch_optimizer = torch.optim.AdamW(
         [
             {"params": [expected["matrix"], expected["nothing"]], "weight_decay": 0.3},
             {"params": [expected["vector"]], "weight_decay": 0.0},
@@ -81,30 +81,34 @@ def test_it_equals_torchs_adamw_and_decays_only_matrices() -> None:
         betas=(settings.beta1, settings.beta2),
         foreach=False,
     )
-    state = state_of(settings, shards)
-    ours = LocalOptimizer(AdamWBySettings(settings), shards, state)
+    state = make_state(settings, shards)
+    local_optimizer = LocalOptimizer(AdamWBySettings(settings), shards, state)
     for step in range(1, 9):
         gradients = {name: torch.randn_like(shard) for name, shard in shards.items()}
         for name, weight in expected.items():
             weight.grad = gradients[name].clone()
-        for group in theirs.param_groups:
+        for group in torch_optimizer.param_groups:
             group["lr"] = 0.1 / step
-        theirs.step()
-        ours.step(gradients, 0.1 / step / settings.lr)
+        torch_optimizer.step()
+        local_optimizer.step(gradients, 0.1 / step / settings.lr)
     for name, weight in expected.items():
         torch.testing.assert_close(shards[name], weight.detach(), rtol=1e-12, atol=1e-14)
-        for key, value in theirs.state[weight].items():
-            torch.testing.assert_close(ours.state()[name][key], value, rtol=1e-12, atol=1e-14)
-            assert ours.state()[name][key] is state[name][key]
+        for key, value in torch_optimizer.state[weight].items():
+            torch.testing.assert_close(
+                local_optimizer.state()[name][key], value, rtol=1e-12, atol=1e-14
+            )
+            assert local_optimizer.state()[name][key] is state[name][key]
 
 
-def test_a_shard_without_a_gradient_does_not_change() -> None:
+def test_shard_without_a_gradient_does_not_change() -> None:
     ones = torch.ones(2, 2, dtype=torch.float64)
     shards = {"first": ones.clone(), "second": ones.clone()}
-    ours = LocalOptimizer(AdamWBySettings(SCHEDULE), shards, state_of(SCHEDULE, shards))
-    ours.step({"first": ones}, 1.0)
+    local_optimizer = LocalOptimizer(
+        AdamWBySettings(SCHEDULE), shards, make_state(SCHEDULE, shards)
+    )
+    local_optimizer.step({"first": ones}, 1.0)
     assert torch.equal(shards["second"], ones)
     assert not torch.equal(shards["first"], ones)
-    assert ours.state()["first"]["step"].item() == 1
-    assert ours.state()["second"]["step"].item() == 0
+    assert local_optimizer.state()["first"]["step"].item() == 1
+    assert local_optimizer.state()["second"]["step"].item() == 0
     assert all(shard.grad is None for shard in shards.values())

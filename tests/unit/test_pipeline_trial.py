@@ -1,4 +1,4 @@
-"""Trial of custom pipelines: differences that it finds, and recipes that it refuses."""
+"""The trial of custom pipelines finds differences and refuses unsuitable recipes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines.training.custom.pipeline_trial import why_no_pipeline
 
 PARTS = ["first", "layers.*", "last"]
 BY_SHAPES = 0
-"""The limit on parameters for a trial with real values: none is below it."""
+"""The limit on parameters for a trial with real values: no model is below it."""
 
 
 class Net(nn.Module):
@@ -46,13 +46,13 @@ def loss(model, batch):
     return model(batch).square().mean()
 
 
-def under_autocast(model, batch):
+def compute_under_autocast(model, batch):
     with torch.autocast("cpu"):
         return loss(model, batch)
 
 
-def of(model=Net, **changes: object) -> CustomWorkload:
-    given = {
+def make_workload(model=Net, **changes: object) -> CustomWorkload:
+    defaults = {
         "loss": loss,
         "optimizer": lambda named: torch.optim.SGD(named, lr=0.1),
         "data": lambda: [torch.randn(2) for _ in range(6)],
@@ -60,19 +60,25 @@ def of(model=Net, **changes: object) -> CustomWorkload:
         "settings": TrainSettings(batch=4, microbatch=2, eval_every=2),
         "pipeline": PARTS,
     }
-    return CustomWorkload(Recipe(**{"model": model, **given, **changes}))
+    return CustomWorkload(Recipe(**{"model": model, **defaults, **changes}))
 
 
-@pytest.mark.parametrize("most", [BY_SHAPES, 100])
-def test_a_chain_of_blocks_is_a_pipeline(most: int) -> None:
-    workload = of(metrics={"mean": lambda model, batch: (model(batch).sum(), 3)})
-    assert why_no_pipeline(workload, most) is None
-    assert [tuple(one.shape) for one in workload.flow] == [(2, 2), (2, 3), (2, 3), (2, 3), (2, 1)]
-    assert [one.requires_grad for one in workload.flow] == [False, True, True, True, True]
+@pytest.mark.parametrize("max_parameters", [BY_SHAPES, 100])
+def test_chain_of_blocks_is_a_pipeline(max_parameters: int) -> None:
+    workload = make_workload(metrics={"mean": lambda model, batch: (model(batch).sum(), 3)})
+    assert why_no_pipeline(workload, max_parameters) is None
+    assert [tuple(tensor.shape) for tensor in workload.flow] == [
+        (2, 2),
+        (2, 3),
+        (2, 3),
+        (2, 3),
+        (2, 1),
+    ]
+    assert [tensor.requires_grad for tensor in workload.flow] == [False, True, True, True, True]
 
 
 @pytest.mark.parametrize(
-    ("model", "told"),
+    ("model", "message"),
     [
         (lambda: Net(torch.relu), "do not give the output"),
         (lambda: Net(lambda hidden: hidden.detach()), "do not give the gradients"),
@@ -80,55 +86,67 @@ def test_a_chain_of_blocks_is_a_pipeline(most: int) -> None:
         (lambda: Net(lambda pair: pair[0], Pair), r"layers\.0 .* returns tuple"),
     ],
 )
-def test_modules_that_are_not_a_chain_are_detected(model, told: str) -> None:
-    limits = of(model).limits()
-    [why] = [reason for axis, reason in limits.refused if axis == "pp"]
-    with pytest.raises(AssertionError, match=told):
-        raise AssertionError(why)
-    assert "\n" not in why
+def test_modules_that_are_not_a_chain_are_detected(model, message: str) -> None:
+    limits = make_workload(model).limits()
+    [reason] = [text for axis, text in limits.refused if axis == "pp"]
+    with pytest.raises(AssertionError, match=message):
+        raise AssertionError(reason)
+    assert "\n" not in reason
 
 
-@pytest.mark.parametrize("most", [BY_SHAPES, 100])
-def test_changing_buffers_are_accepted_and_random_draws_refused(most: int) -> None:
-    assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.BatchNorm1d(3))), most) is None
-    assert why_no_pipeline(of(lambda: Net(inner=lambda: nn.Dropout(0.1))), most)
+@pytest.mark.parametrize("max_parameters", [BY_SHAPES, 100])
+def test_changing_buffers_are_accepted_and_random_draws_refused(max_parameters: int) -> None:
+    assert (
+        why_no_pipeline(make_workload(lambda: Net(inner=lambda: nn.BatchNorm1d(3))), max_parameters)
+        is None
+    )
+    assert why_no_pipeline(
+        make_workload(lambda: Net(inner=lambda: nn.Dropout(0.1))), max_parameters
+    )
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"loss": lambda model, batch: loss(model, batch) + loss(model, batch)}, "2 times each"),
         ({"loss": lambda model, batch: model(hidden=batch).mean()}, "with (hidden=)"),
         ({"loss": lambda model, batch: batch.mean()}, "does not call its module"),
         ({"loss": lambda model, batch: loss(model, batch) + model.last.bias.sum()}, "uses last of"),
         ({"loss": lambda model, batch: loss(model, batch) * torch.rand(())}, "random numbers"),
-        ({"loss": under_autocast}, "under autocast"),
+        ({"loss": compute_under_autocast}, "under autocast"),
         ({"metrics": {"twice": lambda model, batch: loss(model, 2 * batch)}}, "metric twice calls"),
         ({"held_out": lambda: [torch.randn(4, 2) for _ in range(3)]}, "pad samples to one size"),
         ({"pipeline": ["first", "layers.*"]}, "leaves out last.weight"),
         ({"pipeline": ["first", "layers.*.0", "last"], "blocks": ["layers.0"]}, "set `blocks`"),
     ],
 )
-def test_recipes_that_are_not_a_pipeline_are_refused_only_pp(changes, told: str) -> None:
-    limits = of(**changes).limits()
+def test_recipes_that_are_not_a_pipeline_are_refused_only_for_pp(changes, message: str) -> None:
+    limits = make_workload(**changes).limits()
     refused = dict(limits.refused)
-    assert told in refused["pp"] and "\n" not in refused["pp"]
+    assert message in refused["pp"] and "\n" not in refused["pp"]
 
 
-def test_an_evaluation_is_padded_only_if_samples_are_independent() -> None:
+def test_evaluation_is_padded_only_if_samples_are_independent() -> None:
     class Centred(nn.Linear):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
             return super().forward(hidden - hidden.mean(0))
 
-    def centred() -> Net:
+    def make_centred_net() -> Net:
         net = Net()
         net.last = Centred(3, 1)
         return net
 
     wide = TrainSettings(batch=4, microbatch=4, eval_every=2)
-    assert "--set eval_samples=4" in (why_no_pipeline(of(centred, settings=wide)) or "")
-    assert why_no_pipeline(of(settings=wide)) is None
-    assert why_no_pipeline(of(centred, settings=wide.model_copy(update={"eval_every": 0}))) is None
+    assert "--set eval_samples=4" in (
+        why_no_pipeline(make_workload(make_centred_net, settings=wide)) or ""
+    )
+    assert why_no_pipeline(make_workload(settings=wide)) is None
+    assert (
+        why_no_pipeline(
+            make_workload(make_centred_net, settings=wide.model_copy(update={"eval_every": 0}))
+        )
+        is None
+    )
 
 
 def test_blocks_are_named_in_order() -> None:
@@ -147,7 +165,7 @@ def test_blocks_are_named_in_order() -> None:
     assert r"layers.4 and layers.9 of the recipe's pipeline share" in dict(limits.refused)["pp"]
 
 
-def test_a_block_without_trained_parameters_joins_a_neighbour() -> None:
+def test_block_without_trained_parameters_joins_a_neighbour() -> None:
     parts = (nn.Embedding(9, 2).requires_grad_(False), nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
     module = nn.Sequential(*parts, nn.Flatten())
     layers = shape_of(module, {}, pipeline=["*"]).layers
@@ -162,4 +180,4 @@ def test_blocks_with_a_tp_sharded_tensor_between_them_stay_together() -> None:
     named = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("first", "up", "down", "last")})
     plan = {"up": "colwise", "down": "rowwise"}
     shape = shape_of(named, plan, pipeline=["first", "up", "down", "last"])
-    assert [one.modules for one in shape.layers] == [("first",), ("up", "down"), ("last",)]
+    assert [layer.modules for layer in shape.layers] == [("first",), ("up", "down"), ("last",)]

@@ -1,9 +1,9 @@
-"""Samples that end whoever runs them: named by their index in the data, at the cost of no step."""
+"""Poison-batch detection names samples by their index in the data, and no step is lost."""
 
 from __future__ import annotations
 
 import pytest
-from test_hangs import Driven
+from test_hangs import SteppedCore
 
 from elastic.geometry.sample_order import batch_ids, sample_of
 from elastic.geometry.training_job import Job
@@ -34,15 +34,15 @@ JOB = Job(
 )
 
 
-class Fleet(Driven):
-    """Workers that obey, and are lost to one microbatch."""
+class PoisonedRun(SteppedCore):
+    """Workers that obey and may be lost to one microbatch."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__(num_workers, job=JOB)
         self.resumes: list[Resume] = []
 
-    def go_on(self) -> None:
-        """Until workers train, or the run has ended."""
+    def run_until_training(self) -> None:
+        """Answer the core until workers train or the run has ended."""
         for _ in range(40):
             state, phase = self.core.state, self.core.state.phase
             generation, step = state.generation, state.committed_step
@@ -51,34 +51,36 @@ class Fleet(Driven):
                 case Running():
                     return
                 case Forming():
-                    self.hear(*(GroupFormed(w, generation) for w in sorted(phase.pending)))
+                    self.deliver_all(*(GroupFormed(w, generation) for w in sorted(phase.pending)))
                 case Resharding():
                     workers = sorted(phase.pending)
-                    self.hear(*(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in workers))
+                    self.deliver_all(
+                        *(StateReady(w, generation, 0, 0, 0.0, 1, 1, 2) for w in workers)
+                    )
                 case Aborting():
                     vote = Vote(step, 1.0, 8, 1.0, len(state.live.members())) if step else None
                     workers = sorted(phase.pending)
-                    self.hear(*(Quiesced(w, generation, step, vote) for w in workers))
+                    self.deliver_all(*(Quiesced(w, generation, step, vote) for w in workers))
                 case Waiting() if starting:
-                    self.hear(*(WorkerReady(worker, "node", 1) for worker in starting))
+                    self.deliver_all(*(WorkerReady(worker, "node", 1) for worker in starting))
                 case _ if state.checkpoints.uploads:
-                    self.write()
+                    self.write_parts()
                 case _ if self.core.next_deadline() is None:
                     return
                 case _:
                     self.wake()
 
-    def hear(self, *events: object) -> None:
-        commands: list[Command] = self.tell(*events)  # type: ignore[arg-type]
+    def deliver_all(self, *events: object) -> None:
+        commands: list[Command] = self.deliver(*events)  # type: ignore[arg-type]
         self.resumes += [command for command in commands if isinstance(command, Resume)]
 
-    def write(self) -> None:
-        """The parts of all checkpoints under way, which become visible."""
+    def write_parts(self) -> None:
+        """Write the parts of all current uploads and publish their checkpoints."""
         for upload in list(self.core.state.checkpoints.uploads.values()):
-            told = (upload.generation, upload.step)
-            files = [PartWritten(w, *told, PartFile(w, 1, 1)) for w in sorted(upload.pending)]
+            position = (upload.generation, upload.step)
+            files = [PartWritten(w, *position, PartFile(w, 1, 1)) for w in sorted(upload.pending)]
             path = f"step-{upload.step}-g{upload.generation}"
-            self.hear(*files, Checkpointed(upload.step, upload.generation, path))
+            self.deliver_all(*files, Checkpointed(upload.step, upload.generation, path))
 
     def train_to(self, step: int) -> None:
         state = self.core.state
@@ -87,66 +89,66 @@ class Fleet(Driven):
             record = StepRecord(0.0, number, state.generation, num, 1.0, 8, 0.1, 1.0, 0.5, False)
             self.now += 0.5
             vote = Vote(number, 1.0, 8, 1.0, num)
-            self.hear(StepCommitted(state.generation, record, vote))
+            self.deliver_all(StepCommitted(state.generation, record, vote))
 
     def lose(self, data_rank: int) -> None:
-        self.hear(WorkerLost(self.core.state.live.members()[data_rank], "killed"))
+        self.deliver_all(WorkerLost(self.core.state.live.members()[data_rank], "killed"))
 
 
-def lose_to_microbatch(fleet: Fleet, microbatch: int, times: int) -> None:
-    """The worker that runs it is lost, and each time it first saved what it was told to save."""
+def lose_to_microbatch(run: PoisonedRun, microbatch: int, times: int) -> None:
+    """Lose the worker that runs the microbatch, `times` times, after the requested checkpoints."""
     for _ in range(times):
-        fleet.go_on()
-        num = len(fleet.core.state.live.members())
-        if fleet.resumes and fleet.resumes[-1].guarded_step == fleet.core.state.committed_step + 1:
-            fleet.write()
-        fleet.lose(microbatch * num // JOB.num_microbatches)
-    fleet.go_on()
+        run.run_until_training()
+        num = len(run.core.state.live.members())
+        if run.resumes and run.resumes[-1].guarded_step == run.core.state.committed_step + 1:
+            run.write_parts()
+        run.lose(microbatch * num // JOB.num_microbatches)
+    run.run_until_training()
 
 
-def test_samples_are_named_by_their_index_in_the_data() -> None:
-    fleet = Fleet(4)
-    fleet.train_to(6)
-    lose_to_microbatch(fleet, 0, 4)
-    ending = fleet.core.state.ending
+def test_poison_samples_are_named_by_their_index_in_the_data() -> None:
+    run = PoisonedRun(4)
+    run.train_to(6)
+    lose_to_microbatch(run, 0, 4)
+    ending = run.core.state.ending
     ids = batch_ids(7, 8)
     indices = sorted(sample_of(JOB.seed, ids[i], JOB.num_samples) for i in (0, 1))
     assert ending and ending.reason.endswith(f"training samples {indices[0]}, {indices[1]}")
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
-def test_no_step_is_lost_to_a_sample(num_workers: int) -> None:
-    """Also where the last worker that holds the state reads it."""
-    fleet = Fleet(num_workers)
-    fleet.train_to(6)
-    lose_to_microbatch(fleet, 0, 4)
-    assert fleet.core.state.ending
-    assert fleet.core.state.committed_step == fleet.core.state.checkpoints.saved_step == 6
-    assert min(resume.step for resume in fleet.resumes) == 6
+def test_poison_sample_costs_no_committed_step(num_workers: int) -> None:
+    """This holds even if the last worker that holds the state reads the sample."""
+    run = PoisonedRun(num_workers)
+    run.train_to(6)
+    lose_to_microbatch(run, 0, 4)
+    assert run.core.state.ending
+    assert run.core.state.committed_step == run.core.state.checkpoints.saved_step == 6
+    assert min(resume.step for resume in run.resumes) == 6
 
 
-def test_a_step_that_ended_one_of_many_workers_is_not_guarded() -> None:
-    """A recovery is as fast as ever."""
-    fleet = Fleet(4)
-    fleet.train_to(6)
-    fleet.lose(1)
-    fleet.go_on()
-    assert [resume.guarded_step for resume in fleet.resumes] == [0]
+def test_step_that_ended_one_of_many_workers_is_not_guarded() -> None:
+    """A single loss must not slow the recovery."""
+    run = PoisonedRun(4)
+    run.train_to(6)
+    run.lose(1)
+    run.run_until_training()
+    assert [resume.guarded_step for resume in run.resumes] == [0]
 
 
-def test_a_loss_amid_an_evaluation_is_not_blamed_on_training_data() -> None:
-    fleet = Fleet(4)
-    fleet.train_to(5)
-    lose_to_microbatch(fleet, 0, 4)
-    ending = fleet.core.state.ending
+def test_loss_during_an_evaluation_makes_held_out_samples_suspect() -> None:
+    run = PoisonedRun(4)
+    run.train_to(5)
+    lose_to_microbatch(run, 0, 4)
+    ending = run.core.state.ending
     assert ending and "the evaluation after step 5 has ended every worker" in ending.reason
     assert ending.reason.endswith("look at held-out samples 0 to 1")
 
 
-def test_after_the_evaluation_is_reported_training_data_are_suspect() -> None:
-    fleet = Fleet(4)
-    fleet.train_to(5)
-    fleet.hear(Evaluated(fleet.core.state.generation, 5, 1.0))
-    lose_to_microbatch(fleet, 0, 4)
-    ending = fleet.core.state.ending
+def test_loss_after_a_reported_evaluation_makes_training_samples_suspect() -> None:
+    run = PoisonedRun(4)
+    run.train_to(5)
+    run.deliver_all(Evaluated(run.core.state.generation, 5, 1.0))
+    lose_to_microbatch(run, 0, 4)
+    ending = run.core.state.ending
     assert ending and "step 6 has ended every worker" in ending.reason

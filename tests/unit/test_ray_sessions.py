@@ -1,4 +1,4 @@
-"""What a private Ray cluster leaves, with real processes that stand in for Ray's."""
+"""Cleanup after a private Ray cluster; ordinary processes take the place of those of Ray."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ guard = Guard()
 guard.note_session(session)
 process = subprocess.Popen(["sh", "-c", "sleep 99 & wait"], start_new_session=True)
 guard.note_process(process.pid)
-while len(found := __import__("psutil").Process(process.pid).children()) < 1:
+while len(children := __import__("psutil").Process(process.pid).children()) < 1:
     time.sleep(0.05)
-print(process.pid, found[0].pid, guard._process.pid, flush=True)
+print(process.pid, children[0].pid, guard._process.pid, flush=True)
 time.sleep(99)
 """
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
+def wait_for(condition: Callable[[], object], purpose: str) -> None:
     deadline = time.monotonic() + 60.0
     while not condition():
-        assert time.monotonic() < deadline, f"waited too long for {what}"
+        assert time.monotonic() < deadline, f"waited too long for {purpose}"
         time.sleep(0.02)
 
 
@@ -48,8 +48,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def begin(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A process that owns a cluster of two processes, and their ids and its guard's."""
+def start_owner(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """Start a process that owns a cluster of two processes; the pids of these and of its guard."""
     owner = subprocess.Popen(
         [sys.executable, "-c", OWNING, str(folder)], stdout=subprocess.PIPE, text=True
     )
@@ -57,7 +57,7 @@ def begin(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
     return owner, [int(word) for word in owner.stdout.readline().split()]
 
 
-def end(owner: subprocess.Popen[str]) -> None:
+def kill_owner(owner: subprocess.Popen[str]) -> None:
     owner.kill()
     owner.wait()
     assert owner.stdout is not None
@@ -65,18 +65,18 @@ def end(owner: subprocess.Popen[str]) -> None:
 
 
 def test_killed_owner_leaves_no_process_and_no_folder(tmp_path: Path) -> None:
-    owner, pids = begin(tmp_path)
-    for pid in pids[2:]:  # the guard ignores what the kernel sends to a whole control group
+    owner, pids = start_owner(tmp_path)
+    for pid in pids[2:]:  # the guard ignores a signal to its whole control group
         os.kill(pid, signal.SIGTERM)
-    end(owner)
-    wait_for(lambda: not any(is_alive(pid) for pid in pids), "the end of all")
+    kill_owner(owner)
+    wait_for(lambda: not any(is_alive(pid) for pid in pids), "the end of all processes")
     assert not list(tmp_path.iterdir())
 
 
 def test_next_command_removes_what_a_killed_guard_left(tmp_path: Path) -> None:
-    owner, pids = begin(tmp_path)
+    owner, pids = start_owner(tmp_path)
     os.kill(pids[2], signal.SIGKILL)
-    end(owner)
+    kill_owner(owner)
     [session] = tmp_path.iterdir()
     remove_dead_sessions(tmp_path)
     assert not session.exists()
@@ -84,27 +84,27 @@ def test_next_command_removes_what_a_killed_guard_left(tmp_path: Path) -> None:
 
 
 def test_only_folders_of_provably_dead_owners_are_removed(tmp_path: Path) -> None:
-    owner, _ = begin(tmp_path)
-    [living] = tmp_path.iterdir()
-    record = json.loads((living / OWNER).read_text())
+    owner, _ = start_owner(tmp_path)
+    [live_session] = tmp_path.iterdir()
+    record = json.loads((live_session / OWNER).read_text())
     others = {
-        "nobody": None,
+        "without_owner": None,
         "elsewhere": {**record, "host": "another", "pid": 1, "started": "7"},
         "unseen": {**record, "namespace": "pid:[1]", "pid": 1, "started": "7"},
         "kept": {**record, "started": "7", "kept_until": time.time() + 60.0},
         "garbage": [1],
         "reused": {**record, "started": "7"},
     }
-    for name, told in others.items():
+    for name, owner_record in others.items():
         folder = tmp_path / f"session_{name}"
         folder.mkdir()
-        if told is not None:
-            (folder / OWNER).write_text(json.dumps(told))
+        if owner_record is not None:
+            (folder / OWNER).write_text(json.dumps(owner_record))
     (tmp_path / "session_latest").symlink_to(tmp_path / "session_reused")
     remove_dead_sessions(tmp_path)
-    left = {path.name.removeprefix("session_") for path in tmp_path.iterdir()}
-    assert left == {*others, living.name.removeprefix("session_")} - {"reused"}
-    end(owner)
+    remaining = {path.name.removeprefix("session_") for path in tmp_path.iterdir()}
+    assert remaining == {*others, live_session.name.removeprefix("session_")} - {"reused"}
+    kill_owner(owner)
 
 
 def test_closed_guard_ends_the_cluster(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a worker keeps for a controller that dies: what it told, and which orders it has taken."""
+"""A worker keeps its reports and its executed orders for a restarted controller."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ from elastic.reshard.reshard_plan import ReshardPlan
 READY = WorkerReady("w0", "n0", 1)
 
 
-def form(generation: int) -> Form:
+def form_order(generation: int) -> Form:
     assignment = Assignment(generation, Layout(), ("w0",))
     return Form(generation, assignment, ReshardPlan(0, 0, None, assignment, ()), "host", 1)
 
 
-def committed(step: int) -> StepCommitted:
+def commit_event(step: int) -> StepCommitted:
     record = StepRecord(0.0, step, 1, 1, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
     return StepCommitted(1, record, Vote(step, 1.0, 1, 1.0, 1))
 
 
-def test_a_restarted_controller_hears_in_order_what_it_may_have_missed() -> None:
+def test_outbox_repeats_missed_reports_in_order() -> None:
     outbox = Outbox(1)
-    told = [GroupFormed("w0", 1), *map(committed, range(1, 6))]
-    for event in (READY, *told):
+    events = [GroupFormed("w0", 1), *map(commit_event, range(1, 6))]
+    for event in (READY, *events):
         outbox.add(event)
-    assert outbox.again(2, committed_step=3) == [READY, told[0], committed(4), committed(5)]
+    assert outbox.again(2, committed_step=3) == [READY, events[0], commit_event(4), commit_event(5)]
     assert outbox.incarnation == 2
-    assert outbox.again(1, committed_step=5) == [READY, told[0]]
-    assert outbox.incarnation == 2, "an older one comes too late"
+    assert outbox.again(1, committed_step=5) == [READY, events[0]]
+    assert outbox.incarnation == 2, "an older incarnation is ignored"
 
 
-def test_of_an_older_generation_only_parts_are_told_again() -> None:
+def test_outbox_repeats_only_parts_of_an_older_generation() -> None:
     outbox = Outbox(1)
     part = PartWritten("w0", 1, 2, PartFile("part-w0", 1, 1))
-    for event in (READY, GroupFormed("w0", 1), committed(1), part):
+    for event in (READY, GroupFormed("w0", 1), commit_event(1), part):
         outbox.add(event)
     outbox.note(1, Abort(1, ("w0",), "a death"))
     assert len(outbox.again(2, 0)) == 4
-    outbox.note(2, form(2))
+    outbox.note(2, form_order(2))
     assert outbox.again(3, 0) == [part]
     outbox.add(GroupFormed("w0", 2))
-    outbox.note(3, form(2))
-    assert outbox.again(4, 0) == [part, GroupFormed("w0", 2)], "it has been taken before"
+    outbox.note(3, form_order(2))
+    assert outbox.again(4, 0) == [part, GroupFormed("w0", 2)], "the order is a repetition"
 
 
-def test_an_order_is_taken_once_whoever_sends_it() -> None:
+def test_intake_takes_an_order_once_from_any_incarnation() -> None:
     intake = Intake()
-    assert intake.takes(1, form(1))
+    assert intake.takes(1, form_order(1))
     assert intake.takes(1, RequestCheckpoint(1, ("w0",), 4))
     intake.meet(2)
     assert not intake.takes(1, Abort(1, ("w0",), "sent before the restart, and late"))
-    assert not intake.takes(2, form(1))
+    assert not intake.takes(2, form_order(1))
     assert not intake.takes(2, RequestCheckpoint(1, ("w0",), 4))
     assert intake.takes(2, RequestCheckpoint(1, ("w0",), 8))
     assert intake.takes(2, Abort(1, ("w0",), "a death"))
     assert intake.takes(2, StartSnapshots(1, ("w0",), ()))
-    assert intake.takes(2, StartSnapshots(1, ("w0",), ())), "the last one counts"
-    assert intake.takes(2, form(2))
+    assert intake.takes(2, StartSnapshots(1, ("w0",), ())), "the last order counts"
+    assert intake.takes(2, form_order(2))
     assert intake.generation == 2

@@ -1,4 +1,4 @@
-"""How regions are cut and what they have in common."""
+"""Regions: chunks, intersections, and the chunks that overlap a region."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def test_chunks_are_those_of_torch(
     assert [chunk_interval(size, num_chunks, i) for i in range(num_chunks)] == intervals
 
 
-def test_a_chunk_of_a_chunk_is_a_contiguous_box() -> None:
+def test_chunk_of_a_chunk_is_a_contiguous_box() -> None:
     half = Region.whole((8, 6)).chunk(0, 2, 1)
     assert half == Region((4, 0), (4, 6))
     assert half.chunk(0, 3, 2) == Region((8, 0), (0, 6))
     assert half.chunk(1, 2, 1).chunk(0, 3, 1) == Region((6, 3), (2, 3))
 
 
-def test_an_intersection_has_elements_or_is_none() -> None:
+def test_intersection_without_elements_is_none() -> None:
     region = Region((2, 0), (4, 4))
     assert region.intersection(Region((0, 3), (3, 9))) == Region((2, 3), (1, 1))
     assert region.intersection(Region((6, 0), (1, 4))) is None
@@ -38,11 +38,11 @@ def test_an_intersection_has_elements_or_is_none() -> None:
     assert Region.whole(()).intersection(Region.whole(())) == Region((), ())
 
 
-def test_a_scalar_is_one_element() -> None:
+def test_scalar_region_has_one_element() -> None:
     assert Region.whole(()).num_elements == 1
 
 
-def test_overlapping_chunks_are_found_without_looking_at_the_others() -> None:
+def test_overlapping_chunks_are_computed_without_visiting_the_others() -> None:
     huge = Region.whole((10**15,))
     assert huge.overlapping_chunks(0, 10**12, Region((2500,), (1000,))) == range(2, 4)
     assert huge.overlapping_chunks(0, 10**12, Region((2500,), (0,))) == range(0)

@@ -1,4 +1,4 @@
-"""A run that is resumed with other training settings is refused before anything is started."""
+"""A run that is resumed with other training settings is refused before any process starts."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ FLOAT64 = ("dtype=float64",)
 def test_other_training_settings_are_refused_in_one_line_and_the_recipe_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = TrainRequest("tiny", "run", str(tmp_path), "1", None, 5, None, "random", FLOAT64)
-    store_recipe(make_plan(asked, num_gpus=0))
+    request = TrainRequest("tiny", "run", str(tmp_path), "1", None, 5, None, "random", FLOAT64)
+    store_recipe(make_plan(request, num_gpus=0))
     before = (tmp_path / "run" / "recipe.json").read_text()
     train = ["elastic", "train", "tiny", "--storage", str(tmp_path), "--run-name", "run"]
     train += ["--data", "random", "--workers", "1", "--set", "dtype=float64"]
     monkeypatch.setattr(sys, "argv", [*train, "--steps", "9", "--set", "optimizer.lr=0.5"])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main()
     [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2
+    assert exited.value.code == 2
     assert "optimizer.lr: 0.003 -> 0.5" in line
     assert (tmp_path / "run" / "recipe.json").read_text() == before

@@ -1,4 +1,4 @@
-"""The run's time passes evenly on a host whose wall clock is behind, ahead, or is set anew."""
+"""The time of the run passes evenly if the wall clock of the host is wrong or is reset."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from actors.controller.shell import Shell
-from actors.controller.shell_parts import RunClock, ShellParts
+from actors.controller.shell import Shell, ShellParts
+from actors.controller.shell_parts import RunClock
 from actors.storage.lease import claim
 from actors.storage.storage import DiskStorage
 from elastic.geometry.target_layout import TargetLayout
@@ -32,13 +32,13 @@ from elastic.protocol.policy import Policy
 BEHIND_S = 600.0
 FORM_TIMEOUT_S = 0.4
 PROMPT_S = 60.0
-"""On a machine under load; deadlines that wait for the wall clock take ten times as long."""
+"""Bound for a busy machine; deadlines that wait for the wall clock take ten times as long."""
 POLICY = Policy(2, 2, form_timeout_s=FORM_TIMEOUT_S, collective_timeout_s=0.4, max_attempts=2)
 OPENING = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), Job(8, steps=10))
 
 
-class Hands:
-    """Two clocks of a host, moved by hand."""
+class ManualClocks:
+    """The two clocks of a host, moved by the test."""
 
     def __init__(self, wall: float) -> None:
         self.wall_s, self.monotonic_s = wall, 50.0
@@ -55,33 +55,33 @@ class Hands:
 
 
 @pytest.mark.parametrize("wall", [1000.0, 400.0, 5000.0])
-def test_time_goes_on_from_the_journal_or_the_wall_clock(wall: float) -> None:
-    hands = Hands(wall)
-    clock = RunClock(1000.0, hands.wall, hands.monotonic)
-    began = max(1000.0, wall)
-    assert clock.now() == began
+def test_time_continues_from_the_journal_or_the_wall_clock(wall: float) -> None:
+    clocks = ManualClocks(wall)
+    clock = RunClock(1000.0, clocks.wall, clocks.monotonic)
+    start = max(1000.0, wall)
+    assert clock.now() == start
     for jump_s in (0.0, -3600.0, 3600.0):
-        hands.wall_s += jump_s
+        clocks.wall_s += jump_s
         before = clock.now()
-        hands.wait(2.0)
+        clocks.wait(2.0)
         assert clock.now() - before == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("wall", [400.0, 1000.0])
-def test_an_announced_end_is_as_far_away_as_on_this_machines_wall_clock(wall: float) -> None:
-    """Of an end by another machine's clock, see `test_drains.py`."""
-    hands = Hands(wall)
-    clock = RunClock(1000.0, hands.wall, hands.monotonic)
-    hands.wait(30.0)
-    notice = clock.on_this_clock(NodeDraining("n", hands.wall_s + 120.0))
+def test_deadline_of_a_notice_is_relative_to_the_wall_clock_of_this_machine(wall: float) -> None:
+    """For deadlines by the clock of another machine see `test_drains.py`."""
+    clocks = ManualClocks(wall)
+    clock = RunClock(1000.0, clocks.wall, clocks.monotonic)
+    clocks.wait(30.0)
+    notice = clock.on_this_clock(NodeDraining("n", clocks.wall_s + 120.0))
     assert isinstance(notice, NodeDraining)
     assert notice.deadline - clock.now() == pytest.approx(120.0)
     other = StopRequested("enough")
     assert clock.on_this_clock(other) is other
 
 
-class Silent:
-    """Workers that start and then never answer an order."""
+class SilentFleet:
+    """Workers that start and then answer no order."""
 
     shell: Shell
 
@@ -104,7 +104,7 @@ class Silent:
         return answer
 
     def process_state(self, worker: str) -> Future[str]:
-        raise AssertionError("they answer every probe")
+        raise AssertionError("the workers answer every probe")
 
     def newest_generation(self) -> int:
         return 0
@@ -119,20 +119,20 @@ class Silent:
         pass
 
 
-def drive(folder: Path, wall: Callable[[], float]) -> Stopped:
-    run, fleet = DiskStorage(folder), Silent()
+def run_controller(folder: Path, wall: Callable[[], float]) -> Stopped:
+    run, fleet = DiskStorage(folder), SilentFleet()
     fleet.shell = Shell(run, claim(run, actor="actor"), parts=ShellParts(wall=wall))
     return fleet.shell.run(fleet, OPENING, fleet)
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
+def read_journal(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "journal.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("off_s", [-BEHIND_S, 0.0, BEHIND_S])
-def test_deadlines_pass_on_a_host_whose_clock_is_off(tmp_path: Path, off_s: float) -> None:
-    """The journal of a controller that died amid a forming; its host's clock was right."""
-    drive(tmp_path, time.time)
+def test_deadlines_pass_on_a_host_with_a_wrong_clock(tmp_path: Path, off_s: float) -> None:
+    """The journal is that of a controller that died during forming on a host with a right clock."""
+    run_controller(tmp_path, time.time)
     journal = tmp_path / "journal.jsonl"
     whole = journal.read_text().splitlines(keepends=True)
     cut = next(i for i, line in enumerate(whole) if '"command": "Form"' in line)
@@ -140,11 +140,11 @@ def test_deadlines_pass_on_a_host_whose_clock_is_off(tmp_path: Path, off_s: floa
     [lease] = (tmp_path / "lease").iterdir()
     lease.write_text(json.dumps({**json.loads(lease.read_text()), "released": False}))
     last = json.loads(whole[cut])["time"]
-    began = time.monotonic()
-    stopped = drive(tmp_path, lambda: time.time() + off_s)
+    start = time.monotonic()
+    stopped = run_controller(tmp_path, lambda: time.time() + off_s)
     assert stopped.outcome == "failed" and "Forming timed out" in stopped.reason
-    assert time.monotonic() - began < PROMPT_S
-    later = lines(tmp_path)[cut + 1 :]
+    assert time.monotonic() - start < PROMPT_S
+    later = read_journal(tmp_path)[cut + 1 :]
     assert "ControllerRestarted" in [line.get("event") for line in later]
     times = [line["time"] for line in later]
     assert times == sorted(times) and times[0] >= last

@@ -1,4 +1,4 @@
-"""Reading and following a run's files, and the history computed from them."""
+"""Reading and following the files of a run, and the history computed from them."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ ROWS = st.lists(st.dictionaries(st.text(max_size=5), st.text(max_size=20), max_s
 
 
 @given(rows=ROWS, cuts=st.lists(st.integers(0, 600), max_size=8), max_bytes=st.integers(1, 64))
-def test_a_tail_gives_every_line_once_wherever_writes_are_cut(
+def test_tail_returns_every_line_once_wherever_writes_are_cut(
     rows: list[dict[str, str]], cuts: list[int], max_bytes: int
 ) -> None:
     data = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     edges = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     with TemporaryDirectory() as name:
-        path, offset, seen = Path(name) / "lines.jsonl", 0, []
+        path, offset, read_rows = Path(name) / "lines.jsonl", 0, []
         for start, end in pairwise(edges):
             with path.open("ab") as file:
                 file.write(data[start:end])
             tail = Tail(LineLog(DiskStorage(path.parent), path.name), offset)
-            seen += [row for block in tail.blocks(max_bytes) for row in block]
+            read_rows += [row for block in tail.blocks(max_bytes) for row in block]
             offset = tail.offset
-    assert seen == rows
+    assert read_rows == rows
     assert offset == len(data)
 
 
-def test_a_tail_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> None:
+def test_tail_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> None:
     path = tmp_path / "later.jsonl"
     tail = Tail(LineLog(DiskStorage(tmp_path), path.name))
     assert tail.read() == []
@@ -60,7 +60,7 @@ def test_a_tail_waits_for_the_file_and_for_the_end_of_a_line(tmp_path: Path) -> 
     assert tail.read() == [{"step": 2}]
 
 
-def test_a_torn_line_is_left_out_and_counted(tmp_path: Path) -> None:
+def test_tail_skips_and_counts_torn_lines(tmp_path: Path) -> None:
     path = tmp_path / "torn.jsonl"
     path.write_text('{"step": 1}\n{"ste{"step": 2}\n[3]\n{"step": 4}\n')
     tail = Tail(LineLog(DiskStorage(tmp_path), path.name))
@@ -91,8 +91,8 @@ def test_losses_joins_and_redone_steps_are_counted(tmp_path: Path) -> None:
     assert membership.total_steps == 20
     assert history.account.split().compute_s == pytest.approx(15 * 0.1)
     assert history.goodput() == pytest.approx(1.5 / (0.5 + 1.9 + 0.2))
-    lost = next(h for h in membership.run_events if h.kind == "lost")
-    assert (lost.worker, lost.node, lost.cause, lost.step) == (
+    loss_event = next(h for h in membership.run_events if h.kind == "lost")
+    assert (loss_event.worker, loss_event.node, loss_event.cause, loss_event.step) == (
         "w3",
         "node-0",
         "connection reset",
@@ -103,43 +103,45 @@ def test_losses_joins_and_redone_steps_are_counted(tmp_path: Path) -> None:
     assert resumed[2].value is None
 
 
-def test_a_planned_departure_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -> None:
+def test_planned_drain_is_no_loss_and_a_kill_counts_once(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(4)
     run.ready("w4", "node-9")
-    run.hear(NodeDraining("node-9", run.now + 120))
-    run.hear(WorkerDraining("w3", "asked to"))
+    run.append_event(NodeDraining("node-9", run.now + 120))
+    run.append_event(WorkerDraining("w3", "requested"))
     run.resume("w0", "w1", "w2")
     for worker in ("w3", "w4"):
-        run.tell(StopWorker(worker, "it was drained"))
+        run.append_command(StopWorker(worker, "it was drained"))
         run.lose(worker, "exited")
-    run.tell(StopWorker("w2", "it did not unwind in time"))
+    run.append_command(StopWorker("w2", "it did not unwind in time"))
     run.lose("w2", "killed by signal 9")
     membership = read_history(run.folder).membership
-    left = [(h.worker, h.cause) for h in membership.run_events if h.kind == "left"]
-    assert left == [("w3", "asked to"), ("w4", "node node-9 is draining")]
+    departures = [(h.worker, h.cause) for h in membership.run_events if h.kind == "left"]
+    assert departures == [("w3", "requested"), ("w4", "node node-9 is draining")]
     assert membership.num_lost == 1
     assert membership.run_events[-1].cause == "it did not unwind in time"
     assert membership.members == ("w0", "w1")
 
 
-def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path) -> None:
+def test_stragglers_and_standby_workers_on_a_quarantined_node_are_no_losses(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(2)
     run.ready("w2", "node-1")
     run.ready("w3", "node-1")
-    run.hear(ComputeTimed(1, 20, (0.1, 0.3)))
-    run.hear(ComputeTimed(1, 40, (), ((1, 3.0),)))
-    run.tell(Replaced("w1", "it is slow"))
+    run.append_event(ComputeTimed(1, 20, (0.1, 0.3)))
+    run.append_event(ComputeTimed(1, 40, (), ((1, 3.0),)))
+    run.append_command(Replaced("w1", "it is slow"))
     run.resume("w0", "w2")
-    run.tell(StopWorker("w1", "it was drained"))
-    run.tell(NodeQuarantined("node-1", run.now + 60, "3 crashes"))
-    run.tell(StopWorker("w3", "its node is quarantined"))
+    run.append_command(StopWorker("w1", "it was drained"))
+    run.append_command(NodeQuarantined("node-1", run.now + 60, "3 crashes"))
+    run.append_command(StopWorker("w3", "its node is quarantined"))
     membership = read_history(run.folder).membership
     assert membership.compute_s == {"w0": 0.1, "w1": 0.3}
     assert membership.quarantined == {"node-1": run.now + 60}
-    told = [h.text for h in membership.run_events if h.kind in ("straggler", "quarantined", "left")]
-    assert told == [
+    messages = [
+        h.text for h in membership.run_events if h.kind in ("straggler", "quarantined", "left")
+    ]
+    assert messages == [
         "w1 will be replaced: it is slow",
         "w1 left: it is slow",
         "node node-1 is quarantined: 3 crashes",
@@ -147,14 +149,14 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     ]
     assert (membership.num_lost, membership.members) == (0, ("w0", "w2"))
     run.lose("w2")
-    run.tell(NodeReleased("node-1", "its quarantine is over"))
+    run.append_command(NodeReleased("node-1", "its quarantine is over"))
     membership = read_history(run.folder).membership
     assert (membership.num_lost, membership.quarantined) == (1, {}), (
-        "a member there that dies is lost"
+        "a member on that node that dies is lost"
     )
 
 
-def test_the_time_between_two_sessions_is_not_driven(tmp_path: Path) -> None:
+def test_time_between_two_sessions_does_not_count(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(2)
     run.commit(step_s=10.0)
@@ -170,7 +172,7 @@ def test_the_time_between_two_sessions_is_not_driven(tmp_path: Path) -> None:
     assert membership.outcome is None
 
 
-def test_foreign_lines_change_nothing(tmp_path: Path) -> None:
+def test_unknown_journal_lines_change_nothing(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(2)
     before = read_history(run.folder).membership
@@ -179,22 +181,20 @@ def test_foreign_lines_change_nothing(tmp_path: Path) -> None:
     assert read_history(run.folder).membership == before
 
 
-def test_checkpoints_and_evaluations_stand_at_their_own_step(tmp_path: Path) -> None:
+def test_checkpoints_and_evaluations_have_their_own_step(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(2)
     for _ in range(5):
         run.commit()
-    run.hear(Checkpointed(3, 1, "checkpoints/3"))
-    run.hear(Evaluated(1, 4, 1.25))
+    run.append_event(Checkpointed(3, 1, "checkpoints/3"))
+    run.append_event(Evaluated(1, 4, 1.25))
     *_, checkpoint, evaluation = read_history(run.folder).membership.run_events
     assert (checkpoint.kind, checkpoint.step) == ("checkpoint", 3)
     assert (evaluation.step, evaluation.value) == (4, 1.25)
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=300), st.integers(2, 32))
-def test_a_curve_stays_small_and_keeps_its_mean_and_extremes(
-    losses: list[float], limit: int
-) -> None:
+def test_curve_stays_small_and_keeps_its_mean_and_extremes(losses: list[float], limit: int) -> None:
     curve = Curve(limit)
     for step, loss in enumerate(losses, start=1):
         curve.add(float(step), step, loss)
@@ -206,7 +206,7 @@ def test_a_curve_stays_small_and_keeps_its_mean_and_extremes(
     assert total == pytest.approx(sum(losses))
 
 
-def test_a_curve_marks_what_was_taken_back() -> None:
+def test_curve_marks_steps_that_were_rolled_back() -> None:
     curve = Curve()
     for step in (1, 2, 3, 4, 5):
         curve.add(float(step), step, 2.0)
@@ -220,7 +220,7 @@ def test_a_curve_marks_what_was_taken_back() -> None:
     ]
 
 
-def test_throughput_is_told_over_the_wall_clock() -> None:
+def test_throughput_is_computed_over_the_wall_clock() -> None:
     history = History()
     rows = [
         {"time": 100.0 + 2 * n, "step": n, "tokens": 500, "step_s": 1.0, "lr": 0.1, "loss": 1.0}
@@ -235,11 +235,11 @@ def test_throughput_is_told_over_the_wall_clock() -> None:
     ("seconds", "text"),
     [(0.0, "0 s"), (0.214, "0.21 s"), (59.7, "1 min"), (723, "12 min 3 s"), (86399, "1 d")],
 )
-def test_durations_are_told_as_people_do(seconds: float, text: str) -> None:
+def test_durations_are_formatted_for_people(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_quantities_and_texts_are_short() -> None:
+def test_quantities_and_texts_are_shortened() -> None:
     assert [quantity(value) for value in (950, 2800, 350_000, 1.2e9)] == [
         "950",
         "2.80k",

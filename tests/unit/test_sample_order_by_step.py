@@ -1,4 +1,4 @@
-"""The order of samples, by example."""
+"""The order of samples: frozen values, uniformity, batches, microbatches."""
 
 from collections import Counter
 from itertools import combinations, permutations
@@ -16,7 +16,7 @@ from elastic.geometry.sample_order import (
 )
 
 
-def test_the_order_is_kept_for_ever():
+def test_sample_order_is_frozen():
     """Stored runs depend on these values: another order would repeat and lose samples."""
     assert [sample_of(0, i, 10) for i in range(10)] == [7, 6, 8, 5, 4, 9, 0, 2, 1, 3]
     assert [sample_of(0, i, 10) for i in range(10, 20)] == [5, 9, 6, 0, 3, 8, 2, 7, 4, 1]
@@ -25,42 +25,43 @@ def test_the_order_is_kept_for_ever():
     assert microbatch_seed(1, 2, 3) == 953_579_239_717_497_660
 
 
-def epochs(num_samples: int, num_epochs: int) -> list[tuple[int, ...]]:
+def samples_by_epoch(num_samples: int, num_epochs: int) -> list[tuple[int, ...]]:
     ids = [range(epoch * num_samples, (epoch + 1) * num_samples) for epoch in range(num_epochs)]
     return [tuple(sample_of(11, i, num_samples) for i in epoch) for epoch in ids]
 
 
 @pytest.mark.parametrize("num_samples", [2, 3, 4, 5, 6])
-def test_every_order_of_a_few_samples_is_as_likely(num_samples: int):
-    seen = Counter(epochs(num_samples, 20 * factorial(num_samples)))
-    chi_squared = sum((seen[order] - 20) ** 2 / 20 for order in permutations(range(num_samples)))
+def test_all_orders_of_a_few_samples_are_equally_likely(num_samples: int):
+    counts = Counter(samples_by_epoch(num_samples, 20 * factorial(num_samples)))
+    chi_squared = sum((counts[order] - 20) ** 2 / 20 for order in permutations(range(num_samples)))
     degrees = factorial(num_samples) - 1
     assert chi_squared < degrees + 5 * (2 * degrees) ** 0.5
 
 
 @pytest.mark.parametrize("num_samples", [7, 9, 25])
-def test_odd_permutations_are_as_likely_as_even_ones(num_samples: int):
+def test_odd_and_even_permutations_are_equally_likely(num_samples: int):
     num_odd = sum(
-        sum(a > b for a, b in combinations(order, 2)) % 2 for order in epochs(num_samples, 400)
+        sum(a > b for a, b in combinations(order, 2)) % 2
+        for order in samples_by_epoch(num_samples, 400)
     )
     assert 150 < num_odd < 250
 
 
-def test_neighbours_in_a_large_epoch_are_unrelated():
+def test_neighbours_in_a_large_epoch_are_uncorrelated():
     num_samples = 10**6
-    drawn = [sample_of(3, i, num_samples) / num_samples - 0.5 for i in range(20_000)]
+    samples = [sample_of(3, i, num_samples) / num_samples - 0.5 for i in range(20_000)]
     for lag in (1, 2, 1000, 1001):
-        pairs = list(zip(drawn, drawn[lag:], strict=False))
+        pairs = list(zip(samples, samples[lag:], strict=False))
         correlation = 12 * sum(a * b for a, b in pairs) / len(pairs)
         assert abs(correlation) < 5 / len(pairs) ** 0.5
 
 
-def test_batches_cover_the_ids_from_step_one_on():
+def test_batches_cover_the_ids_from_step_1_on():
     assert list(batch_ids(1, 4)) == [0, 1, 2, 3]
     assert list(batch_ids(2, 4)) == [4, 5, 6, 7]
 
 
-def test_batches_left_out_on_purpose_are_read_over():
+def test_skipped_batches_are_not_read():
     numbers = [batch_ids(step, 1, skipped=(3, 1, 2))[0] for step in range(1, 5)]
     assert numbers == [0, 4, 5, 6]
 
@@ -87,7 +88,7 @@ def test_seeds_of_microbatches_differ():
 
 
 @pytest.mark.parametrize(
-    "impossible",
+    "invalid_request",
     [
         lambda: sample_of(0, 0, 0),
         lambda: sample_of(0, -1, 5),
@@ -97,6 +98,6 @@ def test_seeds_of_microbatches_differ():
         lambda: num_rounds(1, 0),
     ],
 )
-def test_what_there_is_no_order_of_is_refused(impossible):
+def test_invalid_sample_requests_are_refused(invalid_request):
     with pytest.raises(InvalidSamples):
-        impossible()
+        invalid_request()

@@ -1,4 +1,4 @@
-"""What docs/security.md says: nothing is unpickled, no shell is used, credentials are not kept."""
+"""Claims of docs/security.md: no unpickling, no shell, no stored credentials."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_bad_input import refused
+from test_bad_input import expect_refusal
 from torch.distributed import TCPStore
 
 from actors.distributed.store import open_store
@@ -23,26 +23,26 @@ from pipelines.settings.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("elastic", "actors", "pipelines")
-UNPICKLERS = {"pickle", "cloudpickle", "dill", "retire_snapshot_set", "marshal", "joblib", "runpy"}
+UNPICKLERS = {"pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib", "runpy"}
 RUNNERS = {"eval", "exec", "os.system", "os.popen"}
 SECRET = "hunter2"
 
 
-def nodes() -> Iterator[tuple[str, ast.AST]]:
+def syntax_nodes() -> Iterator[tuple[str, ast.AST]]:
     for package in PACKAGES:
         for file in sorted((ROOT / package).rglob("*.py")):
             for node in ast.walk(ast.parse(file.read_text())):
                 yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
 
 
-def imported(node: ast.AST) -> set[str]:
+def imported_names(node: ast.AST) -> set[str]:
     if isinstance(node, ast.Import):
         return {alias.name.partition(".")[0] for alias in node.names}
     return {str(node.module).partition(".")[0]} if isinstance(node, ast.ImportFrom) else set()
 
 
-def called(node: ast.AST) -> str:
-    """`name`, or `owner.name`, of what a call calls; empty for all else."""
+def called_name(node: ast.AST) -> str:
+    """`name` or `owner.name` of the called function; empty if the node is no call."""
     if not isinstance(node, ast.Call):
         return ""
     function = node.func
@@ -51,23 +51,25 @@ def called(node: ast.AST) -> str:
     return function.id if isinstance(function, ast.Name) else ""
 
 
-def test_nothing_that_unpickles_is_used() -> None:
-    """Invariant 11. Between processes Ray and torch pickle; what is stored is JSON, Arrow or
+def test_packages_use_no_unpickler() -> None:
+    """Invariant 11. Ray and torch pickle between processes; stored data are JSON, Arrow or
     safetensors."""
-    assert not [where for where, node in nodes() if imported(node) & UNPICKLERS]
-    assert not [where for where, node in nodes() if called(node) in ("torch.load", "numpy.load")]
+    assert not [place for place, node in syntax_nodes() if imported_names(node) & UNPICKLERS]
+    assert not [
+        place for place, node in syntax_nodes() if called_name(node) in ("torch.load", "numpy.load")
+    ]
 
 
-def test_no_string_is_given_to_a_shell() -> None:
-    for where, node in nodes():
-        assert called(node) not in RUNNERS, where
+def test_packages_run_no_shell_command() -> None:
+    for place, node in syntax_nodes():
+        assert called_name(node) not in RUNNERS, place
         if isinstance(node, ast.Call):
             shells = [word for word in node.keywords if word.arg == "shell"]
-            assert not shells, where
+            assert not shells, place
 
 
-def test_store_and_keeper_listen_on_one_address_only() -> None:
-    """Of this machine's two, the one that is not theirs has nobody at the port."""
+def test_store_and_snapshot_server_listen_on_one_address_only() -> None:
+    """The other address of this machine refuses connections to the same ports."""
     host, other = "127.0.0.2", "127.0.0.1"
     store = open_store(host)
     snapshot_server = SnapshotHost("node", "", host, new_secret()).snapshot_server
@@ -80,7 +82,7 @@ def test_store_and_keeper_listen_on_one_address_only() -> None:
 
 
 class Bomb:
-    """Tells of itself when it is unpickled."""
+    """Creates the file `mark` when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -89,16 +91,16 @@ class Bomb:
         return Path.touch, (self.mark,)
 
 
-def test_a_pickle_in_the_place_of_a_recipe_is_not_loaded(tmp_path: Path) -> None:
+def test_pickle_in_place_of_a_recipe_is_not_loaded(tmp_path: Path) -> None:
     mark = tmp_path / "exploded"
     pickle.loads(pickle.dumps(Bomb(mark)))
-    assert mark.exists(), "the bomb is a dud"
+    assert mark.exists(), "unpickling has no effect"
     mark.unlink()
-    asked = TrainRequest("tiny", "run", str(tmp_path), data="random")
-    store_recipe(make_plan(asked, num_gpus=0))
+    request = TrainRequest("tiny", "run", str(tmp_path), data="random")
+    store_recipe(make_plan(request, num_gpus=0))
     (tmp_path / "run" / "recipe.json").write_bytes(pickle.dumps(Bomb(mark)))
     with pytest.raises((UserError, ValueError)):
-        make_plan(asked, num_gpus=0)
+        make_plan(request, num_gpus=0)
     assert not mark.exists()
 
 
@@ -112,7 +114,7 @@ def test_a_pickle_in_the_place_of_a_recipe_is_not_loaded(tmp_path: Path) -> None
         "https://tracking/?api_key=hunter2",
     ],
 )
-def test_credentials_are_seen_and_not_shown(url: str) -> None:
+def test_credentials_in_a_url_are_detected_and_not_shown(url: str) -> None:
     assert has_credentials(url)
     assert SECRET not in without_credentials(f"cannot open {url}: no answer")
 
@@ -121,7 +123,7 @@ def test_credentials_are_seen_and_not_shown(url: str) -> None:
     "url",
     ["s3://bucket/runs?region=eu-west-1", "http://tracking:5000", "postgresql://me@host/db"],
 )
-def test_what_has_no_credentials_is_let_through(url: str) -> None:
+def test_url_without_credentials_is_accepted(url: str) -> None:
     assert not has_credentials(url)
 
 
@@ -143,18 +145,18 @@ def test_credentials_in_options_are_refused_and_not_repeated(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["elastic", "train", "tiny", "--data", "random", *option])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as exited:
         main()
-    told = capsys.readouterr()
-    assert ended.value.code == 2
-    [line] = told.err.splitlines()
+    output = capsys.readouterr()
+    assert exited.value.code == 2
+    [line] = output.err.splitlines()
     assert option[0] in line and "environment" in line
-    assert SECRET not in told.out + told.err
+    assert SECRET not in output.out + output.err
     assert not list(tmp_path.rglob("recipe.json"))
 
 
 @pytest.mark.parametrize("command", ["status", "logs", "export", "reshard"])
-def test_no_command_leaves_the_storage(command: str, tmp_path: Path, capsys) -> None:
-    more = {"logs": ["--worker", "w0"], "reshard": ["--layout", "dp=1"]}.get(command, [])
-    told = refused(capsys, command, "../elsewhere", *more, "--storage", str(tmp_path))
-    assert "'../elsewhere'" in told and "letters, digits" in told
+def test_run_names_cannot_point_outside_the_storage(command: str, tmp_path: Path, capsys) -> None:
+    options = {"logs": ["--worker", "w0"], "reshard": ["--layout", "dp=1"]}.get(command, [])
+    line = expect_refusal(capsys, command, "../elsewhere", *options, "--storage", str(tmp_path))
+    assert "'../elsewhere'" in line and "letters, digits" in line

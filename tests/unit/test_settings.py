@@ -1,4 +1,4 @@
-"""Settings: types, checks, and one-line errors."""
+"""Settings: types, checks and one-line errors."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ from pipelines.settings.overrides import (
         ("record_samples=a/b.jsonl", lambda s: s.record_samples == Path("a/b.jsonl")),
     ],
 )
-def test_an_override_is_typed(change, read) -> None:
+def test_override_is_parsed_by_the_type_of_its_setting(change, read) -> None:
     assert read(override(byte_lm(), [change]))
 
 
-def test_a_tuple_is_written_with_commas() -> None:
+def test_tuple_is_written_with_commas() -> None:
     assert override(mlp(), ["model.dims=4,5,6"]).model.dims == (4, 5, 6)
 
 
-def test_the_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None:
+def test_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None:
     before = byte_lm()
     after = override(before, ["seed=1", "batch=30", "microbatch=10", "seed=2"])
     assert (after.seed, after.batch, after.num_microbatches) == (2, 30, 3)
@@ -50,7 +50,7 @@ def test_the_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ("optimiser.lr=1", "optimizer.lr"),
         ("lr=1", "optimizer.lr"),
@@ -72,23 +72,23 @@ def test_the_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None
         ("batch=25", "batch=25 must be a multiple of microbatch=2: set batch to 24 or 26"),
     ],
 )
-def test_an_invalid_override_is_a_one_line_error(change, told) -> None:
+def test_invalid_override_is_a_one_line_error(change, message) -> None:
     settings = override(byte_lm(), ["microbatch=2", "dtype=bfloat16"])
     with pytest.raises(UserError) as error:
         override(settings, [change])
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert " : " not in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_heads_must_divide_the_width() -> None:
+def test_number_of_heads_must_divide_the_width() -> None:
     with pytest.raises(UserError, match=r"model\.dim=100"):
         override(byte_lm(), ["model.dim=100"])
     with pytest.raises(UserError, match="num_kv_heads=3"):
         override(byte_lm(), ["model.num_kv_heads=3"])
 
 
-def test_a_token_cannot_use_more_experts_than_there_are() -> None:
+def test_top_k_cannot_exceed_the_number_of_experts() -> None:
     assert override(tiny_moe(), ["model.experts.top_k=4"]).model.experts.top_k == 4
     with pytest.raises(UserError, match=r"model\.experts\.top_k=5 exceeds .*num_experts=4"):
         override(tiny_moe(), ["model.experts.top_k=5"])
@@ -121,12 +121,12 @@ def test_only_training_settings_are_compared() -> None:
 
 
 def test_another_kind_of_model_differs_in_its_fields() -> None:
-    told = differing_training_settings(byte_lm(), mlp())
-    assert "model.kind: transformer -> mlp" in told
-    assert any(line.startswith("model.dims: None -> ") for line in told)
+    differences = differing_training_settings(byte_lm(), mlp())
+    assert "model.kind: transformer -> mlp" in differences
+    assert any(line.startswith("model.dims: None -> ") for line in differences)
 
 
-def test_the_list_of_training_settings_is_frozen() -> None:
+def test_list_of_training_settings_is_frozen() -> None:
     fields = TrainSettings.model_fields.keys()
     assert fields >= RESUMABLE_SETTINGS
     assert fields - RESUMABLE_SETTINGS == {
@@ -155,14 +155,14 @@ def test_checkpoint_every_is_steps_time_auto_or_off(text: str, steps: int, secon
 
 
 @pytest.mark.parametrize("text", ["never", "-1", "15 min", "1.5"])
-def test_an_invalid_checkpoint_every_is_refused(text: str) -> None:
+def test_invalid_checkpoint_every_is_refused(text: str) -> None:
     with pytest.raises(UserError, match="checkpoint_every"):
         override(TrainSettings(), [f"checkpoint_every={text}"])
 
 
 @pytest.mark.parametrize("text", ["0min", "0.000001min", ".016666min"])
-def test_a_time_between_checkpoints_under_a_second_is_refused(text: str) -> None:
-    """A regression test: it silently disabled checkpoints."""
+def test_checkpoint_interval_under_a_second_is_refused(text: str) -> None:
+    """A regression test: such an interval silently disabled checkpoints."""
     with pytest.raises(UserError) as refused:
         override(TrainSettings(), [f"checkpoint_every={text}"])
     assert str(refused.value) == (
@@ -185,10 +185,12 @@ def test_a_time_between_checkpoints_under_a_second_is_refused(text: str) -> None
         (("checkpoint_every=2min",), False, 120),
     ],
 )
-def test_checkpoint_every_reaches_the_controllers_policy(
+def test_checkpoint_every_reaches_the_policy_of_the_controller(
     changes: tuple[str, ...], is_auto: bool, every_s: float, tmp_path: Path
 ) -> None:
-    asked = TrainRequest("tiny", changes=changes, storage=str(tmp_path), data="random", workers="2")
-    policy = make_plan(asked, num_gpus=0).run.opening.policy
+    request = TrainRequest(
+        "tiny", changes=changes, storage=str(tmp_path), data="random", workers="2"
+    )
+    policy = make_plan(request, num_gpus=0).run.opening.policy
     assert (policy.checkpoint_auto, policy.checkpoint_every_s) == (is_auto, every_s)
     assert policy.silence_timeout_s == TrainSettings().silence_timeout_s == 5.0

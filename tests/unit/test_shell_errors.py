@@ -1,7 +1,7 @@
-"""An exception in each event handler and each command handler in turn, in the real shell.
+"""Exceptions in each event handler and each command handler of the real shell.
 
-Once: the run completes. Always: the run ends saved, with the traceback, as far as what raises is
-not itself a part of saving.
+If the handler raises once, the run completes. If it always raises, the run ends with the
+traceback, and its state is saved unless that handler is needed for saving.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from broken_shell import (
     Broken,
     BrokenCore,
     BrokenShell,
-    drive,
     extra_commands,
-    journal,
+    read_journal,
+    run_shell,
     saved_steps,
 )
 
@@ -33,21 +33,21 @@ KINDS = sorted({kind.__name__ for kind in get_args(Event)} - {"ControllerRaised"
 COMMANDS = sorted(kind.__name__ for kind in get_args(Command))
 
 
-def breaks_core(kind: str, num: int) -> Callable[[BrokenShell, BrokenCore], None]:
-    def break_it(shell: BrokenShell, core: BrokenCore) -> None:
+def break_core(kind: str, num: int) -> Callable[[BrokenShell, BrokenCore], None]:
+    def install(shell: BrokenShell, core: BrokenCore) -> None:
         core.kind, core.num_left = kind, num
 
-    return break_it
+    return install
 
 
-def breaks_shell(kind: str, num: int) -> Callable[[BrokenShell, BrokenCore], None]:
-    def break_it(shell: BrokenShell, core: BrokenCore) -> None:
+def break_shell(kind: str, num: int) -> Callable[[BrokenShell, BrokenCore], None]:
+    def install(shell: BrokenShell, core: BrokenCore) -> None:
         shell.kind, shell.num_left = kind, num
 
-    return break_it
+    return install
 
 
-def samples_of(kind: str) -> list[Event]:
+def events_that_cause(kind: str) -> list[Event]:
     if kind == "Pause":
         return [LayoutRequested("request", TargetLayout.parse("dp=1", 2))]
     if kind == "Abort":
@@ -58,7 +58,7 @@ def samples_of(kind: str) -> list[Event]:
 def assert_saved_and_recovered(folder: Path, stopped: Stopped, place: str) -> None:
     assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
     assert saved_steps(folder)[-1] == NUM_STEPS
-    raised = journal(folder, "ControllerRaised")
+    raised = read_journal(folder, "ControllerRaised")
     assert [line["place"] for line in raised] == [place]
     assert "Broken: at" in raised[0]["message"] and "Traceback" in raised[0]["traceback"]
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").open()]
@@ -66,8 +66,8 @@ def assert_saved_and_recovered(folder: Path, stopped: Stopped, place: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_exception_in_an_event_handler_ends_no_run(kind: str, tmp_path: Path) -> None:
-    stopped = drive(tmp_path, breaks_core(kind, 1), samples_of(kind))
+def test_single_exception_in_an_event_handler_ends_no_run(kind: str, tmp_path: Path) -> None:
+    stopped = run_shell(tmp_path, break_core(kind, 1), events_that_cause(kind))
     if kind == "StopRequested":
         assert stopped.outcome == "interrupted" and saved_steps(tmp_path)[-1] == stopped.step
         return
@@ -75,15 +75,15 @@ def test_an_exception_in_an_event_handler_ends_no_run(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", COMMANDS)
-def test_an_exception_in_a_command_handler_ends_no_run(kind: str, tmp_path: Path) -> None:
-    samples = samples_of(kind) if kind in ("Abort", "Pause") else ()
-    stopped = drive(tmp_path, breaks_shell(kind, 1), samples, extra_commands())
+def test_single_exception_in_a_command_handler_ends_no_run(kind: str, tmp_path: Path) -> None:
+    samples = events_that_cause(kind) if kind in ("Abort", "Pause") else ()
+    stopped = run_shell(tmp_path, break_shell(kind, 1), samples, extra_commands())
     assert_saved_and_recovered(tmp_path, stopped, kind)
 
 
 @pytest.mark.parametrize("kind", ["next event", "journal"])
-def test_an_exception_in_the_shell_itself_ends_no_run(kind: str, tmp_path: Path) -> None:
-    stopped = drive(tmp_path, breaks_shell(kind, 1))
+def test_single_exception_in_the_shell_ends_no_run(kind: str, tmp_path: Path) -> None:
+    stopped = run_shell(tmp_path, break_shell(kind, 1))
     place = "RunOpened" if kind == "journal" else kind
     assert_saved_and_recovered(tmp_path, stopped, place)
 
@@ -103,25 +103,25 @@ def test_exceptions_of_a_command_that_are_not_in_a_row_end_no_run(tmp_path: Path
 
         shell._record = raise_sometimes  # type: ignore[method-assign]
 
-    stopped = drive(tmp_path, break_it)
+    stopped = run_shell(tmp_path, break_it)
     assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
     assert not steps
     for name in ("ControllerRaised", "ControllerRecovered"):
-        assert [line["place"] for line in journal(tmp_path, name)] == ["RecordStep"] * 4
+        assert [line["place"] for line in read_journal(tmp_path, name)] == ["RecordStep"] * 4
 
 
 UNSAVABLE = {
-    # Nothing has been trained when it is given up.
+    # No step has committed when the run ends.
     *("RunOpened", "CheckpointsRemoved", "StoreReady", "WorkerReady", "GroupFormed", "StateReady"),
     *("StartStore", "StartWorkers", "Form", "Reshard", "Resume", "Waited", "Resharded"),
     "next event",
-    # Workers that cannot be told to unwind are ended.
+    # Workers that get no order to unwind are ended.
     "Abort",
-    # Without it no checkpoint becomes whole.
+    # Without it no checkpoint becomes complete.
     *("PartWritten", "Checkpointed", "PublishCheckpoint", "SaveCheckpoint"),
     "journal",
 }
-"""Where an exception each time leaves nothing to save, or no way to."""
+"""Places where a permanent exception leaves nothing to save, or no way to save it."""
 
 
 def assert_ended_with_traceback(folder: Path, stopped: Stopped, place: str) -> None:
@@ -132,19 +132,19 @@ def assert_ended_with_traceback(folder: Path, stopped: Stopped, place: str) -> N
         assert stopped.step > 0
         assert saved_steps(folder)[-1:] == [stopped.step], stopped
     lines = (folder / "journal.jsonl").read_text().splitlines()
-    assert len(lines) < 1000, "an exception again and again floods the journal"
+    assert len(lines) < 1000, "a permanent exception must not flood the journal"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_event_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path: Path) -> None:
-    stopped = drive(tmp_path, breaks_core(kind, 10**9), samples_of(kind))
+def test_event_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path: Path) -> None:
+    stopped = run_shell(tmp_path, break_core(kind, 10**9), events_that_cause(kind))
     assert_ended_with_traceback(tmp_path, stopped, kind)
 
 
 @pytest.mark.parametrize("kind", [*COMMANDS, "next event", "journal"])
-def test_a_command_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path: Path) -> None:
-    samples = samples_of(kind) if kind in ("Abort", "Pause") else ()
-    stopped = drive(tmp_path, breaks_shell(kind, 10**9), samples, extra_commands())
+def test_command_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path: Path) -> None:
+    samples = events_that_cause(kind) if kind in ("Abort", "Pause") else ()
+    stopped = run_shell(tmp_path, break_shell(kind, 10**9), samples, extra_commands())
     if kind == "Stopped":
         assert stopped.outcome == "completed" and saved_steps(tmp_path)[-1] == NUM_STEPS
         return
@@ -152,11 +152,11 @@ def test_a_command_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL."""
+    """Ends the controller, as SIGKILL would."""
 
 
-def breaks_twice_and_dies(shell: BrokenShell, core: BrokenCore) -> None:
-    """The controller's process is gone while it handles the same event for the third time."""
+def break_twice_and_die(shell: BrokenShell, core: BrokenCore) -> None:
+    """The controller dies while it handles the same event for the third time."""
     core.kind, core.num_left = "Paused", 3
     step = core.step
 
@@ -169,15 +169,15 @@ def breaks_twice_and_dies(shell: BrokenShell, core: BrokenCore) -> None:
     core.step = dying_step  # type: ignore[method-assign]
 
 
-def test_the_count_survives_a_restart_of_the_controller_and_a_resume(tmp_path: Path) -> None:
+def test_count_of_exceptions_survives_a_restart_and_a_resume(tmp_path: Path) -> None:
     with pytest.raises(Killed):
-        drive(tmp_path, breaks_twice_and_dies)
-    assert len(journal(tmp_path, "ControllerRaised")) == 2
-    stopped = drive(tmp_path, breaks_core("Paused", 10**9))
+        run_shell(tmp_path, break_twice_and_die)
+    assert len(read_journal(tmp_path, "ControllerRaised")) == 2
+    stopped = run_shell(tmp_path, break_core("Paused", 10**9))
     assert "failed 3 times in a row at Paused" in stopped.reason
-    assert len(journal(tmp_path, "ControllerRaised")) == 3
+    assert len(read_journal(tmp_path, "ControllerRaised")) == 3
     assert stopped.outcome == "failed" and saved_steps(tmp_path)[-1] == stopped.step
-    # Resumed with the same fault, it does not begin to count again; without it, it recovers.
-    stopped = drive(tmp_path, breaks_core("Paused", 0), steps=NUM_STEPS + 10, actor="next")
+    # A resumed run with the same fault continues the count; without the fault it recovers.
+    stopped = run_shell(tmp_path, break_core("Paused", 0), steps=NUM_STEPS + 10, actor="next")
     assert stopped.outcome == "completed", stopped
-    assert len(journal(tmp_path, "ControllerRecovered")) == 1
+    assert len(read_journal(tmp_path, "ControllerRecovered")) == 1

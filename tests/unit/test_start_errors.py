@@ -1,7 +1,7 @@
-"""An exception in each step by which a controller begins a run, or takes one over from a dead one.
+"""An exception in each step of opening a run, or of taking it over from a dead controller.
 
-Once: the run completes. Always: it ends with the traceback, saved where there is state to save.
-Storage that does not answer is waited for.
+If the step raises once, the run completes. If it always raises, the run ends with the traceback,
+and its state is saved if there is any. The controller waits for storage that does not answer.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from broken_shell import (
     NUM_STEPS,
     BrokenCore,
     BrokenShell,
-    drive,
-    journal,
+    read_journal,
+    run_shell,
     saved_steps,
 )
 
@@ -28,82 +28,82 @@ from elastic.protocol.events import Event, StepCommitted
 
 Break = Callable[[BrokenShell, BrokenCore], None]
 STEPS = {
-    "fresh": ("lacking lines", "lacking metrics", "clearing away", "opening"),
-    "heir": ("lacking lines", "lacking metrics", "newest generation", "attaching"),
+    "fresh": ("missing lines", "missing metrics", "clearing away", "opening"),
+    "takeover": ("missing lines", "missing metrics", "newest generation", "attaching"),
 }
 CASES = [(kind, step) for kind, steps in STEPS.items() for step in steps]
 
 
 class Killed(BaseException):
-    """In the place of SIGKILL."""
+    """Ends the controller, as SIGKILL would."""
 
 
-def dies(shell: BrokenShell, core: BrokenCore) -> None:
-    """The controller's process is gone amid the training."""
-    take = core.step
+def die_while_training(shell: BrokenShell, core: BrokenCore) -> None:
+    """The controller dies while workers train."""
+    original_step = core.step
 
     def step(now: float, event: Event) -> list[Command]:
         if isinstance(event, StepCommitted) and event.record.step > EVENTFUL_STEP:
             raise Killed
-        return take(now, event)
+        return original_step(now, event)
 
     core.step = step  # type: ignore[method-assign]
 
 
-def breaks(step: str, num: int, error: type[Exception] | None = None) -> Break:
-    def break_it(shell: BrokenShell, core: BrokenCore) -> None:
+def break_step(step: str, num: int, error: type[Exception] | None = None) -> Break:
+    def install(shell: BrokenShell, core: BrokenCore) -> None:
         shell.kind, shell.num_left = step, num
         shell.error = error or shell.error
 
-    return break_it
+    return install
 
 
-def begin(folder: Path, kind: str, break_it: Break) -> Stopped:
-    if kind == "heir":
+def open_run(folder: Path, kind: str, install: Break) -> Stopped:
+    if kind == "takeover":
         with pytest.raises(Killed):
-            drive(folder, dies, may_survive=True)
-        [held] = (folder / "lease").iterdir()  # a killed process releases nothing
-        held.write_text(held.read_text().replace('"released": true', '"released": false'))
-    return drive(folder, break_it, may_survive=True)
+            run_shell(folder, die_while_training, may_survive=True)
+        [lease_file] = (folder / "lease").iterdir()  # a killed process releases nothing
+        lease_file.write_text(
+            lease_file.read_text().replace('"released": true', '"released": false')
+        )
+    return run_shell(folder, install, may_survive=True)
 
 
 @pytest.mark.parametrize(("kind", "step"), CASES)
-def test_an_exception_at_the_start_ends_no_run(tmp_path: Path, kind: str, step: str) -> None:
-    stopped = begin(tmp_path, kind, breaks(step, 1))
+def test_single_exception_at_the_start_ends_no_run(tmp_path: Path, kind: str, step: str) -> None:
+    stopped = open_run(tmp_path, kind, break_step(step, 1))
     assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
     assert saved_steps(tmp_path)[-1] == NUM_STEPS
-    [raised] = journal(tmp_path, "ControllerRaised")
+    [raised] = read_journal(tmp_path, "ControllerRaised")
     assert f"Broken: at {step}" in raised["message"] and "Traceback" in raised["traceback"]
-    assert len(journal(tmp_path, "ControllerRecovered")) == 1
-    assert len(journal(tmp_path, "RunOpened")) == 1
-    assert len(journal(tmp_path, "ControllerRestarted")) == (kind == "heir")
+    assert len(read_journal(tmp_path, "ControllerRecovered")) == 1
+    assert len(read_journal(tmp_path, "RunOpened")) == 1
+    assert len(read_journal(tmp_path, "ControllerRestarted")) == (kind == "takeover")
 
 
 @pytest.mark.parametrize(("kind", "step"), CASES)
-def test_storage_that_does_not_answer_at_the_start_is_waited_for(
-    tmp_path: Path, kind: str, step: str
-) -> None:
-    stopped = begin(tmp_path, kind, breaks(step, 1, OSError))
+def test_start_waits_for_storage_that_does_not_answer(tmp_path: Path, kind: str, step: str) -> None:
+    stopped = open_run(tmp_path, kind, break_step(step, 1, OSError))
     assert (stopped.outcome, stopped.step) == ("completed", NUM_STEPS), stopped
     assert saved_steps(tmp_path)[-1] == NUM_STEPS
-    assert not journal(tmp_path, "ControllerRaised")
-    assert len(journal(tmp_path, "RunOpened")) == 1, "workers that train are kept"
+    assert not read_journal(tmp_path, "ControllerRaised")
+    assert len(read_journal(tmp_path, "RunOpened")) == 1, "the run keeps its training workers"
 
 
 @pytest.mark.parametrize(("kind", "step"), CASES)
-def test_a_start_that_always_raises_ends_the_run_with_the_traceback(
+def test_start_that_always_raises_ends_the_run_with_the_traceback(
     tmp_path: Path, kind: str, step: str
 ) -> None:
-    stopped = begin(tmp_path, kind, breaks(step, 10**9))
+    stopped = open_run(tmp_path, kind, break_step(step, 10**9))
     assert stopped.outcome == "failed", stopped
     assert "failed 3 times in a row" in stopped.reason and f"at {step}" in stopped.reason
     assert "Traceback" in stopped.traceback and "Broken" in stopped.traceback
-    if kind == "heir" and step != "attaching":
+    if kind == "takeover" and step != "attaching":
         assert stopped.step > 0
         assert saved_steps(tmp_path)[-1:] == [stopped.step], "the workers hold the state"
 
 
-def test_storage_that_stays_away_refuses_the_run_in_one_line() -> None:
+def test_permanently_unreachable_storage_refuses_the_run_in_one_line() -> None:
     guard, tries = StartGuard("s3://bucket/run", 0.2, set()), []
 
     def read() -> None:
@@ -116,7 +116,7 @@ def test_storage_that_stays_away_refuses_the_run_in_one_line() -> None:
     assert not guard.events
 
 
-def test_a_lease_lost_at_the_start_is_not_tried_again() -> None:
+def test_lease_lost_at_the_start_is_not_retried() -> None:
     guard, tries = StartGuard("run", 60.0, set()), []
 
     def read() -> None:
@@ -128,7 +128,7 @@ def test_a_lease_lost_at_the_start_is_not_tried_again() -> None:
     assert len(tries) == 1
 
 
-def test_what_is_counted_from_before_is_forgotten_by_a_success() -> None:
+def test_success_resets_the_count_of_exceptions() -> None:
     guard = StartGuard("run", 60.0, {"metrics"})
     assert guard.attempt("journal", lambda: None) and guard.attempt("metrics", lambda: None)
     assert guard.events == [ControllerRecovered("metrics")]

@@ -1,4 +1,4 @@
-"""A command that is refused a run does not change the recipe of the run."""
+"""A command that is refused does not change the recipe of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_bad_input import refused
+from test_bad_input import expect_refusal
 
 from actors.controller.run import RunSpec
 from actors.storage.errors import RunTaken
@@ -24,31 +24,31 @@ from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run of 5 steps."""
     monkeypatch.setattr(sys, "argv", sys.argv)
-    store_recipe(make_plan(asked(tmp_path, 5), num_gpus=0))
+    store_recipe(make_plan(make_request(tmp_path, 5), num_gpus=0))
     return tmp_path / "run"
 
 
 @pytest.fixture
-def driven(run: Path) -> Iterator[Path]:
+def driven_run(run: Path) -> Iterator[Path]:
     """A run that another process drives."""
     code = (
         "import sys; from actors.storage.lease import claim\n"
         "from actors.storage.storage import open_storage\n"
         "claim(open_storage(sys.argv[1])); print(flush=True); sys.stdin.read()"
     )
-    other = subprocess.Popen(
+    owner = subprocess.Popen(
         [sys.executable, "-c", code, str(run)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
     )
-    other.stdout.readline()
+    owner.stdout.readline()
     yield run
-    other.kill()
-    other.communicate()
+    owner.kill()
+    owner.communicate()
 
 
-def asked(storage: Path, steps: int) -> TrainRequest:
+def make_request(storage: Path, steps: int) -> TrainRequest:
     return TrainRequest("tiny", "run", str(storage), "1", None, steps, None, "random")
 
 
@@ -56,20 +56,22 @@ def stored_steps(run: Path) -> int:
     return json.loads((run / "recipe.json").read_text())["steps"]
 
 
-def test_in_process_run_driven_by_another_process_keeps_its_recipe(driven: Path, capsys) -> None:
-    arguments = ["tiny", "--in-process", "--run-name", "run", "--storage", str(driven.parent)]
-    line = refused(capsys, "train", *arguments, "--data", "random", "--steps", "9")
+def test_in_process_run_driven_by_another_process_keeps_its_recipe(
+    driven_run: Path, capsys
+) -> None:
+    arguments = ["tiny", "--in-process", "--run-name", "run", "--storage", str(driven_run.parent)]
+    line = expect_refusal(capsys, "train", *arguments, "--data", "random", "--steps", "9")
     assert "drives this run" in line
-    assert stored_steps(driven) == 5
+    assert stored_steps(driven_run) == 5
 
 
 class Controller:
     """A substitute for `Drive` that claims the run or is refused."""
 
-    seen: int
+    stored_steps_at_start: int
 
     def __init__(self, run: RunSpec) -> None:
-        self.seen = stored_steps(Path(run.folder))
+        self.stored_steps_at_start = stored_steps(Path(run.folder))
         claim(open_storage(run.folder)).release()
 
 
@@ -78,30 +80,32 @@ def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drive, "Drive", Controller)
 
 
-def test_run_on_ray_driven_by_another_process_keeps_its_recipe(driven: Path, without_ray) -> None:
-    plan = make_plan(asked(driven.parent, 9), num_gpus=0)
+def test_run_on_ray_driven_by_another_process_keeps_its_recipe(
+    driven_run: Path, without_ray
+) -> None:
+    plan = make_plan(make_request(driven_run.parent, 9), num_gpus=0)
     with pytest.raises(RunTaken):
         drive._begin(plan, plan.run)
-    assert stored_steps(driven) == 5
+    assert stored_steps(driven_run) == 5
 
 
 def test_controller_that_starts_finds_the_new_recipe(run: Path, without_ray) -> None:
-    plan = make_plan(asked(run.parent, 9), num_gpus=0)
-    assert drive._begin(plan, plan.run).seen == 9
+    plan = make_plan(make_request(run.parent, 9), num_gpus=0)
+    assert drive._begin(plan, plan.run).stored_steps_at_start == 9
 
 
 def test_recipe_is_stored_once_the_controller_has_the_run(
-    driven: Path, monkeypatch: pytest.MonkeyPatch
+    driven_run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The previous driver may end between the check and the claim."""
 
     class Patient(Controller):
         def __init__(self, run: RunSpec) -> None:
-            for file in (driven / "lease").iterdir():
+            for file in (driven_run / "lease").iterdir():
                 file.unlink()
             super().__init__(run)
 
     monkeypatch.setattr(drive, "Drive", Patient)
-    plan = make_plan(asked(driven.parent, 9), num_gpus=0)
-    assert drive._begin(plan, plan.run).seen == 5
-    assert stored_steps(driven) == 9
+    plan = make_plan(make_request(driven_run.parent, 9), num_gpus=0)
+    assert drive._begin(plan, plan.run).stored_steps_at_start == 5
+    assert stored_steps(driven_run) == 9

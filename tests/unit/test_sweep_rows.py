@@ -29,12 +29,12 @@ from pipelines.settings.errors import UserError
 TP2 = Layout(tp=2)
 
 
-def sampled(folder: RunFolder, worker: str, time: float, **sizes: int | None) -> None:
+def append_sample(folder: RunFolder, worker: str, time: float, **sizes: int | None) -> None:
     sizes = {"host_memory_bytes": 0, "host_peak_bytes": 0, "device_peak_bytes": None} | sizes
     append(folder.system, {"time": time, "worker": worker} | sizes)
 
 
-def stopped(folder: RunFolder, outcome: str, reason: str = "") -> None:
+def append_stop(folder: RunFolder, outcome: str, reason: str = "") -> None:
     append(
         folder.journal, {"time": 9.0, "command": "Stopped", "outcome": outcome, "reason": reason}
     )
@@ -56,49 +56,49 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def test_layouts_between_semicolons() -> None:
+def test_layouts_are_separated_by_semicolons() -> None:
     assert parse_layouts("tp=1; tp=2;dp=2,tp=2") == [Layout(), TP2, Layout(dp=2, tp=2)]
 
 
 @pytest.mark.parametrize(
     "text", ["", "tp=1;", "tp=2; banana=3", "tp=two", "tp=2; tp=2", "dp=1;tp=1"]
 )
-def test_a_malformed_list_is_refused_in_one_line(text: str) -> None:
+def test_malformed_list_of_layouts_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(UserError, match="--layouts") as refusal:
         parse_layouts(text)
     assert "\n" not in str(refusal.value)
 
 
-def test_one_step_is_not_enough(tmp_path: Path) -> None:
+def test_sweep_of_one_step_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--steps 1"):
         sweep(SweepRequest("tiny", "tp=1", str(tmp_path), steps=1), Console(file=io.StringIO()))
 
 
-def test_a_sweep_without_a_feasible_layout_starts_nothing(tmp_path: Path) -> None:
-    told = io.StringIO()
-    asked = SweepRequest("tiny", "tp=8; dp=99", str(tmp_path), data="random")
-    assert sweep(asked, Console(file=told, width=110)) == 1
-    assert "tp=8: not feasible: tp=8 does not divide 2" in told.getvalue()
-    assert "dp=99: not feasible" in told.getvalue()
-    [made] = (tmp_path / "sweeps").iterdir()
-    rows = list(csv.DictReader((made / "sweep.csv").open()))
+def test_sweep_without_a_feasible_layout_starts_no_run(tmp_path: Path) -> None:
+    output = io.StringIO()
+    request = SweepRequest("tiny", "tp=8; dp=99", str(tmp_path), data="random")
+    assert sweep(request, Console(file=output, width=110)) == 1
+    assert "tp=8: not feasible: tp=8 does not divide 2" in output.getvalue()
+    assert "dp=99: not feasible" in output.getvalue()
+    [sweep_folder] = (tmp_path / "sweeps").iterdir()
+    rows = list(csv.DictReader((sweep_folder / "sweep.csv").open()))
     assert [(row["layout"], row["workers"]) for row in rows] == [("tp=8", "8"), ("dp=99", "99")]
 
 
-def test_a_row_of_a_run_on_the_host(folder: RunFolder) -> None:
+def test_row_of_a_cpu_run_has_host_memory(folder: RunFolder) -> None:
     for worker, before, peak in (("w0", 100, 150), ("w1", 300, 340)):
-        sampled(folder, worker, 0.5, host_memory_bytes=before - 50, host_peak_bytes=900)
-        sampled(folder, worker, 1.0, host_memory_bytes=before, host_peak_bytes=900)
-        sampled(folder, worker, 5.0, host_memory_bytes=before, host_peak_bytes=peak)
-    stopped(folder, "completed")
+        append_sample(folder, worker, 0.5, host_memory_bytes=before - 50, host_peak_bytes=900)
+        append_sample(folder, worker, 1.0, host_memory_bytes=before, host_peak_bytes=900)
+        append_sample(folder, worker, 5.0, host_memory_bytes=before, host_peak_bytes=peak)
+    append_stop(folder, "completed")
     assert measure(TP2, folder) == Row(
         "tp=2", 2, "ran", "", pytest.approx(0.3), pytest.approx(400), 5, 5, 9, 50, ON_HOST, 2.0
     )
 
 
-def test_a_peak_on_the_device_comes_first(folder: RunFolder) -> None:
-    sampled(folder, "w0", 5.0, host_peak_bytes=900, device_peak_bytes=70)
-    stopped(folder, "completed")
+def test_row_prefers_device_memory(folder: RunFolder) -> None:
+    append_sample(folder, "w0", 5.0, host_peak_bytes=900, device_peak_bytes=70)
+    append_stop(folder, "completed")
     row = measure(TP2, folder)
     assert (row.peak_bytes, row.peak_is_of) == (70, ON_DEVICE)
 
@@ -113,32 +113,34 @@ def test_a_peak_on_the_device_comes_first(folder: RunFolder) -> None:
         ("completed", "peer", "ran"),
     ],
 )
-def test_how_an_ending_is_told(folder: RunFolder, outcome: str, kind: str, verdict: str) -> None:
+def test_verdict_follows_the_outcome_and_the_failure_kind(
+    folder: RunFolder, outcome: str, kind: str, verdict: str
+) -> None:
     append(folder.journal, {"time": 8.0, "event": "WorkerRaised", "kind": kind})
-    stopped(folder, outcome, "w1: as it was")
+    append_stop(folder, outcome, "w1: as it was")
     row = measure(TP2, folder)
     assert row.verdict == verdict
     assert row.reason == ("" if verdict == "ran" else "w1: as it was")
 
 
-def test_another_layout_is_never_told_as_the_one_asked_for(folder: RunFolder) -> None:
-    stopped(folder, "completed")
+def test_row_of_another_layout_than_requested_is_not_feasible(folder: RunFolder) -> None:
+    append_stop(folder, "completed")
     row = measure(Layout(dp=2), folder)
     assert (row.layout, row.verdict, row.step_s) == ("dp=2", "not feasible", None)
     assert row.reason == "tp=2 was chosen instead: it fits"
 
 
-def test_a_run_without_an_end_has_failed(folder: RunFolder) -> None:
+def test_run_without_a_stop_has_failed(folder: RunFolder) -> None:
     assert measure(TP2, folder, "the controller died").reason == "the controller died"
     assert measure(TP2, folder).verdict == "failed"
 
 
-def test_the_table_and_its_files(tmp_path: Path) -> None:
+def test_sweep_table_is_shown_and_written_to_files(tmp_path: Path) -> None:
     ran = Row("tp=2", 2, "ran", "", 0.25, 800.0, 10**6, 10**6, 2 * 10**6, 5 * 10**6, ON_HOST, 1.5)
     rows = [ran, refused(Layout(tp=8), "too few heads"), replace(ran, verdict="failed", reason="x")]
-    told = io.StringIO()
-    show(Console(file=told, width=110), "a sweep", rows)
-    [line] = [line for line in told.getvalue().splitlines() if "0.2500" in line]
+    output = io.StringIO()
+    show(Console(file=output, width=110), "a sweep", rows)
+    [line] = [line for line in output.getvalue().splitlines() if "0.2500" in line]
     assert line.split() == [
         "tp=2",
         "2",
@@ -151,8 +153,8 @@ def test_the_table_and_its_files(tmp_path: Path) -> None:
         "5.00",
         "1.500000",
     ]
-    assert "tp=8: not feasible: too few heads" in told.getvalue()
-    assert ON_HOST in told.getvalue()
+    assert "tp=8: not feasible: too few heads" in output.getvalue()
+    assert ON_HOST in output.getvalue()
     as_csv, as_json = write(tmp_path, rows)
     assert [row["verdict"] for row in json.loads(as_json.read_text())] == [
         "ran",

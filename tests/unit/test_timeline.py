@@ -1,4 +1,4 @@
-"""The timeline picture: it can be drawn for any run, and its labels do not overlap."""
+"""The timeline picture can be drawn for any run, and its labels do not overlap."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from pipelines.observe.view.time_axis import TimeAxis
 from pipelines.observe.view.timeline import draw
 
 
-def weeks_with_many_events(path: Path) -> RunFolder:
-    """32 workers over three weeks, with about a loss and a join per day, and one interruption."""
+def write_long_run(path: Path) -> RunFolder:
+    """32 workers over three weeks, with about one loss and join per day, and one interruption."""
     chance = random.Random(7)
     run = WrittenRun(path)
     run.start(32, steps=2000)
@@ -39,7 +39,7 @@ def weeks_with_many_events(path: Path) -> RunFolder:
             run.ready(workers[-1])
             run.resume(*workers)
         if number % 100 == 0:
-            run.hear(Checkpointed(run.step, run.generation, "x"))
+            run.append_event(Checkpointed(run.step, run.generation, "x"))
         if number == 1000:
             run.roll_back(950)
             run.stop("interrupted", "SIGTERM")
@@ -52,25 +52,25 @@ def weeks_with_many_events(path: Path) -> RunFolder:
 
 @pytest.fixture(scope="module")
 def long_run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    return weeks_with_many_events(tmp_path_factory.mktemp("storage") / "long")
+    return write_long_run(tmp_path_factory.mktemp("storage") / "long")
 
 
-def coloured_share(png: Path) -> float:
-    """The share of pixels that are neither white nor grey."""
+def coloured_fraction(png: Path) -> float:
+    """The fraction of pixels that are neither white nor grey."""
     pixels = matplotlib.image.imread(png)[..., :3]
     return float((pixels.max(axis=2) - pixels.min(axis=2) > 0.15).mean())
 
 
-def test_a_long_run_is_drawn(long_run: RunFolder, tmp_path: Path) -> None:
+def test_long_run_is_drawn(long_run: RunFolder, tmp_path: Path) -> None:
     draw(long_run, tmp_path / "timeline.png")
     pixels = matplotlib.image.imread(tmp_path / "timeline.png")
     assert pixels.shape[1] == 1560
-    assert coloured_share(tmp_path / "timeline.png") > 0.1
+    assert coloured_fraction(tmp_path / "timeline.png") > 0.1
 
 
-def test_no_two_labels_of_a_lane_overlap(long_run: RunFolder) -> None:
+def test_labels_of_a_lane_do_not_overlap(long_run: RunFolder) -> None:
     history = read_history(long_run)
-    axes = panel(TimeAxis(history))
+    axes = make_axes(TimeAxis(history))
     draw_lanes(axes, used_lanes(history), history, TimeAxis(history))
     labels = [child for child in axes.get_children() if isinstance(child, Annotation)]
     renderer = axes.figure.canvas.get_renderer()
@@ -78,14 +78,14 @@ def test_no_two_labels_of_a_lane_overlap(long_run: RunFolder) -> None:
     rows = [label.xy[1] for label in labels]
     for row in set(rows):
         spans = sorted(
-            (b.x0, b.x1) for b, its_row in zip(boxes, rows, strict=True) if its_row == row
+            (b.x0, b.x1) for b, label_row in zip(boxes, rows, strict=True) if label_row == row
         )
         assert all(first[1] <= second[0] for first, second in pairwise(spans))
     assert len(labels) > 10
     assert all(box.x1 <= axes.get_window_extent().x1 + 1 for box in boxes)
 
 
-def panel(time_axis: TimeAxis) -> Axes:
+def make_axes(time_axis: TimeAxis) -> Axes:
     figure = Figure(figsize=(12, 2), dpi=100)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
@@ -93,7 +93,7 @@ def panel(time_axis: TimeAxis) -> Axes:
     return axes
 
 
-def test_a_month_of_standing_still_takes_little_of_the_axis(long_run: RunFolder) -> None:
+def test_interruption_of_a_month_takes_at_most_3_percent_of_the_axis(long_run: RunFolder) -> None:
     history = read_history(long_run)
     time_axis = TimeAxis(history)
     driven_s = history.membership.wall_s()
@@ -107,15 +107,15 @@ def test_a_month_of_standing_still_takes_little_of_the_axis(long_run: RunFolder)
 
 
 def test_ticks_are_few_and_in_sensible_units(long_run: RunFolder, tmp_path: Path) -> None:
-    axes = panel(TimeAxis(read_history(long_run)))
+    axes = make_axes(TimeAxis(read_history(long_run)))
     TimeAxis(read_history(long_run)).label(axes, "black")
     labels = [tick.get_text() for tick in axes.get_xticklabels()]
     assert 5 <= len(labels) <= 13
     assert labels[:3] == ["0", "2 d", "4 d"]
 
 
-def test_runs_that_have_hardly_begun_are_drawn(tmp_path: Path) -> None:
-    run = WrittenRun(tmp_path / "begun")
+def test_runs_with_few_or_no_steps_are_drawn(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
     draw(run.folder, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
     run.start(2)
@@ -124,4 +124,4 @@ def test_runs_that_have_hardly_begun_are_drawn(tmp_path: Path) -> None:
     run.commit(loss=3.0)
     draw(run.folder, tmp_path / "one_step.png")
     assert (tmp_path / "no_step.png").stat().st_size > 10_000
-    assert coloured_share(tmp_path / "one_step.png") > 0.02
+    assert coloured_fraction(tmp_path / "one_step.png") > 0.02

@@ -1,4 +1,4 @@
-"""What silence becomes: by what the worker's node says of its process."""
+"""The watch suspects silent workers, after a delay that depends on the report of their node."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from elastic.reshard.snapshot_placement import SnapshotServer
 
 TIMEOUT_S = 2.5
 FASTEST_S, SLOWEST_S = PROBE_S, PROBE_S + 1.5
-"""Of a look, and of a probe that is asked a second after the one before."""
+"""The shortest and longest delay of a suspicion: probes are sent one second apart."""
 
 
 class SilentFleet:
-    """A worker that answers nothing, and a node that may."""
+    """A worker that answers no probe, and a node that may answer."""
 
     def __init__(self, state: Future[str]) -> None:
         self._state = state
@@ -47,7 +47,7 @@ class SilentFleet:
 
 
 class BusyFleet(SilentFleet):
-    """A worker that gets on with something: each answer has more signs of life."""
+    """A worker that makes progress: each answer has more signs of life."""
 
     def __init__(self) -> None:
         super().__init__(answered("runs"))
@@ -63,35 +63,35 @@ def posted() -> Iterator[queue.Queue[Event]]:
     yield queue.Queue()
 
 
-def suspicion(
+def wait_for_suspicion(
     state: Future[str],
     posted: queue.Queue[Event],
     step_s: float | None = None,
-    before_s: float = 0.0,
+    last_step_s: float = 0.0,
     others: tuple[Event, ...] = (),
 ) -> tuple[WorkerSuspected | None, float]:
-    """What is posted within 7 s, and after how long."""
+    """The suspicion that is posted within 4.5 s, if any, and the seconds until then."""
     watching = Watch(
         SilentFleet(state),  # type: ignore[arg-type]
         posted.put,
         silence_timeout_s=TIMEOUT_S,
         members=["w0"],
-        step_s=before_s,
+        step_s=last_step_s,
     )
-    began = time.monotonic()
+    started = time.monotonic()
     try:
         watching.note(WorkerReady("w0", "node", 1))
         for other in others:
             watching.note(other)
         if step_s is not None:
-            watching.note(committed(step_s))
+            watching.note(commit_event(step_s))
         event = posted.get(timeout=4.5)
     except queue.Empty:
-        return None, time.monotonic() - began
+        return None, time.monotonic() - started
     finally:
         watching.close()
     assert isinstance(event, WorkerSuspected)
-    return event, time.monotonic() - began
+    return event, time.monotonic() - started
 
 
 @pytest.mark.parametrize(
@@ -101,28 +101,28 @@ def suspicion(
         (answered("gone"), "and its process is gone"),
     ],
 )
-def test_a_process_that_does_not_run_is_suspected_at_once(
+def test_process_that_does_not_run_is_suspected_at_once(
     state: Future[str], cause: str, posted: queue.Queue[Event]
 ) -> None:
-    event, took_s = suspicion(state, posted)
+    event, took_s = wait_for_suspicion(state, posted)
     assert event is not None and cause in event.cause
     assert FASTEST_S < took_s < SLOWEST_S
 
 
-def committed(step_s: float | None = None) -> StepCommitted:
+def commit_event(step_s: float | None = None) -> StepCommitted:
     record = StepRecord(0.0, 1, 1, 1, 1.0, 1, 0.1, 1.0, step_s, skipped=False)
     return StepCommitted(1, record, Vote(1, 1.0, 1, 1.0, 1))
 
 
-def test_a_node_that_does_not_answer_is_waited_for_briefly(posted: queue.Queue[Event]) -> None:
-    event, took_s = suspicion(Future(), posted)
+def test_watch_waits_briefly_for_a_silent_node(posted: queue.Queue[Event]) -> None:
+    event, took_s = wait_for_suspicion(Future(), posted)
     assert event is not None and "nor from its node" in event.cause
     assert FASTEST_S + NODE_S < took_s < SLOWEST_S + NODE_S
 
 
 @pytest.mark.parametrize("state", ["runs", "may run"])
-def test_a_process_that_runs_is_given_time(state: str, posted: queue.Queue[Event]) -> None:
-    event, took_s = suspicion(answered(state), posted)
+def test_running_process_gets_the_silence_timeout(state: str, posted: queue.Queue[Event]) -> None:
+    event, took_s = wait_for_suspicion(answered(state), posted)
     assert event is not None and f"though its process {state}" in event.cause
     assert TIMEOUT_S < took_s < TIMEOUT_S + 1.5
 
@@ -131,12 +131,12 @@ GONE = missing("its agent has died")
 
 
 @pytest.mark.parametrize("step_s", [None, 60.0])
-def test_a_node_whose_agent_is_gone_says_nothing_of_a_worker(
+def test_worker_whose_agent_is_lost_gets_the_silence_timeout(
     posted: queue.Queue[Event], step_s: float | None
 ) -> None:
-    """The agent alone may have died: the worker may be in a call that holds the interpreter."""
+    """Only the agent may have died; the worker may be in a call that holds the interpreter."""
     elsewhere = WorkerReady("w1", "another node", 1)
-    event, took_s = suspicion(GONE, posted, step_s, others=(elsewhere,))
+    event, took_s = wait_for_suspicion(GONE, posted, step_s, others=(elsewhere,))
     if step_s is not None:
         assert event is None
         return
@@ -152,33 +152,33 @@ def test_a_node_whose_agent_is_gone_says_nothing_of_a_worker(
     ],
     ids=["another worker", "the snapshot server"],
 )
-def test_a_node_whose_agent_and_others_are_silent_is_lost_at_once(
+def test_node_with_silent_agent_and_processes_is_suspected_at_once(
     posted: queue.Queue[Event], other: Event
 ) -> None:
-    event, took_s = suspicion(GONE, posted, others=(other,))
+    event, took_s = wait_for_suspicion(GONE, posted, others=(other,))
     assert event is not None and "nor from others on its node" in event.cause
     assert FASTEST_S < took_s < SLOWEST_S
 
 
-def test_after_a_restart_of_the_controller_it_is_given_as_long_as_a_step_was(
+def test_worker_gets_the_last_step_time_after_a_restart_of_the_controller(
     posted: queue.Queue[Event],
 ) -> None:
-    event, _ = suspicion(answered("runs"), posted, before_s=60.0)
+    event, _ = wait_for_suspicion(answered("runs"), posted, last_step_s=60.0)
     assert event is None
 
 
 @pytest.mark.parametrize("members", [["w1"], ["w0", "w1"]])
-def test_a_commit_is_a_sign_of_life_of_members_only(
+def test_commit_is_a_sign_of_life_of_members_only(
     posted: queue.Queue[Event], members: list[str]
 ) -> None:
-    """A standby that stands still is noticed while the others train on."""
+    """A stalled standby worker is noticed while the members train on."""
     watching = Watch(SilentFleet(answered("stopped")), posted.put)  # type: ignore[arg-type]
-    began, suspected = time.monotonic(), []
+    started, suspected = time.monotonic(), []
     try:
         watching.note_members(members)
         watching.note(WorkerReady("w0", "node", 1))
-        while not suspected and time.monotonic() - began < SLOWEST_S:
-            watching.note(committed())
+        while not suspected and time.monotonic() - started < SLOWEST_S:
+            watching.note(commit_event())
             time.sleep(0.05)
             suspected = [posted.get() for _ in range(posted.qsize())]
     finally:
@@ -190,19 +190,19 @@ NUM_MANY, PROBE_COSTS_S = 1000, 0.001
 
 
 class CostlyFleet(BusyFleet):
-    """Each question is a remote call, which takes its time until it is on its way."""
+    """Each probe is a remote call that takes `PROBE_COSTS_S` to send."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_asked = 0
+        self.num_probes = 0
 
     def probe(self, worker: str) -> Future[int]:
         time.sleep(PROBE_COSTS_S)
-        self.num_asked += 1
-        return answered(self.num_asked)
+        self.num_probes += 1
+        return answered(self.num_probes)
 
 
-def test_an_event_does_not_wait_until_a_thousand_workers_are_asked(
+def test_event_does_not_wait_until_1000_workers_are_probed(
     posted: queue.Queue[Event],
 ) -> None:
     fleet, waits = CostlyFleet(), []
@@ -211,26 +211,26 @@ def test_an_event_does_not_wait_until_a_thousand_workers_are_asked(
         for number in range(NUM_MANY):
             watching.note(WorkerReady(f"w{number}", f"node{number // 8}", 1))
         deadline = time.monotonic() + 60.0
-        while fleet.num_asked < NUM_MANY and time.monotonic() < deadline:
-            began = time.monotonic()
-            watching.note(committed())
-            waits.append(time.monotonic() - began)
+        while fleet.num_probes < NUM_MANY and time.monotonic() < deadline:
+            started = time.monotonic()
+            watching.note(commit_event())
+            waits.append(time.monotonic() - started)
             time.sleep(0.001)
     finally:
         watching.close()
-    assert fleet.num_asked >= NUM_MANY
-    assert max(waits) < NUM_MANY * PROBE_COSTS_S / 4, "the lock is held while the fleet is asked"
+    assert fleet.num_probes >= NUM_MANY
+    assert max(waits) < NUM_MANY * PROBE_COSTS_S / 4, "the lock is held while the fleet is probed"
 
 
-def test_it_is_given_as_long_as_a_step(posted: queue.Queue[Event]) -> None:
-    event, _ = suspicion(answered("runs"), posted, step_s=60.0)
+def test_silent_worker_gets_the_time_of_a_long_step(posted: queue.Queue[Event]) -> None:
+    event, _ = wait_for_suspicion(answered("runs"), posted, step_s=60.0)
     assert event is None
 
 
-def test_signs_of_life_before_the_first_commit_are_of_the_generation_that_has_the_state(
+def test_signs_of_life_before_the_first_commit_count_for_the_resharded_generation(
     posted: queue.Queue[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a recovery an evaluation, or data, may take longer than a hang."""
+    """After a recovery an evaluation or the data may take longer than the hang timeout."""
     monkeypatch.setattr(watch, "QUIET_S", 0.5)
     watching = Watch(BusyFleet(), posted.put)  # type: ignore[arg-type]
     try:
@@ -241,7 +241,7 @@ def test_signs_of_life_before_the_first_commit_are_of_the_generation_that_has_th
         watching.close()
 
 
-def test_a_suspected_worker_that_answers_again_is_reported(posted: queue.Queue[Event]) -> None:
+def test_suspected_worker_that_answers_again_is_reported(posted: queue.Queue[Event]) -> None:
     class ThawingFleet(SilentFleet):
         def __init__(self) -> None:
             super().__init__(answered("stopped"))
@@ -263,18 +263,18 @@ def test_a_suspected_worker_that_answers_again_is_reported(posted: queue.Queue[E
         watching.close()
 
 
-def test_the_worker_that_came_to_a_standstill_first_is_named_first_and_once(
+def test_stalled_workers_are_reported_once_in_order_of_their_stall(
     posted: queue.Queue[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The training thread of w1 stands still from the beginning, that of w0 a little later; both
+    """The training thread of w1 stalls from the start, that of w0 a little later; both workers
     answer."""
     monkeypatch.setattr(watch, "QUIET_S", 1.5)
 
     class HangingFleet(SilentFleet):
-        began = time.monotonic()
+        started = time.monotonic()
 
         def probe(self, worker: str) -> Future[int]:
-            elapsed_s = min(1.3, time.monotonic() - self.began)
+            elapsed_s = min(1.3, time.monotonic() - self.started)
             return answered(1 if worker == "w1" else 1 + int(1000 * elapsed_s))
 
     watching = Watch(HangingFleet(answered("runs")), posted.put, generation=7)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Whatever the journal holds can be read back: events, commands and the core's whole state."""
+"""Events, commands and the whole state of the core can be read back from journal lines."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ workers = st.lists(names, unique=True, min_size=1, max_size=4)
 def assignments(draw: st.DrawFn) -> Assignment:
     members = draw(workers)
     layout = Layout(dp=len(members), zero=draw(st.integers(0, 3)))
-    return Assignment(draw(st.integers(0, 9)), layout, tuple(members), draw(st.just(("spare",))))
+    return Assignment(draw(st.integers(0, 9)), layout, tuple(members), draw(st.just(("standby",))))
 
 
 @st.composite
-def relayouts(draw: st.DrawFn) -> ReshardPlan:
+def reshard_plans(draw: st.DrawFn) -> ReshardPlan:
     old = draw(st.none() | assignments())
     holders = draw(st.lists(st.sampled_from(old.members), unique=True)) if old else []
     return ReshardPlan(draw(st.integers(0, 9)), 5, old, draw(assignments()), tuple(holders))
 
 
-MADE = {
+STRATEGIES = {
     Assignment: assignments(),
-    ReshardPlan: relayouts(),
+    ReshardPlan: reshard_plans(),
     int: st.integers(-(2**53), 2**53),
     float: st.floats(allow_nan=False, allow_infinity=False),
     str: names,
@@ -60,8 +60,8 @@ MADE = {
 
 def values_of(kind: Any) -> st.SearchStrategy[Any]:
     """Any value of a type hint."""
-    if kind in MADE:
-        return MADE[kind]
+    if kind in STRATEGIES:
+        return STRATEGIES[kind]
     origin, parameters = get_origin(kind), get_args(kind)
     if origin is Literal:
         return st.sampled_from(parameters)
@@ -85,7 +85,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
 
 
 def through_json(value: Any) -> Any:
-    """As it comes out of a file; strictly JSON."""
+    """The value after a round trip through strict JSON."""
     return json.loads(json.dumps(value, allow_nan=False))
 
 
@@ -93,7 +93,7 @@ QUICK = settings(max_examples=12, deadline=None, derandomize=True, database=None
 
 
 @pytest.mark.parametrize("kind", get_args(Event), ids=lambda kind: kind.__name__)
-def test_an_event_line_is_read_back(kind: type) -> None:
+def test_event_line_is_read_back(kind: type) -> None:
     @QUICK
     @given(values_of(kind))
     def check(event: Event) -> None:
@@ -106,7 +106,7 @@ def test_an_event_line_is_read_back(kind: type) -> None:
 
 
 @pytest.mark.parametrize("kind", get_args(Command), ids=lambda kind: kind.__name__)
-def test_a_command_line_holds_all_of_it_and_tells_a_replay_nothing(kind: type) -> None:
+def test_command_line_contains_the_command_and_is_ignored_by_a_replay(kind: type) -> None:
     @QUICK
     @given(values_of(kind))
     def check(command: Command) -> None:
@@ -119,23 +119,23 @@ def test_a_command_line_holds_all_of_it_and_tells_a_replay_nothing(kind: type) -
 
 
 @pytest.mark.parametrize("kind", get_args(Phase), ids=lambda kind: kind.__name__)
-def test_the_whole_state_is_read_back_in_every_phase(kind: type) -> None:
+def test_state_is_read_back_in_every_phase(kind: type) -> None:
     hints = {name: values_of(hint) for name, hint in get_type_hints(ControllerState).items()}
 
     @settings(QUICK, max_examples=6)
     @given(st.builds(ControllerState, **{**hints, "phase": values_of(kind)}))
     def check(state: ControllerState) -> None:
         line = through_json(state_line(1.0, state))
-        back = replayed(line)
-        assert isinstance(back, ControllerState)
-        assert back == state
-        assert type(back.phase) is kind
-        assert encode(back) == encode(state)
+        decoded = replayed(line)
+        assert isinstance(decoded, ControllerState)
+        assert decoded == state
+        assert type(decoded.phase) is kind
+        assert encode(decoded) == encode(state)
 
     check()
 
 
-def test_a_journal_of_another_format_is_refused() -> None:
+def test_journal_of_another_format_is_refused() -> None:
     line = event_line(0.0, Woke(), ControllerState())
     with pytest.raises(UnreadableJournal, match="format 1"):
         replayed({**line, "format": 1})
@@ -143,21 +143,21 @@ def test_a_journal_of_another_format_is_refused() -> None:
         replayed({**line, "event": "WorkerVanished"})
 
 
-def test_fields_of_a_newer_writer_are_passed_over() -> None:
+def test_fields_of_a_newer_writer_are_ignored() -> None:
     event = WorkerReady("w0", "node", 17)
     line = event_line(0.0, event, ControllerState())
     assert replayed({**line, "colour": "blue"}) == event
 
 
-def test_classes_that_share_a_name_are_told_apart() -> None:
-    """`Stopped` is a phase and a command; a union knows which of them it means."""
+def test_union_determines_which_class_of_a_name_is_decoded() -> None:
+    """The phases do not contain the command `Resume`, so it is refused there."""
     assert decode(Phase, {"is": "Ended", "outcome": "completed"}) == Ended("completed")
     with pytest.raises(UnreadableJournal, match="Resume"):
         decode(Phase, encode(Resume(1, 0, "dp=1", ("w0",), (), 0)))
 
 
-def test_what_the_contract_promises_stands_in_the_lines() -> None:
-    """DESIGN.md, section 9: names that readers rely on."""
+def test_journal_lines_have_the_names_that_readers_rely_on() -> None:
+    """The names are those of DESIGN.md, section 9."""
     hints = get_type_hints(StepCommitted)
     assert {"generation", "record", "vote"} <= hints.keys()
     line = event_line(3.0, WorkerReady("w0", "node", 17), ControllerState())

@@ -1,4 +1,4 @@
-"""ZeRO's stages, and the names that FSDP has for them."""
+"""The ZeRO stages and the names that FSDP has for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.zero import PARTS, STAGES, divides
 
 
-def test_each_stage_divides_one_part_more() -> None:
+def test_each_zero_stage_shards_one_more_kind() -> None:
     divided = [[part for part in PARTS if divides(zero, part)] for zero in STAGES]
     assert divided == [
         [],
@@ -32,12 +32,12 @@ def test_each_stage_divides_one_part_more() -> None:
         ("zero=1", 1),
     ],
 )
-def test_names_of_fsdp_are_stages(text: str, zero: int) -> None:
+def test_fsdp_names_are_parsed_as_zero_stages(text: str, zero: int) -> None:
     assert Layout.parse(text).zero == TargetLayout.parse(text).zero == zero
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("fsdp=4,zero=HYBRID_SHARD", "set dp=2 or more"),
         ("dp=1,fsdp=4,zero=hybrid_shard", "zero=FULL_SHARD"),
@@ -46,6 +46,6 @@ def test_names_of_fsdp_are_stages(text: str, zero: int) -> None:
         ("fsdp=4,zero=-1", "0, 1, 2 or 3"),
     ],
 )
-def test_names_that_mean_nothing_are_refused(text: str, told: str) -> None:
-    with pytest.raises(InvalidLayout, match=told):
+def test_invalid_zero_names_are_refused(text: str, message: str) -> None:
+    with pytest.raises(InvalidLayout, match=message):
         Layout.parse(text)
