@@ -23,7 +23,7 @@ from report import Must, conclude, parser, show_table
 sys.path += [str(Path(__file__).parents[1] / "tests" / name) for name in ("", "processes")]
 
 from long_runs import LongRun
-from s3 import s3_with_keys
+from s3 import start_s3_with_credentials
 
 from actors.controller.compaction import compact_oldest
 from actors.storage.lease import claim
@@ -112,7 +112,7 @@ def main() -> int:
     arguments.add_argument("--memory-steps", type=int, default=NUM_MEMORY_STEPS)
     arguments.add_argument("--folder", type=Path, help="keep the written run here and reuse it")
     options = arguments.parse_args()
-    with TemporaryDirectory(prefix="elastic-long-run-") as name, s3_with_keys() as server:
+    with TemporaryDirectory(prefix="elastic-long-run-") as name, start_s3_with_credentials() as server:
         local = options.folder or Path(name)
         written_s = 0.0
         if not (local / NAME / "history.json").exists():

@@ -1,4 +1,4 @@
-"""Programs whose numbers go bad: in the loss, in the gradients alone, in the sum over the ranks."""
+"""Programs with bad numbers: in the loss, only in the gradients, in the sum over the ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SPOILT_BATCH = 12
 
 
 class Spoilt:
-    """A workload whose losses, and the gradients, can be multiplied."""
+    """A workload that multiplies its losses, or only their gradients, by a factor."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -47,7 +47,7 @@ class Spoilt:
 
 
 class Spoiling(ShardedReplica):
-    """Decides for each microbatch what becomes of it."""
+    """Sets the factors of the workload for each microbatch."""
 
     def __init__(self, workload: Workload, settings: TrainSettings, groups: Groups) -> None:
         self.spoilt = Spoilt(workload)
@@ -64,7 +64,7 @@ class Spoiling(ShardedReplica):
 
 
 class NanLoss(Spoiling):
-    """One microbatch of one step, so one data rank's."""
+    """The loss of one microbatch of one step is NaN, so on one data rank."""
 
     def _spoil(self, step: int, microbatch: int) -> None:
         if (step, microbatch) == (SPOILT_STEP, 0):
@@ -72,7 +72,7 @@ class NanLoss(Spoiling):
 
 
 class InfiniteGradient(Spoiling):
-    """The loss is as it should be."""
+    """One gradient is infinite, although the loss is right."""
 
     def _spoil(self, step: int, microbatch: int) -> None:
         if (step, microbatch) == (SPOILT_STEP, 0):
@@ -80,7 +80,10 @@ class InfiniteGradient(Spoiling):
 
 
 class NanForEver(Spoiling):
-    """In steps that take long beside the word that goes to the controller and back."""
+    """Each loss from one step on is NaN.
+
+    A step takes longer than a message to the controller and the answer.
+    """
 
     def _spoil(self, step: int, microbatch: int) -> None:
         if step >= SPOILT_STEP:
@@ -89,7 +92,7 @@ class NanForEver(Spoiling):
 
 
 class SpikingBatch(Spoiling):
-    """It is in the data: whatever step reads this batch spikes."""
+    """The loss spikes in each step that reads one batch: the cause is in the data."""
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
@@ -103,8 +106,10 @@ class SpikingBatch(Spoiling):
 
 
 class BadEvaluations(Spoiling):
-    """After two steps the held-out loss is NaN, then infinite both ways; after a third the
-    evaluation counts nothing."""
+    """The held-out loss is NaN after step 2 and infinite after step 3.
+
+    After step 4 the evaluation counts no tokens.
+    """
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
         if step == 1:
@@ -118,7 +123,7 @@ class BadEvaluations(Spoiling):
 
 
 class BadRate(ShardedReplica):
-    """The schedule gives no finite learning rate at one step."""
+    """The learning rate of one step is not finite."""
 
     def apply(self, step: int, vote: Vote) -> Applied:
         rate = self.state.optimising.rate
@@ -131,7 +136,7 @@ class BadRate(ShardedReplica):
 
 
 class OverflowingSum(ShardedReplica):
-    """What each rank tells is finite, and together it is not."""
+    """The number of each rank is finite, but their sum is not."""
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()

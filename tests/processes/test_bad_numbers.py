@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from expected import expected
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 from run_checks import (
     assert_each_sample_once,
-    assert_nothing_redone,
-    survivors_keep_their_processes,
+    assert_no_step_repeated,
+    assert_survivors_kept,
 )
 from spoilers import SPOILT_BATCH, SPOILT_STEP
 
@@ -51,7 +51,7 @@ def changed(**update: Any):
 
 
 def weights_at(run: Outcome, step: int) -> dict[str, torch.Tensor]:
-    [path] = {line["path"] for line in run.told("Checkpointed") if line["step"] == step}
+    [path] = {line["path"] for line in run.lines_of("Checkpointed") if line["step"] == step}
     program = TrainingProgram(SETTINGS.model_dump(mode="json"), device="cpu")
     wanted = {s.name: Region.whole(s.shape) for s in program.specs() if s.kind == "parameter"}
     return program.read_regions(open_storage(path), wanted)
@@ -93,17 +93,17 @@ QUICK = (
 def test_a_step_that_is_not_finite_changes_nothing(name: str, tmp_path: Path) -> None:
     layout, program = SPOILT[name]
     kind = {"program": program} if program else {"faults": (Fault("nan", "w1", SPOILT_STEP),)}
-    run = run_plainly(tmp_path, changed(eval_every=1, steps=12), 2, layout=layout, **kind)
-    seen, weights = expected(SETTINGS, 12, undone=(SPOILT_STEP,))
+    run = run_in_processes(tmp_path, changed(eval_every=1, steps=12), 2, layout=layout, **kind)
+    seen, weights = expected(SETTINGS, 12, skipped_steps=(SPOILT_STEP,))
     assert_same(run, [loss for loss, _ in seen], weights)
-    assert_nothing_redone(run)
+    assert_no_step_repeated(run)
     [skipped] = [line for line in run.metrics if line["skipped"]]
     assert (skipped["step"], skipped["loss"], skipped["grad_norm"]) == (SPOILT_STEP, None, None)
     rates = [line["lr"] for line in run.metrics]
     assert rates[SPOILT_STEP - 1] != rates[SPOILT_STEP - 2], "the schedule goes on"
-    [warned] = run.told("Warned")
+    [warned] = run.lines_of("Warned")
     assert (warned["kind"], warned["step"]) == ("skipped", SPOILT_STEP)
-    held_out = {line["step"]: line["loss"] for line in run.told("Evaluated")}
+    held_out = {line["step"]: line["loss"] for line in run.lines_of("Evaluated")}
     assert held_out[SPOILT_STEP] == held_out[SPOILT_STEP - 1] != held_out[SPOILT_STEP - 2]
 
 
@@ -113,13 +113,15 @@ def test_bad_held_out_losses_are_null_and_the_run_completes_after_a_resume(tmp_p
     settings = changed(eval_every=1, steps=6, checkpoint_every=2, keep_last=1, keep_best=1)
     for steps in (4, 6):
         settings = settings.model_copy(update={"steps": steps})
-        run = run_plainly(tmp_path, settings, 2, program="spoilers:bad_evaluations")
+        run = run_in_processes(tmp_path, settings, 2, program="spoilers:bad_evaluations")
         assert run.stopped.outcome == "completed", run.stopped
-    held_out = {line["step"]: (line["loss"], line["not_finite"]) for line in run.told("Evaluated")}
+    held_out = {
+        line["step"]: (line["loss"], line["not_finite"]) for line in run.lines_of("Evaluated")
+    }
     assert held_out[2] == held_out[3] == (None, ["loss"])
     assert held_out[4] == (None, [])
     assert all(held_out[step][0] for step in (1, 5, 6))
-    warned = [(line["step"], line["kind"]) for line in run.told("Warned")]
+    warned = [(line["step"], line["kind"]) for line in run.lines_of("Warned")]
     assert warned == [(2, "not finite"), (3, "not finite"), (4, "nothing counted")]
     history = read_history(RunFolder(run.run))
     assert history.membership.num_not_finite == 2
@@ -130,11 +132,11 @@ def test_bad_held_out_losses_are_null_and_the_run_completes_after_a_resume(tmp_p
 
 
 def test_a_learning_rate_that_is_not_finite_skips_its_step(tmp_path: Path) -> None:
-    run = run_plainly(tmp_path, changed(steps=12), 2, program="spoilers:bad_rate")
+    run = run_in_processes(tmp_path, changed(steps=12), 2, program="spoilers:bad_rate")
     assert run.stopped.outcome == "completed", run.stopped
     [skipped] = [line for line in run.metrics if line["skipped"]]
     assert (skipped["step"], skipped["lr"]) == (SPOILT_STEP, None)
-    [warned] = run.told("Warned")
+    [warned] = run.lines_of("Warned")
     assert "learning rate" in warned["text"]
 
 
@@ -143,13 +145,13 @@ def test_too_many_in_a_row_end_the_run_and_it_is_saved(tmp_path: Path) -> None:
     """The count goes on over a kill and the re-layout after it."""
     kill = Fault("kill", "w2", SPOILT_STEP + 2)
     program = "spoilers:nan_for_ever"
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path, SETTINGS, 3, layout="dp=3", faults=(kill,), program=program, max_skipped=5
     )
     assert exit_code(run.stopped, 0) == 1
     steps = f"steps {SPOILT_STEP} to {SPOILT_STEP + 4} were all skipped"
     assert run.stopped.reason.startswith(steps)
-    assert len(run.told("Resume")) >= 2
+    assert len(run.lines_of("Resume")) >= 2
     assert run.stopped.step <= SPOILT_STEP + 7
     _, weights = expected(SETTINGS, SPOILT_STEP - 1)
     for name, weight in weights_at(run, run.stopped.step).items():
@@ -161,8 +163,8 @@ def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> N
     samples = tmp_path / "samples.jsonl"
     settings = changed(record_samples=samples, checkpoint_every=5)
     watching = {"spike_factor": 3.0, "spike_window": 8, "program": "spoilers:spiking_batch"}
-    run = run_plainly(tmp_path, settings, 2, layout="dp=2", **watching)
-    [rolled_back] = run.told("RolledBack")
+    run = run_in_processes(tmp_path, settings, 2, layout="dp=2", **watching)
+    [rolled_back] = run.lines_of("RolledBack")
     spiked = SPOILT_BATCH + 1
     assert f"the loss of step {spiked} spiked" in rolled_back["cause"]
     back_to = rolled_back["step"]
@@ -170,13 +172,13 @@ def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> N
     skipped_batches = tuple(rolled_back["skipped_batches"])
     assert skipped_batches == tuple(range(back_to, spiked)), "batches count from 0"
     assert_each_sample_once(run, SETTINGS.batch, skipped_batches)
-    survivors_keep_their_processes(run, {"w0", "w1"})
+    assert_survivors_kept(run, {"w0", "w1"})
     seen, weights = expected(SETTINGS, NUM_STEPS, skipped_batches=skipped_batches)
     assert_same(run, [loss for loss, _ in seen], weights)
     # The same name again, under another layout, leaves the same batches out.
     more = settings.model_copy(update={"steps": NUM_STEPS + 8})
-    again = run_plainly(tmp_path, more, 2, layout="fsdp=2", **watching)
-    assert again.told("Resume")[-1]["skipped_batches"] == list(skipped_batches)
+    again = run_in_processes(tmp_path, more, 2, layout="fsdp=2", **watching)
+    assert again.lines_of("Resume")[-1]["skipped_batches"] == list(skipped_batches)
     assert_each_sample_once(again, SETTINGS.batch, skipped_batches)
     seen, weights = expected(more, NUM_STEPS + 8, skipped_batches=skipped_batches)
     assert_same(again, [loss for loss, _ in seen], weights)
@@ -186,8 +188,8 @@ def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> N
 def test_a_spike_is_gone_back_from_to_a_snapshot(tmp_path: Path) -> None:
     """That of step 12; the run pauses before the next is due."""
     watching = {"spike_factor": 3.0, "spike_window": 16, "program": "spoilers:spiking_batch"}
-    run = run_plainly(tmp_path, SETTINGS, 2, layout="fsdp=2", snapshot_every=6, **watching)
-    [rolled_back] = run.told("RolledBack")
+    run = run_in_processes(tmp_path, SETTINGS, 2, layout="fsdp=2", snapshot_every=6, **watching)
+    [rolled_back] = run.lines_of("RolledBack")
     assert (rolled_back["step"], rolled_back["source"]) == (SPOILT_BATCH, "snapshot")
     assert rolled_back["skipped_batches"] == [SPOILT_BATCH]
     seen, weights = expected(SETTINGS, NUM_STEPS, skipped_batches=(SPOILT_BATCH,))
@@ -202,11 +204,13 @@ def test_replicas_stay_equal_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     due += ((35, LayoutRequested("replicas", TargetLayout.parse("dp=2,tp=2"))),)
     settings = changed(dtype=dtype, steps=45)
     kill = Fault("kill", "w3", 20)
-    run = run_plainly(tmp_path, settings, 4, layout="dp=4", due=due, faults=(kill,), audit_every=1)
+    run = run_in_processes(
+        tmp_path, settings, 4, layout="dp=4", due=due, faults=(kill,), audit_every=1
+    )
     assert run.stopped.outcome == "completed"
-    audits = run.told("Audited")
+    audits = run.lines_of("Audited")
     assert len(audits) >= 40 and not any(line["splits"] for line in audits)
-    assert not run.told("Warned")
+    assert not run.lines_of("Warned")
 
 
 LAYOUTS = {
@@ -234,25 +238,27 @@ def test_replicas_stay_equal_under_any_layout(layout: str, tmp_path: Path) -> No
     changes = {"data": SETTINGS.data, "dtype": "float32", "steps": 15, "eval_every": 0}
     settings = LAYOUTS[layout]().model_copy(update=changes)
     num_workers = Layout.parse(layout).num_workers
-    run = run_plainly(tmp_path, settings, num_workers, layout=layout, audit_every=1)
+    run = run_in_processes(tmp_path, settings, num_workers, layout=layout, audit_every=1)
     assert run.stopped.outcome == "completed"
-    audits = run.told("Audited")
+    audits = run.lines_of("Audited")
     assert [line["step"] for line in audits] == list(range(1, 16))
     assert all(line["num_replicas"] >= 2 and not line["splits"] for line in audits)
 
 
 def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> None:
     """What it has done to the gradients until then stays in the parameters of all."""
-    run = run_plainly(tmp_path, changed(steps=60), 3, layout="dp=3", faults=(FLIP,), audit_every=5)
+    run = run_in_processes(
+        tmp_path, changed(steps=60), 3, layout="dp=3", faults=(FLIP,), audit_every=5
+    )
     assert run.stopped.outcome == "completed"
-    found, *_ = [line for line in run.told("Audited") if line["splits"]]
+    found, *_ = [line for line in run.lines_of("Audited") if line["splits"]]
     assert (found["step"], found["splits"]) == (10, [[["w0", "w2"], ["w1"]]])
-    assert_nothing_redone(run)
-    assert {line["worker"] for line in run.told("WorkerLost")} == {"w1"}
-    survivors_keep_their_processes(run, {"w0", "w2"})
-    members = [set(line["workers"]) for line in run.told("Resume")]
+    assert_no_step_repeated(run)
+    assert {line["worker"] for line in run.lines_of("WorkerLost")} == {"w1"}
+    assert_survivors_kept(run, {"w0", "w2"})
+    members = [set(line["workers"]) for line in run.lines_of("Resume")]
     assert members == [{"w0", "w1", "w2"}, {"w0", "w2"}, {"w0", "w2", "w3"}]
-    assert [line["step"] for line in run.told("Resume")][1] == 10, "nobody trained on in doubt"
+    assert [line["step"] for line in run.lines_of("Resume")][1] == 10, "nobody trained on in doubt"
     seen, _ = expected(SETTINGS, 11)
     losses = [loss for loss, _ in seen]
     told = list(run.losses().values())
@@ -263,7 +269,7 @@ def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=3", pytest.param("dp=4", marks=pytest.mark.soak)])
 def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path) -> None:
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         changed(checkpoint_every=4),
         int(layout[-1]),
@@ -272,10 +278,10 @@ def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path
         audit_every=5,
         audit_rollback=True,
     )
-    [rolled_back] = run.told("RolledBack")
+    [rolled_back] = run.lines_of("RolledBack")
     assert (rolled_back["step"], rolled_back["source"]) == (4, "checkpoint")
     assert rolled_back["cause"].startswith("w1 corrupted the gradients")
-    assert {line["worker"] for line in run.told("WorkerLost")} == {"w1"}
+    assert {line["worker"] for line in run.lines_of("WorkerLost")} == {"w1"}
     seen, weights = expected(SETTINGS, NUM_STEPS)
     assert_same(run, [loss for loss, _ in seen], weights)
 
@@ -285,7 +291,7 @@ def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path
 def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
     """Back to before the last clean audit; the checkpoint of step 8 may have the flipped bit."""
     num_workers = 2 if layout == "dp=2" else 4
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         changed(checkpoint_every=4),
         num_workers,
@@ -293,11 +299,11 @@ def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
         faults=(FLIP,),
         audit_every=5,
     )
-    [warned] = run.told("Warned")
+    [warned] = run.lines_of("Warned")
     assert "w1" in warned["text"] and "no majority" in warned["text"]
-    [rolled_back] = run.told("RolledBack")
+    [rolled_back] = run.lines_of("RolledBack")
     assert (rolled_back["step"], rolled_back["from_step"]) == (4, 10)
-    assert not run.told("WorkerLost")
+    assert not run.lines_of("WorkerLost")
     seen, weights = expected(SETTINGS, NUM_STEPS)
     assert_same(run, [loss for loss, _ in seen], weights)
 
@@ -305,7 +311,7 @@ def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_replicas_and_nothing_to_go_back_to_end_the_run(tmp_path: Path) -> None:
     settings = changed(spike_window=1)
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path, settings, 2, layout="dp=2", faults=(FLIP,), audit_every=4, spike_window=1
     )
     assert exit_code(run.stopped, 0) == 1
@@ -313,13 +319,13 @@ def test_two_replicas_and_nothing_to_go_back_to_end_the_run(tmp_path: Path) -> N
     assert "set checkpoint_every" in run.stopped.reason
     assert find_checkpoints(run.run).whole[-1].step == 8
     # A person has looked, and begins it again.
-    again = run_plainly(tmp_path, settings, 2, layout="dp=2", audit_every=4)
+    again = run_in_processes(tmp_path, settings, 2, layout="dp=2", audit_every=4)
     assert again.stopped.outcome == "completed"
 
 
 @pytest.mark.slow
 def test_one_copy_alone_is_looked_at_once(tmp_path: Path) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 2, layout="fsdp=2", audit_every=5)
+    run = run_in_processes(tmp_path, SETTINGS, 2, layout="fsdp=2", audit_every=5)
     assert run.stopped.outcome == "completed"
-    [audited] = run.told("Audited")
+    [audited] = run.lines_of("Audited")
     assert (audited["step"], audited["num_replicas"], audited["splits"]) == (5, 1, [])

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from expected import expected
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 from test_bad_numbers import assert_same, changed
 
 from actors.controller.shell import Shell
@@ -61,18 +61,18 @@ def _break_for_ever() -> None:
 
 
 def test_a_controller_that_raises_here_and_there_changes_no_loss(tmp_path: Path) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 2, layout="dp=2", shell_kind=OftenBroken)
+    run = run_in_processes(tmp_path, SETTINGS, 2, layout="dp=2", shell_kind=OftenBroken)
     seen, weights = expected(SETTINGS, 24)
     assert_same(run, [loss for loss, _ in seen], weights)
-    assert_nothing_redone(run)
-    places = [line["place"] for line in run.told("ControllerRaised")]
+    assert_no_step_repeated(run)
+    places = [line["place"] for line in run.lines_of("ControllerRaised")]
     assert sorted(places) == sorted(
         ["Form", "GroupFormed", "Reshard", "StateReady", "Resume", "StepCommitted"]
     )
 
 
 def test_a_controller_that_always_raises_ends_the_run_saved(tmp_path: Path) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 2, layout="dp=2", shell_kind=AlwaysBroken)
+    run = run_in_processes(tmp_path, SETTINGS, 2, layout="dp=2", shell_kind=AlwaysBroken)
     assert run.stopped.outcome == "failed"
     assert "failed 3 times in a row at StepCommitted" in run.stopped.reason
     assert "broken for ever" in run.stopped.traceback

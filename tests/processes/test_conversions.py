@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import run_plainly
+from harness import run_in_processes
 from loops import plain
-from run_checks import assert_nothing_redone
+from run_checks import assert_no_step_repeated
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -81,7 +81,7 @@ def test_a_converted_script_is_killed_twice_and_resized(name: str, tmp_path: Pat
     file, function = EXAMPLES / f"{name}_after.py", CONVERTED[name]
     script = runpy.run_path(str(file))[function]
     settings = script_of(script).settings.model_copy(update={"dtype": "float64"})
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         settings,
         4,
@@ -93,7 +93,7 @@ def test_a_converted_script_is_killed_twice_and_resized(name: str, tmp_path: Pat
     assert run.stopped.outcome == "completed", run.stopped
     expected = plain_losses(script)
     assert list(run.losses().values()) == pytest.approx(expected, rel=1e-9)
-    assert_nothing_redone(run)
-    assert len(run.told("WorkerLost")) == 2
-    assert "fsdp=2" in run.told("Resume")[-1]["layout"]
+    assert_no_step_repeated(run)
+    assert len(run.lines_of("WorkerLost")) == 2
+    assert "fsdp=2" in run.lines_of("Resume")[-1]["layout"]
     assert expected[-1] < 0.7 * expected[0], "it learns"

@@ -8,7 +8,7 @@ from pathlib import Path
 import custom_net
 import pytest
 import torch
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 
 from actors.runtime.fault_spec import Fault
 from elastic.geometry.sample_order import microbatch_seed
@@ -24,7 +24,7 @@ def plain():
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return custom_net.plainly(microbatch_seed)
+        return custom_net.train_in_one_process(microbatch_seed)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -33,7 +33,7 @@ def assert_equals_the_plain_loop(run: Outcome) -> None:
     assert run.stopped.outcome == "completed", run.stopped
     losses, evaluated, state = plain()
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    told = {line["step"]: [line["loss"], line["metrics"]] for line in run.told("Evaluated")}
+    told = {line["step"]: [line["loss"], line["metrics"]] for line in run.lines_of("Evaluated")}
     assert told.keys() == evaluated.keys()
     for step, (held_out_loss, accuracy) in evaluated.items():
         assert told[step] == [pytest.approx(held_out_loss, rel=1e-9), [["accuracy", accuracy]]]
@@ -55,9 +55,9 @@ def test_killed_twice_and_resized(layout: str, num_workers: int, tmp_path: Path)
     """Five microbatches on three and two data ranks, so some ranks always pad."""
     faults = (Fault("kill", "w2", 6, "compute"), Fault("kill", "w1", 12, "apply"))
     leaving = ((18, WorkerDraining("w0", "shrinks")),)
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
-        custom_net.OWN,
+        custom_net.CUSTOM_SETTINGS,
         num_workers,
         layout=layout,
         faults=faults,

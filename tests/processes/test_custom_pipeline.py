@@ -9,7 +9,7 @@ from typing import Any
 import custom_chain
 import pytest
 import torch
-from harness import run_plainly
+from harness import run_in_processes
 from test_snapshots import kill
 
 from elastic.protocol.events import WorkerDraining
@@ -24,7 +24,7 @@ def plain(microbatch: int):
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return custom_chain.plainly(microbatch)
+        return custom_chain.train_in_one_process(microbatch)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -48,24 +48,26 @@ def test_killed_and_resized(
 ) -> None:
     """The last worker takes all stages; evaluations end with a smaller microbatch."""
     leaving = ((45, WorkerDraining("w0", "shrinks")),)
-    settings = custom_chain.OWN.model_copy(update=changes)
-    run = run_plainly(
+    settings = custom_chain.CUSTOM_SETTINGS.model_copy(update=changes)
+    run = run_in_processes(
         tmp_path,
         settings,
         num_workers,
         layout=layout,
-        strikes=[kill("w1")],
+        fleet_faults=[kill("w1")],
         due=leaving,
         recipe=RECIPE,
         snapshot_every=1,
     )
     assert run.stopped.outcome == "completed", run.stopped
-    resumed = run.told("Resume")
+    resumed = run.lines_of("Resume")
     assert [line["layout"] for line in resumed][:2] == formed
     assert resumed[1]["step"] > 0, "from snapshots"
     losses, evaluated, state = plain(settings.microbatch)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    told = {line["step"]: [line["loss"], dict(line["metrics"])] for line in run.told("Evaluated")}
+    told = {
+        line["step"]: [line["loss"], dict(line["metrics"])] for line in run.lines_of("Evaluated")
+    }
     assert told.keys() == evaluated.keys()
     for step, (held_out_loss, accuracy) in evaluated.items():
         assert told[step][0] == pytest.approx(held_out_loss, rel=1e-9)

@@ -66,7 +66,7 @@ SPREADINGS = {
 CASES = ("usual", "quarantined", "without tokens", "padding")
 
 
-def assert_trained_plainly(trained: Trained, shards: list[dict[str, Tensor]]) -> None:
+def assert_equals_plain_loop(trained: Trained, shards: list[dict[str, Tensor]]) -> None:
     seen, weights = plainly_trained(SETTINGS, NUM_STEPS)
     losses, norms = zip(*seen, strict=True)
     assert trained.losses == pytest.approx(losses, rel=1e-9)
@@ -80,7 +80,7 @@ def assert_trained_plainly(trained: Trained, shards: list[dict[str, Tensor]]) ->
 def test_one_process_trains_as_the_plain_loop_does() -> None:
     with group_of_one(CPU) as groups:
         trained = train(program_of(SETTINGS), groups)
-    assert_trained_plainly(trained, [trained.tensors])
+    assert_equals_plain_loop(trained, [trained.tensors])
 
 
 @pytest.mark.parametrize("change", ["microbatch", "balance_coefficient"])
@@ -203,7 +203,7 @@ def test_shards_with_an_empty_round_train_as_the_plain_loop_does(folder: Path) -
         for rank in range(SHARDED.num_workers)
     ]
     for trained in ranks:
-        assert_trained_plainly(trained, [rank.tensors for rank in ranks])
+        assert_equals_plain_loop(trained, [rank.tensors for rank in ranks])
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,8 +10,8 @@ import peft
 import plain_causal_lm
 import pytest
 import torch
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 from test_hugging_face_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -59,7 +59,7 @@ def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingPr
     plan = make_plan(asked_for(tmp_path, *changes), 0)
     settings = plan.settings.model_copy(update={"checkpoint_every": NUM_STEPS})
     folder = plan.run.program.kwargs["data_folder"]
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path / "run",
         settings,
         4,
@@ -69,9 +69,9 @@ def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingPr
         data_folder=folder,
     )
     assert run.stopped.outcome == "completed"
-    assert_nothing_redone(run)
-    assert {"w1", "w2"} <= {line["worker"] for line in run.told("WorkerLost")}
-    assert "w3" not in run.told("Resume")[-1]["workers"]
+    assert_no_step_repeated(run)
+    assert {"w1", "w2"} <= {line["worker"] for line in run.lines_of("WorkerLost")}
+    assert "w3" not in run.lines_of("Resume")[-1]["workers"]
     recipe = {"settings": settings.model_dump(mode="json"), "data_folder": folder}
     (run.folder / "recipe.json").write_text(json.dumps(recipe))
     return run.losses(), TrainingProgram(**recipe, device="cpu")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_plainly
+from harness import run_in_processes
 from models_on_disk import (
     CLOSE,
     DENSE,
@@ -152,7 +152,7 @@ def test_a_run_of_two_workers_starts_with_the_loss_of_the_model(tmp_path: Path) 
     model = llama()
     model.save_pretrained(tmp_path / "theirs")
     settings = settings_for(DENSE, init_from=str(tmp_path / "theirs"))
-    run = run_plainly(tmp_path / "run", settings, 2, layout="fsdp=2")
+    run = run_in_processes(tmp_path / "run", settings, 2, layout="fsdp=2")
     assert run.stopped.outcome == "completed"
     data = TrainingProgram(settings.model_dump(mode="json")).workload.train
     ids = batch_ids(1, settings.batch)

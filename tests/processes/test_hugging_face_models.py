@@ -11,9 +11,9 @@ import models_on_disk  # offline, before transformers is imported
 import plain_causal_lm
 import pytest
 import torch
-from harness import run_plainly
+from harness import run_in_processes
 from ranks import formed, open_file_store
-from run_checks import assert_nothing_redone
+from run_checks import assert_no_step_repeated
 from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -158,10 +158,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_each_model_trains_as_plain_transformers_does(trained: Path, case: Case) -> None:
-    assert_trained_plainly(trained, case)
+    assert_equals_plain_loop(trained, case)
 
 
-def assert_trained_plainly(folder: Path, case: Case) -> None:
+def assert_equals_plain_loop(folder: Path, case: Case) -> None:
     layout, settings = Layout.parse(case.layout), settings_for(folder / case.model)
     ranks = [
         Trained(**torch.load(folder / f"{case.name}-{rank}.pt", weights_only=False))
@@ -189,10 +189,12 @@ def test_a_run_is_killed_resharded_and_exported(tmp_path: Path) -> None:
     settings = settings_for(place, steps=14, eval_every=0, checkpoint_every=7)
     kill = Fault("kill", "w3", 4, "compute")
     due = ((8, LayoutRequested("other", TargetLayout.parse("dp=2,tp=2"))),)
-    run = run_plainly(tmp_path / "run", settings, 4, layout="dp=2,fsdp=2", due=due, faults=(kill,))
+    run = run_in_processes(
+        tmp_path / "run", settings, 4, layout="dp=2,fsdp=2", due=due, faults=(kill,)
+    )
     assert run.stopped.outcome == "completed"
-    assert_nothing_redone(run)
-    assert "tp=2" in run.told("Resume")[-1]["layout"], "of dp as many as are there"
+    assert_no_step_repeated(run)
+    assert "tp=2" in run.lines_of("Resume")[-1]["layout"], "of dp as many as are there"
     seen, weights = expected(settings, settings.steps)
     assert [run.losses()[n] for n in range(1, 15)] == pytest.approx(
         [loss for loss, _ in seen], rel=1e-9

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import loops
 import pytest
-from harness import Outcome, run_plainly
-from run_checks import assert_nothing_redone, survivors_keep_their_processes
+from harness import Outcome, run_in_processes
+from run_checks import assert_no_step_repeated, assert_survivors_kept
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
@@ -22,14 +22,14 @@ def run_loop(folder: Path, name: str = "train", workers: int = 3, **asked: objec
     (marks := folder / "marks").mkdir()
     settings = script_of(getattr(loops, name)).settings
     environment = {loops.FOLDER: str(marks)}
-    return run_plainly(
+    return run_in_processes(
         folder, settings, workers, recipe=SCRIPTS + name, environment=environment, **asked
     )
 
 
 @cache
 def plain_losses() -> dict[int, float]:
-    losses = loops.plain(*loops.made(), loops.NUM_STEPS, loops.NUM_MICROBATCHES)
+    losses = loops.plain(*loops.build_training(), loops.NUM_STEPS, loops.NUM_MICROBATCHES)
     return dict(enumerate(losses, start=1))
 
 
@@ -39,10 +39,10 @@ def test_deaths_in_the_body_and_a_reshard_do_not_change_the_losses(tmp_path: Pat
     run = run_loop(tmp_path, layout="dp=4", workers=4, due=due)
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
-    assert_nothing_redone(run)
-    assert len(run.told("WorkerLost")) == 2
-    survivors_keep_their_processes(run, {"w0"})
-    [pid] = [line["pid"] for line in run.told("WorkerReady") if line["worker"] == "w0"]
+    assert_no_step_repeated(run)
+    assert len(run.lines_of("WorkerLost")) == 2
+    assert_survivors_kept(run, {"w0"})
+    [pid] = [line["pid"] for line in run.lines_of("WorkerReady") if line["worker"] == "w0"]
     handed = (tmp_path / "marks" / f"handed-{pid}").read_text().split()
     steps = [int(step) for step in handed]
     assert sorted(set(steps)) == list(range(1, loops.NUM_STEPS)), "what follows the last is not run"
@@ -51,16 +51,16 @@ def test_deaths_in_the_body_and_a_reshard_do_not_change_the_losses(tmp_path: Pat
 
 @pytest.mark.slow
 def test_a_script_that_suppresses_a_failure_does_not_commit_the_step(tmp_path: Path) -> None:
-    run = run_loop(tmp_path, "train_heedless", layout="dp=2,fsdp=2", workers=4)
+    run = run_loop(tmp_path, "train_suppressing_exceptions", layout="dp=2,fsdp=2", workers=4)
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
-    assert_nothing_redone(run)
-    assert len(run.told("WorkerLost")) == 1
+    assert_no_step_repeated(run)
+    assert len(run.lines_of("WorkerLost")) == 1
 
 
 @pytest.mark.slow
 def test_an_exception_of_the_script_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    run = run_loop(tmp_path, "train_with_a_mistake", workers=2)
+    run = run_loop(tmp_path, "train_and_raise", workers=2)
     assert run.stopped.outcome == "failed"
     assert "ValueError: the script's own mistake" in run.stopped.reason
     assert 'raise ValueError("the script' in run.stopped.traceback

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from expected import expected
-from harness import read, run_plainly
+from harness import read_lines, run_in_processes
 from mlflow import MlflowClient
 
 from actors.local.in_process import Ended, run_in_process
@@ -37,7 +37,7 @@ def asked(storage: Path, steps: int, **changes: object) -> TrainRequest:
     )
 
 
-def here(asked: TrainRequest, hear=lambda event, post: None) -> Ended:
+def here(asked: TrainRequest, on_event=lambda event, post: None) -> Ended:
     """Train on the test's thread, without the tracker."""
     plan = make_plan(asked, num_gpus=0)
     store_recipe(plan)
@@ -45,7 +45,7 @@ def here(asked: TrainRequest, hear=lambda event, post: None) -> Ended:
 
 
 def losses_in(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read(folder / "metrics.jsonl")}
+    return {line["step"]: line["loss"] for line in read_lines(folder / "metrics.jsonl")}
 
 
 def test_what_the_program_raises_comes_out_as_it_was_raised(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
     assert os.environ == environment, "who is started from here later inherits nothing of it"
     assert owner_of(make_plan(asked(tmp_path, 8), 0).folder.files) is None
     settings = settings_of(asked(tmp_path, 16))[0]
-    assert run_plainly(folder, settings, 2).stopped.outcome == "completed"
+    assert run_in_processes(folder, settings, 2).stopped.outcome == "completed"
 
     def stand_still(event: Event, post) -> None:
         if isinstance(event, StepCommitted) and event.record.step == 20:
@@ -107,10 +107,10 @@ def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
 
     assert here(asked(tmp_path, 24), stand_still).outcome.outcome == "completed"
     wanted, _ = expected(settings_of(asked(tmp_path, 24))[0], 24)
-    lines = read(folder / "metrics.jsonl")
+    lines = read_lines(folder / "metrics.jsonl")
     assert [line["step"] for line in lines] == list(range(1, 25)), "nothing is redone"
     assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in wanted], rel=1e-9)
-    told = [line.get("event") for line in read(folder / "journal.jsonl")]
+    told = [line.get("event") for line in read_lines(folder / "journal.jsonl")]
     assert "WorkerSuspected" not in told and "WorkerLost" not in told
 
 
@@ -124,11 +124,11 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     running = subprocess.Popen([*command, "5000", *profile], env=environment)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and len(read(metrics)) >= 3) and time.monotonic() < deadline:
+    while not (metrics.exists() and len(read_lines(metrics)) >= 3) and time.monotonic() < deadline:
         time.sleep(0.1)
     running.send_signal(signal.SIGINT)
     assert running.wait(120) == 130
-    stopped = len(read(metrics))
+    stopped = len(read_lines(metrics))
     lines, first = inspect.getsourcelines(Stepper.step)
     stop = f"b {inspect.getsourcefile(Stepper)}:{first + len(lines) - 1}"
     pdb = [sys.executable, "-m", "pdb", "-c", stop, "-c", "c", *command[1:], str(stopped + 5)]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 
 from actors.controller.shell import Shell
 from actors.runtime.fault_spec import Fault
@@ -41,23 +41,23 @@ def test_a_worker_whose_write_hangs_leaves_and_checkpoints_go_on(
         if lost and isinstance(event, StepCommitted) and event.record.step % 8 == 1:
             shells[0].post(StopRequested("a checkpoint was due"))
 
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         2,
         layout="" if layout == "dp=2" else layout,
         faults=(fault,),
-        hear=end_after_the_next,
-        with_shell=shells.append,
+        on_event=end_after_the_next,
+        on_shell=shells.append,
         save_timeout_s=PATIENCE_S,
     )
     assert run.stopped.outcome == "interrupted", run.story()
-    [warned] = [line for line in run.told("Warned") if line["kind"] == "checkpoint"]
+    [warned] = [line for line in run.lines_of("Warned") if line["kind"] == "checkpoint"]
     assert "w1 on" in warned["text"] and "checkpoint of step 16" in warned["text"]
-    saved = [(line["time"], line["step"]) for line in run.told("Checkpointed")]
+    saved = [(line["time"], line["step"]) for line in run.lines_of("Checkpointed")]
     assert next(step for _, step in saved) == 8 and 16 not in [step for _, step in saved]
     next_saved_at = next(time for time, step in saved if step > 16)
     assert next_saved_at - warned["time"] < 20.0, "as soon as another has taken its place"
-    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]
-    assert not run.told("Abort")
-    assert_nothing_redone(run)
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == ["w1"]
+    assert not run.lines_of("Abort")
+    assert_no_step_repeated(run)

@@ -167,7 +167,7 @@ def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.mark.parametrize("case", EACH_AXIS, ids=lambda case: case.name)
 def test_each_axis_trains_as_the_plain_loop_does(each_axis: Path, case: Case) -> None:
-    assert_trained_plainly(each_axis, case)
+    assert_equals_plain_loop(each_axis, case)
 
 
 @pytest.mark.timeout(1500)
@@ -181,10 +181,10 @@ def test_each_axis_trains_as_the_plain_loop_does(each_axis: Path, case: Case) ->
     ],
 )
 def test_axes_together_train_as_the_plain_loop_does(together: Path, case: Case) -> None:
-    assert_trained_plainly(together, case)
+    assert_equals_plain_loop(together, case)
 
 
-def assert_trained_plainly(folder: Path, case: Case) -> None:
+def assert_equals_plain_loop(folder: Path, case: Case) -> None:
     layout, tolerance = Layout.parse(case.layout), {"float64": 1e-9, "float32": 1e-5}
     ranks = [
         Trained(**torch.load(folder / f"{case.name}-{rank}.pt", weights_only=False))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import psutil
-from harness import run_plainly
+from harness import run_in_processes
 
 from actors.runtime.network import Network
 from elastic.protocol.events import Event, StepCommitted
@@ -33,7 +33,7 @@ def test_store_and_keepers_listen_in_the_range_and_all_on_one_interface(tmp_path
         if isinstance(event, StepCommitted) and event.record.step == 5:
             seen.update(listeners())
 
-    outcome = run_plainly(
+    outcome = run_in_processes(
         tmp_path / "run",
         override(tiny(), ["data.source=random", "steps=8"]),
         2,
@@ -41,11 +41,11 @@ def test_store_and_keepers_listen_in_the_range_and_all_on_one_interface(tmp_path
         node_of=lambda worker: f"n-{worker}",
         snapshot_every=1,
         network=Network("lo", PORTS),
-        hear=look,
+        on_event=look,
     )
     assert outcome.stopped.outcome == "completed", outcome.stopped
-    [store] = outcome.told("StoreReady")[-1:]
-    snapshot_servers = [line["snapshot_server"] for line in outcome.told("SnapshotServerReady")]
+    [store] = outcome.lines_of("StoreReady")[-1:]
+    snapshot_servers = [line["snapshot_server"] for line in outcome.lines_of("SnapshotServerReady")]
     assert len(snapshot_servers) == 2
     told = {(store["host"], store["port"])} | {
         (one["host"], one["port"]) for one in snapshot_servers

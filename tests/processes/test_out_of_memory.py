@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness import run_plainly
+from harness import run_in_processes
 
 from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TransformerSettings
@@ -20,11 +20,11 @@ WIDE = tiny().model_copy(
 
 
 def test_too_little_memory_is_told_with_the_bytes_and_what_would_fit(tmp_path: Path) -> None:
-    outcome = run_plainly(
+    outcome = run_in_processes(
         tmp_path / "run", WIDE, 2, layout="dp=2", program="starved:StarvedProgram"
     )
     assert outcome.stopped.outcome == "failed"
-    [raised] = [line for line in outcome.told("WorkerRaised") if line["kind"] == "memory"]
+    [raised] = [line for line in outcome.lines_of("WorkerRaised") if line["kind"] == "memory"]
     assert raised["held_bytes"] > 100e6 and raised["wanted_bytes"] > 0
     reason = outcome.stopped.reason
     assert f"it held {raised['held_bytes'] / 1e6:,.1f} MB" in reason

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from expected import expected
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 from run_checks import (
     assert_each_sample_once,
-    assert_nothing_redone,
-    survivors_keep_their_processes,
+    assert_no_step_repeated,
+    assert_survivors_kept,
 )
 
 from actors.runtime.fault_spec import Fault
@@ -27,7 +27,7 @@ DENSE = tiny().model_copy(update=COMMON)
 MIXED = tiny_moe().model_copy(update=COMMON)
 
 
-def assert_trained_plainly(run: Outcome, settings: TrainSettings) -> None:
+def assert_equals_plain_loop(run: Outcome, settings: TrainSettings) -> None:
     assert run.stopped.outcome == "completed", run.stopped
     seen, _ = expected(settings, NUM_STEPS)
     losses, norms = zip(*seen, strict=True)
@@ -58,9 +58,11 @@ QUICK = ("pp",)
 )
 def test_a_kill_inside_a_group_changes_nothing(name: str, tmp_path: Path) -> None:
     layout, settings, fault = KILLS[name]
-    run = run_plainly(tmp_path, recording(settings, tmp_path), 4, layout=layout, faults=(fault,))
-    assert_trained_plainly(run, settings)
-    assert_nothing_redone(run)
+    run = run_in_processes(
+        tmp_path, recording(settings, tmp_path), 4, layout=layout, faults=(fault,)
+    )
+    assert_equals_plain_loop(run, settings)
+    assert_no_step_repeated(run)
     assert_each_sample_once(run, settings.batch)
-    survivors_keep_their_processes(run, {"w0", "w1", "w2", "w3"} - {fault.worker})
-    assert [line["worker"] for line in run.told("WorkerLost")] == [fault.worker]
+    assert_survivors_kept(run, {"w0", "w1", "w2", "w3"} - {fault.worker})
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == [fault.worker]

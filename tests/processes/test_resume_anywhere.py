@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import run_plainly
+from harness import run_in_processes
 from killed_whole import run_until_killed
 from run_checks import assert_each_sample_once
 
@@ -35,20 +35,20 @@ def test_killed_six_times_and_each_time_on_under_another_layout(tmp_path: Path) 
             "checkpoint_every": 4,
         }
     )
-    undisturbed = run_plainly(tmp_path / "undisturbed", settings, 1)
+    undisturbed = run_in_processes(tmp_path / "undisturbed", settings, 1)
     folder = tmp_path / "killed"
     recorded = settings.model_copy(update={"record_samples": folder / "samples.jsonl"})
     seen: list[int] = []
     for number, (layout, workers) in enumerate(COURSE):
         lines = run_until_killed(folder, recorded, workers, layout, step=12 * number + 10)
         seen.append(len(lines))
-    run = run_plainly(folder, recorded, 1)
+    run = run_in_processes(folder, recorded, 1)
     assert run.stopped.outcome == "completed"
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
     assert_each_sample_once(run, settings.batch)
-    sources = [line["source"] for line in run.told("Resharded")]
+    sources = [line["source"] for line in run.lines_of("Resharded")]
     assert sources == ["initial"] + ["checkpoint"] * len(COURSE)
-    resumed = [line["step"] for line in run.told("Resume")]
-    newest = {line["step"] for line in run.told("Checkpointed")}
+    resumed = [line["step"] for line in run.lines_of("Resume")]
+    newest = {line["step"] for line in run.lines_of("Checkpointed")}
     assert all(step in newest for step in resumed[1:]) and resumed == sorted(resumed)
     assert all(step > 12 * number for number, step in enumerate(resumed[2:])), resumed

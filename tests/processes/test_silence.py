@@ -9,8 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 from stalled import STALL_S, STALLED_STEPS
 
 from actors.runtime.fault_spec import Fault
@@ -36,15 +36,15 @@ FOUND_S = 3.5
 
 
 def test_a_call_that_holds_the_lock_of_the_interpreter_aborts_nothing(tmp_path: Path) -> None:
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path, SETTINGS, 2, layout="dp=2", program="stalled:StalledProgram", **PRODUCTION
     )
     assert run.stopped.outcome == "completed", run.story()
     slow = [line["step"] for line in run.metrics if line["step_s"] > STALL_S - 0.5]
     assert slow == list(STALLED_STEPS), "the stalls have taken place"
     for kind in ("WorkerSuspected", "Abort", "WorkerLost"):
-        assert not run.told(kind), run.story()
-    assert_nothing_redone(run)
+        assert not run.lines_of(kind), run.story()
+    assert_no_step_repeated(run)
 
 
 @pytest.mark.slow
@@ -60,23 +60,23 @@ def test_a_killed_process_is_found_without_a_probe(tmp_path: Path) -> None:
             killed.append(time.time())
             os.kill(pids["w1"], signal.SIGKILL)
 
-    run = run_plainly(tmp_path, SETTINGS, 2, layout="dp=2", hear=kill)
+    run = run_in_processes(tmp_path, SETTINGS, 2, layout="dp=2", on_event=kill)
     assert run.stopped.outcome == "completed", run.story()
-    [lost] = run.told("WorkerLost")
+    [lost] = run.lines_of("WorkerLost")
     assert lost["worker"] == "w1"
-    aborted = run.told("Abort")[0]["time"]
+    aborted = run.lines_of("Abort")[0]["time"]
     assert 0.0 <= aborted - killed[0] < KILLED_FOUND_S
-    assert_nothing_redone(run)
+    assert_no_step_repeated(run)
 
 
 def test_a_stopped_process_is_suspected_at_once(tmp_path: Path) -> None:
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path, SETTINGS, 3, layout="dp=3", faults=(Fault("stop", "w1", FATAL_STEP, "compute"),)
     )
     assert run.stopped.outcome == "completed", run.story()
-    [suspected] = run.told("WorkerSuspected")
+    [suspected] = run.lines_of("WorkerSuspected")
     assert suspected["worker"] == "w1" and "its process is stopped" in suspected["cause"]
     [before] = [line for line in run.metrics if line["step"] == FATAL_STEP - 1]
     assert suspected["time"] - before["time"] < FOUND_S
-    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]
-    assert_nothing_redone(run)
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == ["w1"]
+    assert_no_step_repeated(run)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 
 from actors.local.process_fleet import ProcessFleet
 from actors.runtime.fault_spec import Fault
@@ -37,12 +37,12 @@ def two_nodes(worker: str) -> str:
 
 
 def kill(*workers: str) -> Callable[[ProcessFleet], None]:
-    def strike(fleet: ProcessFleet) -> None:
+    def inject(fleet: ProcessFleet) -> None:
         pids = fleet.pids()
         for worker in workers:
             os.kill(pids[worker], signal.SIGKILL)
 
-    return strike
+    return inject
 
 
 def four_nodes(worker: str) -> str:
@@ -53,14 +53,14 @@ def four_nodes(worker: str) -> str:
 def kill_nodes(node_of: Callable[[str], str], *nodes: str) -> Callable[[ProcessFleet], None]:
     """All workers that pass for such on them, and their keepers."""
 
-    def strike(fleet: ProcessFleet) -> None:
+    def inject(fleet: ProcessFleet) -> None:
         for worker, pid in fleet.pids().items():
             if node_of(worker) in nodes:
                 os.kill(pid, signal.SIGKILL)
         for node in nodes:
             os.kill(fleet.snapshot_server_pids()[node], signal.SIGKILL)
 
-    return strike
+    return inject
 
 
 def protections(folder: Path) -> list[dict[str, Any]]:
@@ -74,30 +74,30 @@ def set_sizes(folder: Path) -> list[int]:
     return [max(map(len, line["sets"]), default=0) for line in protections(folder)]
 
 
-def once_saved(folder: Path, strike: Callable[[ProcessFleet], None]) -> Callable[..., None]:
+def once_saved(folder: Path, inject: Callable[[ProcessFleet], None]) -> Callable[..., None]:
     """The same as soon as there is a checkpoint."""
 
     def wait(fleet: ProcessFleet) -> None:
         while not list(folder.glob("checkpoints/*/manifest.json")):
             time.sleep(0.01)
-        strike(fleet)
+        inject(fleet)
 
     return lambda fleet: threading.Thread(target=wait, args=(fleet,), daemon=True).start()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+    return run_in_processes(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
 
 
 def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: int = 1) -> None:
     """At most one step redone a recovery, none out of storage, the same losses."""
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
-    recoveries = [line["source"] for line in run.told("Resharded")][1:]
+    recoveries = [line["source"] for line in run.lines_of("Resharded")][1:]
     assert recoveries.count("snapshot") >= num_recoveries
     assert set(recoveries) <= {"snapshot", "live"}
-    for line in run.told("RolledBack"):
+    for line in run.lines_of("RolledBack"):
         assert line["from_step"] - line["step"] <= 1, line
 
 
@@ -112,7 +112,9 @@ def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: i
 def test_a_worker_that_alone_had_its_part(
     tmp_path: Path, undisturbed: Outcome, layout: str
 ) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 4, layout=layout, snapshot_every=1, strikes=[kill("w2")])
+    run = run_in_processes(
+        tmp_path, SETTINGS, 4, layout=layout, snapshot_every=1, fleet_faults=[kill("w2")]
+    )
     assert_nothing_is_lost(run, undisturbed)
 
 
@@ -121,7 +123,7 @@ def test_who_dies_amid_a_snapshot_goes_back_to_the_one_before(
 ) -> None:
     """Its own copy of step 20 was there, that on the other node was not."""
     fault = Fault("kill", "w1", 20, "snapshot")
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
@@ -135,14 +137,14 @@ def test_who_dies_amid_a_snapshot_goes_back_to_the_one_before(
 
 @pytest.mark.slow
 def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
         layout="fsdp=4",
         snapshot_every=1,
         node_of=two_nodes,
-        strikes=[kill_nodes(two_nodes, "node-1")],
+        fleet_faults=[kill_nodes(two_nodes, "node-1")],
     )
     assert_nothing_is_lost(run, undisturbed)
 
@@ -150,7 +152,7 @@ def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
 @pytest.mark.parametrize("layout", ["fsdp=4", pytest.param("pp=2,fsdp=2", marks=pytest.mark.slow)])
 def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome, layout: str) -> None:
     """Nobody has a copy of what that node had; with stages, parts differ in size."""
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
@@ -158,10 +160,10 @@ def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome, layo
         snapshot_every=1,
         snapshot_redundancy="xor:3",
         node_of=four_nodes,
-        strikes=[kill_nodes(four_nodes, "node-2")],
+        fleet_faults=[kill_nodes(four_nodes, "node-2")],
     )
     assert_nothing_is_lost(run, undisturbed)
-    told = run.told("StartSnapshots")[0]
+    told = run.lines_of("StartSnapshots")[0]
     assert told["sets"] == [["w0", "w1", "w2", "w3"]]
     assert [len(snapshot_servers) for snapshot_servers in told["snapshot_servers"]] == [1, 1, 1, 1]
 
@@ -172,7 +174,7 @@ def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
     needs."""
     settings = SETTINGS.model_copy(update={"steps": 150})
 
-    def strike(fleet: ProcessFleet) -> None:
+    def inject(fleet: ProcessFleet) -> None:
         before = fleet.snapshot_server_pids()
         os.kill(before["node-1"], signal.SIGKILL)
         while fleet.snapshot_server_pids().get("node-1", before["node-1"]) == before["node-1"]:
@@ -182,7 +184,7 @@ def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
         time.sleep(0.3)
         kill_nodes(four_nodes, "node-2")(fleet)
 
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         settings,
         4,
@@ -190,11 +192,13 @@ def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
         snapshot_every=1,
         snapshot_redundancy="xor:3",
         node_of=four_nodes,
-        strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
+        fleet_faults=[
+            lambda fleet: threading.Thread(target=inject, args=(fleet,), daemon=True).start()
+        ],
     )
-    lost_at = run.told("Resharded")[1]["step"]
+    lost_at = run.lines_of("Resharded")[1]["step"]
     assert lost_at < 150, "the run was over before the node was lost"
-    assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
+    assert_nothing_is_lost(run, run_in_processes(tmp_path / "whole", settings, 1))
 
 
 @pytest.mark.slow
@@ -202,7 +206,7 @@ def test_a_keeper_that_stands_still_is_replaced(tmp_path: Path) -> None:
     """Its place is taken by one that then saves the run; it can do no harm when it comes back."""
     settings = SETTINGS.model_copy(update={"steps": 150})
 
-    def strike(fleet: ProcessFleet) -> None:
+    def inject(fleet: ProcessFleet) -> None:
         [(node, stopped)] = fleet.snapshot_server_pids().items()
         os.kill(stopped, signal.SIGSTOP)
         while fleet.snapshot_server_pids().get(node, stopped) == stopped:
@@ -213,23 +217,25 @@ def test_a_keeper_that_stands_still_is_replaced(tmp_path: Path) -> None:
         time.sleep(0.3)
         kill("w2")(fleet)
 
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         settings,
         4,
         layout="fsdp=4",
         snapshot_every=1,
-        strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
+        fleet_faults=[
+            lambda fleet: threading.Thread(target=inject, args=(fleet,), daemon=True).start()
+        ],
     )
-    assert run.told("StopSnapshotServer")[0]["cause"] == "no answer to a probe in 5 s"
-    assert run.told("Resharded")[1]["step"] < 150, "the run was over before the worker was lost"
-    assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
+    assert run.lines_of("StopSnapshotServer")[0]["cause"] == "no answer to a probe in 5 s"
+    assert run.lines_of("Resharded")[1]["step"] < 150, "the run was over before the worker was lost"
+    assert_nothing_is_lost(run, run_in_processes(tmp_path / "whole", settings, 1))
 
 
 @pytest.mark.slow
 def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -> None:
     """It is told, and the run goes on from its checkpoint."""
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS.model_copy(update={"checkpoint_every": 5}),
         4,
@@ -237,11 +243,11 @@ def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -
         snapshot_every=1,
         snapshot_redundancy="xor:3",
         node_of=four_nodes,
-        strikes=[once_saved(tmp_path, kill_nodes(four_nodes, "node-2", "node-3"))],
+        fleet_faults=[once_saved(tmp_path, kill_nodes(four_nodes, "node-2", "node-3"))],
     )
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
-    resharded = run.told("Resharded")[1]
+    resharded = run.lines_of("Resharded")[1]
     assert (resharded["source"], resharded["step"] % 5) == ("checkpoint", 0)
 
 
@@ -249,20 +255,22 @@ def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -
 def test_all_workers_of_the_only_node(tmp_path: Path, undisturbed: Outcome) -> None:
     """The keeper alone is left, and new workers begin from what it has."""
     everyone = kill("w0", "w1", "w2", "w3")
-    run = run_plainly(tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=1, strikes=[everyone])
+    run = run_in_processes(
+        tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=1, fleet_faults=[everyone]
+    )
     assert_nothing_is_lost(run, undisturbed)
 
 
 @pytest.mark.slow
 def test_one_loss_after_another(tmp_path: Path, undisturbed: Outcome) -> None:
     """Each is waited for: with fewer workers the run might be over before the last."""
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
         min_workers=4,
         layout="fsdp=4",
         snapshot_every=1,
-        strikes=[kill("w1"), kill("w2"), kill("w3")],
+        fleet_faults=[kill("w1"), kill("w2"), kill("w3")],
     )
     assert_nothing_is_lost(run, undisturbed, num_recoveries=3)

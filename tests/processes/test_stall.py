@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from half_sent import DOOMED, FATAL_STEP
-from harness import run_plainly
-from run_checks import assert_nothing_redone, survivors_keep_their_processes
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated, assert_survivors_kept
 from torch.distributed import HashStore, ProcessGroup
 
 from actors.distributed.stall import STALL_S, StallDetector, wait_for
@@ -29,14 +29,14 @@ SETTINGS = tiny().model_copy(
 
 @pytest.mark.parametrize("layout", [pytest.param("dp=4", marks=pytest.mark.slow), "dp=2,fsdp=2"])
 def test_a_death_amid_large_messages_costs_no_other_worker(tmp_path: Path, layout: str) -> None:
-    undisturbed = run_plainly(tmp_path / "undisturbed", SETTINGS, 1)
-    run = run_plainly(
+    undisturbed = run_in_processes(tmp_path / "undisturbed", SETTINGS, 1)
+    run = run_in_processes(
         tmp_path / "run", SETTINGS, 4, layout=layout, program="half_sent:HalfSentProgram"
     )
     assert run.stopped.outcome == "completed", run.stopped
-    assert [line["worker"] for line in run.told("WorkerLost")] == [DOOMED], run.story()
-    survivors_keep_their_processes(run, {"w0", "w1", "w2"})
-    assert_nothing_redone(run)
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == [DOOMED], run.story()
+    assert_survivors_kept(run, {"w0", "w1", "w2"})
+    assert_no_step_repeated(run)
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
     assert FATAL_STEP in run.losses()
 

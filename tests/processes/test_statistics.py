@@ -12,7 +12,7 @@ import plain_loop
 import pytest
 import torch
 from expected import expected
-from harness import run_plainly
+from harness import run_in_processes
 from ranks import formed, open_file_store
 from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.multiprocessing import start_processes
@@ -154,7 +154,7 @@ def test_a_killed_run_tells_of_each_step_that_is_due_and_keeps_its_traces(tmp_pa
     """The kill is amid the steps that are traced; who survives it keeps what it has."""
     settings = SETTINGS.model_copy(update={"steps": 14, "batch": 6, "statistics_every": 4})
     faults = (Fault("kill", "w0", 6, "compute"),)
-    run = run_plainly(tmp_path, settings, 2, faults=faults, profiled=(4, 9))
+    run = run_in_processes(tmp_path, settings, 2, faults=faults, profiled=(4, 9))
     assert run.stopped.outcome == "completed"
     lines = [json.loads(line) for line in (tmp_path / "statistics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [4, 8, 12]

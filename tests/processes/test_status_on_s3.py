@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from s3 import Door
+from s3 import S3Proxy
 from written_runs import WrittenRun
 
 from actors.storage.lease import claim
@@ -37,31 +37,31 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str,
 
 
 def test_a_run_on_an_object_store(
-    door: Door, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+    s3_proxy: S3Proxy, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)
     run = WrittenRun(tmp_path / "demo", now=time.time() - 10)
     run.start(2)
     run.commit()
-    there = open_storage(door.url).at("demo")
+    there = open_storage(s3_proxy.url).at("demo")
     shipped(run, there)
     there.write("logs/w0.out", b"hello\n")
     lease = claim(there)
     try:
         before = there.files()
-        code, out, err = told(capsys, "status", "demo", "--storage", door.url, "--json")
+        code, out, err = told(capsys, "status", "demo", "--storage", s3_proxy.url, "--json")
         assert (code, err) == (0, "")
         status = json.loads(out)
         assert (status["phase"], status["step"], len(status["workers"])) == ("training", 1, 2)
-        code, out, err = told(capsys, "logs", "demo", "--worker", "w0", "--storage", door.url)
+        code, out, err = told(capsys, "logs", "demo", "--worker", "w0", "--storage", s3_proxy.url)
         assert (code, err) == (0, "") and "hello" in out
         assert there.files() == before
     finally:
         lease.release()
-    code, out, err = told(capsys, "status", "demo", "--storage", door.url)
+    code, out, err = told(capsys, "status", "demo", "--storage", s3_proxy.url)
     assert code == 0 and "demo · not driven" in out
-    door.shut()
-    code, out, err = told(capsys, "status", "demo", "--storage", door.url)
+    s3_proxy.close()
+    code, out, err = told(capsys, "status", "demo", "--storage", s3_proxy.url)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert "cannot be read" in err
-    door.open()
+    s3_proxy.open()

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from s3 import Door, s3_with_keys
+from s3 import S3Proxy, start_s3_with_credentials
 
 from actors.storage.errors import LeaseLost, RunTaken
 from actors.storage.lease import Lease, claim, owner_of
@@ -20,16 +20,16 @@ from actors.storage.storage import Storage, is_remote, open_storage
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Door]:
-    with s3_with_keys() as opened:
+def s3_proxy() -> Iterator[S3Proxy]:
+    with start_s3_with_credentials() as opened:
         yield opened
 
 
 @pytest.fixture(params=["disk", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path, door: Door) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path, s3_proxy: S3Proxy) -> Storage:
     if request.param == "disk":
         return open_storage(str(tmp_path))
-    return open_storage(door.url).at(tmp_path.name)
+    return open_storage(s3_proxy.url).at(tmp_path.name)
 
 
 def test_files_are_complete_and_listed(storage: Storage) -> None:
@@ -96,15 +96,15 @@ def test_log_of_two_writers_reads_back_as_one(storage: Storage) -> None:
         assert len(log.segments()) == 2 and len(whole) > 2e6
 
 
-def test_lines_wait_until_storage_accepts_them(door: Door, tmp_path: Path) -> None:
-    log = LineLog(open_storage(door.url).at(tmp_path.name), "log.jsonl")
+def test_lines_wait_until_storage_accepts_them(s3_proxy: S3Proxy, tmp_path: Path) -> None:
+    log = LineLog(open_storage(s3_proxy.url).at(tmp_path.name), "log.jsonl")
     lines = open_lines(log)
     lines.write({"number": 1})
     until(log.exists)
-    door.shut()
+    s3_proxy.close()
     lines.write({"number": 2})
     until(lambda: bool(lines.trouble))
-    door.open()
+    s3_proxy.open()
     lines.write({"number": 3})
     lines.close()
     assert not lines.trouble
@@ -112,13 +112,13 @@ def test_lines_wait_until_storage_accepts_them(door: Door, tmp_path: Path) -> No
 
 
 def test_process_that_returns_after_losing_its_lease_changes_nothing(
-    door: Door, tmp_path: Path
+    s3_proxy: S3Proxy, tmp_path: Path
 ) -> None:
     """A is cut off with lines that it has not uploaded, B takes over and writes, A returns."""
-    other_door = Door(door.target)
-    other_door.open()
+    second_s3_proxy = S3Proxy(s3_proxy.target)
+    second_s3_proxy.open()
     there, there_for_a = (
-        open_storage(d.url).at(tmp_path.name).at("run") for d in (door, other_door)
+        open_storage(d.url).at(tmp_path.name).at("run") for d in (s3_proxy, second_s3_proxy)
     )
     log, log_of_a = LineLog(there, "journal.jsonl"), LineLog(there_for_a, "journal.jsonl")
     first = claim(there_for_a, actor="a")
@@ -126,7 +126,7 @@ def test_process_that_returns_after_losing_its_lease_changes_nothing(
     of_a = open_lines(log_of_a, first.epoch, first.look)
     of_a.write({"number": 0})
     until(lambda: list(log.lines()) == [{"number": 0}])
-    other_door.shut()
+    second_s3_proxy.close()
     for number in range(1, 100):
         of_a.write({"number": number, "filler": "x" * 1000})
     until(lambda: bool(of_a.trouble))
@@ -137,13 +137,13 @@ def test_process_that_returns_after_losing_its_lease_changes_nothing(
     for number in range(100, 111):
         of_b.write({"number": number})
     assert of_b.close() == ""
-    other_door.open()
+    second_s3_proxy.open()
     assert of_a.close() == ""  # its lines are dropped, not lost
     first.release()
     assert [line["number"] for line in log.lines()] == [0, *range(100, 111)]
     second.release()
     assert owner_of(there) is None
-    other_door.shut()
+    second_s3_proxy.close()
 
 
 def test_at_most_one_of_many_claimants_gets_the_run(storage: Storage) -> None:

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import Outcome, run_plainly
-from s3 import Door
+from harness import Outcome, run_in_processes
+from s3 import S3Proxy
 
 from actors.controller.shell import Shell
 from actors.storage.checkpoint_files import find_checkpoints
@@ -77,8 +77,8 @@ class Outage:
 def train(folder: Path | str, outage: Outage) -> Outcome:
     began = time.monotonic()
     try:
-        outcome = run_plainly(
-            folder, SETTINGS, 2, hear=outage.hear, with_shell=outage.of, timeout_s=240.0
+        outcome = run_in_processes(
+            folder, SETTINGS, 2, on_event=outage.hear, on_shell=outage.of, timeout_s=240.0
         )
     finally:
         outage.close()
@@ -90,7 +90,7 @@ def is_complete(outcome: Outcome) -> bool:
     stopped = outcome.stopped
     assert (stopped.outcome, stopped.step) == ("completed", 100), outcome.story()
     assert [line["step"] for line in outcome.metrics] == list(range(1, 101))
-    assert outcome.told("Stopped")
+    assert outcome.lines_of("Stopped")
     found = find_checkpoints(outcome.run)
     return found.whole[-1].step == 100 and not found.complaints and not found.unfinished
 
@@ -117,12 +117,12 @@ def test_run_completes_if_a_full_disk_gets_space_within_a_minute(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_run_completes_if_an_object_store_answers_within_a_minute(door: Door) -> None:
-    outage = Outage(door.shut, door.open)
-    outcome = train(door.url_of("run"), outage)
+def test_run_completes_if_an_object_store_answers_within_a_minute(s3_proxy: S3Proxy) -> None:
+    outage = Outage(s3_proxy.close, s3_proxy.open)
+    outcome = train(s3_proxy.url_of("run"), outage)
     # Once, in a whole CI run, each part of one worker was stored with the framing of its upload
     # (aws-chunked). The uploads show whether the client or the server is at fault.
-    assert outcome.stopped.outcome == "completed", "\n\n".join(door.uploads)
+    assert outcome.stopped.outcome == "completed", "\n\n".join(s3_proxy.upload_headers)
     assert is_complete(outcome)
     assert any("the checkpoint of step" in trouble for trouble in outage.troubles)
     assert any("of journal.jsonl" in trouble for trouble in outage.troubles)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import Outcome, run_plainly
-from run_checks import assert_nothing_redone
+from harness import Outcome, run_in_processes
+from run_checks import assert_no_step_repeated
 
 from actors.runtime.fault_spec import Fault
 from pipelines.run.recipes import tiny
@@ -26,29 +26,29 @@ WATCHED = {"straggler_every": 5}
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+    return run_in_processes(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
 
 
 def test_a_slow_worker_is_replaced_by_a_spare(tmp_path: Path, undisturbed: Outcome) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 4, layout="dp=3", faults=(SLOW,), **WATCHED)
+    run = run_in_processes(tmp_path, SETTINGS, 4, layout="dp=3", faults=(SLOW,), **WATCHED)
     assert run.stopped.outcome == "completed", run.stopped
-    [replaced] = run.told("Replaced")
+    [replaced] = run.lines_of("Replaced")
     assert replaced["worker"] == "w1" and "times as long as the others" in replaced["cause"]
-    members = [set(line["workers"]) for line in run.told("Resume")]
+    members = [set(line["workers"]) for line in run.lines_of("Resume")]
     assert members == [{"w0", "w1", "w2"}, {"w0", "w2", "w3"}]
-    assert not run.told("Abort"), "it is drained"
-    assert_nothing_redone(run)
+    assert not run.lines_of("Abort"), "it is drained"
+    assert_no_step_repeated(run)
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
 
 
 @pytest.mark.slow
 def test_without_a_spare_it_is_told_of_once(tmp_path: Path, undisturbed: Outcome) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 3, faults=(SLOW,), **WATCHED)
+    run = run_in_processes(tmp_path, SETTINGS, 3, faults=(SLOW,), **WATCHED)
     assert run.stopped.outcome == "completed", run.stopped
-    [warned] = [line for line in run.told("Warned") if line["kind"] == "straggler"]
+    [warned] = [line for line in run.lines_of("Warned") if line["kind"] == "straggler"]
     assert "w1 on this-machine is a straggler" in warned["text"]
-    assert len(run.told("Resume")) == 1
-    assert_nothing_redone(run)
+    assert len(run.lines_of("Resume")) == 1
+    assert_no_step_repeated(run)
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
 
 
@@ -65,9 +65,9 @@ def test_who_waits_for_a_slow_one_is_not_slow_itself(tmp_path: Path, layout: str
     """All steps last equally long, and only the slow one's own time says why."""
     workers = {"dp=2,pp=2": 4, "tp=2": 2}.get(layout, 3)
     settings = SETTINGS.model_copy(update={"steps": 30})
-    run = run_plainly(tmp_path, settings, workers, layout=layout, faults=(SLOW,), **WATCHED)
-    [members] = [line["workers"] for line in run.told("Resume")]
-    for told in run.told("ComputeTimed")[3:]:
+    run = run_in_processes(tmp_path, settings, workers, layout=layout, faults=(SLOW,), **WATCHED)
+    [members] = [line["workers"] for line in run.lines_of("Resume")]
+    for told in run.lines_of("ComputeTimed")[3:]:
         if not told["compute_s"]:  # all times together would be too long: stragglers alone
             assert [members[world_rank] for world_rank, _ in told["slow"]] == ["w1"], told
             continue

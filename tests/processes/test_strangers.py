@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import run_plainly
+from harness import run_in_processes
 from test_snapshot_server import HOST, SECRET, Child, assert_has, never, part, snapshots_at
 
 from test_snapshot_server import ASSIGNMENT, SPECS  # isort: skip
@@ -142,14 +142,14 @@ def test_run_recovers_from_snapshots_despite_strangers(tmp_path: Path) -> None:
             lasting.extend(process.poll() is None for process in strangers)
 
     try:
-        run = run_plainly(
+        run = run_in_processes(
             tmp_path,
             SETTINGS,
             2,
             layout="fsdp=2",
             snapshot_every=1,
-            strikes=[kill("w1")],
-            hear=hear_of,
+            fleet_faults=[kill("w1")],
+            on_event=hear_of,
         )
     finally:
         for process in strangers:
@@ -157,7 +157,7 @@ def test_run_recovers_from_snapshots_despite_strangers(tmp_path: Path) -> None:
             process.wait()
     assert lasting and all(lasting), "the strangers had ended before they were of any use"
     assert run.stopped.outcome == "completed", run.story()
-    assert "snapshot" in [line["source"] for line in run.told("Resharded")], run.story()
+    assert "snapshot" in [line["source"] for line in run.lines_of("Resharded")], run.story()
 
 
 STORE_DEEDS = ("store garbage", "store flood", "store overwrite")
@@ -195,7 +195,9 @@ def test_run_recovers_while_strangers_attack_its_store(tmp_path: Path) -> None:
                 lasting.extend(process.poll() is None for process in strangers)
 
     try:
-        run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", hear=hear_of, timeout_s=300.0)
+        run = run_in_processes(
+            tmp_path, SETTINGS, 3, layout="dp=3", on_event=hear_of, timeout_s=300.0
+        )
     finally:
         for process in strangers:
             process.kill()
@@ -207,8 +209,8 @@ def test_run_recovers_while_strangers_attack_its_store(tmp_path: Path) -> None:
                 process.stdout.close()
     assert run.stopped.outcome == "completed", run.story()
     assert len(lasting) == 3 and all(lasting), "the strangers had ended before they were of any use"
-    assert len(run.told("WorkerLost")) == 1, run.story()
-    generations = [line["generation"] for line in run.told("Resume")]
+    assert len(run.lines_of("WorkerLost")) == 1, run.story()
+    generations = [line["generation"] for line in run.lines_of("Resume")]
     assert generations == list(range(1, len(generations) + 1)), "no generation formed in vain"
 
 

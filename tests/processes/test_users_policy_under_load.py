@@ -11,8 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 
 from actors.runtime.fault_spec import Fault
 from pipelines.run.options import policy_of
@@ -53,7 +53,7 @@ def test_only_killed_workers_are_lost_under_load(tmp_path: Path, num_kills: int)
     joiners = [Fault("kill", f"w{i}", 0, "compute") for i in range(NUM_WORKERS, num_kills + 1)]
     policy = asdict(policy_of(SETTINGS, 1, NUM_WORKERS, "run"))
     with busy_loops():
-        run = run_plainly(
+        run = run_in_processes(
             tmp_path,
             SETTINGS,
             NUM_WORKERS,
@@ -64,8 +64,8 @@ def test_only_killed_workers_are_lost_under_load(tmp_path: Path, num_kills: int)
             **{k: v for k, v in policy.items() if k not in ("min_workers", "max_workers")},
         )
     killed = {fault.worker for fault in (*members, *joiners)}
-    lost = {line["worker"] for line in run.told("WorkerLost")}
+    lost = {line["worker"] for line in run.lines_of("WorkerLost")}
     assert lost <= killed, f"{sorted(lost - killed)} were healthy\n{run.story()}"
-    assert not run.told("StopWorker"), run.story()
+    assert not run.lines_of("StopWorker"), run.story()
     assert len(lost) == num_kills
-    assert_nothing_redone(run)
+    assert_no_step_repeated(run)

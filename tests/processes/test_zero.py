@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import expected
-from harness import run_plainly
+from harness import run_in_processes
 from ranks import formed, open_file_store
 from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.distributed.tensor import DTensor
@@ -250,10 +250,10 @@ def test_a_kill_in_apply_changes_nothing(zero: int, tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"dtype": "float64", "steps": 16, "eval_every": 8})
     fault = Fault("kill", "w1", 6, "apply")
     layout = f"dp=2,fsdp=2,zero={zero}"
-    run = run_plainly(tmp_path, settings, 4, layout=layout, faults=(fault,))
+    run = run_in_processes(tmp_path, settings, 4, layout=layout, faults=(fault,))
     assert run.stopped.outcome == "completed", run.stopped
-    assert not run.told("RolledBack")
-    assert run.told("Resume")[1]["layout"].endswith(f"zero={zero}")
+    assert not run.lines_of("RolledBack")
+    assert run.lines_of("Resume")[1]["layout"].endswith(f"zero={zero}")
     seen, weights = expected(settings, settings.steps)
     losses, norms = zip(*seen, strict=True)
     assert [line["loss"] for line in run.metrics] == pytest.approx(losses, rel=1e-9)

@@ -11,7 +11,7 @@ from command_line import elastic, elastic_train, processes_of
 from shared_cluster import elastic_train as train_on_shared_cluster
 
 sys.path.append(str(Path(__file__).parents[1] / "processes"))
-from s3 import CREDENTIALS, s3_server
+from s3 import CREDENTIALS, start_s3_server
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 PORTS = (22_000, 22_999)
@@ -32,7 +32,7 @@ def test_prepared_at_a_url_and_trained_from_there(
         monkeypatch.setenv(name, value)
     text, cache = tmp_path / "text.txt", tmp_path / "cache"
     text.write_text("\n".join(f"{number} and {number * number}" for number in range(3000)))
-    with s3_server() as server:
+    with start_s3_server() as server:
         url = server.url_of("data")
         ended = elastic("prepare", str(text), url)
         assert ended.returncode == 0, ended.stderr

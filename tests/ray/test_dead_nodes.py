@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import Command
-from test_model_axes import arguments, assert_trained_plainly
+from test_model_axes import arguments, assert_equals_plain_loop
 from test_ray_notices import a_node_to_drain
 from test_ray_parity import on_nodes
 from test_ray_snapshots import are_protected, assert_nothing_is_lost
@@ -54,6 +54,6 @@ def test_the_next_step_does_not_wait_for_ray(tmp_path: Path, layout: str) -> Non
         assert took < BEFORE_RAY_S
         assert worker not in command.lines("Resume")[1]["workers"]
         if layout == "dp=3":
-            assert_trained_plainly(command, "tiny", NUM_STEPS)
+            assert_equals_plain_loop(command, "tiny", NUM_STEPS)
         else:
             assert_nothing_is_lost(command, NUM_STEPS)

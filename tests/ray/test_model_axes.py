@@ -36,7 +36,7 @@ def arguments(recipe: str, layout: str, workers: str, steps: int, *inject: str) 
     return given
 
 
-def assert_trained_plainly(command: Command, recipe: str, num_steps: int) -> None:
+def assert_equals_plain_loop(command: Command, recipe: str, num_steps: int) -> None:
     """Each step is committed once, with the losses of the undisturbed plain loop."""
     seen, _ = expected(override(load(recipe), SETTINGS), num_steps)
     metrics = command.metrics()
@@ -67,7 +67,7 @@ def test_a_kill_inside_a_group_costs_no_step(
     ) as command:  # fmt: skip
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, recipe, 40)
+        assert_equals_plain_loop(command, recipe, 40)
         lost = [line["worker"] for line in command.lines("WorkerLost")]
         pids = {line["worker"]: line["pid"] for line in command.lines("WorkerReady")}
         last = command.lines("Resume")[-1]["workers"]
@@ -86,7 +86,7 @@ def test_model_axis_shrinks_and_grows_back(tmp_path: Path, axis: str) -> None:
         command.wait_until(lambda: len(command.lines("Resume")) >= 3, "the return")
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, "tiny", 400)
+        assert_equals_plain_loop(command, "tiny", 400)
         layouts = [line["layout"] for line in command.lines("Resume")]
         workers = [sorted(line["workers"]) for line in command.lines("Resume")]
     assert workers == [["w0", "w1"], ["w0"], ["w0", "w2"]]

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import Command
-from test_model_axes import arguments, assert_trained_plainly
+from test_model_axes import arguments, assert_equals_plain_loop
 from test_ray_parity import is_needed, node_of, on_nodes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -85,7 +85,7 @@ def test_workers_leave_a_draining_node_before_its_deadline(tmp_path: Path, layou
         end(processes)
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, "tiny", NUM_STEPS)
+        assert_equals_plain_loop(command, "tiny", NUM_STEPS)
         [notice] = command.lines("NodeDraining")
         assert (notice["node"], notice["cause"]) == (node, "Ray drains it")
         assert earliest - 1.0 <= notice["deadline"] <= latest + 1.0
@@ -114,7 +114,7 @@ def test_sigterm_of_a_pod_drains_its_node(tmp_path: Path) -> None:
         node.wait(timeout=60)
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, "tiny", NUM_STEPS)
+        assert_equals_plain_loop(command, "tiny", NUM_STEPS)
         [notice], left = command.lines("NodeDraining"), command.lines("Resume")[1]
         assert worker not in left["workers"]
         assert left["time"] < notice["deadline"]
