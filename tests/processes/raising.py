@@ -1,4 +1,4 @@
-"""A program in which one worker raises within a step; the other worker unwinds at once or slowly."""
+"""A program in which one worker raises within a step, and the other unwinds at once or slowly."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def open_file_store(folder: Path, num_ranks: int) -> dist.FileStore:
 
 @contextmanager
 def default_group(store: dist.Store, name: str, world_rank: int, num_ranks: int) -> Iterator[None]:
-    """A default group; leaving the block destroys it and every group that was formed in it."""
+    """A default group; leaving the block destroys it and all groups formed in it."""
     prefixed = dist.PrefixStore(name, store)
     dist.init_process_group(
         "gloo", store=prefixed, world_size=num_ranks, rank=world_rank, timeout=TIMEOUT
@@ -42,7 +42,7 @@ def default_group(store: dist.Store, name: str, world_rank: int, num_ranks: int)
 def formed_groups(
     layout: Layout, store: dist.Store, name: str, world_rank: int, has_experts: bool = False
 ) -> Iterator[Groups]:
-    """The groups of this rank under a layout, formed as a worker forms them."""
+    """The groups of this rank under a layout, formed_groups as a worker forms them."""
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
     with default_group(store, name, world_rank, layout.num_workers):
         assignment = Assignment(GENERATION, layout, members)

@@ -1,7 +1,7 @@
 """A process that knows where a snapshot server or the store listens, but not the run's secret.
 
-`python stranger.py ATTACK SOCKET HOST PORT` prints what it received, one JSON object a line. For the
-store, SOCKET is empty.
+`python stranger.py ATTACK SOCKET HOST PORT` prints what it received, one JSON object a line.
+For the store, SOCKET is empty.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def flood_store(name: str, host: str, port: int) -> None:
 
 
 def overwrite_store_keys(name: str, host: str, port: int) -> None:
-    """Overwrite every key that groups would use if only the generation number protected the keys."""
-    from torch.distributed import TCPStore  # noqa: PLC0415  it takes seconds, and only this attack needs it
+    """Overwrite the keys that groups would use if only the generation number protected them."""
+    from torch.distributed import TCPStore  # noqa: PLC0415  slow to import
 
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     groups = ["", *(f"/{number}/" for number in range(1, 6))]

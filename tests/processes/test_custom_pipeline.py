@@ -31,7 +31,7 @@ def plain(microbatch: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "num_workers", "changes", "formed"),
+    ("layout", "num_workers", "changes", "formed_groups"),
     [
         ("pp=2", 2, {}, ["pp=2", "dp=1"]),
         ("dp=2,pp=2", 4, {}, ["pp=2,dp=2", "pp=2"]),
@@ -44,7 +44,7 @@ def plain(microbatch: int):
     ],
 )
 def test_killed_and_resized(
-    layout: str, num_workers: int, changes: dict[str, Any], formed: list[str], tmp_path: Path
+    layout: str, num_workers: int, changes: dict[str, Any], formed_groups: list[str], tmp_path: Path
 ) -> None:
     """The last worker takes all stages; evaluations end with a smaller microbatch."""
     leaving = ((45, WorkerDraining("w0", "shrinks")),)
@@ -61,7 +61,7 @@ def test_killed_and_resized(
     )
     assert run.stopped.outcome == "completed", run.stopped
     resumed = run.lines_of("Resume")
-    assert [line["layout"] for line in resumed][:2] == formed
+    assert [line["layout"] for line in resumed][:2] == formed_groups
     assert resumed[1]["step"] > 0, "from snapshots"
     losses, evaluated, state = plain(settings.microbatch)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from expected import expected as plainly_trained
-from ranks import formed, open_file_store, world
+from ranks import default_group, formed_groups, open_file_store
 from test_replica import CPU, NUM_STEPS, Trained, program_of, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,11 +164,11 @@ def run_rank(world_rank: int, folder: Path) -> None:
         num_ranks = spreading.num_ranks
         if world_rank >= num_ranks:
             continue
-        with world(store, name, world_rank, num_ranks):
+        with default_group(store, name, world_rank, num_ranks):
             compute_cases(name, spreading, world_rank, folder)
     if world_rank < SHARDED.num_workers:
         # One rank has only one of three microbatches, so that its second round is padding.
-        with formed(SHARDED, store, "sharded", world_rank) as groups:
+        with formed_groups(SHARDED, store, "sharded", world_rank) as groups:
             trained = train(program_of(SETTINGS), groups)
         torch.save(trained._asdict(), folder / f"sharded-{world_rank}.pt")
 

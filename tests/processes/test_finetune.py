@@ -101,7 +101,7 @@ def test_full_weights(tmp_path: Path) -> None:
     model = plain_causal_lm.load(tmp_path / "model")
     assert list(losses.values()) == pytest.approx(plainly(program, model), rel=1e-9)
     export("run", tmp_path, tmp_path / "out")
-    stored = models_on_disk.loaded(tmp_path / "out", torch.float64).state_dict()
+    stored = models_on_disk.load_pretrained(tmp_path / "out", torch.float64).state_dict()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(stored[name], weight, rtol=1e-9, atol=1e-12)
 

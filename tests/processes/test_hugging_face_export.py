@@ -19,7 +19,7 @@ from models_on_disk import (
     ONLY_ROUTED,
     SEQ_LEN,
     TOKENS,
-    loaded,
+    load_pretrained,
     our_logits,
     random_weights,
     settings_for,
@@ -61,7 +61,7 @@ def exported(tmp_path: Path, *arguments: str) -> Path:
 def test_a_dense_model_computes_the_same(tmp_path: Path, layout: str) -> None:
     weights = random_weights(DENSE)
     write_run(tmp_path, settings_for(DENSE), Layout.parse(layout), weights)
-    model = loaded(exported(tmp_path))
+    model = load_pretrained(exported(tmp_path))
     assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.float32
     expected = our_logits(DENSE, weights, TOKENS)
     assert expected.std() > 0.5
@@ -72,7 +72,7 @@ def test_a_dense_model_computes_the_same(tmp_path: Path, layout: str) -> None:
 def test_a_mixture_computes_the_same(tmp_path: Path, settings) -> None:
     weights = random_weights(settings)
     write_run(tmp_path, settings_for(settings), Layout.parse("fsdp=2,ep=2"), weights)
-    model = loaded(exported(tmp_path))
+    model = load_pretrained(exported(tmp_path))
     assert type(model).__name__ == "GraniteMoeSharedForCausalLM"
     expected = our_logits(settings, weights, TOKENS)
     torch.testing.assert_close(their_logits(model, TOKENS), expected, **CLOSE)
@@ -94,14 +94,14 @@ def test_files_and_windows_of_any_size_have_the_same_contents(
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
         for name, tensor in tensors.items():
             assert index["weight_map"][name] == file and torch.equal(tensor, whole[name])
-    for name, tensor in loaded(tmp_path / "cut").state_dict().items():
-        assert torch.equal(tensor, loaded(tmp_path / "first-hf").state_dict()[name])
+    for name, tensor in load_pretrained(tmp_path / "cut").state_dict().items():
+        assert torch.equal(tensor, load_pretrained(tmp_path / "first-hf").state_dict()[name])
 
 
 def test_bfloat16_is_the_rounded_float32(tmp_path: Path) -> None:
     weights = random_weights(DENSE)
     write_run(tmp_path, settings_for(DENSE), Layout(), weights)
-    model = loaded(exported(tmp_path, "--dtype", "bfloat16"))
+    model = load_pretrained(exported(tmp_path, "--dtype", "bfloat16"))
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, weights["head.weight"].bfloat16())
 
@@ -109,7 +109,7 @@ def test_bfloat16_is_the_rounded_float32(tmp_path: Path) -> None:
 def test_float64_is_exported_unchanged(tmp_path: Path) -> None:
     weights = {name: value.double() for name, value in random_weights(DENSE).items()}
     write_run(tmp_path, settings_for(DENSE, dtype="float64"), Layout(), weights)
-    model = loaded(exported(tmp_path))
+    model = load_pretrained(exported(tmp_path))
     assert torch.equal(model.lm_head.weight, weights["head.weight"])
     module = Transformer(DENSE).double()
     module.load_state_dict(weights)
@@ -151,7 +151,7 @@ def test_the_byte_tokenizer_is_exported_for_transformers(tmp_path: Path) -> None
     for tokens in (range(256), [0xE6, 0x9D, 65]):
         assert theirs.decode(list(tokens)) == ours.decode(list(tokens))
     assert (theirs.eos_token_id, theirs.bos_token_id) == (256, None)
-    model = loaded(folder)
+    model = load_pretrained(folder)
     assert model.generation_config.eos_token_id == 256
     tokens = theirs("to be", return_tensors="pt")
     assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[1] <= 9

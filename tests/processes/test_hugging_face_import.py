@@ -15,12 +15,12 @@ from models_on_disk import (
     DENSE,
     MIXTURE,
     TOKENS,
-    cut,
     granite,
     llama,
-    loaded,
+    load_pretrained,
     our_logits,
     settings_for,
+    slice_region,
     their_logits,
     write_run,
 )
@@ -65,7 +65,9 @@ def test_a_llama_computes_the_same(tmp_path: Path, shards: str, tied: bool, dtyp
     assert {value.dtype for value in weights.values()} == {torch.float32}
     ours = our_logits(DENSE, weights, TOKENS)
     assert ours.std() > 0.5
-    torch.testing.assert_close(ours, their_logits(loaded(tmp_path, torch.float32), TOKENS), **CLOSE)
+    torch.testing.assert_close(
+        ours, their_logits(load_pretrained(tmp_path, torch.float32), TOKENS), **CLOSE
+    )
 
 
 def test_a_mixture_computes_the_same(tmp_path: Path) -> None:
@@ -85,7 +87,9 @@ def test_each_rank_reads_its_part_of_the_whole(tmp_path: Path, layout: str) -> N
         for spec in made.specs():
             region = region_of(spec, spread, spread.coordinates(rank))
             if region and spec.kind == "parameter":
-                assert torch.equal(made.initial(spec, region), cut(whole[spec.name], region))
+                assert torch.equal(
+                    made.initial(spec, region), slice_region(whole[spec.name], region)
+                )
 
 
 def test_only_parameters_come_from_the_folder(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import plain_causal_lm
 import pytest
 import torch
 from harness import run_in_processes
-from ranks import formed, open_file_store
+from ranks import formed_groups, open_file_store
 from run_checks import assert_no_step_repeated
 from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
@@ -139,7 +139,7 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
         if world_rank >= layout.num_workers:
             continue
         program = program_of(settings_for(folder / case.model, microbatch=case.microbatch))
-        with formed(layout, store, case.name, world_rank) as groups:
+        with formed_groups(layout, store, case.name, world_rank) as groups:
             trained = train(program, groups, NUM_STEPS)
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
 
@@ -178,7 +178,7 @@ def assert_equals_plain_loop(folder: Path, case: Case) -> None:
             region = region_of(spec, layout, layout.coordinates(rank))
             assert (spec.name in trained.tensors) == (region is not None)
             if region is not None:
-                whole = models_on_disk.cut(weights[spec.name], region)
+                whole = models_on_disk.slice_region(weights[spec.name], region)
                 torch.testing.assert_close(trained.tensors[spec.name], whole, rtol=1e-9, atol=1e-12)
 
 
@@ -204,7 +204,7 @@ def test_a_run_is_killed_resharded_and_exported(tmp_path: Path) -> None:
     )
     export("run", tmp_path, tmp_path / "out", shard_bytes=50_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-    stored = models_on_disk.loaded(tmp_path / "out", torch.float64).state_dict()
+    stored = models_on_disk.load_pretrained(tmp_path / "out", torch.float64).state_dict()
     for name, weight in weights.items():
         torch.testing.assert_close(stored[name], weight, rtol=1e-9, atol=1e-12)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from expected import expected
-from ranks import formed, open_file_store
+from ranks import formed_groups, open_file_store
 from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 
@@ -138,7 +138,7 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
             continue
         program = program_of(case.settings)
         has_experts = any(spec.ep_dim is not None for spec in program.specs())
-        with formed(layout, store, case.name, world_rank, has_experts) as groups:
+        with formed_groups(layout, store, case.name, world_rank, has_experts) as groups:
             trained = train(program, groups, NUM_STEPS)
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
 

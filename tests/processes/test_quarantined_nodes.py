@@ -1,4 +1,4 @@
-"""A node on which workers crash again and again gets no new ones."""
+"""A node where workers crash repeatedly is quarantined: no worker starts there."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def all_but_two_on_b(worker: str) -> str:
 
 
 @pytest.mark.soak
-def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
-    """Each worker on b dies in the first step that it takes part in; the fourth one comes to a."""
+def test_quarantined_node_gets_no_replacements(tmp_path: Path) -> None:
+    """Each worker on b dies in its first step; the fourth replacement starts on a."""
     settings = SETTINGS.model_copy(update={"steps": 400})
     undisturbed = run_in_processes(tmp_path / "undisturbed", settings, 1)
     faults = tuple(Fault("kill", f"w{number}", 0) for number in range(2, 5))
@@ -45,8 +45,8 @@ def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
         [],
         [BAD_NODE],
     ]
-    places = {line["worker"]: line["node"] for line in run.lines_of("WorkerReady")}
-    assert places["w5"] == "a"
+    node_of_worker = {line["worker"]: line["node"] for line in run.lines_of("WorkerReady")}
+    assert node_of_worker["w5"] == "a"
     assert set(run.lines_of("Resume")[-1]["workers"]) == {"w0", "w1", "w5"}
     assert_survivors_kept(run, {"w0", "w1", "w5"})
     assert_no_step_repeated(run)
@@ -54,7 +54,7 @@ def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_the_only_node_there_is_goes_on_being_used(tmp_path: Path) -> None:
+def test_the_only_node_is_never_quarantined(tmp_path: Path) -> None:
     settings = SETTINGS.model_copy(update={"steps": 300})
     faults = tuple(Fault("kill", f"w{number}", 0) for number in range(1, 5))
     run = run_in_processes(tmp_path, settings, 2, faults=faults, quarantine_after=3)

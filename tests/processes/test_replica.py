@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import expected as plainly_trained
-from ranks import GENERATION, formed, open_file_store
+from ranks import GENERATION, formed_groups, open_file_store
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -121,7 +121,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
             continue
         log = {"record_samples": folder / f"{layout}.jsonl"}
         program = program_of(SETTINGS.model_copy(update=log))
-        with formed(layout, store, str(layout), world_rank) as groups:
+        with formed_groups(layout, store, str(layout), world_rank) as groups:
             trained = train(program, groups)
         torch.save(trained._asdict(), folder / f"{layout}-{world_rank}.pt")
 

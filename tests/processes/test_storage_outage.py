@@ -1,4 +1,4 @@
-"""Storage outages that outlast the training: nothing is lost."""
+"""Storage outages that last longer than the training: the run loses nothing."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Outage:
         self._shell: Shell | None = None
         self._over = threading.Event()
 
-    def of(self, shell: Shell) -> None:
+    def watch(self, shell: Shell) -> None:
         self._shell = shell
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._poll, daemon=True).start()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, StepCommitted) and event.record.step == 30:
             self._begin()
         if isinstance(event, StepCommitted) and event.record.step == SETTINGS.steps:
@@ -65,8 +65,8 @@ class Outage:
     def close(self) -> None:
         self._over.set()
 
-    def _watch(self) -> None:
-        """Poll the trouble, as the display does."""
+    def _poll(self) -> None:
+        """Poll `Shell.trouble`, as the display does."""
         assert self._shell is not None
         while not self._over.wait(0.2):
             trouble = self._shell.trouble
@@ -78,7 +78,7 @@ def train(folder: Path | str, outage: Outage) -> Outcome:
     began = time.monotonic()
     try:
         outcome = run_in_processes(
-            folder, SETTINGS, 2, on_event=outage.hear, on_shell=outage.of, timeout_s=240.0
+            folder, SETTINGS, 2, on_event=outage.on_event, on_shell=outage.watch, timeout_s=240.0
         )
     finally:
         outage.close()
@@ -91,8 +91,12 @@ def is_complete(outcome: Outcome) -> bool:
     assert (stopped.outcome, stopped.step) == ("completed", 100), outcome.story()
     assert [line["step"] for line in outcome.metrics] == list(range(1, 101))
     assert outcome.lines_of("Stopped")
-    found = find_checkpoints(outcome.run)
-    return found.whole[-1].step == 100 and not found.complaints and not found.unfinished
+    checkpoints = find_checkpoints(outcome.run)
+    return (
+        checkpoints.whole[-1].step == 100
+        and not checkpoints.complaints
+        and not checkpoints.unfinished
+    )
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from expected import expected
 from harness import run_in_processes
-from ranks import formed, open_file_store
+from ranks import formed_groups, open_file_store
 from test_replica import CountCollectives, local_tensors, never, program_of
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
@@ -148,7 +148,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
         if world_rank >= layout.num_workers:
             continue
         program = program_of(case.settings)
-        with formed(layout, store, case.name, world_rank) as groups:
+        with formed_groups(layout, store, case.name, world_rank) as groups:
             replica = MeasuredReplica(program.workload, program.settings, groups)
             trained = train(program, replica, local_tensors(program, groups))
             if case.name == "fsdp=2,zero=1":

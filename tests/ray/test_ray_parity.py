@@ -50,7 +50,7 @@ def is_needed(processes: list[psutil.Process]) -> bool:
     return bool(names & {"RayController", "RayStore"})
 
 
-def test_a_whole_node(tmp_path: Path) -> None:
+def test_loss_of_a_node_recovers_from_snapshots(tmp_path: Path) -> None:
     train = arguments("tiny", "fsdp=4", "2:4", NUM_STEPS)
     with on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
         command.wait_until(lambda: are_protected(command, 1), "the first snapshots")

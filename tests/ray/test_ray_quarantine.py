@@ -30,7 +30,7 @@ def kill_the_next(command: Command, raylet: psutil.Process, killed: set[int]) ->
     )
 
 
-def test_workers_are_started_elsewhere(tmp_path: Path) -> None:
+def test_quarantined_node_gets_no_replacements(tmp_path: Path) -> None:
     """One worker dies as it trains, two as they start. The fourth waits for another node."""
     train = arguments("tiny", "dp=2", "1:2", 100_000)
     with on_nodes(tmp_path, *train, num_nodes=2) as command:
